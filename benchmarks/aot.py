@@ -84,16 +84,17 @@ class Form:
 def forms() -> Iterator[Form]:
     """Yield every form of interest: all terms with bfloat16, and the plain form with the other types."""
     kernels = ("attend", "dq", "dkv")
-    plain, shaw = {}, {"distances": True, "values": True}
-    terms = (plain, {"joined": True}, {"hidden": 1}, {"dropout": True}, {"distances": True})
-    terms += (shaw, shaw | {"dropout": True}, shaw | {"hidden": 1})
+    shaw: dict[str, Any] = {"distances": True, "values": True}
+    dropped: dict[str, Any] = shaw | {"dropout": True}
+    terms: list[dict[str, Any]] = [{}, {"joined": True}, {"hidden": 1}, {"dropout": True}, {"distances": True}]
+    terms += [shaw, dropped, shaw | {"hidden": 1}]
     for size in (64, 128):
         for kernel in kernels:
             for each in terms:
                 if kernel != "attend" or "joined" not in each:  # which makes no difference there
                     yield Form(kernel, size, torch.bfloat16, **each)
         yield Form("weigh", size, torch.bfloat16, **shaw)
-        yield Form("weigh", size, torch.bfloat16, **shaw, dropout=True)
+        yield Form("weigh", size, torch.bfloat16, **dropped)
         for joined in (False, True):
             yield Form("combine", size, torch.bfloat16, joined=joined)
     for dtype in (torch.float16, torch.float32):

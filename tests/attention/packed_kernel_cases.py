@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from rtx.attention import engine
 from rtx.attention.engine import packed
@@ -157,8 +158,8 @@ def dense(
     return out_RE / times_R.clamp(min=1)[:, None], lse_P
 
 
-def wide(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().double().requires_grad_()
+def wide(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_()
 
 
 def differ(found: Tensor, right: Tensor) -> float:
@@ -194,7 +195,9 @@ def check(
     tables = [x for x in terms.relative or () if x is not None]
     right_q, right_v = wide(q), wide(v)
     right_k = right_q if k is q else wide(k)
-    right_relative = None if terms.relative is None else Relative(*map(wide, terms.relative))
+    right_relative = None
+    if terms.relative is not None:
+        right_relative = Relative._make(None if x is None else wide(x) for x in terms.relative)
     right_tables = [x for x in right_relative or () if x is not None]
     leaves = [q, v, *tables] if k is q else [q, k, v, *tables]
     right_leaves = [right_q, right_v, *right_tables] if k is q else [right_q, right_k, right_v, *right_tables]
@@ -309,7 +312,8 @@ def test_views_of_one_projection() -> None:
     part, terms = apart(sizes), Terms(0.25)
     found, _ = packed.attend(q, k, v, kernel_lists(part, sizes.rows), terms, False)
     right_x = x.detach().double().requires_grad_()
-    right, _ = dense(*(y.transpose(1, 2) for y in right_x.unbind(2)), part, terms, False, None)
+    right_q, right_k, right_v = (y.transpose(1, 2) for y in right_x.unbind(2))
+    right, _ = dense(right_q, right_k, right_v, part, terms, False, None)
     dout = torch.randn_like(found)
     (dx,) = torch.autograd.grad((found * dout).sum(), x)
     (right_dx,) = torch.autograd.grad((right * dout).sum(), right_x)
@@ -463,12 +467,11 @@ def test_gradients_of_log_sums_alone() -> None:
         assert differ(x, y.double()) <= 1e-6
 
 
-def every_form(sizes: Sizes, joined: bool) -> Iterator[tuple[list[Tensor], KernelLists, Terms, bool]]:
-    """Inputs with and without terms by distance, and with dropout."""
+def every_form(sizes: Sizes) -> Iterator[tuple[list[Tensor], KernelLists, Terms]]:
+    """Inputs with and without terms by distance."""
     for relative in (None, Relative(draw(6, 16), draw(6, 16))):
-        tables = [] if relative is None else [relative.keys_MD, relative.values_MD]
-        leaves = [draw(2, 2, sizes.N, 16) for _ in range(2)]
-        yield [*leaves, *tables], kernel_lists(clusters(sizes), sizes.rows), Terms(0.25, 0.1, relative), joined
+        leaves = [draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), *(relative or ())[:2]]
+        yield leaves, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25, relative=relative)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -479,10 +482,10 @@ def test_compiled_as_one_graph(joined: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for leaves, lists, terms, _ in every_form(Sizes(), joined):
-        terms = terms._replace(dropout=0.0)
-        plain = torch.autograd.grad(loss(*leaves[:2], lists, terms), leaves)
-        for x, y in zip(torch.autograd.grad(compiled(*leaves[:2], lists, terms), leaves), plain, strict=True):
+    for leaves, lists, terms in every_form(Sizes()):
+        q, v = leaves[:2]
+        plain = torch.autograd.grad(loss(q, v, lists, terms), leaves)
+        for x, y in zip(torch.autograd.grad(compiled(q, v, lists, terms), leaves), plain, strict=True):
             assert torch.equal(x, y)
 
 
@@ -506,9 +509,7 @@ def test_shapes_without_kernels(joined: bool) -> None:
     sizes = Sizes()
     part = kernel_lists(clusters(sizes), sizes.rows)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        to_fake = torch.utils._pytree.tree_map
-        lists = to_fake(mode.from_tensor, part._replace(hidden=None)._asdict() | {"hidden": ()})
-        lists = KernelLists(**(lists | {"hidden": None}))
+        lists: KernelLists = tree_map_only(Tensor, mode.from_tensor, part)
         q, v = (torch.randn(2, 2, sizes.N, 16, device=DEVICE, requires_grad=True) for _ in range(2))
         keys, values = (torch.randn(6, 16, device=DEVICE, requires_grad=True) for _ in range(2))
         terms = Terms(0.25, 0.1, Relative(keys, values))

@@ -60,12 +60,9 @@ TILES = {
 """By benchmarks/results/aot.txt: such that next to nothing spills from the 255 registers of a thread."""
 
 
-class Problem(NamedTuple):
-    """What is attended over: the inputs of `packed_attention`."""
+class Members(NamedTuple):
+    """Who reads whom: the tensors of `KernelLists`, in its order."""
 
-    q_BHND: Tensor
-    k_BHND: Tensor
-    v_BHNE: Tensor
     query_row_P: Tensor
     key_row_M: Tensor
     start_P: Tensor
@@ -76,6 +73,15 @@ class Problem(NamedTuple):
     query_member_P: Tensor
     key_first_R1: Tensor
     key_member_M: Tensor
+
+
+class Problem(NamedTuple):
+    """What is attended over: the inputs of `packed_attention`."""
+
+    q_BHND: Tensor
+    k_BHND: Tensor
+    v_BHNE: Tensor
+    of: Members
     hidden: list[Tensor]
     keys_HTD: Tensor | None
     bias_HT: Tensor | None
@@ -158,24 +164,15 @@ def attend(
     shared = k_BHND is q_BHND and lists.key_row_M is lists.query_row_P
     dtype = torch.promote_types(torch.promote_types(q_BHND.dtype, k_BHND.dtype), v_BHND.dtype)
     q_BHND, v_BHND = (unit_stride(x.to(dtype)) for x in (q_BHND, v_BHND))
-    keys_HTD, bias_HT, values_TE = relative_terms(terms, q_BHND.shape[1])
+    tables = relative_terms(terms, q_BHND.shape[1])
     seed_1 = None
     if terms.dropout:
         seed_1 = torch.randint(0, 2**63 - 1, (1,), device=q_BHND.device)
-    out, lse_P, _, _ = packed_attention(
-        q_BHND,
-        None if shared else unit_stride(k_BHND.to(dtype)),
-        v_BHND,
-        [*lists[:6], *lists.query_members, *lists.key_members],
-        [x.contiguous() for x in lists.hidden or ()],
-        keys_HTD,
-        bias_HT,
-        values_TE,
-        seed_1,
-        terms.scale,
-        terms.dropout,
-        joined,
-    )
+    k = None if shared else unit_stride(k_BHND.to(dtype))
+    tensors = [*lists[:6], *lists.query_members, *lists.key_members]
+    hidden = [x.contiguous() for x in lists.hidden or ()]
+    options = seed_1, terms.scale, terms.dropout, joined
+    out, lse_P, _, _ = packed_attention(q_BHND, k, v_BHND, tensors, hidden, *tables, *options)
     return out, lse_P
 
 
@@ -212,19 +209,9 @@ def packed_attention(
 
     That are, unless `joined`, outputs by member `[P, E]` and 1 / the lists in which a row reads `[R]`.
     """
-    x = Problem(
-        q_BHND,
-        q_BHND if k_BHND is None else k_BHND,
-        v_BHNE,
-        *lists,
-        hidden,
-        keys_HTD,
-        bias_HT,
-        values_TE,
-        seed_1,
-        scale,
-        dropout,
-    )
+    k = q_BHND if k_BHND is None else k_BHND
+    of = Members._make(lists)
+    x = Problem(q_BHND, k, v_BHNE, of, hidden, keys_HTD, bias_HT, values_TE, seed_1, scale, dropout)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
         nothing = v_BHNE.new_empty(0)
@@ -232,7 +219,7 @@ def packed_attention(
             return out_PE, lse_P, nothing, lse_P.new_empty(0)
         out_RE = v_BHNE.new_empty(x.rows, v_BHNE.shape[-1])
         share_R = lse_P.new_empty(x.rows)
-        combine(out_PE, None, x.query_first_R1, x.query_member_P, out_RE, lse_P, share_R)
+        combine(out_PE, None, x.of.query_first_R1, x.of.query_member_P, out_RE, lse_P, share_R)
         return out_RE, lse_P, out_PE, share_R
 
 
@@ -269,19 +256,9 @@ def packed_attention_backward(
 
     Where there is no such input, the gradient is empty. Shares are given where outputs are of rows.
     """
-    x = Problem(
-        q_BHND,
-        q_BHND if k_BHND is None else k_BHND,
-        v_BHNE,
-        *lists,
-        hidden,
-        keys_HTD,
-        bias_HT,
-        values_TE,
-        seed_1,
-        scale,
-        dropout,
-    )
+    k = q_BHND if k_BHND is None else k_BHND
+    of = Members._make(lists)
+    x = Problem(q_BHND, k, v_BHNE, of, hidden, keys_HTD, bias_HT, values_TE, seed_1, scale, dropout)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if share_R is not None:  # each member's share of its row's gradient
             dout = dout * share_R[:, None]
@@ -291,8 +268,8 @@ def packed_attention_backward(
         dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, of_members, k_BHND is None)
         dkeys_HTD, dbias_HT = key_table_gradients(x, of_members, dq_BHND)
         dvalues_TE = q_BHND.new_empty(0)
-        if values_TE is not None:
-            dout_PE = dout if joined else dout.index_select(0, x.query_row_P)
+        if values_TE is not None and of_members.weights_PT is not None:
+            dout_PE = dout if joined else dout.index_select(0, x.of.query_row_P)
             dvalues_TE = (of_members.weights_PT.mT @ dout_PE).to(values_TE.dtype)
         return dq_BHND, dk_BHND, dv_BHNE, dkeys_HTD, dbias_HT, dvalues_TE
 
@@ -323,25 +300,10 @@ def gradients(ctx: Any, dout: Tensor | None, dlse_P: Tensor | None, *_: None) ->
     scale, dropout, joined, lists, hidden = ctx.options
     if dout is None:
         dout = out_PE.new_zeros(out_PE.shape if joined else (len(share_R), out_PE.shape[1]))
-    dq, dk, dv, *tables = packed_attention_backward(
-        dout,
-        dlse_P,
-        out_PE,
-        lse_P,
-        None if joined else share_R,
-        q,
-        k,
-        v,
-        others[:lists],
-        others[lists:],
-        keys,
-        bias,
-        values,
-        seed,
-        scale,
-        dropout,
-    )
-    dtables = [None if x is None else d for x, d in zip((keys, bias, values), tables, strict=True)]
+    saved = out_PE, lse_P, None if joined else share_R, q, k, v, others[:lists], others[lists:]
+    tables = keys, bias, values
+    dq, dk, dv, *dtables = packed_attention_backward(dout, dlse_P, *saved, *tables, seed, scale, dropout)
+    dtables = [None if x is None else d for x, d in zip(tables, dtables, strict=True)]
     nones = [None] * lists, [None] * hidden
     return dq, None if k is None else dk, dv, *nones, *dtables, None, None, None, None
 
@@ -351,11 +313,11 @@ packed_attention.register_autograd(gradients, setup_context=save)
 
 def attend_members(x: Problem) -> tuple[Tensor, Tensor]:
     """Return outputs `[P, E]` and log-sums `[P]` of query members."""
-    P, E = len(x.query_row_P), x.v_BHNE.shape[-1]
+    P, E = len(x.of.query_row_P), x.v_BHNE.shape[-1]
     out_PE = x.v_BHNE.new_empty(P, E)
     lse_P = out_PE.new_empty(P, dtype=torch.float32)
     table_RT = x.table_RT()
-    ranges = {"start": x.start_P, "stop": x.stop_P, "lse": lse_P}
+    ranges = {"start": x.of.start_P, "stop": x.of.stop_P, "lse": lse_P}
     launch("attend", x, table_RT, **ranges, out=out_PE)
     if x.values_TE is not None:
         weights_PT = out_PE.new_zeros(P, x.entries)
@@ -379,7 +341,7 @@ def member_gradients(
     x: Problem, dout: Tensor, dlse_P: Tensor | None, out_PE: Tensor, lse_P: Tensor, joined: bool
 ) -> MemberGradients:
     """Return the gradients by member."""
-    P, M, D, E = len(x.query_row_P), len(x.key_row_M), x.q_BHND.shape[-1], x.v_BHNE.shape[-1]
+    P, M, D, E = len(x.of.query_row_P), len(x.of.key_row_M), x.q_BHND.shape[-1], x.v_BHNE.shape[-1]
     found = MemberGradients(
         dq_PD=dout.new_empty(P, D),
         dk_MD=dout.new_empty(M, D),
@@ -392,10 +354,10 @@ def member_gradients(
     both = {"lse": lse_P, "dout": dout, "delta": torch.empty_like(lse_P), "value_table": value_table}
     both |= {"VALUES": value_table is not None, "JOINED": joined}
     dlse_P = None if dlse_P is None else dlse_P.contiguous()
-    of_queries = {"start": x.start_P, "stop": x.stop_P, "out": out_PE, "dlse": dlse_P, "dq": found.dq_PD}
+    of_queries = {"start": x.of.start_P, "stop": x.of.stop_P, "out": out_PE, "dlse": dlse_P, "dq": found.dq_PD}
     of_queries |= {"dtable": found.dtable_PT, "weights": found.weights_PT, "SUMS": dlse_P is not None}
     launch("dq", x, table_RT, **both, **of_queries)
-    launch("dkv", x, table_RT, **both, low=x.low_M, high=x.high_M, dk=found.dk_MD, dv=found.dv_ME)
+    launch("dkv", x, table_RT, **both, low=x.of.low_M, high=x.of.high_M, dk=found.dk_MD, dv=found.dv_ME)
     return found
 
 
@@ -403,8 +365,8 @@ def row_gradients(x: Problem, of_members: MemberGradients, shared: bool) -> tupl
     """Return the gradients of queries, keys and values; with queries for keys one, and an empty one of keys."""
     dq_BHND, dv_BHNE = (y.new_empty(y.shape) for y in (x.q_BHND, x.v_BHNE))
     dk_BHND = x.q_BHND.new_empty(0 if shared else x.k_BHND.shape)
-    of_queries = x.query_first_R1, x.query_member_P
-    of_keys = x.key_first_R1, x.key_member_M
+    of_queries = x.of.query_first_R1, x.of.query_member_P
+    of_keys = x.of.key_first_R1, x.of.key_member_M
     combine(of_members.dq_PD, of_members.dk_MD if shared else None, *of_queries, dq_BHND.flatten(0, 2))
     if not shared:
         combine(of_members.dk_MD, None, *of_keys, dk_BHND.flatten(0, 2))
@@ -415,10 +377,10 @@ def row_gradients(x: Problem, of_members: MemberGradients, shared: bool) -> tupl
 def key_table_gradients(x: Problem, of_members: MemberGradients, dq_BHND: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys and bias by distance; add what queries get from these keys."""
     dkeys_HTD, dbias_HT = x.q_BHND.new_empty(0), x.q_BHND.new_empty(0)
-    if x.keys_HTD is None:
+    if x.keys_HTD is None or of_members.dtable_PT is None:
         return dkeys_HTD, dbias_HT
     dtable_RT = dq_BHND.new_empty(x.rows, x.entries)
-    combine(of_members.dtable_PT, None, x.query_first_R1, x.query_member_P, dtable_RT)
+    combine(of_members.dtable_PT, None, x.of.query_first_R1, x.of.query_member_P, dtable_RT)
     dtable_BHNT = dtable_RT.view(*x.q_BHND.shape[:3], x.entries)
     dq_BHND += dtable_BHNT @ x.keys_HTD.to(dq_BHND.dtype)
     wide = torch.float32
@@ -432,15 +394,16 @@ def launch(name: str, x: Problem, table_RT: Tensor | None, **more: Any) -> None:
     """Run a kernel over all query members, or "dkv" over all key members."""
     from rtx.attention.engine import packed_kernels  # imports Triton, which need not be here
 
-    D, E, P, M = x.q_BHND.shape[-1], x.v_BHNE.shape[-1], len(x.query_row_P), len(x.key_row_M)
+    D, E, P, M = x.q_BHND.shape[-1], x.v_BHNE.shape[-1], len(x.of.query_row_P), len(x.of.key_row_M)
     tile = tile_of(name, max(D, E), x.q_BHND.dtype, table_RT is not None)
     programs = -(-M // tile.keys) if name == "dkv" else -(-P // tile.queries)
     if not programs:
         return
+    assert all(each.stride(-1) == 1 for each in (x.q_BHND, x.k_BHND, x.v_BHNE))
     value_XM, low_XP, high_XP = x.hidden or (None, None, None)
     strides = [*x.q_BHND.stride()[:3], *x.k_BHND.stride()[:3], *x.v_BHNE.stride()[:3]]
     getattr(packed_kernels, f"{name}_kernel")[(programs,)](
-        *(x.q_BHND, x.k_BHND, x.v_BHNE, x.query_row_P, x.key_row_M, value_XM, low_XP, high_XP),
+        *(x.q_BHND, x.k_BHND, x.v_BHNE, x.of.query_row_P, x.of.key_row_M, value_XM, low_XP, high_XP),
         *(table_RT, x.seed_1, *strides, *x.q_BHND.shape[1:3], P, M, x.entries - 1, x.scale),
         *(x.dropout, 1 / (1 - x.dropout) if x.dropout < 1 else math.inf),
         **more,
@@ -484,7 +447,8 @@ def combine(
     if not R:
         return
     rows, columns = 32, min(128, 1 << (width - 1).bit_length())
-    packed_kernels.combine_kernel[(-(-R // rows), -(-width // columns))](
+    kernel: Any = packed_kernels.combine_kernel
+    kernel[(-(-R // rows), -(-width // columns))](
         *(x_PW, y_PW, first_R1, member_P, lse_P, out_RW, share_R, R, width),
         TWO=y_PW is not None,
         MEAN=lse_P is not None,

@@ -10,10 +10,15 @@ Exponentials are powers of 2, so logits are multiplied by log2(e) with the scale
 Shapes: Q query members and K key members of a tile, D and E padded head sizes of keys and values.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# Triton compiles what pyright takes for Python: its ranges and functions have no types for a checker.
+
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+COUNTS = ["P", "M"]
+"""What differs from call to call where lists depend on content: no reason to compile a kernel again."""
 
 
 @triton.jit
@@ -46,14 +51,31 @@ def store_tile(x, number_S, real_S, y, SIZE: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
-def hide(s, value, low, high, p, m, real_p, real_m, P, M, X: tl.constexpr):
-    """Return the logits without hidden pairs; p and m are numbers of members in shapes that broadcast."""
+def span(low, high, number_S, real_S, members):
+    """Return the bounds of a tile's members, and the least and the greatest of all: (members, 0) for none."""
+    low_S = tl.load(low + number_S, real_S, 0)
+    high_S = tl.load(high + number_S, real_S, 0)
+    least = tl.min(tl.where(low_S < high_S, low_S, members), 0)
+    return low_S, high_S, least, tl.max(tl.where(low_S < high_S, high_S, 0), 0)
+
+
+@triton.jit
+def exponents(products, read, scale, value, low, high, p, m, real_p, real_m, P, M, X: tl.constexpr):
+    """Return logits to base 2, -inf for pairs that are not read; p and m have shapes that broadcast."""
+    s = tl.where(read, products * (scale * LOG2E), float("-inf"))
     for x in tl.static_range(X):
         value_m = tl.load(value + x * M + m, real_m, 0)
         low_p = tl.load(low + x * P + p, real_p, 0)
         high_p = tl.load(high + x * P + p, real_p, 0)
         s = tl.where((value_m >= low_p) & (value_m < high_p), float("-inf"), s)
     return s
+
+
+@triton.jit
+def sums_of(lse, p_Q, real_Q):
+    """Return log-sums to base 2; inf where nothing is read, which makes all weights 0."""
+    sum_Q = tl.load(lse + p_Q, real_Q, float("-inf"))
+    return tl.where(sum_Q == float("-inf"), float("inf"), sum_Q * LOG2E)
 
 
 @triton.jit
@@ -98,7 +120,7 @@ def store_ends(table, at_Q1, real_Q, last, first_Q, final_Q):
     tl.store(first + last, final_Q[:, None].to(table.dtype.element_ty), real_Q[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def attend_kernel(
     q, k, v, query_row, key_row, hidden_value, hidden_low, hidden_high, table, seed,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, H, N, P, M, last, scale, dropout, rescale,
@@ -110,10 +132,7 @@ def attend_kernel(
     """Write outputs and log-sums of BQ query members."""
     p_Q = tl.program_id(0) * BQ + tl.arange(0, BQ)
     real_Q = p_Q < P
-    start_Q = tl.load(start + p_Q, real_Q, 0)
-    stop_Q = tl.load(stop + p_Q, real_Q, 0)
-    begin = tl.min(tl.where(start_Q < stop_Q, start_Q, M), 0)
-    end = tl.max(tl.where(start_Q < stop_Q, stop_Q, 0), 0)
+    start_Q, stop_Q, begin, end = span(start, stop, p_Q, real_Q, M)
     row_Q = tl.load(query_row + p_Q, real_Q, 0)
     q_QD = rows_of(q, row_Q, real_Q, q_b, q_h, q_n, H, N, D, D_PADDED)
     top_Q = tl.full([BQ], float("-inf"), tl.float32)
@@ -130,9 +149,8 @@ def attend_kernel(
             distance_QK = distances(row_Q[:, None], row_K[None, :], N, last)
             s_QK += lookup(table, row_Q[:, None], distance_QK, last)
         read_QK = (m_K[None, :] >= start_Q[:, None]) & (m_K[None, :] < stop_Q[:, None])
-        s_QK = tl.where(read_QK, s_QK * (scale * LOG2E), float("-inf"))
-        s_QK = hide(
-            s_QK, hidden_value, hidden_low, hidden_high,
+        s_QK = exponents(
+            s_QK, read_QK, scale, hidden_value, hidden_low, hidden_high,
             p_Q[:, None], m_K[None, :], real_Q[:, None], real_K[None, :], P, M, X,
         )  # fmt: skip
         new_Q = tl.maximum(top_Q, tl.max(s_QK, 1))
@@ -151,7 +169,7 @@ def attend_kernel(
     tl.store(lse + p_Q, tl.where(some_Q, sum_Q, float("-inf")), real_Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def weigh_kernel(
     q, k, v, query_row, key_row, hidden_value, hidden_low, hidden_high, table, seed,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, H, N, P, M, last, scale, dropout, rescale,
@@ -163,14 +181,10 @@ def weigh_kernel(
     """Write the weights of BQ query members by distance."""
     p_Q = tl.program_id(0) * BQ + tl.arange(0, BQ)
     real_Q = p_Q < P
-    start_Q = tl.load(start + p_Q, real_Q, 0)
-    stop_Q = tl.load(stop + p_Q, real_Q, 0)
-    begin = tl.min(tl.where(start_Q < stop_Q, start_Q, M), 0)
-    end = tl.max(tl.where(start_Q < stop_Q, stop_Q, 0), 0)
+    start_Q, stop_Q, begin, end = span(start, stop, p_Q, real_Q, M)
     row_Q = tl.load(query_row + p_Q, real_Q, 0)
     q_QD = rows_of(q, row_Q, real_Q, q_b, q_h, q_n, H, N, D, D_PADDED)
-    sum_Q = tl.load(lse + p_Q, real_Q, float("-inf"))
-    sum_Q = tl.where(sum_Q == float("-inf"), float("inf"), sum_Q * LOG2E)
+    sum_Q = sums_of(lse, p_Q, real_Q)
     at_Q1 = p_Q.to(tl.int64)[:, None] * (last + 1)
     first_Q = tl.zeros([BQ], tl.float32)
     final_Q = tl.zeros([BQ], tl.float32)
@@ -183,9 +197,8 @@ def weigh_kernel(
         s_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
         s_QK += lookup(table, row_Q[:, None], distance_QK, last)
         read_QK = (m_K[None, :] >= start_Q[:, None]) & (m_K[None, :] < stop_Q[:, None])
-        s_QK = tl.where(read_QK, s_QK * (scale * LOG2E), float("-inf"))
-        s_QK = hide(
-            s_QK, hidden_value, hidden_low, hidden_high,
+        s_QK = exponents(
+            s_QK, read_QK, scale, hidden_value, hidden_low, hidden_high,
             p_Q[:, None], m_K[None, :], real_Q[:, None], real_K[None, :], P, M, X,
         )  # fmt: skip
         w_QK = tl.exp2(s_QK - sum_Q[:, None])
@@ -195,7 +208,7 @@ def weigh_kernel(
     store_ends(weights, at_Q1, real_Q, last, first_Q, final_Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q, k, v, query_row, key_row, hidden_value, hidden_low, hidden_high, table, seed,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, H, N, P, M, last, scale, dropout, rescale,
@@ -211,10 +224,7 @@ def dq_kernel(
     """
     p_Q = tl.program_id(0) * BQ + tl.arange(0, BQ)
     real_Q = p_Q < P
-    start_Q = tl.load(start + p_Q, real_Q, 0)
-    stop_Q = tl.load(stop + p_Q, real_Q, 0)
-    begin = tl.min(tl.where(start_Q < stop_Q, start_Q, M), 0)
-    end = tl.max(tl.where(start_Q < stop_Q, stop_Q, 0), 0)
+    start_Q, stop_Q, begin, end = span(start, stop, p_Q, real_Q, M)
     row_Q = tl.load(query_row + p_Q, real_Q, 0)
     q_QD = rows_of(q, row_Q, real_Q, q_b, q_h, q_n, H, N, D, D_PADDED)
     dout_number_Q = row_Q
@@ -223,12 +233,11 @@ def dq_kernel(
     dout_QE = load_tile(dout, dout_number_Q, real_Q, DV, DV_PADDED)
     out_QE = load_tile(out, p_Q, real_Q, DV, DV_PADDED)
     delta_Q = tl.sum(out_QE.to(tl.float32) * dout_QE.to(tl.float32), 1)
-    sum_Q = tl.load(lse + p_Q, real_Q, float("-inf"))
+    sum_Q = sums_of(lse, p_Q, real_Q)
     if SUMS:
         delta_Q -= tl.load(dlse + p_Q, real_Q, 0.0)
-    delta_Q = tl.where(sum_Q == float("-inf"), 0.0, delta_Q)
+    delta_Q = tl.where(sum_Q == float("inf"), 0.0, delta_Q)
     tl.store(delta + p_Q, delta_Q, real_Q)
-    sum_Q = tl.where(sum_Q == float("-inf"), float("inf"), sum_Q * LOG2E)  # no key, no weights
     dq_QD = tl.zeros([BQ, D_PADDED], tl.float32)
     if BY_DISTANCE:
         at_Q1 = p_Q.to(tl.int64)[:, None] * (last + 1)
@@ -250,9 +259,8 @@ def dq_kernel(
         if VALUES:
             dw_QK += lookup(value_table, dout_number_Q[:, None], distance_QK, last)
         read_QK = (m_K[None, :] >= start_Q[:, None]) & (m_K[None, :] < stop_Q[:, None])
-        s_QK = tl.where(read_QK, s_QK * (scale * LOG2E), float("-inf"))
-        s_QK = hide(
-            s_QK, hidden_value, hidden_low, hidden_high,
+        s_QK = exponents(
+            s_QK, read_QK, scale, hidden_value, hidden_low, hidden_high,
             p_Q[:, None], m_K[None, :], real_Q[:, None], real_K[None, :], P, M, X,
         )  # fmt: skip
         w_QK = tl.exp2(s_QK - sum_Q[:, None])
@@ -276,7 +284,7 @@ def dq_kernel(
         store_ends(weights, at_Q1, real_Q, last, first_weight_Q, final_weight_Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q, k, v, query_row, key_row, hidden_value, hidden_low, hidden_high, table, seed,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, H, N, P, M, last, scale, dropout, rescale,
@@ -289,10 +297,7 @@ def dkv_kernel(
     """Write the gradients of BK key members: sums over the query members low to high - 1, which read them."""
     m_K = tl.program_id(0) * BK + tl.arange(0, BK)
     real_K = m_K < M
-    low_K = tl.load(low + m_K, real_K, 0)
-    high_K = tl.load(high + m_K, real_K, 0)
-    begin = tl.min(tl.where(low_K < high_K, low_K, P), 0)
-    end = tl.max(tl.where(low_K < high_K, high_K, 0), 0)
+    low_K, high_K, begin, end = span(low, high, m_K, real_K, P)
     row_K = tl.load(key_row + m_K, real_K, 0)
     k_KD = rows_of(k, row_K, real_K, k_b, k_h, k_n, H, N, D, D_PADDED)
     v_KE = rows_of(v, row_K, real_K, v_b, v_h, v_n, H, N, DV, DV_PADDED)
@@ -307,7 +312,7 @@ def dkv_kernel(
             dout_number_Q = tl.where(real_Q, p_Q, 0)
         q_QD = rows_of(q, row_Q, real_Q, q_b, q_h, q_n, H, N, D, D_PADDED)
         dout_QE = load_tile(dout, dout_number_Q, real_Q, DV, DV_PADDED)
-        sum_Q = tl.load(lse + p_Q, real_Q, float("-inf"))
+        sum_Q = sums_of(lse, p_Q, real_Q)
         delta_Q = tl.load(delta + p_Q, real_Q, 0.0)
         s_KQ = tl.dot(k_KD, tl.trans(q_QD), input_precision="ieee")
         dw_KQ = tl.dot(v_KE, tl.trans(dout_QE), input_precision="ieee")
@@ -317,12 +322,10 @@ def dkv_kernel(
         if VALUES:
             dw_KQ += lookup(value_table, dout_number_Q[None, :], distance_KQ, last)
         read_KQ = (p_Q[None, :] >= low_K[:, None]) & (p_Q[None, :] < high_K[:, None])
-        s_KQ = tl.where(read_KQ, s_KQ * (scale * LOG2E), float("-inf"))
-        s_KQ = hide(
-            s_KQ, hidden_value, hidden_low, hidden_high,
+        s_KQ = exponents(
+            s_KQ, read_KQ, scale, hidden_value, hidden_low, hidden_high,
             p_Q[None, :], m_K[:, None], real_Q[None, :], real_K[:, None], P, M, X,
         )  # fmt: skip
-        sum_Q = tl.where(sum_Q == float("-inf"), float("inf"), sum_Q * LOG2E)
         w_KQ = tl.exp2(s_KQ - sum_Q[None, :])
         dropped_KQ = w_KQ
         if DROPOUT:
