@@ -518,6 +518,27 @@ def orthonormal(heads: int, size: int) -> Tensor:
     return q_HDD * r_HDD.diagonal(dim1=-2, dim2=-1).sign()[:, None]
 
 
+def make_room(model: nn.Module) -> list[str]:
+    """Return a line for each layer in which members found no room since the last call, and give it twice the room.
+
+    To be called where a run looks at numbers anyway: the CPU waits for the GPU.
+    """
+    routed = [module for module in model.modules() if isinstance(module, Routing) and module.selection == "causal"]
+    if not routed:
+        return []
+    lost = torch.stack([module.lost_members for module in routed]).flatten().tolist()
+    lines = []
+    for number, (module, count) in enumerate(zip(routed, lost, strict=True)):
+        if count:
+            module.room_factor *= 2
+            module.lost_members.zero_()
+            lines.append(
+                f"routing layer {number}: {count:,} members of clusters had no room and were left out; from here on"
+                f" there is room for {module.room_factor} times as many members as clusters are to hold"
+            )
+    return lines
+
+
 def all_centroids(model: nn.Module) -> list[Centroids]:
     """Return the centroids of every routing layer, bottom to top."""
     return [module for module in model.modules() if isinstance(module, Centroids)]

@@ -28,7 +28,7 @@ def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
 Angles = tuple[Tensor, Tensor]
 MAX_HELD = 4
 held_angles: dict[Hashable, Angles] = {}
-"""The angles that were used last: all layers and groups turn by the same. A dictionary, which torch.compile can read."""
+"""The angles that were used last, as all layers turn by the same: in a dictionary, which torch.compile can read."""
 
 
 def angles(size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Angles:

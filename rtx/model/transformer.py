@@ -23,7 +23,6 @@ from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_n
 from rtx.model.linear import Linear
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
-
 RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """torch's option, without a public name, by which a recomputed block gathers no statistics for a second time."""
 COMPILER_OPTIONS = {RECOMPUTED_ONCE: True} if hasattr(torch._dynamo.config, RECOMPUTED_ONCE) else {}

@@ -63,9 +63,10 @@ def attend(problem: Problem) -> Result:
     out_PD, sum_P = torch.cat(outs)[slot_P].to(wide), torch.cat(sums)[slot_P]
     if problem.by_member:
         return out_PD, sum_P
-    share_P = (sum_P > float("-inf")) / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M]
+    times_P = part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M]
+    share_P = (sum_P > float("-inf")).to(wide) / times_P
     total_RD = out_PD.new_zeros(len(q_RD), v_RD.shape[1])
-    return total_RD.index_add(0, part.query.row_M, out_PD * share_P[:, None].to(wide)), sum_P
+    return total_RD.index_add(0, part.query.row_M, out_PD * share_P[:, None]), sum_P
 
 
 def tiles(part: Reads) -> tuple[Tensor, Tensor]:
