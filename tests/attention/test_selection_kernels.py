@@ -213,7 +213,7 @@ def test_of_tied_clusters_the_first_wins_however_far_apart_they_are(way: ModuleT
         data = Drawn(*(x.to(DEVICE) for x in (centroid_HCD, x_BHND, torch.zeros(1, C), margin_HC)))
         score_CN = data.centroid_HCD[0] @ data.x_BHND[0, 0].T
         first_N = (score_CN + 0.1 >= score_CN.amax(0)).to(torch.uint8).argmax(0)
-        found = select(way, data, case, True, 10_000)
+        found = select(way, data, case, True, 4_000)
         assert found.nearest_BHN is not None
         assert torch.equal(found.nearest_BHN[0, 0].long(), first_N)
         found = select(way, data, case, False, 40)

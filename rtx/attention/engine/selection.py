@@ -103,12 +103,26 @@ def members_by_kernels(
     count_LT = tallied(bits, highest_BHN, centroid_HCD.shape[1], has_thresholds)
     last_S = count_LT.flatten().cumsum(0)
     members = written(bits, highest_BHN, count_LT, last_S, room, window, attend_self, has_thresholds)
-    row_M, *ranges, rank_M, times_R = members
+    row_M, start_M, stop_M, low_M, high_M, rank_M, times_R = members
+    ranges = start_M, stop_M, low_M, high_M
     first_R1, member_M, count, lost = ordered(row_M, ranges, rank_M, times_R, last_S[-1:])
     if nearest and not has_thresholds:
         near_BHN = highest_BHN
     moment_2BHC = joined_moments(moment_2LT, centroid_HCD, x_BHND)
-    return row_M, count_LT.sum(-1), *ranges, first_R1, member_M, count, lost, near_BHN, moment_2BHC
+    return (
+        row_M,
+        count_LT.sum(-1),
+        start_M,
+        stop_M,
+        low_M,
+        high_M,
+        first_R1,
+        member_M,
+        count,
+        lost,
+        near_BHN,
+        moment_2BHC,
+    )
 
 
 select_members = torch.library.custom_op("rtx::select_members", members_by_kernels, mutates_args=())
@@ -146,9 +160,9 @@ def nobody(
     return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
 
 
-def chunk_of(size: int, precision: str) -> int:
+def chunk_of(size: int, exactness: str) -> int:
     """Return how many numbers of vectors are multiplied at once: more do not fit in registers."""
-    return min(32 if precision == "ieee" else 64, max(16, 1 << (size - 1).bit_length()))
+    return min(32 if exactness == "ieee" else 64, max(16, 1 << (size - 1).bit_length()))
 
 
 def scored(
@@ -171,7 +185,7 @@ def scored(
     highest_BHN = x_BHND.new_empty(B, H, N, dtype=torch.int32)
     near_BHN = x_BHND.new_empty((B, H, N) if nearest else (0,), dtype=torch.int32)
     moment_2LT = x_BHND.new_empty(2, B * H * C, tiles if has_thresholds else 0)
-    module.score_kernel[(tiles, B * H)](
+    module.score_kernel[(B * H, tiles)](
         x_BHND, centroid_HCD, threshold_HC, margin_HC, bits, highest_BHN, near_BHN, moment_2LT, N, H, C,
         D=D, CHUNK=chunk_of(D, exactness), BN=TILE, PRECISION=exactness,
         THRESHOLDS=has_thresholds, NEAREST=nearest, num_warps=4, num_stages=1,
@@ -185,7 +199,7 @@ def tallied(bits: Tensor, highest_BHN: Tensor, clusters: int, has_thresholds: bo
     tiles = -(-N // TILE)
     count_LT = bits.new_empty(B * H * clusters, tiles)
     sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "num_warps": 4}
-    kernels().tally_kernel[(tiles, B * H)](bits, highest_BHN, count_LT, N, clusters, **sizes)
+    kernels().tally_kernel[(B * H, tiles)](bits, highest_BHN, count_LT, N, clusters, **sizes)
     return count_LT
 
 
@@ -209,14 +223,14 @@ def written(
     times_R = bits.new_empty(B * H * N)
     members = row_M, start_M, stop_M, low_M, high_M, rank_M, times_R
     sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "SELF": attend_self, "num_warps": 4}
-    kernels().write_kernel[(tiles, B * H)](
+    kernels().write_kernel[(B * H, tiles)](
         bits, highest_BHN, count_LT, last_S, *members, room, min(window, N), N, L // (B * H), **sizes
     )
     return members
 
 
 def ordered(
-    row_M: Tensor, ranges: list[Tensor], rank_M: Tensor, times_R: Tensor, total: Tensor
+    row_M: Tensor, ranges: tuple[Tensor, ...], rank_M: Tensor, times_R: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `RowMembers`, how many members are real, and how many are lost; fill the room behind the last."""
     room = len(row_M)

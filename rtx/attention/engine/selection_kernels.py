@@ -89,10 +89,10 @@ def score_kernel(
         moment [2, X, C, T]: with thresholds, sums of a tile's scores, and of their squared distances
             from the tile's mean.
     """
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
     head = group % H
-    tiles = tl.num_programs(0)
+    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     row = group.to(tl.int64) * N + n
@@ -164,7 +164,7 @@ def write_moments(
     distance_nc = tl.where(inside[:, None], score_nc - (sum_c / count)[None, :], 0.0)
     to = (group.to(tl.int64) * C + c) * tiles + tile
     tl.store(moment + to, sum_c, c < C)
-    behind = tl.num_programs(1).to(tl.int64) * C * tiles
+    behind = tl.num_programs(0).to(tl.int64) * C * tiles
     tl.store(moment + behind + to, tl.sum(distance_nc * distance_nc, 0), c < C)
 
 
@@ -182,9 +182,9 @@ def memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS
 @triton.jit
 def tally_kernel(bits, highest, count, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr):
     """Write how many positions of each tile are members of each cluster: count [X, C, T]."""
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
-    tiles = tl.num_programs(0)
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     highest_n = tl.load(highest + group.to(tl.int64) * N + n, inside, -1)
@@ -216,9 +216,9 @@ def write_kernel(
         rank_M: how many members of the same row are in lists before.
         times_R: how many members each row has; of members for which there is room.
     """
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
-    tiles = tl.num_programs(0)
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     row_n = group * N + n
@@ -338,7 +338,8 @@ def write_earliest(score, taken, last, margin, left, N, BN: tl.constexpr, NAN_IS
     done = 0
     for begin in range(0, N, BN):
         n = begin + tl.arange(0, BN)
-        better, equal = compare(read_scores(score, n, N, NAN_IS_WORST), last, floor, bar)
+        score_n = read_scores(score, n, N, NAN_IS_WORST)
+        better, equal = compare(score_n, last, floor, bar)
         equal_n = ((n < N) & equal).to(tl.int32)
         takes = ((n < N) & better) | ((equal_n > 0) & (tl.cumsum(equal_n, 0) <= left))
         takes_n = takes.to(tl.int32)
