@@ -14,7 +14,6 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine.lists import RowMembers
@@ -96,22 +95,34 @@ def members_by_kernels(
 
     Of the last two, the nearest clusters and the moments, what is not wanted is empty.
     """
+    if not x_BHND.numel():
+        return nobody(centroid_HCD, x_BHND, threshold_HC is not None, room, nearest)
     has_thresholds = threshold_HC is not None
     wants_nearest = nearest and has_thresholds
-    bits, highest_BHN, near_BHN, moment_2XCT = scored(centroid_HCD, x_BHND, threshold_HC, margin_HC, wants_nearest)
+    bits, highest_BHN, near_BHN, moment_2LT = scored(centroid_HCD, x_BHND, threshold_HC, margin_HC, wants_nearest)
     count_LT = tallied(bits, highest_BHN, centroid_HCD.shape[1], has_thresholds)
-    count_L = count_LT.sum(-1)
-    first_L1 = F.pad(count_L.cumsum(0), (1, 0))
-    total = first_L1[-1:]
-    members = written(bits, highest_BHN, count_LT, first_L1, room, window, attend_self, has_thresholds)
+    last_S = count_LT.flatten().cumsum(0)
+    members = written(bits, highest_BHN, count_LT, last_S, room, window, attend_self, has_thresholds)
     row_M, start_M, stop_M, low_M, high_M, rank_M, times_R = members
-    count = total.clamp(max=room).int()
-    first_R1, member_M = members_of_rows(row_M, rank_M, times_R, count)
+    ranges = start_M, stop_M, low_M, high_M
+    first_R1, member_M, count, lost = ordered(row_M, ranges, rank_M, times_R, last_S[-1:])
     if nearest and not has_thresholds:
         near_BHN = highest_BHN
-    moment_2BHC = joined_moments(moment_2XCT, x_BHND.shape, has_thresholds)
-    lost = (total - room).clamp(min=0)
-    return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
+    moment_2BHC = joined_moments(moment_2LT, centroid_HCD, x_BHND)
+    return (
+        row_M,
+        count_LT.sum(-1),
+        start_M,
+        stop_M,
+        low_M,
+        high_M,
+        first_R1,
+        member_M,
+        count,
+        lost,
+        near_BHN,
+        moment_2BHC,
+    )
 
 
 select_members = torch.library.custom_op("rtx::select_members", members_by_kernels, mutates_args=())
@@ -128,23 +139,30 @@ def _(
     room: int,
     nearest: bool,
 ) -> tuple[Tensor, ...]:
+    return nobody(centroid_HCD, x_BHND, threshold_HC is not None, room, nearest)
+
+
+def nobody(
+    centroid_HCD: Tensor, x_BHND: Tensor, has_thresholds: bool, room: int, nearest: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `select_members` does where no cluster has members."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    whole = {"dtype": torch.int32, "device": x_BHND.device}
-    row_M, start_M, stop_M, low_M, high_M, member_M = (torch.empty(room, **whole) for _ in range(6))
-    count_L = torch.empty(B * H * C, dtype=torch.int64, device=x_BHND.device)
-    first_R1 = torch.empty(B * H * N + 1, **whole)
-    count = torch.empty(1, **whole)
-    lost = torch.empty(1, dtype=torch.int64, device=x_BHND.device)
-    near_BHN = torch.empty((B, H, N) if nearest else (0,), **whole)
-    moment_shape = (0,) if threshold_HC is None else (2, B, H, C)
-    moment_2BHC = torch.empty(moment_shape, dtype=torch.float64, device=x_BHND.device)
+    row_M = x_BHND.new_zeros(room, dtype=torch.int32)
+    start_M, stop_M, low_M, high_M = (torch.full_like(row_M, room) for _ in range(4))
+    member_M = torch.arange(room, dtype=torch.int32, device=row_M.device)
+    count_L = x_BHND.new_zeros(B * H * C, dtype=torch.int64)
+    first_R1 = row_M.new_zeros(B * H * N + 1)
+    count = row_M.new_zeros(1)
+    lost = count_L.new_zeros(1)
+    near_BHN = row_M.new_zeros((B, H, N) if nearest else (0,))
+    moment_2BHC = x_BHND.new_zeros((2, B, H, C) if has_thresholds else (0,), dtype=torch.float64)
     return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
 
 
-def chunk_of(size: int, precision: str) -> int:
+def chunk_of(size: int, exactness: str) -> int:
     """Return how many numbers of vectors are multiplied at once: more do not fit in registers."""
-    return min(32 if precision == "ieee" else 64, max(16, 1 << (size - 1).bit_length()))
+    return min(32 if exactness == "ieee" else 64, max(16, 1 << (size - 1).bit_length()))
 
 
 def scored(
@@ -166,14 +184,13 @@ def scored(
     bits = x_BHND.new_empty(B * H, words, N, dtype=torch.int32)
     highest_BHN = x_BHND.new_empty(B, H, N, dtype=torch.int32)
     near_BHN = x_BHND.new_empty((B, H, N) if nearest else (0,), dtype=torch.int32)
-    moment_2XCT = x_BHND.new_empty(2, B * H, C, tiles if has_thresholds else 0)
-    if x_BHND.numel():
-        module.score_kernel[(tiles, B * H)](
-            x_BHND, centroid_HCD, threshold_HC, margin_HC, bits, highest_BHN, near_BHN, moment_2XCT, N, H, C,
-            D=D, CHUNK=chunk_of(D, exactness), BN=TILE, PRECISION=exactness,
-            THRESHOLDS=has_thresholds, NEAREST=nearest, num_warps=4, num_stages=1,
-        )  # fmt: skip
-    return bits, highest_BHN, near_BHN, moment_2XCT
+    moment_2LT = x_BHND.new_empty(2, B * H * C, tiles if has_thresholds else 0)
+    module.score_kernel[(B * H, tiles)](
+        x_BHND, centroid_HCD, threshold_HC, margin_HC, bits, highest_BHN, near_BHN, moment_2LT, N, H, C,
+        D=D, CHUNK=chunk_of(D, exactness), BN=TILE, PRECISION=exactness,
+        THRESHOLDS=has_thresholds, NEAREST=nearest, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return bits, highest_BHN, near_BHN, moment_2LT
 
 
 def tallied(bits: Tensor, highest_BHN: Tensor, clusters: int, has_thresholds: bool) -> Tensor:
@@ -181,10 +198,8 @@ def tallied(bits: Tensor, highest_BHN: Tensor, clusters: int, has_thresholds: bo
     B, H, N = highest_BHN.shape
     tiles = -(-N // TILE)
     count_LT = bits.new_empty(B * H * clusters, tiles)
-    if highest_BHN.numel():
-        kernels().tally_kernel[(tiles, B * H)](
-            bits, highest_BHN, count_LT, N, clusters, BN=TILE, THRESHOLDS=has_thresholds, num_warps=4
-        )
+    sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "num_warps": 4}
+    kernels().tally_kernel[(B * H, tiles)](bits, highest_BHN, count_LT, N, clusters, **sizes)
     return count_LT
 
 
@@ -192,54 +207,52 @@ def written(
     bits: Tensor,
     highest_BHN: Tensor,
     count_LT: Tensor,
-    first_L1: Tensor,
+    last_S: Tensor,
     room: int,
     window: int,
     attend_self: bool,
     has_thresholds: bool,
-) -> tuple[Tensor, ...]:
-    """Return rows, start, stop, low, high and ranks of members, and how many members each row has."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return rows, start, stop, low, high and ranks of members, and how many members each row has.
+
+    `last_S` are the sums of the counts up to each. What is behind the last member is not written.
+    """
     B, H, N = highest_BHN.shape
     L, tiles = count_LT.shape
-    row_M = bits.new_zeros(room)
-    rank_M = bits.new_zeros(room)
-    start_M, stop_M, low_M, high_M = (bits.new_full((room,), room) for _ in range(4))
+    row_M, start_M, stop_M, low_M, high_M, rank_M = (bits.new_empty(room) for _ in range(6))
     times_R = bits.new_empty(B * H * N)
-    # Counted in int64: with low thresholds every position joins every cluster.
-    first_T = (count_LT.flatten().cumsum(0) - count_LT.flatten()).clamp(max=room).int()
-    if highest_BHN.numel():
-        kernels().write_kernel[(tiles, B * H)](
-            bits, highest_BHN, first_T, first_L1.clamp(max=room).int(),
-            row_M, start_M, stop_M, low_M, high_M, rank_M, times_R, room, min(window, N), N, L // (B * H),
-            BN=TILE, THRESHOLDS=has_thresholds, SELF=attend_self, num_warps=4,
-        )  # fmt: skip
-    return row_M, start_M, stop_M, low_M, high_M, rank_M, times_R
+    members = row_M, start_M, stop_M, low_M, high_M, rank_M, times_R
+    sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "SELF": attend_self, "num_warps": 4}
+    kernels().write_kernel[(B * H, tiles)](
+        bits, highest_BHN, count_LT, last_S, *members, room, min(window, N), N, L // (B * H), **sizes
+    )
+    return members
 
 
-def members_of_rows(row_M: Tensor, rank_M: Tensor, times_R: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `RowMembers` by the rank of each member in its row; padding fills the room behind."""
-    first_R1 = F.pad(times_R.cumsum(0), (1, 0))
-    every_M = torch.arange(len(row_M), device=row_M.device)
-    slot_M = torch.where(every_M < count, first_R1[row_M] + rank_M, every_M)
-    member_M = torch.empty_like(row_M).scatter_(0, slot_M, every_M.int())
-    return first_R1.int(), member_M
+def ordered(
+    row_M: Tensor, ranges: tuple[Tensor, ...], rank_M: Tensor, times_R: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `RowMembers`, how many members are real, and how many are lost; fill the room behind the last."""
+    room = len(row_M)
+    first_R1 = times_R.new_zeros(len(times_R) + 1)
+    torch.cumsum(times_R, 0, dtype=torch.int32, out=first_R1[1:])
+    member_M = torch.empty_like(row_M)
+    count = row_M.new_empty(1)
+    lost = total.new_empty(1)
+    tensors = row_M, *ranges, rank_M, first_R1, total, member_M, count, lost
+    kernels().order_kernel[(max(1, -(-room // 256)),)](*tensors, room, BM=256, num_warps=4)
+    return first_R1, member_M, count, lost
 
 
-def joined_moments(moment_2XCT: Tensor, shape: torch.Size, has_thresholds: bool) -> Tensor:
-    """Return the sums `[2, B, H, C]` of scores and of their squares, by the moments of tiles.
-
-    A tile's squares are of distances from its mean, so that of scores that hardly differ float32 has
-    the deviation.
-    """
-    if not has_thresholds:
-        return moment_2XCT.new_empty(0, dtype=torch.float64)
-    B, H, N, _ = shape
-    first_T = torch.arange(0, N, TILE, device=moment_2XCT.device)
-    size_T = (N - first_T).clamp(max=TILE)
-    sum_XCT, distance_XCT = moment_2XCT.double()
-    square_XCT = distance_XCT + sum_XCT.square() / size_T
-    moment_2XC = torch.stack([sum_XCT.sum(-1), square_XCT.sum(-1)])
-    return moment_2XC.view(2, B, H, moment_2XCT.shape[2])
+def joined_moments(moment_2LT: Tensor, centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
+    """Return the sums `[2, B, H, C]` of scores and of their squares, by the moments of tiles, if there are any."""
+    _, L, tiles = moment_2LT.shape
+    if not tiles:
+        return moment_2LT.new_empty(0, dtype=torch.float64)
+    B, H, N, _ = x_BHND.shape
+    moment_2BHC = moment_2LT.new_empty(2, B, H, centroid_HCD.shape[1], dtype=torch.float64)
+    kernels().moment_kernel[(L,)](moment_2LT, moment_2BHC, N, L, tiles, TILE=TILE, BT=128, num_warps=4)
+    return moment_2BHC
 
 
 SAMPLE = 4096

@@ -89,10 +89,10 @@ def score_kernel(
         moment [2, X, C, T]: with thresholds, sums of a tile's scores, and of their squared distances
             from the tile's mean.
     """
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
     head = group % H
-    tiles = tl.num_programs(0)
+    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     row = group.to(tl.int64) * N + n
@@ -164,7 +164,7 @@ def write_moments(
     distance_nc = tl.where(inside[:, None], score_nc - (sum_c / count)[None, :], 0.0)
     to = (group.to(tl.int64) * C + c) * tiles + tile
     tl.store(moment + to, sum_c, c < C)
-    behind = tl.num_programs(1).to(tl.int64) * C * tiles
+    behind = tl.num_programs(0).to(tl.int64) * C * tiles
     tl.store(moment + behind + to, tl.sum(distance_nc * distance_nc, 0), c < C)
 
 
@@ -182,9 +182,9 @@ def memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS
 @triton.jit
 def tally_kernel(bits, highest, count, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr):
     """Write how many positions of each tile are members of each cluster: count [X, C, T]."""
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
-    tiles = tl.num_programs(0)
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     highest_n = tl.load(highest + group.to(tl.int64) * N + n, inside, -1)
@@ -197,21 +197,28 @@ def tally_kernel(bits, highest, count, N, C, BN: tl.constexpr, THRESHOLDS: tl.co
 
 
 @triton.jit
+def before(count, last, tile, real, room):
+    """Return how many members come before some tiles' own, `room` at the most."""
+    members = tl.load(last + tile, real, 0) - tl.load(count + tile, real, 0)
+    return tl.minimum(members, room).to(tl.int32)
+
+
+@triton.jit
 def write_kernel(
-    bits, highest, first_T, first_L1, row_M, start_M, stop_M, low_M, high_M, rank_M, times_R,
+    bits, highest, count, last, row_M, start_M, stop_M, low_M, high_M, rank_M, times_R,
     room, window, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr, SELF: tl.constexpr,
 ):  # fmt: skip
     """Write the members of a tile of positions, each with its range, readers and rank in its row.
 
     Args:
-        first_T [X, C, T]: the first member of each cluster in each tile, `room` at the most.
-        first_L1 [L + 1]: the first member of each list, and behind the last, `room` at the most.
+        count [X, C, T]: the members of each tile, and `last` their sums up to it, int64: with low
+            thresholds every position joins every cluster.
         rank_M: how many members of the same row are in lists before.
         times_R: how many members each row has; of members for which there is room.
     """
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
-    tiles = tl.num_programs(0)
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     row_n = group * N + n
@@ -221,16 +228,15 @@ def write_kernel(
     for word in range(0, words):
         joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
         c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-        of_list = group.to(tl.int64) * C + c
-        before_c = tl.load(first_T + of_list * tiles + tile, c < C, 0)
-        m = before_c[None, :] + tl.cumsum(joins_nc, 0) - joins_nc
+        of_list = (group.to(tl.int64) * C + c) * tiles
+        m = before(count, last, of_list + tile, c < C, room)[None, :] + tl.cumsum(joins_nc, 0) - joins_nc
         fits = (joins_nc > 0) & (m < room)
         fits_nc = fits.to(tl.int32)
         rank = times_n[:, None] + tl.cumsum(fits_nc, 1) - fits_nc
         times_n += tl.sum(fits_nc, 1)
 
-        first = tl.load(first_L1 + of_list, c < C, 0)[None, :]
-        behind = tl.load(first_L1 + of_list + 1, c < C, 0)[None, :]
+        first = before(count, last, of_list, c < C, room)[None, :]
+        behind = tl.minimum(tl.load(last + of_list + tiles - 1, c < C, 0), room).to(tl.int32)[None, :]
         start = tl.maximum(first, m + 1 - window)
         stop = m + 1
         low = m
@@ -245,6 +251,53 @@ def write_kernel(
         tl.store(high_M + m, tl.minimum(behind, m + window), fits)
         tl.store(rank_M + m, rank, fits)
     tl.store(times_R + row_n, times_n, inside)
+
+
+@triton.jit
+def order_kernel(
+    row_M, start_M, stop_M, low_M, high_M, rank_M, first_R1, total, member_M, real_1, lost_1,
+    room, BM: tl.constexpr,
+):  # fmt: skip
+    """Write the members of rows, fill the room behind the last member, and write how many are real and lost."""
+    block = tl.program_id(0)
+    members = tl.load(total)
+    count = tl.minimum(members, room).to(tl.int32)
+    if block == 0:
+        tl.store(real_1, count)
+        tl.store(lost_1, members - count)
+    m = block * BM + tl.arange(0, BM)
+    is_real = m < count
+    is_behind = (m >= count) & (m < room)
+    row_m = tl.load(row_M + m, is_real, 0)
+    slot_m = tl.load(first_R1 + row_m, is_real, 0) + tl.load(rank_M + m, is_real, 0)
+    tl.store(member_M + slot_m, m, is_real)
+    tl.store(member_M + m, m, is_behind)
+    tl.store(row_M + m, tl.zeros([BM], tl.int32), is_behind)
+    room_m = tl.full([BM], 0, tl.int32) + room
+    tl.store(start_M + m, room_m, is_behind)
+    tl.store(stop_M + m, room_m, is_behind)
+    tl.store(low_M + m, room_m, is_behind)
+    tl.store(high_M + m, room_m, is_behind)
+
+
+@triton.jit
+def moment_kernel(moment, total, N, L, T, TILE: tl.constexpr, BT: tl.constexpr):
+    """Write the sum of a list's scores and of their squares, total [2, L], by the moments of its tiles.
+
+    A tile's squares are of distances from its mean: of scores that hardly differ float32 has the deviation.
+    """
+    of_list = tl.program_id(0).to(tl.int64)
+    sum_t = tl.zeros([BT], tl.float64)
+    square_t = tl.zeros([BT], tl.float64)
+    for begin in range(0, T, BT):
+        t = begin + tl.arange(0, BT)
+        part_t = tl.load(moment + of_list * T + t, t < T, 0.0).to(tl.float64)
+        distance_t = tl.load(moment + (L + of_list) * T + t, t < T, 0.0).to(tl.float64)
+        size_t = tl.maximum(tl.minimum(N - t * TILE, TILE), 1)
+        sum_t += part_t
+        square_t += distance_t + part_t * part_t / size_t.to(tl.float64)
+    tl.store(total + of_list, tl.sum(sum_t, 0))
+    tl.store(total + L + of_list, tl.sum(square_t, 0))
 
 
 @triton.jit
@@ -285,7 +338,8 @@ def write_earliest(score, taken, last, margin, left, N, BN: tl.constexpr, NAN_IS
     done = 0
     for begin in range(0, N, BN):
         n = begin + tl.arange(0, BN)
-        better, equal = compare(read_scores(score, n, N, NAN_IS_WORST), last, floor, bar)
+        score_n = read_scores(score, n, N, NAN_IS_WORST)
+        better, equal = compare(score_n, last, floor, bar)
         equal_n = ((n < N) & equal).to(tl.int32)
         takes = ((n < N) & better) | ((equal_n > 0) & (tl.cumsum(equal_n, 0) <= left))
         takes_n = takes.to(tl.int32)
@@ -489,6 +543,8 @@ def variants() -> Iterator[Variant]:
         for attend_self in (True, False):
             constants = {"BN": 64, "THRESHOLDS": thresholds, "SELF": attend_self}
             yield variant(write_kernel, constants, 4)
+    yield variant(order_kernel, {"BM": 256}, 4)
+    yield variant(moment_kernel, {"TILE": 64, "BT": 128}, 4)
     yield variant(earliest_kernel, {"BN": 1024}, 4)
     for room in (1024, 4096):
         yield variant(candidate_kernel, {"ROOM": room, "SAMPLE": 4096, "BN": 2048}, 8)
@@ -497,21 +553,24 @@ def variants() -> Iterator[Variant]:
         yield variant(sum_kernel, {"D": size, "CHUNK": size, "BM": 32}, 4)
 
 
-FLOATS = ("x", "centroid", "threshold", "margin", "moment", "score", "value", "worst", "floor")
-SCALARS = ("N", "H", "C", "K", "W", "rank", "room", "window")
+TYPES = {
+    "*fp32": ("x", "centroid", "threshold", "margin", "moment", "score", "value", "worst", "floor"),
+    "i32": ("N", "H", "C", "K", "L", "T", "W", "rank", "room", "window"),
+}
+"""The types of arguments by their names; others are *i32, but for those of some kernels."""
+WIDE = {
+    "write_kernel": {"last": "*i64"},
+    "order_kernel": {"total": "*i64", "lost_1": "*i64"},
+    "moment_kernel": {"total": "*fp64"},
+    "sum_kernel": {"total": "*fp64"},
+}
 
 
 def variant(kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
-    """Return a variant of a kernel; the types of arguments go by their names."""
-    signature = {}
-    for name in kernel.arg_names:
-        if name in FLOATS:
-            signature[name] = "*fp32"
-        elif name in SCALARS:
-            signature[name] = "i32"
-        elif name == "total":
-            signature[name] = "*fp64"
-        else:
-            signature[name] = "*i32"
+    """Return a variant of a kernel."""
+    signature = dict.fromkeys(kernel.arg_names, "*i32")
+    for kind, names in TYPES.items():
+        signature |= {name: kind for name in kernel.arg_names if name in names}
+    signature |= WIDE.get(kernel.__name__, {})
     signature = {name: kind for name, kind in signature.items() if name not in constants}
     return Variant(kernel, signature, constants, {"num_warps": warps, "num_stages": 1})

@@ -21,7 +21,7 @@ from rtx.attention.autocast import no_autocast
 from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
 from rtx.attention.ties import highest
 
-MAX_SCORES = 1 << 26
+MAX_SCORES = 1 << 24
 """Scores held at once, but for those of one head."""
 
 
@@ -43,7 +43,9 @@ class Selected(NamedTuple):
 
 def shared_lists(row_M: Tensor, ranges: tuple[Tensor, ...], by_row: RowMembers, count: Tensor) -> KernelLists:
     """Return lists whose query members are their key members: `ranges` are start, stop, low and high."""
-    return KernelLists(row_M, row_M, *ranges, by_row, by_row, count.expand(2).contiguous())
+    start_M, stop_M, low_M, high_M = ranges
+    count_2 = count.expand(2).contiguous()
+    return KernelLists(row_M, row_M, start_M, stop_M, low_M, high_M, by_row, by_row, count_2)
 
 
 def by_thresholds(
@@ -195,11 +197,15 @@ def separate_lists(queries: Selected, keys: Selected, length: int, window: int, 
     member_M = torch.arange(key_room, device=start_P.device)
     low_M = torch.searchsorted(stop_P, member_M, right=True)
     high_M = torch.searchsorted(start_P, member_M, right=True)
-    ranges = start_P, stop_P, *(torch.where(is_real_M, x_M, query_room) for x_M in (low_M, high_M))
+    low_M = torch.where(is_real_M, low_M, query_room)
+    high_M = torch.where(is_real_M, high_M, query_room)
     return KernelLists(
         queries.row_M,
         keys.row_M,
-        *(x.int() for x in ranges),
+        start_P.int(),
+        stop_P.int(),
+        low_M.int(),
+        high_M.int(),
         queries.lists.query_members,
         keys.lists.query_members,
         torch.cat([queries.lists.count_2[:1], keys.lists.count_2[:1]]),
