@@ -33,9 +33,9 @@ from rtx.attention import (
     Routing,
     Strided,
     after_step,
-    native,
     oracle,
 )
+from rtx.attention.engine import native
 from rtx.model.positions import rotate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[None]:
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which products of tensors on the device of `x` keep their types."""
     if x.device.type == "meta":  # shapes alone, of which torch knows no autocast
         return contextlib.nullcontext()

@@ -132,7 +132,8 @@ class Routing(ClusterPattern):
         if len(selected) == 1:
             lists = selected[0].lists
         else:
-            lists = static_selection.separate_lists(*selected, N, self.window, self.attend_self)
+            queries, keys = selected
+            lists = static_selection.separate_lists(queries, keys, N, self.window, self.attend_self)
         part = Reads(
             query=members[0],
             key=members[-1],
