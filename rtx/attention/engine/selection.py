@@ -222,7 +222,7 @@ def written(
     row_M, start_M, stop_M, low_M, high_M, rank_M = (bits.new_empty(room) for _ in range(6))
     times_R = bits.new_empty(B * H * N)
     members = row_M, start_M, stop_M, low_M, high_M, rank_M, times_R
-    sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "SELF": attend_self, "num_warps": 4}
+    sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "SELF": attend_self, "num_warps": 8}
     kernels().write_kernel[(B * H, tiles)](
         bits, highest_BHN, count_LT, last_S, *members, room, min(window, N), N, L // (B * H), **sizes
     )
