@@ -1,11 +1,12 @@
-"""`rtx plan`: what a run would cost, and whether it fits into this machine; nothing is read, allocated or run."""
+"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits; nothing is read or run."""
 
 import textwrap
 
 import torch
 
 from rtx.analysis.cost import Cost, cost
-from rtx.analysis.footprint import choose_micro_batch, devices, footprint, with_choice
+from rtx.analysis.engines import META, attention_line, gpu_here
+from rtx.analysis.footprint import choose_micro_batch, devices, footprint, on_gpu, with_choice
 from rtx.analysis.speed import expected_step, rates
 from rtx.compose import compose, with_values
 from rtx.config import Config
@@ -53,8 +54,18 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {step * trainer.steps:,.3g} "
         f"TFLOP: {time_text(step * trainer.steps / 100)} at 100 TFLOP/s",
         f"memory      about {size_text(sum(used.values()))} a device: {sizes}",
+        *attention_lines(asked, memory),
         *speed_lines(asked, total, known, world),
     ]
+
+
+def attention_lines(config: Config, memory: float | None) -> list[str]:
+    """Return by which engines a GPU computes attention: one of `memory` GiB, or asked for, or of this machine."""
+    if memory and config.hardware.name in ("auto", "ddp"):
+        config = with_values(config, {"hardware.name": "gpu"})
+    if not on_gpu(config):
+        return []
+    return [f"attention   {attention_line(config, META if memory else gpu_here())}"]
 
 
 def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from rtx import __version__
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.cost import cost
+from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed import device_refusal
@@ -197,7 +198,7 @@ def train(
         size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
         where = f"{hardware.world} x {hardware.accelerator}"
         say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
-        for line in routing_lines(config):
+        for line in opening_lines(config, hardware):
             say(line)
     module = TrainingModule(model, config, store.answers, ranks, facts, hardware.compile)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
@@ -211,6 +212,14 @@ def train(
             del watch, module, model  # the sample is by the checkpoint, and may need their memory
             finish(config, hardware, folder, store, outcome, status, loggers)
     signals.release()
+
+
+def opening_lines(config: Config, hardware: Hardware) -> list[str]:
+    """Return what a run says of its attention before it begins: of its routing heads and, on a GPU, of its engines."""
+    lines = routing_lines(config)
+    if hardware.accelerator == "gpu":
+        lines.append(f"attention: {attention_line(config, gpu_here())}")
+    return lines
 
 
 def run_meter(config: Config, store: Store, hardware: Hardware, tell: Callable[[str], object]) -> Meter:

@@ -1,11 +1,16 @@
 """`rtx plan`: the figures of a model, and what each device is given."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
-from rtx.commands import plan
+from rtx.attention.engine import packed
+from rtx.commands import plan, train
+from rtx.compose import compose
+from rtx.report.summary import routing_lines
+from rtx.training.hardware import resolve_hardware
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -77,3 +82,87 @@ def test_the_plan_says_what_each_device_is_given(
     asked = given("trainer.micro_batch_size=8", "model.recompute=false")[0]
     assert "does not fit (8 sequences at a time, " in asked and "optimizer=adafactor" in asked
     assert "a machine of 0.001 GiB: does not fit (" in planned(capsys, "plan.memory=0.001", "hardware=cpu")
+
+
+OURS, SDPA, FLASH = "our kernels for packed lists", "torch's scaled_dot_product_attention", "torch's flash kernel"
+TILES = "torch's operations on tiles of the lists"
+ENGINES = [
+    (
+        ("model.base=full+local", "routing=topk", "model.positions=rotary", "model.attention_dropout=0"),
+        f"full by {SDPA}, local by {FLASH}, topk by {OURS}",
+    ),
+    (
+        ("model.base=full+local", "model.positions=rotary", "model.attention_dropout=0.1"),
+        f"full by {SDPA}, local by {OURS} (not {FLASH}: its windows have no dropout), ",
+    ),
+    (
+        ("model.base=full", "model.positions=shaw"),
+        f"full by {OURS} (not {SDPA}: it has no terms by distance), ",
+    ),
+    (
+        ("model.hidden=32", "model.heads=4"),
+        f"causal by {TILES} (not {OURS}: it computes with heads of 16 to 128 units)",
+    ),
+    (
+        ("model.base=adaptive_span", "model.positions=none"),
+        f"not {OURS}: it has no adaptive spans)",
+    ),
+    (
+        ("hardware.precision=fp64",),
+        f"local by {TILES} (not {FLASH}: it computes in float32 or narrower; not {OURS}: it computes in float32, ",
+    ),
+    (("hardware.precision=fp32",), f"local by {OURS} (not {FLASH}: its windows need float16 or bfloat16), "),
+    (("hardware.attention=torch",), f"local by {FLASH}, causal by {TILES} "),
+    (("hardware.attention=flex",), "local by torch's FlexAttention, causal by torch's FlexAttention "),
+    (
+        ("hardware.attention=native",),
+        "local by no engine (not hardware.attention=native: it computes in float32 on a CPU), ",
+    ),
+    (
+        ("routing=indexer", "routing.warmup=10"),
+        f", indexer by {OURS} in 10 steps, then by torch's operations on all scores ",
+    ),
+    (("model.base=fixed", "model.stride=64"), f"attention fixed by {OURS}, causal by {OURS} "),
+]
+"""Overrides, and what the plan for a GPU says by which engine it computes."""
+
+
+@pytest.mark.parametrize(("words", "phrase"), ENGINES)
+def test_a_plan_for_a_gpu_names_the_engine_of_each_pattern(
+    words: tuple[str, ...],
+    phrase: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(packed, "HAS_TRITON", True)
+    monkeypatch.setattr(packed, "HAS_COMPILER", True)
+    assert phrase in planned(capsys, *words, "plan.memory=80")
+
+
+def test_a_plan_says_what_a_gpu_lacks_for_our_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packed, "HAS_TRITON", False)
+    printed = planned(capsys, "plan.memory=80")
+    assert f"local by {FLASH}, causal by {TILES} (not {OURS}: Triton is not installed) " in printed
+
+
+def test_a_plan_for_a_cpu_names_no_engine_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for words in ([], ["hardware=cpu"], ["hardware=cpu", "plan.memory=80"]):
+        assert " attention local by " not in planned(capsys, *words)
+    assert " attention local by " in planned(capsys, "hardware=gpu")
+
+
+def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "HAS_TRITON", True)
+    monkeypatch.setattr(packed, "HAS_COMPILER", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # what stands for a recent GPU
+    config = compose(["routing=topk"])
+    on_cpu = resolve_hardware(config)
+    assert train.opening_lines(config, on_cpu) == routing_lines(config)
+    on_gpu = dataclasses.replace(on_cpu, accelerator="gpu")
+    engines = f"attention: local by {FLASH}, topk by {OURS}"
+    assert train.opening_lines(config, on_gpu) == [*routing_lines(config), engines]
