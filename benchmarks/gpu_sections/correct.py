@@ -1,0 +1,202 @@
+"""Section `correct`: every pattern by every backend against the float64 oracle; waits; compiled against eager.
+
+Shapes: B sequences, H heads, N positions, D head size, C clusters, W keys of a query.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .journal import Found, Row, place_of, said_of
+from .whole_steps import SMALL, Stepper, Variant
+from rtx import attention
+from rtx.attention import Pattern, Relative, oracle
+from rtx.attention.engine import packed
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest norm of a difference, in relation to the norm of what is right."""
+COMPILED_TOLERANCE = 0.05
+"""The same of gradients of a whole model in bfloat16, compiled against eager: both round, in other places."""
+BACKENDS = ("auto", "triton", "torch")
+INDEXED = ("exact", "blocks", "indexer")
+"""Patterns that choose keys by their inputs as they are rounded: in a narrow type the oracle chooses others."""
+DISTANCES = 40
+"""Rows of Shaw's tables."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a check."""
+
+    B: int = 2
+    H: int = 2
+    N: int = 200
+    D: int = 64
+    C: int = 6
+    W: int = 32
+
+
+TINY = Shape(B=1, H=1, N=20, D=16, C=3, W=6)
+
+
+def rows(dry: bool) -> list[Row]:
+    """Return the rows of this section."""
+    shape, narrow = (TINY, torch.float16) if dry else (Shape(), torch.bfloat16)
+    found = [pattern_row(kind, "auto", narrow, shape, False) for kind in makers(shape)]
+    found += waits_rows()
+    for backend in ("triton", "auto", "torch"):
+        for dtype in (narrow, torch.float32):
+            for shaw in (False, True):
+                found += [pattern_row(kind, backend, dtype, shape, shaw) for kind in makers(shape)]
+    found += [Row(f"correct/compiled/{name}", functools.partial(compiled, name), True) for name in SMALL]
+    return list({row.key: row for row in found}.values())
+
+
+def pattern_row(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> Row:
+    """Return the row of a pattern."""
+    words = [kind, backend, str(dtype).removeprefix("torch.")] + ["shaw"] * shaw
+    return Row(f"correct/{'/'.join(words)}", functools.partial(check, kind, backend, dtype, shape, shaw))
+
+
+def waits_rows() -> list[Row]:
+    """Return the rows that ask whether a training step waits for the GPU."""
+    pairs = [(name, how) for how in (False, True) for name in SMALL]
+    words = {False: "eager", True: "compiled"}
+    return [Row(f"correct/waits/{name}/{words[how]}", functools.partial(waits, name, how), True) for name, how in pairs]
+
+
+def makers(shape: Shape) -> dict[str, Callable[[], Pattern]]:
+    """Return what makes each pattern; `dropout` is that of a pattern which is told 0."""
+    H, D, C, W, N = shape.H, shape.D, shape.C, shape.W, shape.N
+    found: dict[str, Callable[[], Pattern]] = {
+        "full": lambda: attention.Full(),
+        "full-no-dropout": lambda: attention.Full(dropout=0.0),
+        "local": lambda: attention.Local(window=W),
+        "recurrent": lambda: attention.Recurrent(length=W, memory=W),
+        "strided": lambda: attention.Strided(stride=C),
+        "fixed": lambda: attention.Fixed(block=W, summary=W // 4),
+        "lsh": lambda: attention.Lsh(H, D, window=W, buckets=4, rounds=1, seed=0),
+        "random": lambda: attention.Random(H, C, window=W, length=N, seed=0),
+    }
+    for selection in ("topk", "causal", "nearest"):
+        for keys in ("shared", "separate"):
+            found[f"{selection}-{keys}"] = functools.partial(routing, shape, selection, keys)
+    found["exact"] = lambda: attention.Exact(window=W)
+    found["blocks"] = lambda: attention.Blocks(H, D, window=W, block=max(1, W // 4))
+    found["indexer"] = lambda: attention.Indexer(H, D, window=W)
+    return found
+
+
+def routing(shape: Shape, selection: str, keys: str) -> Pattern:
+    """Return routing heads whose thresholds are where random vectors fill clusters."""
+    rate = 0.1 if selection == "causal" else 0.0
+    sizes = {"window": shape.W, "length": shape.N}
+    store = attention.Centroids(shape.H, shape.C, shape.D, **sizes, decay=0.9, threshold_rate=rate, keys=keys)
+    return attention.Routing(store, selection=selection)
+
+
+def check(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> Found:
+    """Compare outputs and gradients with those of the oracle, and with those of a second pass."""
+    torch.manual_seed(0)
+    device = "cpu" if packed.INTERPRETED else "cuda"
+    pattern = makers(shape)[kind]().train()
+    reference = copy.deepcopy(pattern)
+    pattern.backend, reference.backend = backend, "torch"
+    leaves = drawn(shape, dtype, pattern.has_keys, shaw)
+    here = {name: x.detach().to(device).requires_grad_() for name, x in leaves.items()}
+    found = outcome(pattern.to(device), here)
+    again = outcome(pattern, here)
+    same = all(torch.equal(x, y) for x, y in zip(found.values(), again.values(), strict=True))
+    narrow_choice = kind in INDEXED and dtype != torch.float32
+    right = expected(reference, leaves, by_oracle=not narrow_choice)
+    errors = {name: relative(found[name], right[name]) for name in found}
+    worst, tolerance = max(errors.values()), TOLERANCES[dtype]
+    return {
+        "pass": worst <= tolerance and (same or backend != "triton"),
+        "error_norm": worst,
+        "tolerance": tolerance,
+        "errors": errors,
+        "same_bits": same,
+        "reference": "torch backend on a CPU" if narrow_choice else "oracle in float64",
+    }
+
+
+def drawn(shape: Shape, dtype: torch.dtype, has_keys: bool, shaw: bool) -> dict[str, Tensor]:
+    """Return random inputs by name, of a type that narrow kernels take."""
+    B, H, N, D = shape[:4]
+    names = ["q", *["k"] * has_keys, "v"]
+    found = {name: torch.randn(B, H, N, D).to(dtype) for name in names}
+    if shaw:
+        found |= {name: (0.3 * torch.randn(DISTANCES, D)).to(dtype) for name in ("keys", "values")}
+    return found
+
+
+def expected(reference: Pattern, leaves: dict[str, Tensor], by_oracle: bool) -> dict[str, Tensor]:
+    """Return what is right: by the oracle in float64, or by torch's kernels in the type of the inputs."""
+    if not by_oracle:
+        return outcome(reference, {name: x.clone().requires_grad_() for name, x in leaves.items()})
+    wide = {name: x.double().requires_grad_() for name, x in leaves.items()}
+    return outcome(reference.double(), wide, functools.partial(oracle.attend, reference))
+
+
+def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> dict[str, Tensor]:
+    """Return the outputs, and the gradient of every leaf for fixed random weights of the outputs, on the CPU."""
+    relative_terms = None
+    if "keys" in leaves:
+        relative_terms = Relative(leaves["keys"], leaves["values"])
+    found = (attend or pattern)(leaves["q"], leaves.get("k"), leaves["v"], relative=relative_terms)
+    out = found[0] if isinstance(found, tuple) else found
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    gradients = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
+    whole = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), gradients, strict=True)]
+    return {"out": out.detach().cpu()} | {name: x.cpu() for name, x in zip(leaves, whole, strict=True)}
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    """Return the norm of the difference over the norm of what is right."""
+    difference = (found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-9)
+    return float(f"{float(difference):.3g}")
+
+
+def waits(name: str, compile: bool) -> Found:
+    """Take a training step in which any wait for the GPU is an error, behind two without."""
+    stepper = Stepper(SMALL[name], compile, dry=False)
+    stepper.step()
+    stepper.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stepper.step()
+    except RuntimeError as error:
+        return {"pass": False, "waits": 1, "said": said_of(error), "at": place_of(error)}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return {"pass": True, "waits": 0}
+
+
+def compiled(name: str) -> Found:
+    """Compare the loss and the gradients of a compiled model with those of the same model run eagerly."""
+    both = [gradients_of(SMALL[name], how) for how in (False, True)]
+    (loss, eager), (other, fast) = both
+    error = relative(fast, eager)
+    return {
+        "pass": error <= COMPILED_TOLERANCE and abs(other - loss) <= COMPILED_TOLERANCE * loss,
+        "error_norm": error,
+        "tolerance": COMPILED_TOLERANCE,
+        "loss_eager": loss,
+        "loss_compiled": other,
+    }
+
+
+def gradients_of(variant: Variant, compile: bool) -> tuple[float, Tensor]:
+    """Return the first loss of a model, and all its gradients in one vector."""
+    stepper = Stepper(variant, compile, dry=False)
+    loss = stepper.backward()
+    gradients = [p.grad for p in stepper.model.parameters() if p.grad is not None]
+    return float(loss), torch.cat([gradient.flatten() for gradient in gradients]).cpu()

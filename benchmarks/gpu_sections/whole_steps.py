@@ -1,0 +1,208 @@
+"""Section `steps`: whole training steps (forward, backward, clipping, optimizer, centroids) and what they take.
+
+Every model stands beside the same one with full heads alone, and with local heads alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .journal import Found, Row
+from rtx.analysis.cost import cost
+from rtx.analysis.footprint import footprint, with_choice
+from rtx.analysis.speed import meter
+from rtx.attention.centroid_update import moved
+from rtx.attention.routing import after_step
+from rtx.compose import compose
+from rtx.config import Config
+from rtx.model.transformer import compile_loss
+from rtx.training.hardware import precision_on
+from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate, training_loss
+
+VOCABULARY = 256
+WARM_UP = 3
+SECONDS, MOST_STEPS = 1.5, 30
+"""How long steps are timed, and how many of them at the most."""
+ROUTED = ("causal", "topk")
+HEADS = (*ROUTED, "full", "local")
+
+
+class Variant(NamedTuple):
+    """A model: its base (6x512 or a preset), its heads, its length, and sequences of a step."""
+
+    base: str
+    heads: str
+    length: int
+    batch: int = 1
+    dropout: bool = True
+    """Whether the preset's dropout stays."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.base}/{self.heads}/{self.length}"
+
+    def words(self, device: str) -> list[str]:
+        """Return the overrides of `rtx train` that describe it."""
+        words = ["data=text", "data.path=.", f"data.length={self.length}", f"trainer.batch_size={self.batch}"]
+        words += [f"trainer.micro_batch_size={self.batch}", f"hardware={device}", "model.recompute=false"]
+        words += sizes_of(self) if self.base in SIZES else [f"model={self.base}"]
+        if self.heads in ROUTED:
+            words.append(f"routing={self.heads}")
+        else:
+            words += [f"model.base={self.heads}", "routing.heads=0"]
+        if not self.dropout:
+            words += [f"model.{name}=0" for name in ("dropout", "attention_dropout", "ffn_dropout")]
+        return words
+
+
+SIZES = {"6x512": (6, 512, 256, 8), "2x128": (2, 128, 64, 2)}
+"""Layers, width, window and heads of models that are no preset."""
+SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", "full", "local")}
+"""Models for checks, with heads of 64 units."""
+TINY = 64
+"""Positions of every model in a dry run."""
+
+
+def sizes_of(variant: Variant) -> list[str]:
+    """Return the overrides for the sizes of a model that is no preset."""
+    layers, width, window, heads = SIZES[variant.base]
+    window = min(window, variant.length // 4)
+    words = ["model=tiny", "optimizer=adamw", f"model.layers={layers}", f"model.hidden={width}"]
+    words += [f"model.heads={heads}", f"model.ffn_hidden={4 * width}", f"model.window={window}"]
+    if variant.heads in ("full", "local"):
+        return words
+    clusters = variant.length // window
+    words += [f"routing.layers={layers}", f"routing.heads={heads // 2}", f"routing.window={window}"]
+    return [*words, f"routing.clusters={clusters}", f"routing={variant.heads}"]
+
+
+def rows(dry: bool) -> list[Row]:
+    """Return the rows of this section, those of the goals first."""
+    found = [(Variant("6x512", heads, 8192), how) for how in (False, True) for heads in HEADS]
+    found += [(Variant("rt12", heads, 8192, 2), True) for heads in ROUTED]
+    found += [(Variant("6x512", heads, N), True) for N in (32_768, 65_536) for heads in HEADS]
+    found += [(Variant("rt24", heads, 8192, 2), True) for heads in ("causal", "full", "topk")]
+    found += [(Variant("6x512", heads, N), False) for N in (32_768, 65_536) for heads in HEADS]
+    found += [(Variant("rt12", heads, 8192, 2), True) for heads in ("full", "local")]
+    found += [(Variant("rt12", heads, 8192, 2), False) for heads in HEADS]
+    found += [(Variant("rt24", "local", 8192, 2), True)]
+    found += [(Variant("rt24", heads, 8192, 2), False) for heads in HEADS]
+    return [step_row(variant, compile, dry) for variant, compile in found]
+
+
+def step_row(variant: Variant, compile: bool, dry: bool) -> Row:
+    """Return the row of a model; only the smallest runs without CUDA."""
+    how = "compiled" if compile else "eager"
+    is_large = variant.base not in SIZES or variant.length > 8192
+    measure = functools.partial(measure_steps, variant, compile, dry)
+    return Row(f"steps/{variant.key}/{how}", measure, needs_cuda=compile or is_large)
+
+
+class Stepper:
+    """A model that takes training steps as `rtx train` does, in bfloat16 mixed precision on a GPU.
+
+    Args:
+        compile: the loss, and the movement of centroids.
+        dry: on the CPU, with a short sequence.
+    """
+
+    def __init__(self, variant: Variant, compile: bool, dry: bool) -> None:
+        self.device = "cpu" if dry else "cuda"
+        variant = variant._replace(length=TINY) if dry else variant
+        self.variant, self.config = variant, composed(variant, dry)
+        self.model = build_model(self.config, VOCABULARY, None).to(self.device).train()
+        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        self.loss: Any = training_loss(self.model, self.config, None)
+        self.move: Any = moved
+        if compile:
+            self.loss = compile_loss(self.model, self.loss, self.config.hardware.graphs)
+            self.move = torch.compile(moved, dynamic=False)
+        generator = torch.Generator().manual_seed(0)
+        tokens_BN = torch.randint(0, VOCABULARY, (variant.batch, variant.length), generator=generator)
+        self.tokens_BN = tokens_BN.to(self.device)
+        set_learning_rate(self.optimizer, learning_rate(self.config, 100))
+
+    def backward(self) -> Tensor:
+        """Compute the gradients, and return the loss."""
+        is_narrow = precision_on(self.config.hardware, self.device == "cuda") == "bf16"
+        with torch.autocast(self.device, torch.bfloat16, enabled=is_narrow):
+            nats_BN, auxiliary = self.loss(self.tokens_BN)
+            mean = nats_BN.mean() + auxiliary
+        mean.backward()
+        return mean.detach()
+
+    def step(self) -> Tensor:
+        """Take a step, and return its loss."""
+        loss = self.backward()
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        clip_grads_with_norm_(self.model.parameters(), self.config.trainer.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        after_step(self.model, self.move)
+        return loss
+
+
+def composed(variant: Variant, dry: bool) -> Config:
+    """Return the configuration of a model, with its micro-batch."""
+    config = compose(variant.words("cpu" if dry else "gpu"))
+    return with_choice(config, variant.batch, False)
+
+
+def measure_steps(variant: Variant, compile: bool, dry: bool) -> Found:
+    """Time the steps of a model."""
+    began = time.monotonic()
+    stepper = Stepper(variant, compile, dry)
+    for _ in range(1 if dry else WARM_UP):
+        stepper.step()
+    synchronize(stepper.device)
+    warm = time.monotonic() - began
+    if not dry:
+        torch.cuda.reset_peak_memory_stats()
+    ms, losses = timed_steps(stepper, 1 if dry else MOST_STEPS)
+    found = {"ms": round(ms, 3), "warm_up_seconds": round(warm, 1), "loss": losses[-1], "batch": variant.batch}
+    return found | rates(stepper, ms) | memory(stepper)
+
+
+def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
+    """Return the milliseconds of a step, the mean over some that are taken without a wait, and their losses."""
+    synchronize(stepper.device)
+    began = time.perf_counter()
+    losses = [stepper.step()]
+    synchronize(stepper.device)
+    first = time.perf_counter() - began
+    count = max(1, min(most, int(SECONDS / first)))
+    began = time.perf_counter()
+    losses = [stepper.step() for _ in range(count)]
+    synchronize(stepper.device)
+    return 1e3 * (time.perf_counter() - began) / count, [float(loss) for loss in losses]
+
+
+def rates(stepper: Stepper, ms: float) -> Found:
+    """Return units a second, and the share of the chip's peak."""
+    variant, config = stepper.variant, stepper.config
+    name = torch.cuda.get_device_name() if stepper.device == "cuda" else None
+    per_second = 1e3 * variant.batch * variant.length / ms
+    precision = precision_on(config.hardware, stepper.device == "cuda")
+    share = meter(config, cost(config, VOCABULARY), name, precision).share(per_second)
+    return {"units_per_second": round(per_second), "mfu": None if share is None else round(share, 4)}
+
+
+def memory(stepper: Stepper) -> Found:
+    """Return the bytes that the plan counts, and the peak of those that were allocated on the GPU."""
+    config, batch = stepper.config, stepper.variant.batch
+    planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())
+    if stepper.device == "cpu":
+        return {"plan_bytes": round(planned)}
+    return {"plan_bytes": round(planned), "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
+def synchronize(device: str) -> None:
+    """Wait for the GPU, where there is one."""
+    if device == "cuda":
+        torch.cuda.synchronize()
