@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Case, drawn, gradients, run
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention import Full, Local, Pattern, Recurrent, Routing, engine
 from rtx.attention.engine import blocks, by_triton, dense, windows
@@ -139,10 +140,12 @@ def on_meta(model: Transformer) -> Transformer:
     return model.train()
 
 
-def meta_step(words: str, compiled: bool = False) -> None:
+def meta_step(words: str, compiled: bool = False, dtype: torch.dtype | None = None) -> None:
     """Run a loss, its gradients and the centroids' move where nothing can look at a number."""
     config = compose(words.split())
     model = on_meta(Transformer(config, 256))
+    if dtype is not None:
+        model = on_meta(model.to(dtype))
     tokens_BN = torch.zeros(2, config.data.length, dtype=torch.int64, device="meta")
     function: Any = model.loss
     if compiled:
@@ -193,6 +196,48 @@ def test_no_preset_waits_for_a_number(model: str) -> None:
 @pytest.mark.parametrize("words", [*(f"routing={selection}" for selection in SELECTIONS), "routing.heads=0"])
 def test_a_loss_is_one_graph(words: str) -> None:
     meta_step(f"model.layers=2 {words}", compiled=True)
+
+
+def test_a_loss_is_one_graph_where_torchs_flash_kernel_serves_local_heads() -> None:
+    meta_step("model.layers=2 routing=causal", compiled=True, dtype=torch.bfloat16)
+
+
+# Operations of one more layer, forward and backward, without those that only view or allocate.
+LAUNCHES = {"routing=causal": 170, "routing=topk": 130, "routing.heads=0": 55}
+FREE = {"view", "transpose", "permute", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "detach", "alias"}
+FREE |= {"split", "split_with_sizes", "unbind", "as_strided", "_unsafe_view", "_reshape_alias", "is_same_size"}
+FREE |= {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "promote_types"}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations inside that start work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function._schema.name.partition("::")[2] not in FREE
+        return function(*args, **(kwargs or {}))
+
+
+def operations(words: str) -> int:
+    """Return how many operations a loss and its gradients start."""
+    config = compose(words.split())
+    model = on_meta(Transformer(config, 256))
+    tokens_BN = torch.zeros(2, config.data.length, dtype=torch.int64, device="meta")
+    model.loss(tokens_BN)  # makes lists that shapes alone decide
+    with Counted() as counted:
+        nats_BN, auxiliary = model.loss(tokens_BN)
+        (nats_BN.mean() + auxiliary).backward()
+    return counted.count
+
+
+@pytest.mark.parametrize(("words", "most"), LAUNCHES.items())
+def test_a_layer_starts_a_bounded_number_of_operations(words: str, most: int) -> None:
+    routed = " routing.layers={0}" if words != "routing.heads=0" else ""
+    counts = [operations(f"{words} data.length=1024 model.layers={n}" + routed.format(n)) for n in (2, 3)]
+    assert 20 < counts[1] - counts[0] <= most
 
 
 @pytest.mark.parametrize("model", ["rt12", "rt22"])

@@ -6,8 +6,6 @@ behind a memory, are torch's flash kernel for packed sequences.
 Shapes: B sequences, H heads, N positions, D head size, M positions of a memory in front.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,7 +52,7 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
     return None
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def has_flash(device: torch.device) -> bool:
     """Tell whether a device can run torch's flash kernel; tensors of shapes alone can."""
     if device.type != "cuda":
