@@ -26,7 +26,9 @@ from rtx.attention.engine.static_selection import (
 )
 
 TILE = 64
-"""Positions that a program works on."""
+"""Positions that a program scores."""
+MEMBER_TILE = 32
+"""Positions whose members a program counts or writes: with more, registers spill."""
 
 
 @functools.cache
@@ -196,9 +198,9 @@ def scored(
 def tallied(bits: Tensor, highest_BHN: Tensor, clusters: int, has_thresholds: bool) -> Tensor:
     """Return how many members each list has in each tile, `[L, T]`."""
     B, H, N = highest_BHN.shape
-    tiles = -(-N // TILE)
+    tiles = -(-N // MEMBER_TILE)
     count_LT = bits.new_empty(B * H * clusters, tiles)
-    sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "num_warps": 4}
+    sizes = {"BN": MEMBER_TILE, "THRESHOLDS": has_thresholds, "num_warps": 4}
     kernels().tally_kernel[(B * H, tiles)](bits, highest_BHN, count_LT, N, clusters, **sizes)
     return count_LT
 
@@ -222,7 +224,7 @@ def written(
     row_M, start_M, stop_M, low_M, high_M, rank_M = (bits.new_empty(room) for _ in range(6))
     times_R = bits.new_empty(B * H * N)
     members = row_M, start_M, stop_M, low_M, high_M, rank_M, times_R
-    sizes = {"BN": TILE, "THRESHOLDS": has_thresholds, "SELF": attend_self, "num_warps": 8}
+    sizes = {"BN": MEMBER_TILE, "THRESHOLDS": has_thresholds, "SELF": attend_self, "num_warps": 4}
     kernels().write_kernel[(B * H, tiles)](
         bits, highest_BHN, count_LT, last_S, *members, room, min(window, N), N, L // (B * H), **sizes
     )

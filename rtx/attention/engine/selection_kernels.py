@@ -539,10 +539,10 @@ def variants() -> Iterator[Variant]:
                 constants = {**sizes, "THRESHOLDS": thresholds, "NEAREST": nearest}
                 yield variant(score_kernel, constants, 4)
     for thresholds in (True, False):
-        yield variant(tally_kernel, {"BN": 64, "THRESHOLDS": thresholds}, 4)
+        yield variant(tally_kernel, {"BN": 32, "THRESHOLDS": thresholds}, 4)
         for attend_self in (True, False):
-            constants = {"BN": 64, "THRESHOLDS": thresholds, "SELF": attend_self}
-            yield variant(write_kernel, constants, 8)
+            constants = {"BN": 32, "THRESHOLDS": thresholds, "SELF": attend_self}
+            yield variant(write_kernel, constants, 4)
     yield variant(order_kernel, {"BM": 256}, 4)
     yield variant(moment_kernel, {"TILE": 64, "BT": 128}, 4)
     yield variant(earliest_kernel, {"BN": 1024}, 4)
