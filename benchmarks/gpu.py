@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--retry-before", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -81,7 +82,7 @@ def rows_of(section: str, args: argparse.Namespace) -> list[Row]:
 
 def work(args: argparse.Namespace) -> int:
     """Be the process of a section: measure its missing rows until the time is up."""
-    journal = Journal(args.out, args.dry, args.retry)
+    journal = Journal(args.out, args.dry, args.retry_before)
     missing = journal.missing(rows_of(args.section, args))
     for done, row in enumerate(missing):
         if time.time() > args.until:
@@ -139,10 +140,19 @@ def watched(process: subprocess.Popen[bytes], journal: Journal, row_seconds: flo
         elif row_age(journal) > row_seconds:
             reason = f"no end within {row_seconds:g} s"
         if reason:
-            process.terminate()  # with its own children
-            process.wait()
+            end_process(process)
             return reason
     return ""
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a section's process with its own children; one that a kernel holds hears no signal but the last."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def row_age(journal: Journal) -> float:
@@ -155,7 +165,7 @@ def row_age(journal: Journal) -> float:
 
 def words_of(args: argparse.Namespace) -> list[str]:
     """Return the words that a section's process gets."""
-    words = [f"--out={args.out}", *["--dry"] * args.dry, *["--retry"] * args.retry, "--only", *args.only]
+    words = [f"--out={args.out}", *["--dry"] * args.dry, f"--retry-before={args.retry_before}", "--only", *args.only]
     return words if args.text is None else [f"--text={args.text}", *words]
 
 
@@ -172,7 +182,7 @@ def facts(args: argparse.Namespace) -> Found:
 def report(args: argparse.Namespace, known: Found) -> None:
     """Print all rows and the goals, and write them to gpu.json."""
     rows = Journal(args.out, args.dry).rows()
-    listed, expected = with_ratios(rows), judged(rows)
+    listed, expected = with_ratios(rows), judged({} if args.dry else rows)
     for row in listed:
         print(line_of(row))
     print(f"\n{'goal':<78}{'target':>10}{'measured':>10}")
@@ -211,6 +221,7 @@ def main() -> int:
     if args.section:
         return work(args)
     known, began = facts(args), time.time()
+    args.retry_before = began if args.retry else 0.0
     end = began + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in SECTIONS if any(fnmatch.fnmatch(f"{name}/", p.split("/")[0] + "/") for p in args.only)]

@@ -30,7 +30,8 @@ WARM_UP = 3
 SECONDS, MOST_STEPS = 1.5, 30
 """How long steps are timed, and how many of them at the most."""
 ROUTED = ("causal", "topk")
-HEADS = (*ROUTED, "full", "local")
+ALONE = ("full", "local")
+HEADS = (*ROUTED, *ALONE)
 
 
 class Variant(NamedTuple):
@@ -52,10 +53,10 @@ class Variant(NamedTuple):
         words = ["data=text", "data.path=.", f"data.length={self.length}", f"trainer.batch_size={self.batch}"]
         words += [f"trainer.micro_batch_size={self.batch}", f"hardware={device}", "model.recompute=false"]
         words += sizes_of(self) if self.base in SIZES else [f"model={self.base}"]
-        if self.heads in ROUTED:
-            words.append(f"routing={self.heads}")
-        else:
+        if self.heads in ALONE:
             words += [f"model.base={self.heads}", "routing.heads=0"]
+        else:
+            words.append(f"routing={self.heads}")
         if not self.dropout:
             words += [f"model.{name}=0" for name in ("dropout", "attention_dropout", "ffn_dropout")]
         return words
@@ -63,10 +64,10 @@ class Variant(NamedTuple):
 
 SIZES = {"6x512": (6, 512, 256, 8), "2x128": (2, 128, 64, 2)}
 """Layers, width, window and heads of models that are no preset."""
-SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", "full", "local")}
+SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", *ALONE)}
 """Models for checks, with heads of 64 units."""
-TINY = 64
-"""Positions of every model in a dry run."""
+TINY = {"base": "2x128", "length": 64}
+"""What every model is in a dry run."""
 
 
 def sizes_of(variant: Variant) -> list[str]:
@@ -75,11 +76,11 @@ def sizes_of(variant: Variant) -> list[str]:
     window = min(window, variant.length // 4)
     words = ["model=tiny", "optimizer=adamw", f"model.layers={layers}", f"model.hidden={width}"]
     words += [f"model.heads={heads}", f"model.ffn_hidden={4 * width}", f"model.window={window}"]
-    if variant.heads in ("full", "local"):
+    if variant.heads in ALONE:
         return words
     clusters = variant.length // window
     words += [f"routing.layers={layers}", f"routing.heads={heads // 2}", f"routing.window={window}"]
-    return [*words, f"routing.clusters={clusters}", f"routing={variant.heads}"]
+    return [*words, f"routing.clusters={clusters}"]
 
 
 def rows(dry: bool) -> list[Row]:
@@ -109,12 +110,12 @@ class Stepper:
 
     Args:
         compile: the loss, and the movement of centroids.
-        dry: on the CPU, with a short sequence.
+        dry: on the CPU, the smallest model with a short sequence.
     """
 
     def __init__(self, variant: Variant, compile: bool, dry: bool) -> None:
         self.device = "cpu" if dry else "cuda"
-        variant = variant._replace(length=TINY) if dry else variant
+        variant = variant._replace(**TINY) if dry else variant
         self.variant, self.config = variant, composed(variant, dry)
         self.model = build_model(self.config, VOCABULARY, None).to(self.device).train()
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
