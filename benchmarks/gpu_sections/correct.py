@@ -1,4 +1,4 @@
-"""Section `correct`: every pattern by every backend against the float64 oracle; waits; compiled against eager.
+"""Section `correct`: patterns by every backend against the oracle; waits; compiled against eager.
 
 Shapes: B sequences, H heads, N positions, D head size, C clusters, W keys of a query.
 """
@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .journal import Found, Row, place_of, said_of
-from .whole_steps import SMALL, Stepper, Variant
 from rtx import attention
 from rtx.attention import Pattern, Relative, oracle
 from rtx.attention.engine import packed
 
+from .journal import Found, Row, place_of, said_of
+from .whole_steps import SMALL, Stepper, Variant
+
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest norm of a difference, in relation to the norm of what is right."""
 COMPILED_TOLERANCE = 0.05
-"""The same of gradients of a whole model in bfloat16, compiled against eager: both round, in other places."""
+"""The same of gradients of a model in bfloat16: compiled and eager round in other places."""
 BACKENDS = ("auto", "triton", "torch")
 INDEXED = ("exact", "blocks", "indexer")
-"""Patterns that choose keys by their inputs as they are rounded: in a narrow type the oracle chooses others."""
+"""Patterns that choose by rounded numbers: in a narrow type the oracle chooses other keys."""
 DISTANCES = 40
 """Rows of Shaw's tables."""
 
@@ -147,7 +148,7 @@ def drawn(shape: Shape, dtype: torch.dtype, has_keys: bool, shaw: bool) -> dict[
 
 @functools.cache
 def expected(kind: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> dict[str, Tensor]:
-    """Return what is right: by the oracle in float64, or by torch's kernels in the type of the inputs."""
+    """Return what is right: by the oracle in float64, or by torch's kernels in the inputs' type."""
     reference = made(kind, shape)
     reference.backend = "torch"
     leaves = drawn(shape, dtype, reference.has_keys, shaw)
@@ -158,7 +159,7 @@ def expected(kind: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> dict[st
 
 
 def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> dict[str, Tensor]:
-    """Return the outputs, and the gradient of every leaf for fixed random weights of the outputs, on the CPU."""
+    """Return the outputs, and every leaf's gradient for fixed weights of the outputs, on the CPU."""
     relative_terms = None
     if "keys" in leaves:
         relative_terms = Relative(leaves["keys"], leaves["values"])
@@ -195,7 +196,7 @@ def waits(name: str, compile: bool) -> Found:
 
 
 def compiled(name: str) -> Found:
-    """Compare the loss and the gradients of a compiled model with those of the same model run eagerly."""
+    """Compare a compiled model's loss and gradients with those of the same model run eagerly."""
     both = [gradients_of(SMALL[name], how) for how in (False, True)]
     (loss, eager), (other, fast) = both
     error = relative(fast, eager)

@@ -1,4 +1,4 @@
-"""Rows of a benchmark that may be ended at any moment: each is a line of JSON, written as soon as it is known."""
+"""Rows of a benchmark that may be ended at any moment: each is a line of JSON, written at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `steps`: whole training steps (forward, backward, clipping, optimizer, centroids) and what they take.
+"""Section `steps`: whole steps (forward, backward, clipping, optimizer, centroids).
 
 Every model stands beside the same one with full heads alone, and with local heads alone.
 """
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .journal import Found, Row
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint, with_choice
 from rtx.analysis.speed import meter
@@ -23,7 +22,15 @@ from rtx.compose import compose
 from rtx.config import Config
 from rtx.model.transformer import compile_loss
 from rtx.training.hardware import precision_on
-from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate, training_loss
+from rtx.training.module import (
+    build_model,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+    training_loss,
+)
+
+from .journal import Found, Row
 
 VOCABULARY = 256
 WARM_UP = 3
@@ -50,8 +57,17 @@ class Variant(NamedTuple):
 
     def words(self, device: str) -> list[str]:
         """Return the overrides of `rtx train` that describe it."""
-        words = ["data=text", "data.path=.", f"data.length={self.length}", f"trainer.batch_size={self.batch}"]
-        words += [f"trainer.micro_batch_size={self.batch}", f"hardware={device}", "model.recompute=false"]
+        words = [
+            "data=text",
+            "data.path=.",
+            f"data.length={self.length}",
+            f"trainer.batch_size={self.batch}",
+        ]
+        words += [
+            f"trainer.micro_batch_size={self.batch}",
+            f"hardware={device}",
+            "model.recompute=false",
+        ]
         words += sizes_of(self) if self.base in SIZES else [f"model={self.base}"]
         if self.heads in ALONE:
             words += [f"model.base={self.heads}", "routing.heads=0"]
@@ -166,12 +182,17 @@ def measure_steps(variant: Variant, compile: bool, dry: bool) -> Found:
     if not dry:
         torch.cuda.reset_peak_memory_stats()
     ms, losses = timed_steps(stepper, 1 if dry else MOST_STEPS)
-    found = {"ms": round(ms, 3), "warm_up_seconds": round(warm, 1), "loss": losses[-1], "batch": variant.batch}
+    found = {
+        "ms": round(ms, 3),
+        "warm_up_seconds": round(warm, 1),
+        "loss": losses[-1],
+        "batch": variant.batch,
+    }
     return found | rates(stepper, ms) | memory(stepper)
 
 
 def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
-    """Return the milliseconds of a step, the mean over some that are taken without a wait, and their losses."""
+    """Return the mean milliseconds of steps that are taken without a wait, and their losses."""
     synchronize(stepper.device)
     began = time.perf_counter()
     losses = [stepper.step()]
@@ -191,11 +212,14 @@ def rates(stepper: Stepper, ms: float) -> Found:
     per_second = 1e3 * variant.batch * variant.length / ms
     precision = precision_on(config.hardware, stepper.device == "cuda")
     share = meter(config, cost(config, VOCABULARY), name, precision).share(per_second)
-    return {"units_per_second": round(per_second), "mfu": None if share is None else round(share, 4)}
+    return {
+        "units_per_second": round(per_second),
+        "mfu": None if share is None else round(share, 4),
+    }
 
 
 def memory(stepper: Stepper) -> Found:
-    """Return the bytes that the plan counts, and the peak of those that were allocated on the GPU."""
+    """Return the bytes that the plan counts, and the peak of the GPU's allocations."""
     config, batch = stepper.config, stepper.variant.batch
     planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())
     if stepper.device == "cpu":
