@@ -1,20 +1,22 @@
-"""Check, time and train on a GPU in one command that may be cut short: `python benchmarks/gpu.py --minutes 9`.
+"""Check, time and train on a GPU, in one command that may be cut short: `python benchmarks/gpu.py`.
 
-Sections, in this order: `correct` (every pattern and backend against the float64 oracle; waits for the GPU; compiled
-against eager), `alone` (attention beside torch's own, by CUDA graph and from Python), `steps` (whole training steps:
-ms, units/s, MFU, memory beside the plan's), `runs` (`rtx train`, killed and resumed, `rtx eval`, `rtx sample`, ddp
-and fsdp with one process). Each has a share of the minutes; what one leaves, the next ones have.
+Sections, in this order: `correct` (every pattern and backend against the float64 oracle; waits for
+the GPU; compiled against eager), `alone` (attention beside torch's own, by CUDA graph and from
+Python), `steps` (whole training steps: ms, units/s, MFU, memory beside the plan's), `runs` (`rtx
+train`, killed and resumed, `rtx eval`, `rtx sample`, ddp and fsdp with one process). Each has a
+share of --minutes; what one leaves, the next ones have.
 
-Every row is appended to OUT/gpu.jsonl as it comes. Started again with the same --out, the command measures what is
-missing, with --retry also rows that ended in an error. At the end it prints all rows and what is expected of them, and
-writes both to OUT/gpu.json. A section is a process of its own: a row that kills it, that breaks its GPU, or that
-takes more than --row-seconds, is a row with an error, and the section goes on behind it.
+Every row is appended to OUT/gpu.jsonl as it comes. Started again with the same --out, the command
+measures what is missing, with --retry also rows that ended in an error. At the end it prints all
+rows and what is expected of them, and writes both to OUT/gpu.json. A section is a process of its
+own: a row that kills it, that breaks its GPU, or that takes more than --row-seconds, is a row with
+an error, and the section goes on behind it. All rows take two or three times nine minutes.
 
---dry runs everything that needs no CUDA on a CPU: tiny shapes, our kernels in Triton's interpreter, float16 for
-bfloat16; rows that need CUDA are named, skipped and counted.
+--dry runs everything that needs no CUDA on a CPU: tiny shapes, our kernels in Triton's interpreter,
+float16 for bfloat16; rows that need CUDA are named, skipped and counted.
 
-It needs no network, and beside torch, Triton and Lightning these small packages: hydra-core, omegaconf and
-antlr4-python3-runtime, and for the section `runs` safetensors, rich and filelock.
+It needs no network, and beside torch, Triton and Lightning these small packages: hydra-core,
+omegaconf and antlr4-python3-runtime, and for the section `runs` safetensors, rich and filelock.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE.parent / "outputs" / "gpu", help="folder of the rows")
     parser.add_argument("--text", help="file that runs are trained on; default: random words")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of keys: 'alone/*/8192'")
-    parser.add_argument("--row-seconds", type=float, default=150.0, help="the most that a row may take")
+    parser.add_argument("--row-seconds", type=float, default=180.0, help="the most that a row may take")
     parser.add_argument("--retry", action="store_true", help="measure rows with errors again")
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--retry-before", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -81,11 +84,14 @@ def rows_of(section: str, args: argparse.Namespace) -> list[Row]:
 
 def work(args: argparse.Namespace) -> int:
     """Be the process of a section: measure its missing rows until the time is up."""
-    journal = Journal(args.out, args.dry, args.retry)
+    journal = Journal(args.out, args.dry, args.retry_before)
     missing = journal.missing(rows_of(args.section, args))
     for done, row in enumerate(missing):
         if time.time() > args.until:
-            print(f"{args.section}: no time for {len(missing) - done} rows, the first {row.key}", flush=True)
+            print(
+                f"{args.section}: no time for {len(missing) - done} rows, the first {row.key}",
+                flush=True,
+            )
             return 0
         journal.begin(row.key)
         journal.add(row.key, measured(row, args.dry))
@@ -96,7 +102,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def is_broken(dry: bool) -> bool:
-    """Free what the last row has held, and tell whether the GPU takes no more work, as behind a bad address."""
+    """Free what the last row has held, and tell whether the GPU takes no more work."""
     gc.collect()
     if dry:
         return False
@@ -112,10 +118,16 @@ def is_broken(dry: bool) -> bool:
 
 
 def supervise(section: str, args: argparse.Namespace, until: float, end: float) -> None:
-    """Run the process of a section, again where a row has ended it, until it is through or its time is up."""
+    """Run the process of a section, again where a row has ended it, until it is through."""
     journal = Journal(args.out, args.dry)
     while time.time() < min(until, end):
-        command = [sys.executable, str(HERE / "gpu.py"), *words_of(args), f"--section={section}", f"--until={until}"]
+        command = [
+            sys.executable,
+            str(HERE / "gpu.py"),
+            *words_of(args),
+            f"--section={section}",
+            f"--until={until}",
+        ]
         with subprocess.Popen(command) as process:
             reason = watched(process, journal, args.row_seconds, end)
         key = journal.begun()
@@ -139,10 +151,19 @@ def watched(process: subprocess.Popen[bytes], journal: Journal, row_seconds: flo
         elif row_age(journal) > row_seconds:
             reason = f"no end within {row_seconds:g} s"
         if reason:
-            process.terminate()  # with its own children
-            process.wait()
+            end_process(process)
             return reason
     return ""
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a section's process and its children; one that a kernel holds hears SIGKILL alone."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def row_age(journal: Journal) -> float:
@@ -155,24 +176,31 @@ def row_age(journal: Journal) -> float:
 
 def words_of(args: argparse.Namespace) -> list[str]:
     """Return the words that a section's process gets."""
-    words = [f"--out={args.out}", *["--dry"] * args.dry, *["--retry"] * args.retry, "--only", *args.only]
+    words = [
+        f"--out={args.out}",
+        *["--dry"] * args.dry,
+        f"--retry-before={args.retry_before}",
+        "--only",
+        *args.only,
+    ]
     return words if args.text is None else [f"--text={args.text}", *words]
 
 
 def facts(args: argparse.Namespace) -> Found:
     """Return where this is measured, and with which code."""
-    command = "import json, machine; print(json.dumps({'machine': machine.machine(DEVICE, 0), **machine.code()}))"
-    command = command.replace("DEVICE", repr("cpu" if args.dry else "cuda"))
+    device = "cpu" if args.dry else "cuda"
+    command = f"import json, machine as m; print(json.dumps([m.machine({device!r}, 1), m.code()]))"
     done = subprocess.run([sys.executable, "-c", command], cwd=HERE, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"torch finds no GPU here; --dry needs none: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout)
+    name, versions = json.loads(done.stdout)
+    return {"machine": name, **versions}
 
 
 def report(args: argparse.Namespace, known: Found) -> None:
     """Print all rows and the goals, and write them to gpu.json."""
     rows = Journal(args.out, args.dry).rows()
-    listed, expected = with_ratios(rows), judged(rows)
+    listed, expected = with_ratios(rows), judged({} if args.dry else rows)
     for row in listed:
         print(line_of(row))
     print(f"\n{'goal':<78}{'target':>10}{'measured':>10}")
@@ -211,6 +239,7 @@ def main() -> int:
     if args.section:
         return work(args)
     known, began = facts(args), time.time()
+    args.retry_before = began if args.retry else 0.0
     end = began + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in SECTIONS if any(fnmatch.fnmatch(f"{name}/", p.split("/")[0] + "/") for p in args.only)]

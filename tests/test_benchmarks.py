@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,70 @@ def test_attention_prints_what_it_measured_and_keeps_other_rows(
         assert [each["ms"] for each in json.loads(path.read_text())] == [7.0, *kept]
         said = capfd.readouterr().out
         assert " 7.0 ms" in said and " 2.0 ms" not in said and " 3.0 ms" not in said
+
+
+def test_gpu_dry_measures_a_row_of_each_section(tmp_path: Path) -> None:
+    keys = ("correct/local/triton/float32", "alone/sdpa/64", "steps/6x512/causal/8192/eager", "runs/fsdp")
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", f"--out={tmp_path}", "--only"]
+    done = subprocess.run([*command, *keys], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    rows = {row["key"]: row for row in found["rows"]}
+    assert set(rows) == set(keys) and not any("error" in row for row in rows.values()), rows
+    checked, sdpa, step, spread = (rows[key] for key in keys)
+    assert checked["pass"] and checked["same_bits"] and 0 < checked["error_norm"] <= checked["tolerance"]
+    assert sdpa["python_ms"] > 0 and step["ms"] > 0 and spread["skipped"] == "needs CUDA"
+    assert {goal["measured"] for goal in found["goals"]} == {None}, "no goal is of a dry run"
+    assert done.stdout.endswith("4 rows, 0 failed, 0 errors, 1 skipped, as they need CUDA\n")
+
+
+FAULTY = """
+import os, sys, time
+sys.path.insert(0, {benchmarks!r})
+from pathlib import Path
+from gpu_sections.journal import Journal
+journal = Journal(Path({folder!r}), dry=False)
+for key in ("right", "kills", "hangs", "last"):
+    if key in journal.rows():
+        continue
+    journal.begin(key)
+    if key == "kills":
+        os._exit(9)
+    if key == "hangs":
+        time.sleep(600)
+    journal.add(key, {{"value": 1}})
+    journal.end()
+"""
+
+
+def test_gpu_goes_on_behind_rows_that_kill_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    gpu, journal = importlib.import_module("gpu"), importlib.import_module("gpu_sections.journal")
+    (tmp_path / "gpu.py").write_text(FAULTY.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path)))
+    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", f"--out={tmp_path}", "--row-seconds=1"])
+    end = time.time() + 600
+    gpu.supervise("alone", gpu.arguments(), end, end)
+    rows = journal.Journal(tmp_path, dry=False).rows()
+    assert list(rows) == ["right", "kills", "hangs", "last"]
+    assert rows["kills"]["error"] == "the process ended with 9" and rows["hangs"]["error"] == "no end within 1 s"
+    assert rows["right"]["value"] == rows["last"]["value"] == 1
+
+
+def test_gpu_keeps_rows_behind_half_a_line_and_repeats_errors_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    journal = importlib.import_module("gpu_sections.journal")
+    rows = [journal.Row("right", lambda: {"value": 1}), journal.Row("wrong", lambda: {"value": 1 / 0})]
+    first = journal.Journal(tmp_path, dry=False)
+    for row in rows:
+        first.add(row.key, journal.measured(row, dry=False))
+    with (tmp_path / "gpu.jsonl").open("a") as file:
+        file.write('{"key": "cut sho')
+    first.add("behind", {"value": 2})
+    known = first.rows()
+    assert set(known) == {"right", "wrong", "behind"}
+    assert known["wrong"]["error"] == "ZeroDivisionError: division by zero" and known["wrong"]["where"]
+    assert first.missing(rows) == [] and journal.Journal(tmp_path, dry=True).missing(rows) == rows
+    assert journal.Journal(tmp_path, dry=False, retry_before=time.time() + 1).missing(rows) == rows[1:]

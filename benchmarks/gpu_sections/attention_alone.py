@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from .journal import Found, Row, said_of
 from rtx import attention
 from rtx.attention import Pattern, after_step
 from rtx.attention.packed import Reads
+
+from .journal import Found, Row, said_of
 
 LENGTHS = (8192, 65_536, 4096, 32_768, 16_384, 131_072, 2048)
 """Those of the goals first."""
@@ -98,7 +99,7 @@ def select(pattern: Pattern, q_BHND: Tensor) -> Tensor:
 
 
 def pattern_of(name: str, leaves: list[Tensor], window: int, backend: str) -> Pattern:
-    """Return the heads of one of our patterns, in training mode: statistics of centroids are part of the time."""
+    """Return the heads of a pattern in training mode: centroids gather statistics in that time."""
     _, H, N, D = leaves[0].shape
     clusters = N // window
     options: dict[str, Any] = {"backend": backend}
@@ -177,7 +178,7 @@ def repeats(ms: float) -> int:
 
 
 def graph_ms(run: Run, name: str) -> Found:
-    """Return the milliseconds on the GPU alone, by replays of a CUDA graph, or why none could be captured."""
+    """Return the milliseconds on the GPU alone, by a CUDA graph, or why none could be captured."""
     try:
         graph = captured(run)
     except Exception as error:  # a wait for the GPU, say

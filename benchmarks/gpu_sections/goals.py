@@ -28,11 +28,29 @@ def goals() -> list[Goal]:
     found = [faster(kind, 4096, 1.0) for kind in ("local", "topk", "causal")]
     found += [faster(kind, 8192, times) for kind, times in (("local", 5), ("causal", 2.5), ("topk", 2.5))]
     found += [faster(kind, 65_536, times) for kind, times in (("local", 25), ("causal", 15), ("topk", 8))]
-    found.append(Goal("time of random over topk less its selection, N=65,536", 1.1, random_to_topk, at_most=True))
-    for N, how, times in ((8192, "eager", 1.3), (8192, "compiled", 1.6), (32_768, "compiled", 3), (65_536, "compiled", 5)):
+    found.append(
+        Goal(
+            "time of random over topk less its selection, N=65,536",
+            1.1,
+            random_to_topk,
+            at_most=True,
+        )
+    )
+    for N, how, times in (
+        (8192, "eager", 1.3),
+        (8192, "compiled", 1.6),
+        (32_768, "compiled", 3),
+        (65_536, "compiled", 5),
+    ):
         found.append(whole("6x512", N, how, times))
     found.append(whole("rt24", 8192, "compiled", 1.4))
-    found.append(Goal("MFU of rt12 causal, N=8,192, compiled", 0.35, functools.partial(value, "steps/rt12/causal/8192/compiled", "mfu")))
+    found.append(
+        Goal(
+            "MFU of rt12 causal, N=8,192, compiled",
+            0.35,
+            functools.partial(value, "steps/rt12/causal/8192/compiled", "mfu"),
+        )
+    )
     found.append(Goal("waits in a training step", 0, waits, at_most=True))
     found.append(Goal("worst difference of plan and peak", 0.1, plan_error, at_most=True))
     return found
@@ -91,7 +109,14 @@ def judged(rows: Rows) -> list[Found]:
         met = None if measured is None else goal.met(measured)
         sign = "<=" if goal.at_most else ">="
         rounded = None if measured is None else round(measured, 3)
-        found.append({"goal": goal.name, "target": f"{sign} {goal.target:g}", "measured": rounded, "met": met})
+        found.append(
+            {
+                "goal": goal.name,
+                "target": f"{sign} {goal.target:g}",
+                "measured": rounded,
+                "met": met,
+            }
+        )
     return found
 
 

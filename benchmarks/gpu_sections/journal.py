@@ -1,4 +1,4 @@
-"""Rows of a benchmark that may be ended at any moment: each is a line of JSON, written as soon as it is known."""
+"""Rows of a benchmark that may be ended at any moment: each is a line of JSON, written at once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Journal:
     Args:
         folder: where gpu.jsonl lies.
         dry: whose rows these are.
-        retry: take a row that ended in an error for one that is missing.
+        retry_before: take a row that ended in an error before this time for one that is missing.
     """
 
-    def __init__(self, folder: Path, dry: bool, retry: bool = False) -> None:
+    def __init__(self, folder: Path, dry: bool, retry_before: float = 0.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.current = folder / "gpu.jsonl", folder / "current"
-        self.dry, self.retry = dry, retry
+        self.dry, self.retry_before = dry, retry_before
 
     def rows(self) -> dict[str, Found]:
         """Return the newest row of each key; half a line, of a process that was ended, is none."""
@@ -50,8 +50,8 @@ class Journal:
 
     def missing(self, rows: list[Row]) -> list[Row]:
         """Return the rows that are still to be measured."""
-        known = self.rows()
-        return [row for row in rows if row.key not in known or (self.retry and "error" in known[row.key])]
+        known = {key for key, row in self.rows().items() if "error" not in row or row["at"] >= self.retry_before}
+        return [row for row in rows if row.key not in known]
 
     def add(self, key: str, found: Found) -> None:
         """Append a row, and print it."""

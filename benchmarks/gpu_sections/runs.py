@@ -1,4 +1,4 @@
-"""Section `runs`: the program as users start it: train, killed and resumed, scored, sampled, by ddp and fsdp.
+"""Section `runs`: the program as users start it: train, resume, eval, sample, ddp and fsdp.
 
 Runs are processes of their own, in folders below that of the rows.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from .journal import Found, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_STEPS, KILLED_AT = 24, 8
+SHORT_STEPS, KILLED_AT = 48, 16
 """Steps of the runs that are compared, and the checkpoint behind which one of them is killed."""
 TOLERANCE = 1e-3
 """Largest difference of losses of a resumed run, in bits."""
@@ -44,8 +44,20 @@ class Place(NamedTuple):
         words = ["data=text", f"data.path={self.text}", "logger=jsonl", "trainer.val_windows=4"]
         words += ["trainer.final_windows=4", "trainer.log_every=1"]
         if not self.dry:
-            return [*words, "model.hidden=512", "model.heads=8", "model.ffn_hidden=2048", "data.length=2048"]
-        words += ["data.length=64", "model.layers=1", "model.window=16", "routing.layers=1", "routing.window=16"]
+            return [
+                *words,
+                "model.hidden=512",
+                "model.heads=8",
+                "model.ffn_hidden=2048",
+                "data.length=2048",
+            ]
+        words += [
+            "data.length=64",
+            "model.layers=1",
+            "model.window=16",
+            "routing.layers=1",
+            "routing.window=16",
+        ]
         return [*words, "trainer.batch_size=2", "hardware.threads=1"]
 
 
@@ -96,7 +108,12 @@ def start(place: Place, run: str, *words: str) -> subprocess.Popen[str]:
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     known |= folders | {"RTX_RUN": str(place.folder / run), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "rtx", *words]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
     return subprocess.Popen(command, cwd=place.folder, env=known, start_new_session=True, **options)
 
 
@@ -109,12 +126,12 @@ def kill(process: subprocess.Popen[str]) -> None:
 def train(place: Place) -> Found:
     """Train for a minute."""
     shutil.rmtree(place.folder / "minute", ignore_errors=True)
-    limit = ["trainer.steps=3"] if place.dry else ["trainer.max_minutes=0.7", "trainer.val_every=100"]
+    limit = ["trainer.steps=3"] if place.dry else ["trainer.max_minutes=1", "trainer.val_every=100"]
     rtx(place, "minute", "train", *place.sizes(), place.hardware, *limit)
     rows = losses(place, "minute")
     last = rows[-1]
-    names = ("step", "bits", "tokens_per_second", "mfu", "memory_bytes", "seconds", "data_share")
-    found = {name: last.get(name) for name in names}
+    names = ("step", "bits", "tokens_per_second", "mfu", "memory_bytes", "data_share")
+    found = {name: last.get(name) for name in names} | {"trained_seconds": last["seconds"]}
     return found | {"first_bits": rows[0]["bits"], "pass": last["bits"] < rows[0]["bits"]}
 
 
@@ -128,8 +145,20 @@ def evaluate(place: Place, mode: str) -> Found:
     """Score the run in a mode."""
     limit = 2 if place.dry else 4
     began = time.monotonic()
-    done = rtx(place, "eval", "eval", str(place.folder / "minute"), f"mode={mode}", f"limit={limit}", place.hardware)
-    return {"said": said_last(done), "wall_seconds": round(time.monotonic() - began, 1), "pass": True}
+    done = rtx(
+        place,
+        "eval",
+        "eval",
+        str(place.folder / "minute"),
+        f"mode={mode}",
+        f"limit={limit}",
+        place.hardware,
+    )
+    return {
+        "said": said_last(done),
+        "wall_seconds": round(time.monotonic() - began, 1),
+        "pass": True,
+    }
 
 
 def sample(place: Place) -> Found:
@@ -137,7 +166,11 @@ def sample(place: Place) -> Found:
     began = time.monotonic()
     length = 16 if place.dry else 500
     done = rtx(place, "sample", "sample", str(place.folder / "minute"), f"length={length}", place.hardware)
-    return {"said": said_last(done), "wall_seconds": round(time.monotonic() - began, 1), "pass": True}
+    return {
+        "said": said_last(done),
+        "wall_seconds": round(time.monotonic() - began, 1),
+        "pass": True,
+    }
 
 
 def said_last(done: subprocess.CompletedProcess[str]) -> str:
@@ -149,19 +182,34 @@ def resume(place: Place) -> Found:
     """Compare a run that is killed and resumed with one that is not."""
     for run in ("whole", "killed"):
         shutil.rmtree(place.folder / run, ignore_errors=True)
-    words = [*place.sizes(), place.hardware, f"trainer.steps={SHORT_STEPS}", f"trainer.checkpoint_every={KILLED_AT}"]
-    words += ["hardware.deterministic=true", "hardware.compile=false", f"trainer.val_every={SHORT_STEPS}"]
+    words = [
+        *place.sizes(),
+        place.hardware,
+        f"trainer.steps={SHORT_STEPS}",
+        f"trainer.checkpoint_every={KILLED_AT}",
+    ]
+    words += [
+        "hardware.deterministic=true",
+        "hardware.compile=false",
+        f"trainer.val_every={SHORT_STEPS}",
+    ]
     rtx(place, "whole", "train", *words)
     at = train_until_killed(place, words)
     rtx(place, "killed", "resume", str(place.folder / "killed"))
     whole, other = ({row["step"]: row["bits"] for row in losses(place, run)} for run in ("whole", "killed"))
     worst = max(abs(whole[step] - other[step]) for step in whole)
     same = whole == other
-    return {"killed_at": at, "steps": len(whole), "worst_bits": worst, "same_bits": same, "pass": worst <= TOLERANCE}
+    return {
+        "killed_at": at,
+        "steps": len(whole),
+        "worst_bits": worst,
+        "same_bits": same,
+        "pass": worst <= TOLERANCE,
+    }
 
 
 def train_until_killed(place: Place, words: list[str]) -> int:
-    """Train until there is a checkpoint and a step behind it, kill the run, and return its last step."""
+    """Train until a step behind a checkpoint, kill the run, and return its last step."""
     process = start(place, "killed", "train", *words)
     metrics, step, began = place.folder / "killed" / "metrics.jsonl", 0, time.monotonic()
     while step <= KILLED_AT and process.poll() is None and time.monotonic() - began < LIMIT:
@@ -179,4 +227,8 @@ def spread(place: Place, name: str) -> Found:
     words = [f"hardware={name}", "hardware.devices=1", f"trainer.steps={3 if place.dry else 20}"]
     rtx(place, name, "train", *place.sizes(), *words)
     rows = losses(place, name)
-    return {"bits": rows[-1]["bits"], "tokens_per_second": rows[-1]["tokens_per_second"], "pass": True}
+    return {
+        "bits": rows[-1]["bits"],
+        "tokens_per_second": rows[-1]["tokens_per_second"],
+        "pass": True,
+    }

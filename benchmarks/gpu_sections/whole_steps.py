@@ -1,4 +1,4 @@
-"""Section `steps`: whole training steps (forward, backward, clipping, optimizer, centroids) and what they take.
+"""Section `steps`: whole steps (forward, backward, clipping, optimizer, centroids).
 
 Every model stands beside the same one with full heads alone, and with local heads alone.
 """
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .journal import Found, Row
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint, with_choice
 from rtx.analysis.speed import meter
@@ -23,14 +22,23 @@ from rtx.compose import compose
 from rtx.config import Config
 from rtx.model.transformer import compile_loss
 from rtx.training.hardware import precision_on
-from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate, training_loss
+from rtx.training.module import (
+    build_model,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+    training_loss,
+)
+
+from .journal import Found, Row
 
 VOCABULARY = 256
 WARM_UP = 3
 SECONDS, MOST_STEPS = 1.5, 30
 """How long steps are timed, and how many of them at the most."""
 ROUTED = ("causal", "topk")
-HEADS = (*ROUTED, "full", "local")
+ALONE = ("full", "local")
+HEADS = (*ROUTED, *ALONE)
 
 
 class Variant(NamedTuple):
@@ -49,13 +57,22 @@ class Variant(NamedTuple):
 
     def words(self, device: str) -> list[str]:
         """Return the overrides of `rtx train` that describe it."""
-        words = ["data=text", "data.path=.", f"data.length={self.length}", f"trainer.batch_size={self.batch}"]
-        words += [f"trainer.micro_batch_size={self.batch}", f"hardware={device}", "model.recompute=false"]
+        words = [
+            "data=text",
+            "data.path=.",
+            f"data.length={self.length}",
+            f"trainer.batch_size={self.batch}",
+        ]
+        words += [
+            f"trainer.micro_batch_size={self.batch}",
+            f"hardware={device}",
+            "model.recompute=false",
+        ]
         words += sizes_of(self) if self.base in SIZES else [f"model={self.base}"]
-        if self.heads in ROUTED:
-            words.append(f"routing={self.heads}")
-        else:
+        if self.heads in ALONE:
             words += [f"model.base={self.heads}", "routing.heads=0"]
+        else:
+            words.append(f"routing={self.heads}")
         if not self.dropout:
             words += [f"model.{name}=0" for name in ("dropout", "attention_dropout", "ffn_dropout")]
         return words
@@ -63,10 +80,10 @@ class Variant(NamedTuple):
 
 SIZES = {"6x512": (6, 512, 256, 8), "2x128": (2, 128, 64, 2)}
 """Layers, width, window and heads of models that are no preset."""
-SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", "full", "local")}
+SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", *ALONE)}
 """Models for checks, with heads of 64 units."""
-TINY = 64
-"""Positions of every model in a dry run."""
+TINY = {"base": "2x128", "length": 64}
+"""What every model is in a dry run."""
 
 
 def sizes_of(variant: Variant) -> list[str]:
@@ -75,11 +92,11 @@ def sizes_of(variant: Variant) -> list[str]:
     window = min(window, variant.length // 4)
     words = ["model=tiny", "optimizer=adamw", f"model.layers={layers}", f"model.hidden={width}"]
     words += [f"model.heads={heads}", f"model.ffn_hidden={4 * width}", f"model.window={window}"]
-    if variant.heads in ("full", "local"):
+    if variant.heads in ALONE:
         return words
     clusters = variant.length // window
     words += [f"routing.layers={layers}", f"routing.heads={heads // 2}", f"routing.window={window}"]
-    return [*words, f"routing.clusters={clusters}", f"routing={variant.heads}"]
+    return [*words, f"routing.clusters={clusters}"]
 
 
 def rows(dry: bool) -> list[Row]:
@@ -109,12 +126,12 @@ class Stepper:
 
     Args:
         compile: the loss, and the movement of centroids.
-        dry: on the CPU, with a short sequence.
+        dry: on the CPU, the smallest model with a short sequence.
     """
 
     def __init__(self, variant: Variant, compile: bool, dry: bool) -> None:
         self.device = "cpu" if dry else "cuda"
-        variant = variant._replace(length=TINY) if dry else variant
+        variant = variant._replace(**TINY) if dry else variant
         self.variant, self.config = variant, composed(variant, dry)
         self.model = build_model(self.config, VOCABULARY, None).to(self.device).train()
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
@@ -165,12 +182,17 @@ def measure_steps(variant: Variant, compile: bool, dry: bool) -> Found:
     if not dry:
         torch.cuda.reset_peak_memory_stats()
     ms, losses = timed_steps(stepper, 1 if dry else MOST_STEPS)
-    found = {"ms": round(ms, 3), "warm_up_seconds": round(warm, 1), "loss": losses[-1], "batch": variant.batch}
+    found = {
+        "ms": round(ms, 3),
+        "warm_up_seconds": round(warm, 1),
+        "loss": losses[-1],
+        "batch": variant.batch,
+    }
     return found | rates(stepper, ms) | memory(stepper)
 
 
 def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
-    """Return the milliseconds of a step, the mean over some that are taken without a wait, and their losses."""
+    """Return the mean milliseconds of steps that are taken without a wait, and their losses."""
     synchronize(stepper.device)
     began = time.perf_counter()
     losses = [stepper.step()]
@@ -190,11 +212,14 @@ def rates(stepper: Stepper, ms: float) -> Found:
     per_second = 1e3 * variant.batch * variant.length / ms
     precision = precision_on(config.hardware, stepper.device == "cuda")
     share = meter(config, cost(config, VOCABULARY), name, precision).share(per_second)
-    return {"units_per_second": round(per_second), "mfu": None if share is None else round(share, 4)}
+    return {
+        "units_per_second": round(per_second),
+        "mfu": None if share is None else round(share, 4),
+    }
 
 
 def memory(stepper: Stepper) -> Found:
-    """Return the bytes that the plan counts, and the peak of those that were allocated on the GPU."""
+    """Return the bytes that the plan counts, and the peak of the GPU's allocations."""
     config, batch = stepper.config, stepper.variant.batch
     planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())
     if stepper.device == "cpu":
