@@ -2,7 +2,8 @@
 
 Sizes are in bytes. Counted is what `rtx/model` and `rtx.attention.engine` keep for the backward pass, tensor by tensor,
 and what they work with; not what an allocator loses in holes, nor the program itself. `benchmarks/footprint.py` sets it
-beside real runs. Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
+beside real runs on CPUs; figures of GPUs, which follow the engines there (gpu_memory.py), are counted and not measured
+yet. Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
 """
 
 import itertools
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 
 from rtx.analysis.cost import Cost, cost
+from rtx.analysis.engines import computed, parts_of
+from rtx.analysis.gpu_memory import INDEX, SHORT_INDEX, Kept, kept_by_engine
 from rtx.attention.choices import Blocks, Choice, Indexer
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_MASK, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
@@ -19,14 +22,13 @@ from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
-from rtx.attention.routing import Routing
+from rtx.attention.routing import ROOM, Routing
 from rtx.compose import with_values
 from rtx.config import Config, clusters, embedding_width, memory_slots, sizes_of
 from rtx.model.likelihood import most_logits
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.training.hardware import precision_on
 
-INDEX = 8  # bytes of a row number
 FILLED, FILLED_CPU = 0.85, 0.4
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a
 GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 2.3 times the plan)."""
@@ -122,7 +124,14 @@ def members_bytes(config: Config) -> float:
     if routing.selection not in ("topk", "causal", "nearest"):
         return 0.0
     members = N if routing.selection == "nearest" else clusters(config) * min(routing.window, N)
-    return INDEX * routing.heads * routing.layers * members / N * (1 + (routing.keys in ("separate", "tied")))
+    each = INDEX
+    if on_gpu(config):
+        if config.model.recompute is not True:
+            return 0.0  # they are the kernels' lists, which are counted
+        each = SHORT_INDEX
+        if routing.selection == "causal":
+            members = min(ROOM * max(N, members), N * clusters(config))
+    return each * routing.heads * routing.layers * members / N * (1 + (routing.keys in ("separate", "tied")))
 
 
 def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int]:
@@ -161,16 +170,6 @@ def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
     return attention + feed_forward + rest, max(hidden_work, attention_work, 0.0)
 
 
-class Kept(NamedTuple):
-    """What one head keeps of one sequence."""
-
-    vectors: float  # queries, keys, values and outputs, each of which gets a gradient
-    others: float  # row numbers, masks, sums and factors
-    again: float  # what a piece of the scores that are worked out again holds, for all heads together
-    projection: bool = False  # whether something keeps the product that makes queries, keys and values of all heads
-    freed: float = 0.0  # vectors that are let go as fast as their gradients come
-
-
 _kept: dict[str, Kept] = {}
 
 
@@ -185,11 +184,12 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
                 _kept[key] = kept(make_pattern(name, 1, config, layer).eval(), config)
         each.append((count, _kept[key]))
     work = sum(count * (head.vectors - head.freed) for count, head in each) / N
-    total = sum(count * (head.vectors + head.others) for count, head in each) / N
+    total = sum(count * (head.vectors - head.inside + head.others) for count, head in each) / N
     if any(head.projection for _, head in each):
         own_keys = {"lsh": False, ROUTED: config.routing.keys in ("separate", "projected")}
         columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
         total += columns * widths_of(config)[1] * config.model.hidden // config.model.heads
+    work += max(count * head.passing for count, head in each) / N
     return total, work + max(head.again for _, head in each) / (N * micro_batch)
 
 
@@ -197,14 +197,12 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     """Count what a pattern of one head keeps, from what it reads of random vectors; nothing is attended."""
     model, N, (_, narrow) = config.model, config.data.length, widths_of(config)
     size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
-    if isinstance(pattern, Choice) and not (isinstance(pattern, Indexer) and pattern.dense):
-        parts: list[Part] = [Indexed(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
+    parts = parts_of(pattern, config, on_gpu(config))
+    if on_gpu(config):
+        found = kept_on_gpu(pattern, parts, config)
     else:
-        q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
-        given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
-        parts = pattern.reads(given._replace(memory=memory_slots(model)), False)
-    joined = len(parts) > 1 or pattern.merge == "lse"
-    found = [kept_of(part, pattern, config, joined, first=part is parts[0]) for part in parts]
+        joined = len(parts) > 1 or pattern.merge == "lse"
+        found = [kept_of(part, pattern, config, joined, first=part is parts[0]) for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
     if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
@@ -214,14 +212,34 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
-    freed = sum(one.freed for one in found) * size
-    all_kept = Kept(vectors * size, others, max(one.again for one in found), projection, freed)
+    all_kept = Kept(
+        vectors=vectors * size,
+        others=others,
+        again=max(one.again for one in found),
+        projection=projection or any(one.projection for one in found),
+        freed=sum(one.freed for one in found) * size,
+        inside=sum(one.inside for one in found) * size,
+        passing=max(one.passing for one in found),
+    )
     if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
         pattern.set_steps(pattern.warmup)
         later = kept(pattern, config)
         most = max(all_kept, later, key=lambda one: one.vectors + one.others)
         return most._replace(again=max(all_kept.again, later.again))
     return all_kept
+
+
+def kept_on_gpu(pattern: Pattern, parts: list[Part], config: Config) -> list[Kept]:
+    """Count what the parts of what a head reads keep on a GPU, vectors in values."""
+    narrow, joined = widths_of(config)[1], len(parts) > 1 or pattern.merge == "lse"
+    found = []
+    for one in computed(pattern, parts, config):
+        first = one.problem.part is parts[0]
+        counted = kept_by_engine(one, pattern, config, narrow, first)
+        if counted is None:
+            counted = kept_of(one.problem.part, pattern, config, joined, first)
+        found.append(counted)
+    return found
 
 
 def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: bool) -> Kept:

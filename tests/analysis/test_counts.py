@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from rtx.analysis import footprint as plan
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
 from rtx.attention.choices import Indexer
+from rtx.attention.engine import packed
 from rtx.attention.patterns import Fixed, Full, Local, Strided
+from rtx.attention.routing import ROOM, Routing
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
@@ -91,6 +93,92 @@ def kept_for_backward(config: Config) -> int:
         assert nats_BN.requires_grad
         gc.collect()
         return tracker.get_tracker_snapshot()[torch.device("cpu")]["Activation"]
+
+
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for a GPU that has what our kernels need."""
+    monkeypatch.setattr(packed, "HAS_TRITON", True)
+    monkeypatch.setattr(packed, "HAS_COMPILER", True)
+    monkeypatch.setattr(plan, "_kept", {})
+
+
+ON_GPU = ("hardware=gpu", "hardware.precision=bf16-true", "hardware.loss=torch", "model.recompute=false")
+GPU_CASES = [
+    LOCAL,
+    (*LOCAL, *PLAIN),
+    (*LOCAL, *PLAIN, "hardware.precision=fp32"),
+    TOPK,
+    (*TOPK, *PLAIN),
+    (*TOPK, *PLAIN, "hardware.attention=torch"),
+    ("routing=causal", "routing.layers=2", "routing.heads=4"),
+    ("routing=causal", "routing.layers=2", "routing.heads=4", "routing.keys=separate", *PLAIN),
+    ("routing=causal", "routing.layers=2", "model.recompute=true"),
+    ("routing=nearest", "routing.layers=2", *PLAIN),
+    ("routing=random", "routing.layers=2"),
+    ("routing=exact", "routing.layers=2", "routing.heads=4", *PLAIN),
+    (*LOCAL, "model.base=adaptive_span", *PLAIN),
+    (*LOCAL, "model.base=local+strided", "model.stride=16", *PLAIN),
+    (*LOCAL, "model.base=fixed", "model.stride=32", *PLAIN),
+    (*LOCAL, "model.base=lsh", "model.positions=none"),
+]
+
+
+@pytest.mark.usefixtures("with_triton")
+@pytest.mark.parametrize("overrides", GPU_CASES)
+def test_what_is_kept_on_a_gpu_is_what_its_engines_save(overrides: tuple[str, ...]) -> None:
+    config = compose([*SHRUNK, *ON_GPU, *overrides])
+    batch = config.trainer.batch_size
+    planned = plan.saved(config, batch) + plan.logits_bytes(config, batch * config.data.length, 256)[0]
+    assert 0.93 < planned / saved_without_numbers(config) < 1.07
+
+
+def saved_without_numbers(config: Config) -> int:
+    """Return the bytes that a training forward pass saves, by tensors that take a GPU's way and have shapes alone."""
+    dtype = torch.bfloat16 if config.hardware.precision == "bf16-true" else torch.float32
+    model = Transformer(config, 256).to(device="meta", dtype=dtype).train()
+    tokens_BN = torch.zeros(config.trainer.batch_size, config.data.length, dtype=torch.int64, device="meta")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        nats_BN, _ = model.loss(tokens_BN)
+    assert nats_BN.requires_grad
+    for module in model.modules():  # for telemetry
+        if isinstance(module, Routing) and module.seen:
+            saved += [members.row_M for members in module.seen[0]]
+    weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+    sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in saved}
+    return sum(size for storage, size in sizes.items() if storage not in weights)
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_on_a_gpu_full_attention_keeps_what_a_window_keeps() -> None:
+    # Without numbers, torch takes no kernel for full attention that a GPU would take.
+    full, local = (compose([*SHRUNK, *ON_GPU, *LOCAL, *PLAIN, f"model.base={base}"]) for base in ("full", "local"))
+    assert plan.saved(full, 2) == plan.saved(local, 2)
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_tables_by_distance_are_there_in_the_backward_pass_on_a_gpu() -> None:
+    shaw = (*SHRUNK, *ON_GPU, *TOPK, "model.positions=shaw")
+    less, more = (compose([*shaw, f"model.max_distance={most}"]) for most in (300, 400))
+    works = [plan.attention_bytes(config, 0, 2)[1] for config in (less, more)]
+    N = less.data.length
+    members = less.routing.clusters * less.routing.window
+    tables = 2 * 4 * (N + members) * 100 * 2  # of keys and of values, 4 heads, in bfloat16
+    assert works[1] - works[0] == pytest.approx(tables / N)
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_lists_of_thresholds_have_their_room_on_a_gpu() -> None:
+    causal, topk = (
+        compose([*SHRUNK, *ON_GPU, *PLAIN, f"routing={how}", "routing.keys=shared", "routing.key_shift=0"])
+        for how in ("causal", "topk")
+    )
+    members = topk.routing.clusters * topk.routing.window
+    heads, size = 2, 32
+    lists = 6 * 4 + 4  # six numbers in int32, and a log-sum
+    more = (ROOM - 1) * members * heads * (lists + 2 * size)
+    assert 2 * more == pytest.approx(plan.saved(causal, 2) - plan.saved(topk, 2), rel=0.01)
 
 
 GIB = 2**30

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from rtx.analysis import footprint
 from rtx.attention.engine import packed
 from rtx.commands import plan, train
 from rtx.compose import compose
@@ -143,6 +144,7 @@ def test_a_plan_says_what_a_gpu_lacks_for_our_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(packed, "HAS_TRITON", False)
+    monkeypatch.setattr(footprint, "_kept", {})
     printed = planned(capsys, "plan.memory=80")
     assert f"local by {FLASH}, causal by {TILES} (not {OURS}: Triton is not installed) " in printed
 
