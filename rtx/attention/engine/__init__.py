@@ -35,8 +35,8 @@ ENGINES: dict[str, tuple[ModuleType, ...]] = {
     "triton": (by_triton, indexed),
     "flex": (flex, indexed),
 }
-"""The engines that each backend tries, in order: the first that does not refuse runs. On a CPU `auto` tries the
-compiled kernel before these, for sequences that are worth its compilation."""
+"""The engines that each backend tries, in order: the first that does not refuse runs. On a CPU `auto` is `torch`, after
+the compiled kernel for sequences that are worth its compilation."""
 BACKENDS = tuple(ENGINES)
 MERGES = ("mean", "lse")
 
@@ -98,8 +98,10 @@ def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
 def choose(problem: Problem, backend: str) -> ModuleType:
     """Return the engine that runs the problem: by shapes and types alone, never by what tensors hold."""
     engines = ENGINES[backend]
-    if backend == "auto" and problem.q_BHND.is_cpu and native.wanted(backend, problem.part.length):
-        engines = (native, *engines)
+    if backend == "auto" and problem.q_BHND.is_cpu:
+        engines = TORCH
+        if native.wanted(backend, problem.part.length):
+            engines = (native, *engines)
     reasons = []
     for engine in engines:
         reason = engine.refusal(problem)
