@@ -16,7 +16,9 @@ an error, and the section goes on behind it. All rows take two or three times ni
 float16 for bfloat16; rows that need CUDA are named, skipped and counted.
 
 It needs no network, and beside torch, Triton and Lightning these small packages: hydra-core,
-omegaconf and antlr4-python3-runtime, and for the section `runs` safetensors, rich and filelock.
+omegaconf and antlr4-python3-runtime, and for the section `runs` safetensors and filelock. The store
+of the text is written here, without the packages by which `rtx data prepare` reads all kinds of
+sets. Runs lie in --work, everything else (three files) in --out.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,6 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="when to end")
     parser.add_argument("--out", type=Path, default=HERE.parent / "outputs" / "gpu", help="folder of the rows")
     parser.add_argument("--text", help="file that runs are trained on; default: random words")
+    work_folder = Path(tempfile.gettempdir()) / "rtx-gpu"
+    parser.add_argument("--work", type=Path, default=work_folder, help="folder of the runs")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of keys: 'alone/*/8192'")
     parser.add_argument("--row-seconds", type=float, default=180.0, help="the most that a row may take")
     parser.add_argument("--retry", action="store_true", help="measure rows with errors again")
@@ -78,7 +83,7 @@ def rows_of(section: str, args: argparse.Namespace) -> list[Row]:
     else:
         from gpu_sections import runs
 
-        rows = runs.rows(args.dry, args.out.resolve(), args.text)
+        rows = runs.rows(args.dry, args.work.resolve(), args.text)
     return [row for row in rows if any(fnmatch.fnmatch(row.key, pattern) for pattern in args.only)]
 
 
@@ -178,6 +183,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
     """Return the words that a section's process gets."""
     words = [
         f"--out={args.out}",
+        f"--work={args.work}",
         *["--dry"] * args.dry,
         f"--retry-before={args.retry_before}",
         "--only",

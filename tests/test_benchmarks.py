@@ -64,7 +64,7 @@ def test_attention_prints_what_it_measured_and_keeps_other_rows(
 
 def test_gpu_dry_measures_a_row_of_each_section(tmp_path: Path) -> None:
     keys = ("correct/local/triton/float32", "alone/sdpa/64", "steps/6x512/causal/8192/eager", "runs/fsdp")
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", f"--out={tmp_path}", "--only"]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", f"--out={tmp_path}", f"--work={tmp_path}", "--only"]
     done = subprocess.run([*command, *keys], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu.json").read_text())

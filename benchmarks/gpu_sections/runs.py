@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from . import text_store
 from .journal import Found, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,7 @@ def rows(dry: bool, folder: Path, text: str | None) -> list[Row]:
 
 
 def prepare(place: Place) -> None:
-    """Write the text that runs are trained on, unless there is one."""
+    """Write the text that runs are trained on, unless there is one, and its store."""
     place.folder.mkdir(parents=True, exist_ok=True)
     path = Path(place.text)
     if not path.exists():
@@ -87,6 +88,7 @@ def prepare(place: Place) -> None:
         words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 7))) for _ in range(500)]
         count = 20_000 if place.dry else 400_000
         path.write_text(" ".join(draw.choices(words, k=count)))
+    text_store.prepare(path, place.folder / "data")
 
 
 def rtx(place: Place, run: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -136,6 +138,12 @@ def train(place: Place) -> Found:
     return found | {"first_bits": rows[0]["bits"], "pass": last["bits"] < rows[0]["bits"]}
 
 
+def train_if_missing(place: Place) -> None:
+    """Train the run that others read, where its row is of another machine."""
+    if not (place.folder / "minute" / "status.json").exists():
+        train(place)
+
+
 def losses(place: Place, run: str) -> list[Found]:
     """Return the rows of training steps of a run."""
     lines = (place.folder / run / "metrics.jsonl").read_text().splitlines()
@@ -144,6 +152,7 @@ def losses(place: Place, run: str) -> list[Found]:
 
 def evaluate(place: Place, mode: str) -> Found:
     """Score the run in a mode."""
+    train_if_missing(place)
     limit = 2 if place.dry else 4
     began = time.monotonic()
     done = rtx(
@@ -163,6 +172,7 @@ def evaluate(place: Place, mode: str) -> Found:
 
 def sample(place: Place) -> Found:
     """Sample from the run."""
+    train_if_missing(place)
     began = time.monotonic()
     length = 16 if place.dry else 500
     done = rtx(place, "sample", "sample", str(place.folder / "minute"), f"length={length}", place.hardware)
