@@ -10,7 +10,7 @@ Every row is appended to OUT/gpu.jsonl as it comes. Started again with the same 
 measures what is missing, with --retry also rows that ended in an error. At the end it prints all
 rows and what is expected of them, and writes both to OUT/gpu.json. A section is a process of its
 own: a row that kills it, that breaks its GPU, or that takes more than --row-seconds, is a row with
-an error, and the section goes on behind it. All rows take two or three times nine minutes.
+an error, and the section goes on behind it. All rows may need several starts.
 
 --dry runs everything that needs no CUDA on a CPU: tiny shapes, our kernels in Triton's interpreter,
 float16 for bfloat16; rows that need CUDA are named, skipped and counted.
@@ -125,6 +125,7 @@ def is_broken(dry: bool) -> bool:
 def supervise(section: str, args: argparse.Namespace, until: float, end: float) -> None:
     """Run the process of a section, again where a row has ended it, until it is through."""
     journal = Journal(args.out, args.dry)
+    journal.end()  # of a command that was killed
     while time.time() < min(until, end):
         command = [
             sys.executable,

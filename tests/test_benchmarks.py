@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -102,6 +103,8 @@ def test_gpu_goes_on_behind_rows_that_kill_or_hang(tmp_path: Path, monkeypatch: 
     (tmp_path / "gpu.py").write_text(FAULTY.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path)))
     monkeypatch.setattr(gpu, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["gpu.py", f"--out={tmp_path}", "--row-seconds=1"])
+    (tmp_path / "current").write_text("of a command that was killed long ago")
+    os.utime(tmp_path / "current", (0, 0))
     end = time.time() + 600
     gpu.supervise("alone", gpu.arguments(), end, end)
     rows = journal.Journal(tmp_path, dry=False).rows()
