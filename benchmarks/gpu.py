@@ -10,13 +10,15 @@ Every row is appended to OUT/gpu.jsonl as it comes. Started again with the same 
 measures what is missing, with --retry also rows that ended in an error. At the end it prints all
 rows and what is expected of them, and writes both to OUT/gpu.json. A section is a process of its
 own: a row that kills it, that breaks its GPU, or that takes more than --row-seconds, is a row with
-an error, and the section goes on behind it. All rows take two or three times nine minutes.
+an error, and the section goes on behind it. All rows may need several starts.
 
 --dry runs everything that needs no CUDA on a CPU: tiny shapes, our kernels in Triton's interpreter,
 float16 for bfloat16; rows that need CUDA are named, skipped and counted.
 
 It needs no network, and beside torch, Triton and Lightning these small packages: hydra-core,
-omegaconf and antlr4-python3-runtime, and for the section `runs` safetensors, rich and filelock.
+omegaconf and antlr4-python3-runtime, and for the section `runs` safetensors and filelock. The store
+of the text is written here, without the packages by which `rtx data prepare` reads all kinds of
+sets. Runs lie in --work, everything else (three files) in --out.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,6 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="when to end")
     parser.add_argument("--out", type=Path, default=HERE.parent / "outputs" / "gpu", help="folder of the rows")
     parser.add_argument("--text", help="file that runs are trained on; default: random words")
+    work_folder = Path(tempfile.gettempdir()) / "rtx-gpu"
+    parser.add_argument("--work", type=Path, default=work_folder, help="folder of the runs")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of keys: 'alone/*/8192'")
     parser.add_argument("--row-seconds", type=float, default=180.0, help="the most that a row may take")
     parser.add_argument("--retry", action="store_true", help="measure rows with errors again")
@@ -78,7 +83,7 @@ def rows_of(section: str, args: argparse.Namespace) -> list[Row]:
     else:
         from gpu_sections import runs
 
-        rows = runs.rows(args.dry, args.out.resolve(), args.text)
+        rows = runs.rows(args.dry, args.work.resolve(), args.text)
     return [row for row in rows if any(fnmatch.fnmatch(row.key, pattern) for pattern in args.only)]
 
 
@@ -120,6 +125,7 @@ def is_broken(dry: bool) -> bool:
 def supervise(section: str, args: argparse.Namespace, until: float, end: float) -> None:
     """Run the process of a section, again where a row has ended it, until it is through."""
     journal = Journal(args.out, args.dry)
+    journal.end()  # of a command that was killed
     while time.time() < min(until, end):
         command = [
             sys.executable,
@@ -178,6 +184,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
     """Return the words that a section's process gets."""
     words = [
         f"--out={args.out}",
+        f"--work={args.work}",
         *["--dry"] * args.dry,
         f"--retry-before={args.retry_before}",
         "--only",

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_attention_prints_what_it_measured_and_keeps_other_rows(
 
 def test_gpu_dry_measures_a_row_of_each_section(tmp_path: Path) -> None:
     keys = ("correct/local/triton/float32", "alone/sdpa/64", "steps/6x512/causal/8192/eager", "runs/fsdp")
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", f"--out={tmp_path}", "--only"]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", f"--out={tmp_path}", f"--work={tmp_path}", "--only"]
     done = subprocess.run([*command, *keys], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
@@ -102,6 +103,8 @@ def test_gpu_goes_on_behind_rows_that_kill_or_hang(tmp_path: Path, monkeypatch: 
     (tmp_path / "gpu.py").write_text(FAULTY.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path)))
     monkeypatch.setattr(gpu, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["gpu.py", f"--out={tmp_path}", "--row-seconds=1"])
+    (tmp_path / "current").write_text("of a command that was killed long ago")
+    os.utime(tmp_path / "current", (0, 0))
     end = time.time() + 600
     gpu.supervise("alone", gpu.arguments(), end, end)
     rows = journal.Journal(tmp_path, dry=False).rows()

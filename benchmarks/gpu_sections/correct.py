@@ -23,7 +23,6 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest norm of a difference, in relation to the norm of what is right."""
 COMPILED_TOLERANCE = 0.05
 """The same of gradients of a model in bfloat16: compiled and eager round in other places."""
-BACKENDS = ("auto", "triton", "torch")
 INDEXED = ("exact", "blocks", "indexer")
 """Patterns that choose by rounded numbers: in a narrow type the oracle chooses other keys."""
 DISTANCES = 40
@@ -48,13 +47,23 @@ def rows(dry: bool) -> list[Row]:
     """Return the rows of this section."""
     shape, narrow = (TINY, torch.float16) if dry else (Shape(), torch.bfloat16)
     found = [pattern_row(kind, "auto", narrow, shape, False) for kind in makers(shape)]
-    found += waits_rows()
+    found += [waits_row(name, False) for name in SMALL]
+    found += [pattern_row(kind, "triton", narrow, shape, False) for kind in makers(shape)]
+    found += compiled_rows("causal")
     for backend in ("triton", "auto", "torch"):
         for dtype in (narrow, torch.float32):
             for shaw in (False, True):
                 found += [pattern_row(kind, backend, dtype, shape, shaw) for kind in makers(shape)]
-    found += [Row(f"correct/compiled/{name}", functools.partial(compiled, name), True) for name in SMALL]
+    found += [row for name in SMALL for row in compiled_rows(name)]
     return list({row.key: row for row in found}.values())
+
+
+def compiled_rows(name: str) -> list[Row]:
+    """Return the rows of a compiled model."""
+    return [
+        Row(f"correct/compiled/{name}", functools.partial(compiled, name), needs_cuda=True),
+        waits_row(name, True),
+    ]
 
 
 def pattern_row(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> Row:
@@ -70,11 +79,11 @@ def is_chosen_narrow(kind: str, dtype: torch.dtype) -> bool:
     return kind in INDEXED and dtype != torch.float32
 
 
-def waits_rows() -> list[Row]:
-    """Return the rows that ask whether a training step waits for the GPU."""
-    pairs = [(name, how) for how in (False, True) for name in SMALL]
-    words = {False: "eager", True: "compiled"}
-    return [Row(f"correct/waits/{name}/{words[how]}", functools.partial(waits, name, how), True) for name, how in pairs]
+def waits_row(name: str, compile: bool) -> Row:
+    """Return the row that asks whether a training step waits for the GPU."""
+    how = "compiled" if compile else "eager"
+    measure = functools.partial(waits, name, compile)
+    return Row(f"correct/waits/{name}/{how}", measure, needs_cuda=True)
 
 
 def makers(shape: Shape) -> dict[str, Callable[[], Pattern]]:
@@ -100,9 +109,9 @@ def makers(shape: Shape) -> dict[str, Callable[[], Pattern]]:
 
 def routing(shape: Shape, selection: str, keys: str) -> Pattern:
     """Return routing heads whose thresholds are where random vectors fill clusters."""
-    rate = 0.1 if selection == "causal" else 0.0
-    sizes = {"window": shape.W, "length": shape.N}
-    store = attention.Centroids(shape.H, shape.C, shape.D, **sizes, decay=0.9, threshold_rate=rate, keys=keys)
+    options: dict[str, Any] = {"window": shape.W, "length": shape.N, "decay": 0.9, "keys": keys}
+    options["threshold_rate"] = 0.1 if selection == "causal" else 0.0
+    store = attention.Centroids(shape.H, shape.C, shape.D, **options)
     return attention.Routing(store, selection=selection)
 
 
