@@ -17,7 +17,7 @@ from rtx.attention.patterns import Fixed, Full, Local, Strided
 from rtx.attention.routing import ROOM, Routing
 from rtx.checks import resolve
 from rtx.compose import compose
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, clusters
 from rtx.data.catalog import vocabulary_size
 from rtx.keys import options
 from rtx.model.multihead import ROUTED, make_pattern
@@ -163,7 +163,7 @@ def test_tables_by_distance_are_there_in_the_backward_pass_on_a_gpu() -> None:
     less, more = (compose([*shaw, f"model.max_distance={most}"]) for most in (300, 400))
     works = [plan.attention_bytes(config, 0, 2)[1] for config in (less, more)]
     N = less.data.length
-    members = less.routing.clusters * less.routing.window
+    members = clusters(less) * less.routing.window
     tables = 2 * 4 * (N + members) * 100 * 2  # of keys and of values, 4 heads, in bfloat16
     assert works[1] - works[0] == pytest.approx(tables / N)
 
@@ -174,7 +174,7 @@ def test_lists_of_thresholds_have_their_room_on_a_gpu() -> None:
         compose([*SHRUNK, *ON_GPU, *PLAIN, f"routing={how}", "routing.keys=shared", "routing.key_shift=0"])
         for how in ("causal", "topk")
     )
-    members = topk.routing.clusters * topk.routing.window
+    members = clusters(topk) * topk.routing.window
     heads, size = 2, 32
     lists = 6 * 4 + 4  # six numbers in int32, and a log-sum
     more = (ROOM - 1) * members * heads * (lists + 2 * size)
