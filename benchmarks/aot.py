@@ -1,7 +1,7 @@
 """Compile the packed kernels for GPUs without one: registers, spilled bytes and shared memory of each form.
 
 `python benchmarks/aot.py` prints a row a form and writes benchmarks/results/aot.txt. The forms are
-those that `rtx.attention.engine.packed.attend` launches, with its tiles.
+those that `rtx.attention.engine.packed_attention.attend` launches, with its tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rtx.attention.engine import packed, packed_kernels
+from rtx.attention.engine import packed_attention, packed_kernels
 
 RESULTS = Path(__file__).with_name("results") / "aot.txt"
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -49,12 +49,12 @@ class Form:
     values: bool = False
     dropout: bool = False
     joined: bool = False
-    tile: packed.Tile | None = None
-    """Other than that of `packed.TILES`."""
+    tile: packed_attention.Tile | None = None
+    """Other than that of `packed_attention.TILES`."""
 
     @property
-    def tile_used(self) -> packed.Tile:
-        return self.tile or packed.tile_of(self.kernel, self.size, self.dtype, self.distances)
+    def tile_used(self) -> packed_attention.Tile:
+        return self.tile or packed_attention.tile_of(self.kernel, self.size, self.dtype, self.distances)
 
     @property
     def words(self) -> str:
@@ -78,7 +78,7 @@ class Form:
         flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
         flags |= {"JOINED": self.joined, "SUMS": self.joined, "X": self.hidden}
         tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
-        return packed.sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
+        return packed_attention.sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
 
 
 def forms() -> Iterator[Form]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rtx import attention
 from rtx.attention import Pattern, Relative, oracle
-from rtx.attention.engine import packed
+from rtx.attention.engine import packed_attention
 
 from .journal import Found, Row, place_of, said_of
 from .whole_steps import SMALL, Stepper, Variant
@@ -117,7 +117,7 @@ def routing(shape: Shape, selection: str, keys: str) -> Pattern:
 
 def check(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> Found:
     """Compare outputs and gradients with those of the oracle, and with those of a second pass."""
-    device = "cpu" if packed.INTERPRETED else "cuda"
+    device = "cpu" if packed_attention.INTERPRETED else "cuda"
     pattern = made(kind, shape)
     pattern.backend = backend
     leaves = drawn(shape, dtype, pattern.has_keys, shaw)

@@ -585,6 +585,7 @@ def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, Sta
         dist.all_reduce(total_YT)
     after = move(rule, state, total_YT)
     thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
+    # torch's operations on lists of tensors, one launch for all layers, have no public names.
     torch._foreach_copy_([layer.centroid_HCD for layer in layers], list(after.centroid_YHCD.unbind()))  # type: ignore[attr-defined]
     torch._foreach_copy_(thresholds, list(after.threshold_YXHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
     torch._foreach_copy_([layer.steps for layer in layers], list(after.steps_Y.unbind()))  # type: ignore[attr-defined]

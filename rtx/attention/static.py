@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rtx.attention.engine import packed, selection, static_selection
+from rtx.attention.engine import packed_attention, static_selection, triton_selection
 
 
 def is_static(x: Tensor, backend: str) -> bool:
@@ -15,5 +15,5 @@ def is_static(x: Tensor, backend: str) -> bool:
 
 def functions(x: Tensor, backend: str) -> ModuleType:
     """Return the module whose functions choose among vectors: our kernels, or torch's operations."""
-    by_kernels = backend != "torch" and x.dtype == torch.float32 and packed.can_run(x.device)
-    return selection if by_kernels else static_selection
+    by_kernels = backend != "torch" and x.dtype == torch.float32 and packed_attention.can_run(x.device)
+    return triton_selection if by_kernels else static_selection

@@ -18,7 +18,7 @@ from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
-from rtx.attention.engine.packed import device_refusal
+from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cells import refuse_sweep
 from rtx.checks import check_logger
 from rtx.commands.sample import draw_image, write_text

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rtx.analysis import footprint as plan
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
 from rtx.attention.choices import Indexer
-from rtx.attention.engine import packed
+from rtx.attention.engine import packed_attention
 from rtx.attention.patterns import Fixed, Full, Local, Strided
 from rtx.attention.routing import ROOM, Routing
 from rtx.checks import resolve
@@ -98,8 +98,8 @@ def kept_for_backward(config: Config) -> int:
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan for a GPU that has what our kernels need."""
-    monkeypatch.setattr(packed, "HAS_TRITON", True)
-    monkeypatch.setattr(packed, "HAS_COMPILER", True)
+    monkeypatch.setattr(packed_attention, "HAS_TRITON", True)
+    monkeypatch.setattr(packed_attention, "HAS_COMPILER", True)
     monkeypatch.setattr(plan, "_kept", {})
 
 

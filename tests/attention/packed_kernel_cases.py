@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from rtx.attention import engine
-from rtx.attention.engine import packed
+from rtx.attention.engine import packed_attention
 from rtx.attention.engine.lists import KernelLists, RowMembers, kernel_lists
 from rtx.attention.engine.softmax import Relative, Terms
 from rtx.attention.packed import Hidden, Packed, Reads, members_read
 
-DEVICE = "cpu" if packed.INTERPRETED else "cuda"
+DEVICE = "cpu" if packed_attention.INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """The norm of a difference in relation to the norm of what is right."""
 TYPES = list(TOLERANCE)
@@ -29,7 +29,7 @@ TYPES = list(TOLERANCE)
 @pytest.fixture(autouse=True, scope="module")
 def products_of_bfloat16() -> Iterator[None]:
     """Let the interpreter multiply numbers of bfloat16, of which it takes the bits for numbers."""
-    if not packed.INTERPRETED:
+    if not packed_attention.INTERPRETED:
         yield
         return
     import numpy as np
@@ -128,7 +128,7 @@ def read_pairs(part: Reads) -> Tensor:
 def dense(
     q_BHND: Tensor, k_BHND: Tensor, v_BHNE: Tensor, part: Reads, terms: Terms, joined: bool, kept_PM: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what `packed.attend` does, by definition; weights are dropped where `kept_PM` is False."""
+    """Return what `packed_attention.attend` does, by definition; weights are dropped where `kept_PM` is False."""
     row_P, row_M, read_PM = part.query.row_M, part.key.row_M, read_pairs(part)
     q_PD, k_MD, v_ME = (x.flatten(0, 2)[row] for x, row in ((q_BHND, row_P), (k_BHND, row_M), (v_BHNE, row_M)))
     logits_PM = q_PD @ k_MD.T
@@ -203,7 +203,7 @@ def check(
     right_leaves = [right_q, right_v, *right_tables] if k is q else [right_q, right_k, right_v, *right_tables]
     if lists is None:
         lists = kernel_lists(part, q.shape[:3].numel())
-    out, lse_P = packed.attend(q, k, v, lists, terms, joined)
+    out, lse_P = packed_attention.attend(q, k, v, lists, terms, joined)
     right_terms = terms._replace(relative=right_relative)
     right_out, right_lse_P = dense(right_q, right_k, right_v, part, right_terms, joined, kept_PM)
     P = len(right_lse_P)
@@ -310,7 +310,7 @@ def test_views_of_one_projection() -> None:
     q, k, v = (y.transpose(1, 2) for y in x.unbind(2))
     assert not q.is_contiguous()
     part, terms = apart(sizes), Terms(0.25)
-    found, _ = packed.attend(q, k, v, kernel_lists(part, sizes.rows), terms, False)
+    found, _ = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), terms, False)
     right_x = x.detach().double().requires_grad_()
     right_q, right_k, right_v = (y.transpose(1, 2) for y in right_x.unbind(2))
     right, _ = dense(right_q, right_k, right_v, part, terms, False, None)
@@ -325,7 +325,7 @@ def test_strides_of_the_last_dimension() -> None:
     q, k, v = (draw(2, 2, 16, sizes.N) for _ in range(3))
     part, lists, terms = apart(sizes), kernel_lists(apart(sizes), sizes.rows), Terms(0.25)
     lists = kernel_lists(part, sizes.rows)
-    found, _ = packed.attend(q.mT, k.mT, v.mT, lists, terms, False)
+    found, _ = packed_attention.attend(q.mT, k.mT, v.mT, lists, terms, False)
     right, _ = dense(q.mT.double(), k.mT.double(), v.mT.double(), part, terms, False, None)
     assert differ(found, right) <= 1e-6
 
@@ -348,7 +348,7 @@ def test_nobody_reads(of_queries: bool, of_keys: bool, joined: bool) -> None:
     part = nothing(sizes, of_queries, of_keys)
     lists = kernel_lists(part, sizes.rows)
     for terms in (Terms(0.25), Terms(0.25, relative=relative)):
-        out, lse_P = packed.attend(q, k, v, lists, terms, joined)
+        out, lse_P = packed_attention.attend(q, k, v, lists, terms, joined)
         assert out.shape == (len(part.start_P) if joined else sizes.rows, 16)
         assert not out.any() and (lse_P == -math.inf).all()
         for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
@@ -382,7 +382,7 @@ def kept_pairs(part: Reads, dropout: float) -> Tensor:
     q = torch.zeros(1, 1, N, 16, device=DEVICE)
     one_hot = torch.eye(N, device=DEVICE)[None, None]
     torch.manual_seed(11)
-    out_PN, _ = packed.attend(q, q, one_hot, kernel_lists(part, N), Terms(0.25, dropout), True)
+    out_PN, _ = packed_attention.attend(q, q, one_hot, kernel_lists(part, N), Terms(0.25, dropout), True)
     torch.manual_seed(11)
     return out_PN[:, part.key.row_M] > 0
 
@@ -420,7 +420,7 @@ def test_rate_of_dropout() -> None:
 def test_everything_dropped() -> None:
     sizes = Sizes(B=1, H=1)
     q, v = (draw(1, 1, sizes.N, 16) for _ in range(2))
-    out, _ = packed.attend(q, q, v, kernel_lists(clusters(sizes), sizes.N), Terms(0.25, 1.0), False)
+    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.N), Terms(0.25, 1.0), False)
     dq, dv = torch.autograd.grad(out.sum(), [q, v])
     assert not out.any() and not dq.any() and not dv.any()
 
@@ -432,7 +432,7 @@ def test_same_as_torch_s_kernels(by_distance: bool) -> None:
     tables = [draw(6, 16), draw(6, 16)] if by_distance else []
     terms = Terms(0.25, relative=Relative(*tables) if tables else None)
     part = clusters(sizes)
-    found, _ = packed.attend(q, q, v, kernel_lists(part, sizes.rows), terms, False)
+    found, _ = packed_attention.attend(q, q, v, kernel_lists(part, sizes.rows), terms, False)
     right = engine.attend(q, q, v, [part], terms, "torch").flatten(0, 2)
     dout = torch.randn_like(right)
     mine, theirs = (torch.autograd.grad((x * dout).sum(), [q, v, *tables]) for x in (found, right))
@@ -448,7 +448,7 @@ def test_same_bits_twice() -> None:
     runs = []
     for _ in range(2):
         torch.manual_seed(1)
-        out, lse_P = packed.attend(q, q, v, lists, terms, False)
+        out, lse_P = packed_attention.attend(q, q, v, lists, terms, False)
         runs.append([out, lse_P, *torch.autograd.grad(out.square().sum(), [q, v, *tables])])
     for x, y in zip(*runs, strict=True):
         assert torch.equal(x, y)
@@ -458,7 +458,7 @@ def test_gradients_of_log_sums_alone() -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     part = apart(sizes)
-    _, lse_P = packed.attend(q, k, v, kernel_lists(part, sizes.rows), Terms(0.25), False)
+    _, lse_P = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), Terms(0.25), False)
     _, right_P = dense(q.double(), k.double(), v.double(), part, Terms(0.25), False, None)
     some_P = right_P > -math.inf
     found = torch.autograd.grad(lse_P[some_P].sum(), [q, k])
@@ -477,7 +477,7 @@ def every_form(sizes: Sizes) -> Iterator[tuple[list[Tensor], KernelLists, Terms]
 @pytest.mark.parametrize("joined", [False, True])
 def test_compiled_as_one_graph(joined: bool) -> None:
     def loss(q: Tensor, v: Tensor, lists: KernelLists, terms: Terms) -> Tensor:
-        out, lse_P = packed.attend(q, q, v, lists, terms, joined)
+        out, lse_P = packed_attention.attend(q, q, v, lists, terms, joined)
         return out.square().sum() + lse_P.masked_fill(lse_P == -math.inf, 0).sum() * joined
 
     torch._dynamo.reset()
@@ -495,7 +495,7 @@ def test_dropout_in_a_compiled_graph() -> None:
     lists = kernel_lists(clusters(sizes), sizes.rows)
 
     def out_of(q: Tensor, v: Tensor) -> Tensor:
-        return packed.attend(q, q, v, lists, Terms(0.25, 0.5), False)[0]
+        return packed_attention.attend(q, q, v, lists, Terms(0.25, 0.5), False)[0]
 
     torch._dynamo.reset()
     compiled = torch.compile(out_of, backend="aot_eager", fullgraph=True)
@@ -513,7 +513,7 @@ def test_shapes_without_kernels(joined: bool) -> None:
         q, v = (torch.randn(2, 2, sizes.N, 16, device=DEVICE, requires_grad=True) for _ in range(2))
         keys, values = (torch.randn(6, 16, device=DEVICE, requires_grad=True) for _ in range(2))
         terms = Terms(0.25, 0.1, Relative(keys, values))
-        out, lse_P = packed.attend(q, q, v, lists, terms, joined)
+        out, lse_P = packed_attention.attend(q, q, v, lists, terms, joined)
         assert out.shape == (len(part.start_P) if joined else sizes.rows, 16)
         assert lse_P.shape == part.start_P.shape and lse_P.dtype == torch.float32
         found = torch.autograd.grad(out.sum(), [q, v, keys, values])
@@ -527,13 +527,13 @@ def test_operators_keep_the_rules_of_torch_s_library() -> None:
     q, v, keys, values = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), draw(2, 6, 16), draw(6, 16)
     arguments = (q, None, v, tensors, [], keys, None, values, None, 0.25, 0.0, True)
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(packed.packed_attention, arguments, test_utils=tests)
+    torch.library.opcheck(packed_attention.packed_attention, arguments, test_utils=tests)
 
 
 def test_no_second_derivatives() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    out, _ = packed.attend(q, q, v, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25), False)
+    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25), False)
     with pytest.raises(RuntimeError, match="first derivatives alone"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
@@ -543,9 +543,9 @@ def test_autocast_changes_nothing() -> None:
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
     relative = Relative(draw(6, 16), draw(6, 16))
     arguments = q, q, v, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25, relative=relative), False
-    plain, _ = packed.attend(*arguments)
+    plain, _ = packed_attention.attend(*arguments)
     with torch.autocast(DEVICE, torch.bfloat16):
-        found, _ = packed.attend(*arguments)
+        found, _ = packed_attention.attend(*arguments)
         dq = torch.autograd.grad(found.sum(), q)[0]
     assert torch.equal(found, plain)
     assert torch.equal(dq, torch.autograd.grad(plain.sum(), q)[0])
@@ -555,8 +555,8 @@ def test_types_that_differ_are_widened() -> None:
     sizes = Sizes()
     q, v = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16, dtype=torch.bfloat16)
     lists = kernel_lists(clusters(sizes), sizes.rows)
-    found, _ = packed.attend(q, q, v, lists, Terms(0.25), False)
-    right, _ = packed.attend(q, q, v.float(), lists, Terms(0.25), False)
+    found, _ = packed_attention.attend(q, q, v, lists, Terms(0.25), False)
+    right, _ = packed_attention.attend(q, q, v.float(), lists, Terms(0.25), False)
     assert torch.equal(found, right)
     dq, dv = torch.autograd.grad(found.sum(), [q, v])
     assert dq.dtype == torch.float32 and dv.dtype == torch.bfloat16
@@ -571,16 +571,16 @@ def test_refusals() -> None:
         (q[..., :8], Terms(0.25), "it computes with heads of 16 to 128 units"),
         (q.repeat(1, 1, 1, 9), Terms(0.25), "it computes with heads of 16 to 128 units"),
     ]
-    assert packed.refusal(q, q, Terms(0.25)) is None
+    assert packed_attention.refusal(q, q, Terms(0.25)) is None
     for x, terms, why in refused:
-        assert packed.refusal(x, x, terms) == why
+        assert packed_attention.refusal(x, x, terms) == why
         with pytest.raises(ValueError, match=why):
-            packed.attend(x, x, x, lists, terms, False)
+            packed_attention.attend(x, x, x, lists, terms, False)
 
 
 def test_refuses_what_is_not_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 1, 4, 16)
-    monkeypatch.setattr(packed, "INTERPRETED", False)
-    assert packed.refusal(q, q, Terms(0.25)) == "it computes on a GPU"
-    monkeypatch.setattr(packed, "HAS_TRITON", False)
-    assert packed.refusal(q, q, Terms(0.25)) == "Triton is not installed"
+    monkeypatch.setattr(packed_attention, "INTERPRETED", False)
+    assert packed_attention.refusal(q, q, Terms(0.25)) == "it computes on a GPU"
+    monkeypatch.setattr(packed_attention, "HAS_TRITON", False)
+    assert packed_attention.refusal(q, q, Terms(0.25)) == "Triton is not installed"

@@ -98,7 +98,7 @@ def meta_problem(pattern: Pattern, N: int, D: int, dtype: torch.dtype, **terms: 
 def test_auto_takes_the_first_engine_that_can(
     pattern: Pattern, dtype: torch.dtype, D: int, terms: dict[str, Any], taken: Any
 ) -> None:
-    with mock.patch.object(by_triton.packed, "HAS_COMPILER", True):
+    with mock.patch.object(by_triton.packed_attention, "HAS_COMPILER", True):
         problem = meta_problem(pattern, 64, D, dtype, **terms)
         assert engine.choose(problem, "auto") is taken
         assert taken.attend(problem)[0].shape == (128, D)

@@ -9,11 +9,11 @@ CASES = Path(__file__).with_name("packed_kernel_cases.py")
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
-from rtx.attention.engine import packed
+from rtx.attention.engine import packed_attention
 import torch
 from rtx.attention.engine.softmax import Terms
 x = torch.zeros(1, 1, 4, 16)
-print(packed.refusal(x, x, Terms(1.0)))
+print(packed_attention.refusal(x, x, Terms(1.0)))
 """
 
 

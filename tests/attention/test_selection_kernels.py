@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 pytest.importorskip("triton")
 
-from rtx.attention.engine import selection, static_selection
+from rtx.attention.engine import static_selection, triton_selection
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.packed import Packed, members_read, pack
@@ -25,7 +25,7 @@ from rtx.attention.selection import by_scores, members, normalise
 from rtx.attention.ties import best_places, centroid_margin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WAYS = pytest.mark.parametrize("way", [selection, static_selection], ids=["triton", "torch"])
+WAYS = pytest.mark.parametrize("way", [triton_selection, static_selection], ids=["triton", "torch"])
 
 
 class Case(NamedTuple):
@@ -298,7 +298,7 @@ def test_the_best_members_are_those_of_a_choice_from_sorted_scores(way: ModuleTy
 
 def sampling(sample: int) -> Any:
     """Let short rows be chosen from by samples of so many scores."""
-    return mock.patch.multiple(selection, MIN_SAMPLED=0, SAMPLE=sample)
+    return mock.patch.multiple(triton_selection, MIN_SAMPLED=0, SAMPLE=sample)
 
 
 @pytest.mark.parametrize("window", [1, 40, 99])
@@ -310,7 +310,7 @@ def test_a_sample_leads_to_the_same_members(name: str, window: int) -> None:
     margin_XC[0] = torch.tensor([0.0, math.inf, math.nan])
     wanted = static_selection.top_members(score_XCN, margin_XC, window)
     with sampling(32):
-        assert torch.equal(selection.top_members(score_XCN, margin_XC, window), wanted)
+        assert torch.equal(triton_selection.top_members(score_XCN, margin_XC, window), wanted)
 
 
 @pytest.mark.parametrize("room", [0, 1, 8])
@@ -321,10 +321,10 @@ def test_candidates_of_any_number_lead_to_the_same_members(room: int) -> None:
     score_XCN = torch.cat([score_XCN, score_XCN.round()])
     margin_XC = torch.full((2, 3), 0.05, device=DEVICE)
     rank = max(1, room)
-    with sampling(32), mock.patch.object(selection, "sampled", lambda length, window: (rank, 1 << room)):
+    with sampling(32), mock.patch.object(triton_selection, "sampled", lambda length, window: (rank, 1 << room)):
         for window in (2, 20):
             wanted = static_selection.top_members(score_XCN, margin_XC, window)
-            assert torch.equal(selection.top_members(score_XCN, margin_XC, window), wanted)
+            assert torch.equal(triton_selection.top_members(score_XCN, margin_XC, window), wanted)
 
 
 @WAYS
@@ -418,21 +418,21 @@ def test_nothing_waits_for_numbers() -> None:
     with (
         FakeTensorMode(),
         mock.patch.multiple(
-            selection,
+            triton_selection,
             kernels=Launches,
-            select_members=selection.members_by_kernels,
-            earliest=selection.earliest_by_kernel,
-            list_sums=selection.sums_by_kernel,
-            top_by_sample=selection.top_by_kernels,
+            select_members=triton_selection.members_by_kernels,
+            earliest=triton_selection.earliest_by_kernel,
+            list_sums=triton_selection.sums_by_kernel,
+            top_by_sample=triton_selection.top_by_kernels,
         ),
     ):
         case = CASES[1]
         shapes = (case.H, case.C, case.D), (case.B, case.H, case.N, case.D), (case.H, case.C), (case.H, case.C)
         data = Drawn(*(torch.empty(shape, device=DEVICE) for shape in shapes))
-        for way in (selection, static_selection):
+        for way in (triton_selection, static_selection):
             assert len(all_of(way, data, case)) == 24
         with sampling(32):
-            all_of(selection, data, case)
+            all_of(triton_selection, data, case)
         with pytest.raises(DataDependentOutputException):
             data.threshold_HC.sum().item()
 
@@ -443,13 +443,13 @@ def test_operators_have_the_shapes_and_types_that_they_announce(has_thresholds: 
     threshold_HC = data.threshold_HC if has_thresholds else None
     arguments = data.centroid_HCD, data.x_BHND, threshold_HC, data.margin_HC, 12, False, 300, True
     tests = "test_schema", "test_faketensor"
-    torch.library.opcheck(selection.select_members, arguments, test_utils=tests)
-    found = selection.select_members(*arguments)
-    torch.library.opcheck(selection.list_sums, (data.x_BHND.flatten(0, 2), found[0], found[1]), test_utils=tests)
+    torch.library.opcheck(triton_selection.select_members, arguments, test_utils=tests)
+    found = triton_selection.select_members(*arguments)
+    torch.library.opcheck(triton_selection.list_sums, (data.x_BHND.flatten(0, 2), found[0], found[1]), test_utils=tests)
     score_XN = scores("normal", 50)[0]
     value_XK = score_XN.topk(5).values
     arguments = score_XN, value_XK, value_XK[:, -2:].flip(1), torch.zeros(3, 1, device=DEVICE)
-    torch.library.opcheck(selection.earliest, arguments, test_utils=tests)
+    torch.library.opcheck(triton_selection.earliest, arguments, test_utils=tests)
     with sampling(16):
         arguments = score_XN, torch.zeros(3, device=DEVICE), 5
-        torch.library.opcheck(selection.top_by_sample, arguments, test_utils=tests)
+        torch.library.opcheck(triton_selection.top_by_sample, arguments, test_utils=tests)

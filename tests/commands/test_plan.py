@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rtx.analysis import footprint
-from rtx.attention.engine import packed
+from rtx.attention.engine import packed_attention
 from rtx.commands import plan, train
 from rtx.compose import compose
 from rtx.report.summary import routing_lines
@@ -135,15 +135,15 @@ def test_a_plan_for_a_gpu_names_the_engine_of_each_pattern(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(packed, "HAS_TRITON", True)
-    monkeypatch.setattr(packed, "HAS_COMPILER", True)
+    monkeypatch.setattr(packed_attention, "HAS_TRITON", True)
+    monkeypatch.setattr(packed_attention, "HAS_COMPILER", True)
     assert phrase in planned(capsys, *words, "plan.memory=80")
 
 
 def test_a_plan_says_what_a_gpu_lacks_for_our_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(packed, "HAS_TRITON", False)
+    monkeypatch.setattr(packed_attention, "HAS_TRITON", False)
     monkeypatch.setattr(footprint, "_kept", {})
     printed = planned(capsys, "plan.memory=80")
     assert f"local by {FLASH}, causal by {TILES} (not {OURS}: Triton is not installed) " in printed
@@ -159,8 +159,8 @@ def test_a_plan_for_a_cpu_names_no_engine_of_a_gpu(
 
 
 def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "HAS_TRITON", True)
-    monkeypatch.setattr(packed, "HAS_COMPILER", True)
+    monkeypatch.setattr(packed_attention, "HAS_TRITON", True)
+    monkeypatch.setattr(packed_attention, "HAS_COMPILER", True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # what stands for a recent GPU
     config = compose(["routing=topk"])
     on_cpu = resolve_hardware(config)

@@ -1,6 +1,6 @@
-"""Attention over packed lists by our own kernels for GPUs (`packed.py`)."""
+"""Attention over packed lists by our own kernels for GPUs (`packed_attention.py`)."""
 
-from rtx.attention.engine import packed
+from rtx.attention.engine import packed_attention
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.packed import Reads
@@ -13,7 +13,7 @@ def refusal(problem: Problem) -> str | None:
     """Return why the kernels cannot run the problem; None where they can."""
     if not isinstance(problem.part, Reads):
         return "its keys are an index, not ranges of lists"
-    return packed.refusal(problem.q_BHND, problem.v_BHND, problem.terms)
+    return packed_attention.refusal(problem.q_BHND, problem.v_BHND, problem.terms)
 
 
 def attend(problem: Problem) -> Result:
@@ -22,7 +22,7 @@ def attend(problem: Problem) -> Result:
     assert isinstance(part, Reads)
     lists = lists_of(part, problem.q_BHND.shape[:3].numel())
     tensors = problem.q_BHND, problem.k_BHND, problem.v_BHND
-    return packed.attend(*tensors, lists, problem.terms, problem.by_member)
+    return packed_attention.attend(*tensors, lists, problem.terms, problem.by_member)
 
 
 def lists_of(part: Reads, rows: int) -> KernelLists:

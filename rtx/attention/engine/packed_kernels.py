@@ -1,4 +1,4 @@
-"""Triton kernels of attention over packed lists; `packed.py` launches them and says what they compute.
+"""Triton kernels of attention over packed lists; `packed_attention.py` launches them and says what they compute.
 
 A program works on a tile of query members, or of key members, that are neighbours in the lists. It
 visits those key (or query) members that any of its own may read: as bounds of ranges never fall, these

@@ -1,4 +1,4 @@
-"""Kernels that select the members of clusters on a GPU. `selection.py` starts them and says what they return.
+"""Kernels that select the members of clusters on a GPU. `triton_selection.py` starts them and says what they return.
 
 Scores exist in registers alone. What a position joins leaves the first kernel as bits, so that the
 kernels that count and write members read one decision and cannot disagree.

@@ -2,7 +2,7 @@
 
 Everything here follows from the shapes of what it gets, so that a GPU is never asked how many members
 there are: lists have room for a fixed number of members, and a count on the device says how many of
-them are real. `selection.py` has the same functions by Triton's kernels.
+them are real. `triton_selection.py` has the same functions by Triton's kernels.
 
 Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, D head size, W attention
 window, L = B * H * C lists, R = B * H * N rows (row = (b * H + h) * N + n), M room for members, P for

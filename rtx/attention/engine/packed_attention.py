@@ -75,7 +75,7 @@ class Members(NamedTuple):
     key_member_M: Tensor
 
 
-class Problem(NamedTuple):
+class KernelProblem(NamedTuple):
     """What is attended over: the inputs of `packed_attention`."""
 
     q_BHND: Tensor
@@ -190,6 +190,14 @@ def relative_terms(terms: Terms, heads: int) -> tuple[Tensor | None, Tensor | No
     return keys_HTD, bias_HT, values_TE
 
 
+def problem_of(
+    q_BHND: Tensor, k_BHND: Tensor | None, v_BHNE: Tensor, lists: list[Tensor], *others: Any
+) -> KernelProblem:
+    """Return what an operator was called with; without keys, queries stand for them."""
+    k_BHND = q_BHND if k_BHND is None else k_BHND
+    return KernelProblem(q_BHND, k_BHND, v_BHNE, Members._make(lists), *others)
+
+
 @torch.library.custom_op("rtx::packed_attention", mutates_args=())
 def packed_attention(
     q_BHND: Tensor,
@@ -209,9 +217,8 @@ def packed_attention(
 
     That are, unless `joined`, outputs by member `[P, E]` and 1 / the lists in which a row reads `[R]`.
     """
-    k = q_BHND if k_BHND is None else k_BHND
-    of = Members._make(lists)
-    x = Problem(q_BHND, k, v_BHNE, of, hidden, keys_HTD, bias_HT, values_TE, seed_1, scale, dropout)
+    terms = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
+    x = problem_of(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
         nothing = v_BHNE.new_empty(0)
@@ -256,9 +263,8 @@ def packed_attention_backward(
 
     Where there is no such input, the gradient is empty. Shares are given where outputs are of rows.
     """
-    k = q_BHND if k_BHND is None else k_BHND
-    of = Members._make(lists)
-    x = Problem(q_BHND, k, v_BHNE, of, hidden, keys_HTD, bias_HT, values_TE, seed_1, scale, dropout)
+    terms = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
+    x = problem_of(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if share_R is not None:  # each member's share of its row's gradient
             dout = dout * share_R[:, None]
@@ -311,7 +317,7 @@ def gradients(ctx: Any, dout: Tensor | None, dlse_P: Tensor | None, *_: None) ->
 packed_attention.register_autograd(gradients, setup_context=save)
 
 
-def attend_members(x: Problem) -> tuple[Tensor, Tensor]:
+def attend_members(x: KernelProblem) -> tuple[Tensor, Tensor]:
     """Return outputs `[P, E]` and log-sums `[P]` of query members."""
     P, E = len(x.of.query_row_P), x.v_BHNE.shape[-1]
     out_PE = x.v_BHNE.new_empty(P, E)
@@ -338,7 +344,7 @@ class MemberGradients(NamedTuple):
 
 
 def member_gradients(
-    x: Problem, dout: Tensor, dlse_P: Tensor | None, out_PE: Tensor, lse_P: Tensor, joined: bool
+    x: KernelProblem, dout: Tensor, dlse_P: Tensor | None, out_PE: Tensor, lse_P: Tensor, joined: bool
 ) -> MemberGradients:
     """Return the gradients by member."""
     P, M, D, E = len(x.of.query_row_P), len(x.of.key_row_M), x.q_BHND.shape[-1], x.v_BHNE.shape[-1]
@@ -361,7 +367,7 @@ def member_gradients(
     return found
 
 
-def row_gradients(x: Problem, of_members: MemberGradients, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+def row_gradients(x: KernelProblem, of_members: MemberGradients, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; with queries for keys one, and an empty one of keys."""
     dq_BHND, dv_BHNE = (y.new_empty(y.shape) for y in (x.q_BHND, x.v_BHNE))
     dk_BHND = x.q_BHND.new_empty(0 if shared else x.k_BHND.shape)
@@ -374,7 +380,7 @@ def row_gradients(x: Problem, of_members: MemberGradients, shared: bool) -> tupl
     return dq_BHND, dk_BHND, dv_BHNE
 
 
-def key_table_gradients(x: Problem, of_members: MemberGradients, dq_BHND: Tensor) -> tuple[Tensor, Tensor]:
+def key_table_gradients(x: KernelProblem, of_members: MemberGradients, dq_BHND: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys and bias by distance; add what queries get from these keys."""
     dkeys_HTD, dbias_HT = x.q_BHND.new_empty(0), x.q_BHND.new_empty(0)
     if x.keys_HTD is None or of_members.dtable_PT is None:
@@ -390,7 +396,7 @@ def key_table_gradients(x: Problem, of_members: MemberGradients, dq_BHND: Tensor
     return dkeys_HTD, dbias_HT
 
 
-def launch(name: str, x: Problem, table_RT: Tensor | None, **more: Any) -> None:
+def launch(name: str, x: KernelProblem, table_RT: Tensor | None, **more: Any) -> None:
     """Run a kernel over all query members, or "dkv" over all key members."""
     from rtx.attention.engine import packed_kernels  # imports Triton, which need not be here
 
