@@ -259,15 +259,19 @@ def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = Fals
     Args:
         graphs: replay the graph as CUDA graphs, which start all kernels at once.
     """
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    for pattern in model.modules():
-        if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
-            pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
-    compiled = torch.compile(loss, mode="reduce-overhead" if graphs else None)
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        # Asked for at the first call: a model is made on a CPU, and moved to its device later.
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        for pattern in model.modules():
+            if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
+                pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
+        return torch.compile(loss, mode="reduce-overhead" if graphs else None)
 
     @functools.wraps(loss)
     def call(*arguments: Any, **named: Any) -> Any:
         with torch._dynamo.config.patch(COMPILER_OPTIONS):
-            return compiled(*arguments, **named)
+            return compiled()(*arguments, **named)
 
     return call

@@ -189,7 +189,9 @@ def has_gpu_compiler() -> bool:
     """Tell whether Triton is here, and the C compiler by which it builds what starts its kernels."""
     from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
 
-    return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "gcc", "clang"))
+    from rtx.attention.engine.packed_attention import HAS_COMPILER
+
+    return has_triton() and HAS_COMPILER
 
 
 def has_compiler() -> bool:

@@ -156,7 +156,13 @@ class TrainingModule(pl.LightningModule):
         tokens_BN = MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         devices = [self.device] if self.device.type == "cuda" else []
+        compiled = self.loss
         with torch.random.fork_rng(devices), self.trainer.precision_plugin.train_step_context():
+            # An eager pass makes what shapes alone decide, which the graph then has as inputs.
+            self.loss = training_loss(self.model, self.config, self.answers)
+            with torch.no_grad():
+                self.minimised(tokens_BN)
+            self.loss = compiled
             mean, _, auxiliary = self.minimised(tokens_BN)
             torch.autograd.grad(mean + auxiliary, weights, allow_unused=True)  # by no hook of DDP
         if self.device.type != "cuda":

@@ -18,7 +18,7 @@ from rtx.attention.engine.softmax import Terms
 from rtx.attention.pattern import Inputs
 from rtx.attention.routing import Centroids, after_step, make_room
 from rtx.compose import compose
-from rtx.model.transformer import COMPILER_OPTIONS, Transformer
+from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
 
 ROUTED = tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate"))
 KINDS = (*ROUTED, "causal-projected", "random", "random-keys", "local", "full", "strided", "fixed")
@@ -200,6 +200,18 @@ def test_a_loss_is_one_graph(words: str) -> None:
 
 def test_a_loss_is_one_graph_where_torchs_flash_kernel_serves_local_heads() -> None:
     meta_step("model.layers=2 routing=causal", compiled=True, dtype=torch.bfloat16)
+
+
+def test_patterns_stay_in_the_graph_of_a_model_that_moves_to_a_gpu_after_it_is_compiled() -> None:
+    config = compose(["model.layers=2"])
+    tokens_BN = torch.zeros(1, config.data.length, dtype=torch.int64)
+    for move, stays in ((on_meta, True), (Transformer.train, False)):
+        model = Transformer(config, 256)
+        with mock.patch.object(torch, "compile", lambda loss, mode: loss):
+            loss = compile_loss(model, model.loss)
+            loss(tokens_BN.to(next(move(model).parameters()).device))
+        patterns = [module for module in model.modules() if isinstance(module, Pattern)]
+        assert patterns and all(("forward" not in vars(pattern)) == stays for pattern in patterns)
 
 
 # Operations of one more layer, forward and backward, without those that only view or allocate.

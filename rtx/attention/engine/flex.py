@@ -8,13 +8,10 @@ Shapes: R rows, P query members and M key members of all lists together, X block
 
 import functools
 import math
-import os
-import shutil
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.packed import Reads
@@ -29,12 +26,6 @@ FORMS = 64
 def compiled():
     """Return FlexAttention, compiled at its first call, or an error: without the compiler it holds N^2 scores."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
-
-
-@functools.cache
-def can_compile() -> bool:
-    """Tell whether Triton is here, and a C compiler, which it needs for what starts its kernels."""
-    return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "gcc", "clang"))
 
 
 def block_mask(part: Reads) -> BlockMask:
