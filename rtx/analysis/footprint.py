@@ -243,7 +243,7 @@ def kept_on_gpu(pattern: Pattern, parts: list[Part], config: Config) -> list[Kep
 
 
 def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: bool) -> Kept:
-    """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend_part`.
+    """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend`.
 
     `first`: of the parts, which share queries, keys and values.
     """

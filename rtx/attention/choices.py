@@ -18,7 +18,7 @@ from rtx.attention.engine.softmax import Relative, recomputed
 from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.selection import MAX_SCORES, products
-from rtx.attention.static import functions, is_static
+from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
 
 
@@ -67,7 +67,7 @@ class Choice(Pattern):
             return self.margins(query_BHQE, key_BHNE.take_along_dim(place_BHQ1, dim=2))[..., None]
 
         if is_static(score_BHQN, self.backend):
-            return functions(score_BHQN, self.backend).best_places(score_BHQN, count, margin)
+            return selection_functions(score_BHQN, self.backend).best_places(score_BHQN, count, margin)
         return best_places(score_BHQN, count, margin)
 
     def last(self, position_Q: Tensor) -> Tensor:

@@ -1,21 +1,22 @@
-"""Lists that depend on shapes alone, made once: on a CPU, then moved to where they serve.
+"""A cache of lists that depend on shapes alone. They are made on the CPU, then moved to their device.
 
-On a GPU their making would be a hundred small kernels, and a wait for each number of members.
+Made on a GPU, they would take about a hundred small kernels, and the CPU would wait for each count of members.
 """
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
 from rtx.attention.packed import Hidden, Packed, Reads
 
-MAX_HELD = 16
-"""Forms of lists that are held at once; the oldest is dropped for a new one."""
+MAX_HELD = 64
+"""The most forms of lists that are kept; the one made first is dropped for a new one."""
 held: dict[Hashable, list[Reads]] = {}
 
 
 def made_once(form: Hashable, device: torch.device, make: Callable[[torch.device], list[Reads]]) -> list[Reads]:
-    """Return make(cpu) on a device, from an earlier call with the same form and device where there was one.
+    """Return make(cpu), moved to the device; the result for the same form and device is returned again.
 
     Args:
         form: all that `make` depends on.
@@ -29,13 +30,13 @@ def made_once(form: Hashable, device: torch.device, make: Callable[[torch.device
 
 
 def on_device(make: Callable[[torch.device], list[Reads]], device: torch.device) -> list[Reads]:
-    """Return make(cpu) on a device; what engines derive from it is kept with it, for training, too."""
+    """Return make(cpu) on a device, as tensors for training, too; `derived` is empty, and engines fill it."""
     with torch.inference_mode(False), torch.no_grad():
         parts = make(torch.device("cpu"))
-        return [moved(part, device)._replace(derived={}) for part in parts]
+        return [to_device(part, device)._replace(derived={}) for part in parts]
 
 
-def moved(part: Reads, device: torch.device) -> Reads:
+def to_device(part: Reads, device: torch.device) -> Reads:
     """Return the part on a device; lists that queries and keys share stay one."""
     query = Packed(part.query.row_M.to(device), part.query.count_L.to(device))
     key = query
@@ -46,3 +47,13 @@ def moved(part: Reads, device: torch.device) -> Reads:
         hidden = Hidden(*(x.to(device) for x in hidden))
     start_P, stop_P = part.start_P.to(device), part.stop_P.to(device)
     return part._replace(query=query, key=key, start_P=start_P, stop_P=stop_P, hidden=hidden)
+
+
+def derived_once(part: Reads, name: str, make: Callable[[], Any]) -> Any:
+    """Return make(), which depends on the lists alone; from the part itself where these serve many passes."""
+    if part.derived is None:
+        return make()
+    if name not in part.derived:
+        with torch.inference_mode(False), torch.no_grad():  # a later pass may be one of training
+            part.derived[name] = make()
+    return part.derived[name]

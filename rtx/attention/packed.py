@@ -72,7 +72,7 @@ class Reads(NamedTuple):
     window: Window | None = None
     """Set where the lists are whole sequences with a window."""
     derived: dict[str, Any] | None = None
-    """What engines derive from the lists, by name, where these serve many passes; None where they serve one."""
+    """What engines derive from the lists, by name, where these serve many passes, or made with them; else None."""
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row has a range."""

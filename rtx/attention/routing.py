@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import NormalDist
-from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -40,7 +40,7 @@ from rtx.attention.engine.static_selection import Selected
 from rtx.attention.packed import Hidden, Packed, Part, Reads, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
 from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.static import functions, is_static
+from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import centroid_margin
 
 
@@ -54,7 +54,7 @@ gathering = Gathering()
 
 
 ROOM = 4
-"""How many times the members that clusters are to hold there is room for at first, on a GPU."""
+"""Lists on a GPU have room for this many times the intended number of members at first."""
 
 
 class Routing(ClusterPattern):
@@ -124,10 +124,20 @@ class Routing(ClusterPattern):
         return super().reads(given, prefix)
 
     def static_reads(self, given: Inputs) -> list[Part]:
-        """Return who reads whom in lists with room for a fixed number of members, without a wait for a GPU."""
+        """Return who reads whom, in lists with room for a fixed number of members.
+
+        In training the CPU never waits for a GPU. In evaluation causal selection reads one number back (`select`).
+        """
         N = given.q_BHND.shape[2]
-        selected = [self.select(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
-        members = [packed_of(one) for one in selected]
+        selected = []
+        members = []
+        for number, x_BHND in enumerate(self.clustered(given)):
+            x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+            choose = self.chooser(x_BHND)
+            selected.append(self.select(number, x_BHND, choose))
+            members.append(packed_of(selected[number]))
+            if self.training and not gathering.is_paused:
+                self.observe(number, x_BHND, choose, selected[number], members[number])
         self.remember(members, given)
         if len(selected) == 1:
             lists = selected[0].lists
@@ -146,62 +156,85 @@ class Routing(ClusterPattern):
         return [part]
 
     @torch.no_grad()
-    def select(self, number: int, x_BHND: Tensor) -> Selected:
-        """Return what `assign` does in static shapes; in training the centroids gather their statistics here.
+    def select(self, number: int, x_BHND: Tensor, choose: partial[Selected]) -> Selected:
+        """Return the same members as `assign`, in static shapes, of vectors in float32 or wider.
 
-        In training, members for which there is no room are left out and counted (`lost_members`); else
-        they are selected anew with room for all of them.
+        With causal selection the lists may lack room. In training the members without room are left out
+        and counted (`lost_members`). In evaluation the selection is repeated with room for all.
         """
-        store = self.centroids
-        gathers = self.training and not gathering.is_paused
-        x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-        chooser = functions(x_BHND, self.backend)
-        margin_HC = centroid_margin(store.centroid_HCD, x_BHND.dtype)
         rows = x_BHND.shape[:3].numel()
-        clusters = store.centroid_HCD, x_BHND, None, margin_HC
-        options = {"window": self.window, "attend_self": self.attend_self}
         threshold_HC = self.thresholds()[number]
         if self.selection == "topk":
-            selected = self.select_best(chooser, x_BHND, margin_HC)
-        elif threshold_HC is None:
-            selected = chooser.by_thresholds(*clusters, **options, room=rows)
-        else:
-            joining = store.centroid_HCD, x_BHND, threshold_HC.to(x_BHND.dtype), margin_HC
-            room = min(self.room(x_BHND), rows * threshold_HC.shape[1])
-            selected = chooser.by_thresholds(*joining, **options, room=room)
-            if self.training:
+            return self.select_best(x_BHND, choose.keywords["margin_HC"])
+        if threshold_HC is None:  # "nearest": one cluster for each position
+            return choose(threshold_HC=None, room=rows)
+        threshold_HC = threshold_HC.to(x_BHND.dtype)
+        room = min(self.room(x_BHND), rows * threshold_HC.shape[1])
+        selected = choose(threshold_HC=threshold_HC, room=room)
+        if self.training:
+            if not gathering.is_paused:
                 self.lost_members += selected.lost
-            elif lost := int(selected.lost):
-                selected = chooser.by_thresholds(*joining, **options, room=room + lost)
-        if gathers:
-            counted = selected
-            if store.update_rule != "members" and self.selection != "nearest":
-                counted = chooser.by_thresholds(*clusters, **options, room=rows)
-            sum_LD = chooser.list_sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
-            store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, selected.moment_2BHC)
+        elif lost := int(selected.lost):
+            selected = choose(threshold_HC=threshold_HC, room=room + lost)
         return selected
 
-    def select_best(self, chooser: ModuleType, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
-        """Return the `window` best members of every cluster."""
+    def chooser(self, x_BHND: Tensor) -> partial[Selected]:
+        """Return the function that selects members by thresholds, or without them the nearest clusters."""
+        store = self.centroids
+        return partial(
+            selection_functions(x_BHND, self.backend).by_thresholds,
+            store.centroid_HCD,
+            x_BHND,
+            margin_HC=centroid_margin(store.centroid_HCD, x_BHND.dtype),
+            window=self.window,
+            attend_self=self.attend_self,
+        )
+
+    @torch.no_grad()
+    def observe(
+        self, number: int, x_BHND: Tensor, choose: partial[Selected], selected: Selected, members: Packed
+    ) -> None:
+        """Let the centroids gather the statistics of a training batch; members without room are in no mean."""
+        store = self.centroids
+        counted = members
+        if store.update_rule != "members" and self.selection != "nearest":
+            nearest = choose(threshold_HC=None, room=x_BHND.shape[:3].numel())
+            counted = Packed(nearest.row_M, nearest.count_L)
+        sums = selection_functions(x_BHND, self.backend).list_sums
+        sum_LD = sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
+        store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, selected.moment_2BHC)
+
+    def select_best(self, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
+        """Return the `window` best members of every cluster, or all positions where these are fewer."""
         B, H, N, _ = x_BHND.shape
-        C = len(margin_HC[0]) if len(margin_HC) else self.centroids.centroid_HCD.shape[1]
+        centroid_HCD = self.centroids.centroid_HCD
+        C = centroid_HCD.shape[1]
         window = min(self.window, N)
         size = max(1, static_selection.MAX_SCORES // max(1, C * N))
-        centroid_XCD = self.centroids.centroid_HCD.repeat(B, 1, 1)
-        pieces = zip(
-            centroid_XCD.split(size), x_BHND.flatten(0, 1).split(size), margin_HC.repeat(B, 1).split(size), strict=True
+        of_heads = (
+            centroid_HCD.repeat(B, 1, 1).split(size),
+            x_BHND.flatten(0, 1).split(size),
+            margin_HC.repeat(B, 1).split(size),
         )
-        best = [chooser.top_members(products(c, x), margin, window) for c, x, margin in pieces]
-        position_XCW = torch.cat(best)
-        lists = static_selection.top_lists(position_XCW, N, self.window, self.attend_self)
-        count_L = torch.full((B * H * C,), window, device=x_BHND.device)
-        lost_1 = torch.zeros(1, dtype=torch.int64, device=x_BHND.device)
-        return Selected(lists.query_row_P, count_L, lists, lost_1, None, None)
+        functions = selection_functions(x_BHND, self.backend)
+        best = []
+        for centroid_XCD, x_XND, margin_XC in zip(*of_heads, strict=True):
+            best.append(functions.top_members(products(centroid_XCD, x_XND), margin_XC, window))
+        lists = static_selection.top_lists(torch.cat(best), N, window, self.attend_self)
+        return Selected(
+            row_M=lists.query_row_P,
+            count_L=torch.full((B * H * C,), window, device=x_BHND.device),
+            lists=lists,
+            lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
+            nearest_BHN=None,
+            moment_2BHC=None,
+        )
 
     def room(self, x_BHND: Tensor) -> int:
-        """Return for how many members lists have room: some times as many as clusters are to hold."""
+        """Return the room of the lists: `room_factor` times the number of members that all clusters are to hold."""
         B, H, N, _ = x_BHND.shape
         share = min(1.0, self.window / self.centroids.length)
+        # Each position joins one cluster at least.
         expected = B * H * max(N, self.centroids.centroid_HCD.shape[1] * math.ceil(share * N))
         return self.room_factor * expected
 
@@ -270,10 +303,9 @@ class Routing(ClusterPattern):
             nearest_BHN = by_scores(centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
             assert nearest_BHN is not None
             return nearest_BHN
-        margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
-        options = {"window": 1, "attend_self": True, "room": x_BHND.shape[:3].numel(), "nearest": True}
-        chooser = functions(x_BHND, self.backend)
-        return chooser.by_thresholds(centroid_HCD, x_BHND, None, margin_HC, **options).nearest_BHN.long()
+        nearest = self.chooser(x_BHND)(threshold_HC=None, room=x_BHND.shape[:3].numel(), nearest=True)
+        assert nearest.nearest_BHN is not None
+        return nearest.nearest_BHN.long()
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
@@ -520,22 +552,25 @@ def orthonormal(heads: int, size: int) -> Tensor:
 
 
 def make_room(model: nn.Module) -> list[str]:
-    """Return a line for each layer in which members found no room since the last call, and give it twice the room.
+    """Double the room of each causal routing module that has left members out since the last call; say so in a line.
 
-    To be called where a run looks at numbers anyway: the CPU waits for the GPU.
+    To be called where the CPU reads numbers from the GPU anyway, as it waits for the GPU.
     """
-    routed = [module for module in model.modules() if isinstance(module, Routing) and module.selection == "causal"]
+    routed = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Routing) and module.selection == "causal":
+            routed[name] = module
     if not routed:
         return []
-    lost = torch.stack([module.lost_members for module in routed]).flatten().tolist()
+    lost = torch.stack([module.lost_members for module in routed.values()]).flatten().tolist()
     lines = []
-    for number, (module, count) in enumerate(zip(routed, lost, strict=True)):
+    for (name, module), count in zip(routed.items(), lost, strict=True):
         if count:
             module.room_factor *= 2
             module.lost_members.zero_()
             lines.append(
-                f"routing layer {number}: {count:,} members of clusters had no room and were left out; from here on"
-                f" there is room for {module.room_factor} times as many members as clusters are to hold"
+                f"{name or 'routing heads'}: {count:,} members had no room in their clusters' lists and were left out;"
+                f" from now on the lists have room for {module.room_factor} times the intended number of members"
             )
     return lines
 

@@ -1,4 +1,4 @@
-"""Choices by content in static shapes: what a GPU takes, which nobody asks how many members there are."""
+"""Content-based selection in static shapes: on a GPU, which the CPU need not ask for the number of members."""
 
 from types import ModuleType
 
@@ -9,11 +9,11 @@ from rtx.attention.engine import packed_attention, static_selection, triton_sele
 
 
 def is_static(x: Tensor, backend: str) -> bool:
-    """Tell whether choices among vectors are made in static shapes: on a GPU, or where its kernels are chosen."""
+    """Tell whether members are selected in static shapes: on a GPU, or with backend="triton"."""
     return not x.is_cpu or backend == "triton"
 
 
-def functions(x: Tensor, backend: str) -> ModuleType:
-    """Return the module whose functions choose among vectors: our kernels, or torch's operations."""
+def selection_functions(x: Tensor, backend: str) -> ModuleType:
+    """Return the module that selects among vectors: our kernels where they can run, else torch's operations."""
     by_kernels = backend != "torch" and x.dtype == torch.float32 and packed_attention.can_run(x.device)
     return triton_selection if by_kernels else static_selection

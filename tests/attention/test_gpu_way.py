@@ -19,6 +19,7 @@ from rtx.attention.pattern import Inputs
 from rtx.attention.routing import Centroids, after_step, make_room
 from rtx.compose import compose
 from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
+from rtx.training.hardware import has_compiler
 
 ROUTED = tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate"))
 KINDS = (*ROUTED, "causal-projected", "random", "random-keys", "local", "full", "strided", "fixed")
@@ -117,6 +118,18 @@ def test_windows_of_whole_sequences_are_those_that_the_oracle_reads() -> None:
         seen_NN = (place_N[:, None] >= place_N) & (place_N > place_N[:, None] - window.keys)
         rule_NN = pattern.rule(given, 0, False)[0]
         assert torch.equal(rule_NN[memory:], seen_NN[memory:])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "native"])
+def test_lists_of_a_pass_in_inference_mode_serve_training(backend: str) -> None:
+    if backend == "native" and not has_compiler():
+        pytest.skip("no C++ compiler on this machine")
+    pattern = Local(window=4, backend=backend, dropout=0.1 if backend == "torch" else 0.0)
+    x_BHND = torch.randn(1, 2, 23, 16)
+    with torch.inference_mode():
+        pattern(x_BHND, x_BHND, x_BHND)
+    pattern(x_BHND.requires_grad_(), x_BHND, x_BHND)[0].sum().backward()
+    assert x_BHND.grad is not None and x_BHND.grad.any()
 
 
 def on_meta(model: Transformer) -> Transformer:

@@ -5,11 +5,11 @@ cannot run, and by `attend` what comes out (`Problem` in problem.py says what th
 
 | engine | file | for |
 |---|---|---|
-| native | native.py | packed lists on a CPU with a C++ compiler |
+| native | native.py | packed lists and indexes on a CPU with a C++ compiler, in float32 |
 | dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention and flash kernel |
 | triton | by_triton.py | packed lists on a GPU: our own kernels |
 | flex | flex.py | packed lists on a GPU: torch's FlexAttention |
-| windows | windows.py | packed lists on a GPU without Triton, in static shapes |
+| windows | windows.py | packed lists on a GPU where our kernels do not run, in static shapes |
 | blocks | blocks.py | packed lists anywhere |
 | indexed | indexed.py | keys that each query names, anywhere |
 
@@ -29,14 +29,14 @@ from rtx.attention.packed import Part, Reads
 
 TORCH = (dense, windows, indexed, blocks)
 ENGINES: dict[str, tuple[ModuleType, ...]] = {
-    "auto": (dense, by_triton, *TORCH),
+    "auto": (dense, by_triton, windows, indexed, blocks),
     "torch": TORCH,
     "native": (native,),
     "triton": (by_triton, indexed),
     "flex": (flex, indexed),
 }
-"""The engines that each backend tries, in order: the first that does not refuse runs. On a CPU `auto` is `torch`, after
-the compiled kernel for sequences that are worth its compilation."""
+"""The engines that each backend tries, in this order; the first that does not refuse runs. On a CPU `auto` tries
+`native` first where sequences are long enough (`native.wanted`), then the engines of `torch`."""
 BACKENDS = tuple(ENGINES)
 MERGES = ("mean", "lse")
 
@@ -52,15 +52,17 @@ def attend(
 ) -> Tensor:
     """Return the outputs `[B, H, N, D]`; a position that reads nothing gets zero.
 
-    A position in several lists of one part gets the mean over those in which it reads something (the
-    paper's released code divides by their number + 0.01), or with merge="lse" one softmax over all of
-    them, in which a key counts once for each of its lists. Several parts, which share no pair, and in
-    each of which a position reads at most one list, are always joined so.
+    With merge="mean" a position in several lists of one part gets the mean of its outputs over the
+    lists in which it reads something (the paper's released code divides by their number + 0.01). With
+    merge="lse" it gets one softmax over the keys of all its lists; a key in several counts once for each.
+
+    Several parts are always merged by "lse". No pair of a query and a key may occur in two parts, and a
+    position may read at most one list of each part.
 
     Raises:
         ValueError: no engine of the backend can run a part.
     """
-    if q_BHND.is_cpu:  # engines for a CPU read rows
+    if q_BHND.is_cpu:  # copied once here; else `Problem.rows` would copy for each part
         shared = k_BHND is q_BHND
         q_BHND = q_BHND.contiguous()
         k_BHND = q_BHND if shared else k_BHND.contiguous()
@@ -86,11 +88,12 @@ def attend(
 
 
 def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
-    """Return outputs through which every input gets a gradient: zeros where nobody reads anything."""
+    """Return outputs that depend on every input, so that each gets a gradient: zero where no engine has used it."""
     terms = problem.terms
     inputs = [problem.q_BHND, problem.k_BHND, problem.v_BHND, terms.bias_HM, *(terms.relative or ())]
     learned = [x for x in inputs if x is not None and x.requires_grad and torch.is_grad_enabled()]
     if learned and not out_RD.requires_grad:
+        # Sums of nothing: 0, with a gradient of zeros.
         return out_RD + sum(x[..., :0].sum() for x in learned)
     return out_RD
 

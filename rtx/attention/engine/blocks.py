@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.softmax import Terms, recomputed, soft_attend
+from rtx.attention.once import derived_once
 from rtx.attention.packed import Reads
 
 MAX_SCORES_CPU = 1 << 20
@@ -68,7 +69,8 @@ def attend(problem: Problem) -> Result:
     assert isinstance(part, Reads)
     on_cpu = q_RD.device.type == "cpu"
     plain = not by_member and not terms.by_distance and not (terms.dropout and on_cpu)
-    forms = cut_once(part, plain and not part.hidden)
+    triangles = plain and not part.hidden
+    forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
     most = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
     blocks = [piece for form in forms for piece in form.split(most, plain)]
     query_rows = [part.query.row_M[block.query_GQ] for block in blocks]
@@ -100,16 +102,6 @@ def attend(problem: Problem) -> Result:
     if sums:
         sum_P = sum_P.index_copy(0, torch.cat(targets), torch.cat(sums))
     return total, sum_P[:size]
-
-
-def cut_once(part: Reads, triangles: bool) -> list[Block]:
-    """Return the blocks of `cut`, from the part itself where it holds them already."""
-    if part.derived is None:
-        return cut(part, triangles)
-    name = "triangles" if triangles else "runs"
-    if name not in part.derived:
-        part.derived[name] = cut(part, triangles)
-    return part.derived[name]
 
 
 def cut(part: Reads, triangles: bool) -> list[Block]:

@@ -3,6 +3,7 @@
 from rtx.attention.engine import packed_attention
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.once import derived_once
 from rtx.attention.packed import Reads
 
 LISTS = "kernel lists"
@@ -26,9 +27,5 @@ def attend(problem: Problem) -> Result:
 
 
 def lists_of(part: Reads, rows: int) -> KernelLists:
-    """Return the lists as kernels read them, from the part itself where it holds them already."""
-    if part.derived is None:
-        return kernel_lists(part, rows)
-    if LISTS not in part.derived:
-        part.derived[LISTS] = kernel_lists(part, rows)
-    return part.derived[LISTS]
+    """Return the lists as kernels read them, from the part itself where it has them already."""
+    return derived_once(part, LISTS, lambda: kernel_lists(part, rows))

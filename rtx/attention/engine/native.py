@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.once import derived_once
 from rtx.attention.packed import Hidden, Indexed, Reads
 from rtx.attention.ties import centroid_margin
 
@@ -83,23 +84,20 @@ def attend(problem: Problem) -> Result:
     key_RD = None if problem.shared else k_RD
     if isinstance(part, Indexed):
         return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, part.index_RK)
-    reads = kernel_ranges(part, len(q_RD), problem.by_member)
+    by_member, rows = problem.by_member, len(q_RD)
+    name = f"native, by member {by_member}"
+    reads = derived_once(part, name, lambda: kernel_ranges(part, rows, by_member))
     return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
 
 
 def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
-    """Return the lists as the kernel reads them, from the part itself where it holds them already."""
-    name = "native members" if by_member else "native rows"
-    if part.derived is not None and name in part.derived:
-        return part.derived[name]
+    """Return the lists as the kernel reads them, with weights of query members unless outputs are by member."""
     row_P, row_M = part.query.row_M, part.key.row_M
     begin = torch.searchsorted(row_P // part.length, torch.arange(rows // part.length + 1))
     hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (row_M, row_P, row_P)))
     reads = [row_P, row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden)]
     if not by_member:
         reads.append(1 / part.times_R(rows).clamp(min=1)[row_P].float())
-    if part.derived is not None:
-        part.derived[name] = reads
     return reads
 
 

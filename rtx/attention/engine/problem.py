@@ -11,15 +11,17 @@ from rtx.attention.packed import Part
 class Problem(NamedTuple):
     """Queries, keys and values of B sequences and H heads, and who reads whom.
 
-    An engine returns outputs and log-sums. Outputs are those of rows, `[R, D]`, each the mean over
-    the lists in which the row reads something; or, `by_member`, those of query members, `[P, D]`.
-    Log-sums, `[P]`, are natural logarithms of summed exponentials, -inf where nothing is read. They
-    are defined with `by_member` alone.
+    An engine returns outputs and log-sums. Without `by_member` the outputs are `[R, D]`, for each row
+    the mean over the lists in which it reads something; the log-sums are undefined. With `by_member`
+    the outputs are `[P, D]` and the log-sums `[P]`, one for each query member (of an index: each row).
+    A log-sum is the natural logarithm of the summed exponentials, -inf where nothing is read.
+
+    Shapes: R = B * H * N rows, P query members, D head size.
     """
 
     q_BHND: Tensor
     k_BHND: Tensor
-    """The tensor of the queries itself where these stand for keys."""
+    """The same tensor object as `q_BHND` where queries serve as keys."""
     v_BHND: Tensor
     part: Part
     terms: Terms
@@ -27,7 +29,7 @@ class Problem(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether queries stand for keys."""
+        """Whether queries serve as keys."""
         return self.k_BHND is self.q_BHND
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Attention over packed lists in static shapes, by PyTorch's operations: for a GPU without Triton.
+"""Attention over packed lists in static shapes, by PyTorch's operations: for a GPU where our kernels do not run.
 
-Tiles of consecutive query members read one window of key slots each. Nothing depends on data but
-masks, so a CPU never waits for the GPU. A mask hides what a tile's window holds too much.
+A tile is a run of consecutive query members and one contiguous range of key slots. Its shape does not
+depend on the data, so the CPU never waits for the GPU. A mask hides the key slots that a query does
+not read.
 
 Shapes: P query members and M key members of all lists together, G tiles, Q query slots and K key slots
 of a tile, R rows, D head size.
@@ -47,8 +48,8 @@ def attend(problem: Problem) -> Result:
     assert isinstance(part, Reads) and part.most is not None
     wide = torch.promote_types(v_RD.dtype, torch.float32)
     query_GQ, key_GK = tiles(part)
-    slots = query_GQ.shape[1] * key_GK.shape[1]
-    size = max(1, MAX_SCORES_GPU // max(1, slots))
+    scores_of_tile = query_GQ.shape[1] * key_GK.shape[1]
+    size = max(1, MAX_SCORES_GPU // max(1, scores_of_tile))
     outs, sums = [], []
     for query, key in zip(query_GQ.split(size), key_GK.split(size), strict=True):
         mask = slots_read(part, query, key)
@@ -72,9 +73,9 @@ def attend(problem: Problem) -> Result:
 def tiles(part: Reads) -> tuple[Tensor, Tensor]:
     """Return the members in the query slots `[G, Q]` and the key slots `[G, K]` of every tile.
 
-    Numbers outside the lists stand for no member. Where queries and keys are the same lists, member p
-    reads none before p - most + 1, so that tiles of many queries have a fixed number of key slots.
-    Else every query is a tile.
+    A query number of P or more, and a key number outside 0 to M - 1, is an empty slot. Where queries and
+    keys are the same lists, member p reads no key before p - most + 1, so a tile of TILE queries needs
+    TILE + most - 1 key slots. Otherwise each query is a tile of its own.
     """
     assert part.most is not None
     P, device = len(part.start_P), part.start_P.device
@@ -97,12 +98,12 @@ def tiles(part: Reads) -> tuple[Tensor, Tensor]:
 
 
 def slots_of_queries(part: Reads) -> Tensor:
-    """Return in which of all query slots each query member is."""
+    """Return where each query member is among the flattened query slots of `tiles`, `[P]`."""
     every_P = torch.arange(len(part.start_P), device=part.start_P.device)
     if part.query is not part.key or part.window is None:
         return every_P
-    slots = -(-part.length // TILE) * TILE
-    return every_P // part.length * slots + every_P % part.length
+    slots_of_list = -(-part.length // TILE) * TILE
+    return every_P // part.length * slots_of_list + every_P % part.length
 
 
 def slots_read(part: Reads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
