@@ -15,6 +15,8 @@ an error, and the section goes on behind it. All rows may need several starts.
 --dry runs everything that needs no CUDA on a CPU: tiny shapes, our kernels in Triton's interpreter,
 float16 for bfloat16; rows that need CUDA are named, skipped and counted.
 
+--predict measures nothing: it prints what a roofline of an H100 expects beside the goals.
+
 It needs no network, and beside torch, Triton and Lightning these small packages: hydra-core,
 omegaconf and antlr4-python3-runtime, and for the section `runs` safetensors and filelock. The store
 of the text is written here, without the packages by which `rtx data prepare` reads all kinds of
@@ -60,6 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=180.0, help="the most that a row may take")
     parser.add_argument("--retry", action="store_true", help="measure rows with errors again")
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
+    parser.add_argument("--predict", action="store_true", help="print what a roofline expects; nothing is measured")
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--retry-before", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -239,9 +242,22 @@ def text_of(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)[:120]
 
 
+def predict() -> None:
+    """Print what is expected of an H100 before anything was measured there."""
+    from gpu_sections import predictions
+
+    print(f"{'goal':<78}{'target':>10}{'predicted':>11}")
+    for row in predictions.predicted():
+        value = "-" if row["predicted"] is None else f"{row['predicted']:g}"
+        print(f"{row['goal']:<78}{row['target']:>10}{value:>11}")
+
+
 def main() -> int:
     """Run all sections, or be one of them."""
     args = arguments()
+    if args.predict:
+        predict()
+        return 0
     end_with_children()
     if args.section:
         return work(args)

@@ -113,6 +113,16 @@ def test_gpu_goes_on_behind_rows_that_kill_or_hang(tmp_path: Path, monkeypatch: 
     assert rows["right"]["value"] == rows["last"]["value"] == 1
 
 
+def test_gpu_predicts_goals_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    goals = importlib.import_module("gpu_sections.goals").goals()
+    found = importlib.import_module("gpu_sections.predictions").predicted()
+    assert [row["goal"] for row in found] == [goal.name for goal in goals]
+    steps = {row["goal"]: row["predicted"] for row in found if row["goal"].startswith("step of 6x512")}
+    near, far = (next(value for name, value in steps.items() if N in name) for N in ("N=8,192", "N=65,536"))
+    assert 1 < near < far < 65_536 / 256
+
+
 def test_gpu_keeps_rows_behind_half_a_line_and_repeats_errors_when_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
