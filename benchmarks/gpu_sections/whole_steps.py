@@ -78,7 +78,12 @@ class Variant(NamedTuple):
         return words
 
 
-SIZES = {"6x512": (6, 512, 256, 8), "2x128": (2, 128, 64, 2)}
+SIZES = {
+    "6x512": (6, 512, 256, 8),
+    "12x512": (12, 512, 256, 8),
+    "12x1024": (12, 1024, 256, 16),
+    "2x128": (2, 128, 64, 2),
+}
 """Layers, width, window and heads of models that are no preset."""
 SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", *ALONE)}
 """Models for checks, with heads of 64 units."""

@@ -28,9 +28,10 @@ def nameless(value: Any) -> Any:
 
 
 def main(runs: Path, folder: Path) -> None:
-    """Copy the records of `runs` to `folder`, which is made anew."""
+    """Copy the records of `runs`, a folder of runs or one of them, to `folder`, which is made anew."""
     shutil.rmtree(folder, ignore_errors=True)
-    configs = [path.read_text(encoding="utf-8") for path in runs.glob("*/config.yaml")]
+    paths = [*runs.glob("config.yaml"), *runs.glob("*/config.yaml")]
+    configs = [path.read_text(encoding="utf-8") for path in paths]
     found = {place for config in configs for place in re.findall(r"^  path: (/.+)$", config, re.MULTILINE)}
     places = sorted(found, key=len, reverse=True)
     for pattern in (*KEPT, *NAMELESS):
