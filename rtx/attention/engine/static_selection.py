@@ -117,8 +117,9 @@ def by_thresholds(
     score - threshold is highest, so that it joins one at least. Without thresholds it joins the
     cluster with the highest score alone.
 
-    Scores within the cluster's margin of the highest are tied, and the first cluster wins; cluster
-    0 wins where a score is NaN (`rtx.attention.ties`).
+    Rounding does not decide (`rtx.attention.ties`): a score within the cluster's margin below a
+    threshold reaches it. Scores within the margin of the highest are tied, and the first cluster
+    wins; cluster 0 wins where a score is NaN.
 
     Args:
         centroid_HCD, x_BHND: float32 or wider; scores are their dot products.
