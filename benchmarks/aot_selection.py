@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.pop(
-    "TRITON_INTERPRET", None
-)  # before Triton is imported: what it interprets stays Python
+# Before Triton is imported: what it interprets it cannot compile.
+os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -95,9 +94,9 @@ def compiled(form: Form, capability: int) -> Any:
     signature = signature_of(form)
     pointers = [name for name in names if signature[name].startswith("*")]
     # torch's allocations are aligned, but order_kernel's total is the last number of a tensor.
-    aligned = [
-        name for name in pointers if name != "total" or form.kernel.__name__ != "order_kernel"
-    ]
+    aligned = set(pointers)
+    if form.kernel.__name__ == "order_kernel":
+        aligned.remove("total")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(form.kernel, signature, constexprs=form.constants, attrs=attributes)
     options = {"num_warps": form.warps, "num_stages": 1}
@@ -130,9 +129,8 @@ def row(form: Form, capability: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--targets", nargs="+", type=int, default=[90, 80], help="compute capabilities"
-    )
+    targets = {"nargs": "+", "type": int, "default": [90, 80]}
+    parser.add_argument("--targets", help="compute capabilities", **targets)
     args = parser.parse_args()
     columns = f"{'for   kernel    constants':<92}{'registers':>10}{'spilled':>9}{'shared':>8}"
     lines = [f"Triton {triton.__version__}\n{columns}"]

@@ -1,7 +1,7 @@
 """How one optimizer step moves centroids and thresholds: a pure function of stacked tensors.
 
-Layers with the same rule are stacked and move together. `moved` reads no number back, so a GPU never
-waits for it, and `torch.compile` fuses it into a few kernels.
+Layers with the same rule are stacked and move together. `moved` reads no number back, so a GPU
+never waits for it, and `torch.compile` fuses it into a few kernels.
 
 A centroid c moves towards the vectors that the step gathered for it (their sum s, their number n):
 
@@ -19,8 +19,8 @@ Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster
 16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and its scores deviate by 8. At a rate
 of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
-Shapes: Y layers with the same rule, H routing heads, C clusters, D head size; V is 2 where keys have
-memberships of their own (queries, keys), else 1; T numbers in a layer's row of statistics.
+Shapes: Y layers with the same rule, H routing heads, C clusters, D head size; V is 2 where keys
+have memberships of their own (queries, keys), else 1; T numbers in a layer's row of statistics.
 """
 
 import math
@@ -31,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_EXCESS = 3.0
-"""The most that a cluster counts as too full: four times the wanted members, or more, move alike."""
+"""The most that a cluster counts as too full: fuller ones than 4 times the wanted move alike."""
 
 
 class Rule(NamedTuple):
-    """What layers that move together have in common. `routing.Centroids` documents these options."""
+    """What layers that move together have in common; `routing.Centroids` documents the options."""
 
     update: str
     """"members", "nearest" or "sum"."""
@@ -90,7 +90,7 @@ class Statistics(NamedTuple):
 
 
 def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistics:
-    """Return views of the statistics that a row `[T]`, or a row for each layer `[Y, T]`, consists of."""
+    """Return views of the statistics in a row `[T]`, or in a row for each layer `[Y, T]`."""
     H, C, D = shape_HCD
     layers = total_T.shape[:-1]
     sums, counts, seen, positions, sequences = total_T.split(statistics_sizes(shape_HCD), dim=-1)
@@ -117,8 +117,8 @@ def to_sphere(x_HCD: Tensor) -> Tensor:
 def moved(rule: Rule, state: State, total_YT: Tensor) -> State:
     """Return the centroids, thresholds and numbers of steps after a step.
 
-    A layer that gathered nothing keeps its state. A head whose statistics are not all finite keeps its
-    centroids and thresholds: one NaN would never leave their running means.
+    A layer that gathered nothing keeps its state. A head whose statistics are not all finite keeps
+    its centroids and thresholds: one NaN would never leave their running means.
 
     Args:
         total_YT: the statistics of each layer, see `statistics_in`.
@@ -155,8 +155,8 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
     mean_YHCD = statistics.sum_HCD / statistics.count_HC[..., None].clamp_min(1)
     if rule.update == "members" and not rule.threshold_rate:
         # A centroid without members would never get any: its threshold does not fall. It moves
-        # towards the mean of the other clusters' means. In a head without any members that is 0, and
-        # the centroid keeps its direction.
+        # towards the mean of the other clusters' means. In a head without any members that is 0,
+        # and the centroid keeps its direction.
         sum_YH1D = mean_YHCD.sum(2, keepdim=True)
         others_YH1D = sum_YH1D / has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
         mean_YHCD = torch.where(has_mean_YHC1, mean_YHCD, others_YH1D)
@@ -168,8 +168,8 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
 def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return the centroids after a step of Algorithm 1, with the mean over sequences of their sums.
 
-    Algorithm 1 adds half of the queries' sum and half of the keys' sum. Where queries stand for keys,
-    both halves are the same, and the sum was gathered once; else both sums were gathered.
+    Algorithm 1 adds half of the queries' sum and half of the keys' sum. Where queries stand for
+    keys, both halves are the same, and the sum was gathered once; else both sums were gathered.
     """
     sums_gathered = 2.0 if rule.keys == "separate" else 1.0
     divisor_Y111 = (sums_gathered * statistics.sequences)[:, None, None, None]

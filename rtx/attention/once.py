@@ -23,7 +23,9 @@ cached_lists: dict[Hashable, list[Reads]] = {}
 
 
 def made_once(
-    form: Hashable, device: torch.device, make: Callable[[torch.device], list[Reads]]
+    form: Hashable,
+    device: torch.device,
+    make: Callable[[torch.device], list[Reads]],
 ) -> list[Reads]:
     """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
@@ -40,7 +42,7 @@ def made_once(
 
 
 def make_on_cpu(make: Callable[[torch.device], list[Reads]], device: torch.device) -> list[Reads]:
-    """Return `make(cpu)`, copied to the device, each part with an empty `derived` for `derived_once`.
+    """Return `make(cpu)`, copied to the device, with an empty `derived` for `derived_once`.
 
     The first call may come in inference mode. Tensors made there could not be used in training
     later, so this leaves that mode.

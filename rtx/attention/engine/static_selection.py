@@ -256,7 +256,11 @@ def collect(takes_S: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Te
 
 
 def lists_of_members(
-    row_M: Tensor, count_L: Tensor, rows: int, window: int, attend_self: bool
+    row_M: Tensor,
+    count_L: Tensor,
+    rows: int,
+    window: int,
+    attend_self: bool,
 ) -> KernelLists:
     """Return lists in which queries stand for keys: members read members of the same list.
 
@@ -295,7 +299,11 @@ def list_of(bound_L1: Tensor, member_M: Tensor) -> Tensor:
 
 
 def ranges_around(
-    member_M: Tensor, first_M: Tensor, end_M: Tensor, window: int, attend_self: bool
+    member_M: Tensor,
+    first_M: Tensor,
+    end_M: Tensor,
+    window: int,
+    attend_self: bool,
 ) -> Ranges:
     """Return the ranges of members that read the last `window` members of their list.
 
@@ -315,7 +323,11 @@ def ranges_around(
 
 
 def separate_lists(
-    queries: Selected, keys: Selected, length: int, window: int, attend_self: bool
+    queries: Selected,
+    keys: Selected,
+    length: int,
+    window: int,
+    attend_self: bool,
 ) -> KernelLists:
     """Return lists in which queries and keys have members of their own.
 
@@ -410,7 +422,10 @@ def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
 
 
 def top_members_with(
-    choose_earliest: Earliest, score_XCN: Tensor, margin_XC: Tensor, window: int
+    choose_earliest: Earliest,
+    score_XCN: Tensor,
+    margin_XC: Tensor,
+    window: int,
 ) -> Tensor:
     """Return what `top_members` does, by that implementation of `earliest`."""
     score_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)

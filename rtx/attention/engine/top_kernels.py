@@ -210,7 +210,15 @@ def top_kernel(
     else:
         more = tl.load(reached + tl.num_programs(0) + row)
         search(
-            score + row * N, tl.load(margin + row), taken + row * W, least, count, more, N, W, BN
+            score + row * N,
+            tl.load(margin + row),
+            taken + row * W,
+            least,
+            count,
+            more,
+            N,
+            W,
+            BN,
         )
 
 

@@ -211,7 +211,11 @@ def _(
 
 
 def no_members(
-    centroid_HCD: Tensor, x_BHND: Tensor, has_thresholds: bool, room: int, nearest: bool
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    has_thresholds: bool,
+    room: int,
+    nearest: bool,
 ) -> Members:
     """Return the result of `select_members` without positions: all slots are empty.
 
@@ -395,9 +399,8 @@ def launch_moments(moment_2LT: Tensor, x_BHND: Tensor, C: int) -> Tensor:
         return moment_2LT.new_empty(0, dtype=torch.float64)
     B, H, N, _ = x_BHND.shape
     moment_2BHC = moment_2LT.new_empty(2, B, H, C, dtype=torch.float64)
-    kernels().moment_kernel[(L,)](
-        moment_2LT, moment_2BHC, N, L, tiles, TILE=TILE, BT=128, num_warps=4
-    )
+    sizes = {"TILE": TILE, "BT": 128, "num_warps": 4}
+    kernels().moment_kernel[(L,)](moment_2LT, moment_2BHC, N, L, tiles, **sizes)
     return moment_2BHC
 
 
@@ -485,7 +488,10 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
 
 
 def earliest_by_kernel(
-    score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tensor
+    score_XN: Tensor,
+    best_XK: Tensor,
+    edge_X2: Tensor,
+    margin_X1: Tensor,
 ) -> Tensor:
     """Return what `static_selection.earliest` does, of float32."""
     assert score_XN.dtype == margin_X1.dtype == torch.float32, "the kernels compute in float32"
