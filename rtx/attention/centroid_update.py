@@ -1,9 +1,26 @@
-"""How one step moves the centroids and thresholds of several layers at once: a pure function of stacked tensors.
+"""How one optimizer step moves centroids and thresholds: a pure function of stacked tensors.
 
-It reads no number back, so a GPU never waits for it, and `torch.compile` makes a few kernels of it.
+Layers with the same rule are stacked and move together. `moved` reads no number back, so a GPU
+never waits for it, and `torch.compile` fuses it into a few kernels.
 
-Shapes: Y layers that share a rule, H routing heads, C clusters, D head size; X is 2 where keys have memberships of
-their own, else 1; T all statistics of a layer in one row.
+A centroid c moves towards the vectors that the step gathered for it (their sum s, their number n):
+
+    update="members", "nearest":   c <- to_sphere(decay c + (1 - decay) s / n)
+    update="sum" (Algorithm 1):    c <- decay c + (1 - decay) s / (number of sequences)
+
+A cluster's threshold t moves so that the cluster gets `window` of `length` positions:
+
+    t <- t + threshold_rate (members / wanted - 1) deviation
+
+where wanted = positions * window / length, and the deviation is that of the scores of all positions
+with the centroid.
+
+Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster is to have
+16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and its scores deviate by 8. At a rate
+of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
+
+Shapes: Y layers with the same rule, H routing heads, C clusters, D head size; V is 2 where keys
+have memberships of their own (queries, keys), else 1; T numbers in a layer's row of statistics.
 """
 
 import math
@@ -13,121 +30,197 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_EXCESS = 3.0
+"""The most that a cluster counts as too full: fuller ones than 4 times the wanted move alike."""
+
 
 class Rule(NamedTuple):
-    """What layers that move together have in common; see `rtx.attention.routing.Centroids` for the words."""
+    """What layers that move together have in common; `routing.Centroids` documents the options."""
 
     update: str
+    """"members", "nearest" or "sum"."""
     keys: str
+    """"shared", "separate" or "projected"."""
     decay: float
     window: int
     length: int
+    """A cluster is to hold `window` of `length` positions."""
     threshold_rate: float
+    """0: thresholds do not move."""
     quantile: float
+    """A normal score exceeds its mean by this many deviations with probability window / length.
+
+    -inf where that is 1.
+    """
     shape_HCD: tuple[int, int, int]
 
 
 class State(NamedTuple):
-    """What moves: float32, and the count of steps int64."""
+    """What a step moves."""
 
     centroid_YHCD: Tensor
-    threshold_YXHC: Tensor
+    """float32."""
+    threshold_YVHC: Tensor
+    """float32."""
     steps_Y: Tensor
+    """How many steps have moved each layer, int64."""
 
 
 class Statistics(NamedTuple):
-    """What a step has gathered, float64, behind the layers' dimension if there is one.
+    """What the forward passes of a step have gathered, in float64.
 
-    `seen_2_3_HC`: of queries and of keys the number of members, and the first two moments of the scores.
+    Fields that are views of a stack of layers (`statistics_in`) have a dimension Y in front.
     """
 
     sum_HCD: Tensor
+    """The sums of the vectors that each centroid is to follow."""
     count_HC: Tensor
+    """The numbers of these vectors."""
     seen_2_3_HC: Tensor
+    """Of queries, and of keys with memberships of their own: the number of members of each cluster,
+    and the sums of all scores with its centroid and of their squares.
+
+    The sums are 0 where no thresholds are in use. Members may be other vectors than those of
+    `count_HC`.
+    """
     positions: Tensor
+    """The number of positions of all sequences."""
     sequences: Tensor
+    """The number of sequences."""
 
 
 def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistics:
-    """Return the statistics that lie in rows of length T, `[T]` or `[Y, T]`, as views."""
+    """Return views of the statistics in a row `[T]`, or in a row for each layer `[Y, T]`."""
     H, C, D = shape_HCD
     layers = total_T.shape[:-1]
     sums, counts, seen, positions, sequences = total_T.split(statistics_sizes(shape_HCD), dim=-1)
     return Statistics(
-        sums.unflatten(-1, (H, C, D)),
-        counts.unflatten(-1, (H, C)),
-        seen.unflatten(-1, (2, 3, H, C)),
-        positions.view(layers),
-        sequences.view(layers),
+        sum_HCD=sums.unflatten(-1, (H, C, D)),
+        count_HC=counts.unflatten(-1, (H, C)),
+        seen_2_3_HC=seen.unflatten(-1, (2, 3, H, C)),
+        positions=positions.view(layers),
+        sequences=sequences.view(layers),
     )
 
 
 def statistics_sizes(shape_HCD: tuple[int, int, int]) -> list[int]:
-    """Return how many numbers of a row of T each of the `Statistics` takes."""
+    """Return how many of the T numbers of a row each field of `Statistics` takes."""
     H, C, D = shape_HCD
-    return [H * C * D, H * C, 6 * H * C, 1, 1]
+    return [H * C * D, H * C, 2 * 3 * H * C, 1, 1]
 
 
 def to_sphere(x_HCD: Tensor) -> Tensor:
-    """Return the vectors with norm sqrt(D), the norm of a normalised query."""
+    """Return the vectors scaled to norm sqrt(D), the norm of a normalised query."""
     return F.normalize(x_HCD, dim=-1) * math.sqrt(x_HCD.shape[-1])
 
 
 def moved(rule: Rule, state: State, total_YT: Tensor) -> State:
-    """Return the centroids, thresholds and counts of steps after a step.
+    """Return the centroids, thresholds and numbers of steps after a step.
 
-    A layer that has gathered nothing keeps what it has, and so does a head whose statistics are not all finite: its
-    centroids and thresholds would be NaN for good.
+    A layer that gathered nothing keeps its state. A head whose statistics are not all finite keeps
+    its centroids and thresholds: one NaN would never leave their running means.
+
+    Args:
+        total_YT: the statistics of each layer, see `statistics_in`.
     """
-    seen = statistics_in(total_YT, rule.shape_HCD)
-    gathered_Y = seen.sequences > 0
-    finite_YH = seen.sum_HCD.isfinite().all(-1).all(-1) & seen.seen_2_3_HC.isfinite().all(-1).all(1).all(1)
-    moves_YH = finite_YH & gathered_Y[:, None]
+    statistics = statistics_in(total_YT, rule.shape_HCD)
+    gathered_Y = statistics.sequences > 0
+    moves_YH = gathered_Y[:, None] & all_finite(statistics)
     old_YHCD = state.centroid_YHCD.double()
-    new_YHCD = moved_centroids(rule, old_YHCD, seen)
-    centroid_YHCD = torch.where(moves_YH[..., None, None], new_YHCD, old_YHCD).to(state.centroid_YHCD.dtype)
-    threshold_YXHC = state.threshold_YXHC
+    new_YHCD = moved_centroids(rule, old_YHCD, statistics)
+    centroid_YHCD = torch.where(moves_YH[..., None, None], new_YHCD, old_YHCD)
+    threshold_YVHC = state.threshold_YVHC
     if rule.threshold_rate:
-        threshold_YXHC = moved_thresholds(rule, state, seen, moves_YH)
-    return State(centroid_YHCD, threshold_YXHC, state.steps_Y + gathered_Y)
+        threshold_YVHC = moved_thresholds(rule, state, statistics, moves_YH)
+    return State(
+        centroid_YHCD=centroid_YHCD.to(state.centroid_YHCD.dtype),
+        threshold_YVHC=threshold_YVHC,
+        steps_Y=state.steps_Y + gathered_Y,
+    )
 
 
-def moved_centroids(rule: Rule, old_YHCD: Tensor, seen: Statistics) -> Tensor:
-    """Return where the statistics move all centroids, float64; what a layer without any gets is not to be read."""
+def all_finite(statistics: Statistics) -> Tensor:
+    """Return whether the sums of a head are all finite, `[Y, H]`."""
+    vectors_YHC = statistics.sum_HCD.isfinite().all(-1)
+    scores_Y2HC = statistics.seen_2_3_HC.isfinite().all(2)
+    scores_YHC = scores_Y2HC.all(1)
+    return vectors_YHC.all(-1) & scores_YHC.all(-1)
+
+
+def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+    """Return the centroids after a step, float64; any numbers for layers that gathered nothing."""
     if rule.update == "sum":
-        # Halves of the sums of queries and of keys; where these are the same vectors, one sum.
-        halves = 2.0 if rule.keys == "separate" else 1.0
-        share_Y111 = (halves * seen.sequences)[:, None, None, None]
-        return rule.decay * old_YHCD + (1 - rule.decay) * seen.sum_HCD / share_Y111
-    moves_YHC1 = seen.count_HC[..., None] > 0
-    mean_YHCD = seen.sum_HCD / seen.count_HC[..., None].clamp_min(1)
-    if rule.update == "members" and not rule.threshold_rate:  # no threshold falls until members come
-        others_YH1D = mean_YHCD.sum(2, keepdim=True) / moves_YHC1.sum(2, keepdim=True).clamp_min(1)
-        mean_YHCD = torch.where(moves_YHC1, mean_YHCD, others_YH1D)
-        moves_YHC1 = torch.ones_like(moves_YHC1)
-    moved_YHCD = to_sphere(rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD)
-    return torch.where(moves_YHC1, moved_YHCD, old_YHCD)
+        return moved_by_sums(rule, old_YHCD, statistics)
+    has_mean_YHC1 = statistics.count_HC[..., None] > 0
+    mean_YHCD = statistics.sum_HCD / statistics.count_HC[..., None].clamp_min(1)
+    if rule.update == "members" and not rule.threshold_rate:
+        # A centroid without members would never get any: its threshold does not fall. It moves
+        # towards the mean of the other clusters' means. In a head without any members that is 0,
+        # and the centroid keeps its direction.
+        sum_YH1D = mean_YHCD.sum(2, keepdim=True)
+        others_YH1D = sum_YH1D / has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
+        mean_YHCD = torch.where(has_mean_YHC1, mean_YHCD, others_YH1D)
+        return to_sphere(rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD)
+    new_YHCD = to_sphere(rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD)
+    return torch.where(has_mean_YHC1, new_YHCD, old_YHCD)
 
 
-def moved_thresholds(rule: Rule, state: State, seen: Statistics, moves_YH: Tensor) -> Tensor:
-    """Raise the thresholds of clusters with too many members, lower those of clusters with too few.
+def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+    """Return the centroids after a step of Algorithm 1, with the mean over sequences of their sums.
 
-    The first step sets them by the scores' mean and deviation, as if these were normal. Thresholds of which no score
-    was seen stay.
+    Algorithm 1 adds half of the queries' sum and half of the keys' sum. Where queries stand for
+    keys, both halves are the same, and the sum was gathered once; else both sums were gathered.
     """
-    old_YXHC = state.threshold_YXHC
-    seen_YX3HC = seen.seen_2_3_HC[:, : old_YXHC.shape[1]]
-    positions_Y111 = seen.positions[:, None, None, None]
-    count_YXHC = seen_YX3HC[:, :, 0]
-    mean_YXHC = seen_YX3HC[:, :, 1] / positions_Y111
-    square_YXHC = seen_YX3HC[:, :, 2] / positions_Y111
-    deviation_YXHC = (square_YXHC - mean_YXHC.square()).clamp(min=0).sqrt()
-    wanted_Y111 = rule.window * positions_Y111 / rule.length
-    excess_YXHC = (count_YXHC / wanted_Y111 - 1).clamp(max=3)
-    new_YXHC = old_YXHC + rule.threshold_rate * excess_YXHC * deviation_YXHC
+    sums_gathered = 2.0 if rule.keys == "separate" else 1.0
+    divisor_Y111 = (sums_gathered * statistics.sequences)[:, None, None, None]
+    return rule.decay * old_YHCD + (1 - rule.decay) * statistics.sum_HCD / divisor_Y111
+
+
+class ScoreMoments(NamedTuple):
+    """Of the scores of each centroid with the step's positions, float64."""
+
+    count_YVHC: Tensor
+    """The number of members."""
+    mean_YVHC: Tensor
+    deviation_YVHC: Tensor
+    scored_YV: Tensor
+    """Whether the layer gathered any score."""
+
+
+def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
+    """Return the moments of queries' scores, and for V = 2 of keys' scores."""
+    seen_YV3HC = statistics.seen_2_3_HC[:, :V]
+    positions_Y111 = statistics.positions[:, None, None, None]
+    mean_YVHC = seen_YV3HC[:, :, 1] / positions_Y111
+    mean_square_YVHC = seen_YV3HC[:, :, 2] / positions_Y111
+    # Rounding may make a variance of 0 negative.
+    variance_YVHC = (mean_square_YVHC - mean_YVHC.square()).clamp(min=0)
+    return ScoreMoments(
+        count_YVHC=seen_YV3HC[:, :, 0],
+        mean_YVHC=mean_YVHC,
+        deviation_YVHC=variance_YVHC.sqrt(),
+        scored_YV=(seen_YV3HC[:, :, 1:] != 0).flatten(2).any(-1),
+    )
+
+
+def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH: Tensor) -> Tensor:
+    """Return thresholds raised where clusters have too many members, lowered where too few.
+
+    The first step of a layer sets its thresholds instead: to the score that `window` of `length`
+    positions would exceed if scores were normal, with the mean and deviation of the step's scores.
+    Thresholds of a layer that gathered no scores stay.
+
+    Args:
+        moves_YH: the heads whose thresholds may move.
+    """
+    old_YVHC = state.threshold_YVHC
+    scores = moments_of(statistics, old_YVHC.shape[1])
+    wanted_Y111 = rule.window * statistics.positions[:, None, None, None] / rule.length
+    excess_YVHC = (scores.count_YVHC / wanted_Y111 - 1).clamp(max=MAX_EXCESS)
+    new_YVHC = old_YVHC + rule.threshold_rate * excess_YVHC * scores.deviation_YVHC
     if math.isfinite(rule.quantile):
+        first_YVHC = scores.mean_YVHC + rule.quantile * scores.deviation_YVHC
         is_first_Y111 = (state.steps_Y == 0)[:, None, None, None]
-        new_YXHC = torch.where(is_first_Y111, mean_YXHC + rule.quantile * deviation_YXHC, new_YXHC)
-    scored_YX = (seen_YX3HC[:, :, 1:] != 0).flatten(2).any(-1)
-    moves_YXH1 = (scored_YX[..., None] & moves_YH[:, None])[..., None]
-    return torch.where(moves_YXH1, new_YXHC, old_YXHC.double()).to(old_YXHC.dtype)
+        new_YVHC = torch.where(is_first_Y111, first_YVHC, new_YVHC)
+    moves_YVH1 = (scores.scored_YV[..., None] & moves_YH[:, None])[..., None]
+    return torch.where(moves_YVH1, new_YVHC, old_YVHC.double()).to(old_YVHC.dtype)

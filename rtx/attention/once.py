@@ -1,6 +1,11 @@
-"""A cache of lists that depend on shapes alone. They are made on the CPU, then moved to their device.
+"""Compute lists of who reads whom once per shape, and what engines derive from lists once per list.
 
-Made on a GPU, they would take about a hundred small kernels, and the CPU would wait for each count of members.
+Some patterns do not look at content: their lists follow from shapes and options. `made_once` caches
+such lists. They are made on the CPU, then copied to their device: on a GPU the same work would take
+about a hundred small kernels, and the CPU would wait for each number of members.
+
+Engines compute tables of their own from lists. `derived_once` stores these tables in the lists
+(`Reads.derived`), so that they live as long as the lists do.
 """
 
 from collections.abc import Callable, Hashable
@@ -10,50 +15,81 @@ import torch
 
 from rtx.attention.packed import Hidden, Packed, Reads
 
-MAX_HELD = 64
-"""The most forms of lists that are kept; the one made first is dropped for a new one."""
-held: dict[Hashable, list[Reads]] = {}
+MAX_CACHED = 64
+"""The number of cache entries; a new entry beyond it displaces the oldest one."""
+
+cached_lists: dict[Hashable, list[Reads]] = {}
+"""The lists by their form and device, oldest first."""
 
 
-def made_once(form: Hashable, device: torch.device, make: Callable[[torch.device], list[Reads]]) -> list[Reads]:
-    """Return make(cpu), moved to the device; the result for the same form and device is returned again.
+def made_once(
+    form: Hashable,
+    device: torch.device,
+    make: Callable[[torch.device], list[Reads]],
+) -> list[Reads]:
+    """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
     Args:
-        form: all that `make` depends on.
+        form: everything that the result of `make` depends on: options and shapes.
     """
-    key = form, device
-    if key not in held:
-        if len(held) >= MAX_HELD:
-            held.pop(next(iter(held)))
-        held[key] = on_device(make, device)
-    return held[key]
+    key = (form, device)
+    if key not in cached_lists:
+        if len(cached_lists) >= MAX_CACHED:
+            oldest = next(iter(cached_lists))
+            cached_lists.pop(oldest)
+        cached_lists[key] = make_on_cpu(make, device)
+    return cached_lists[key]
 
 
-def on_device(make: Callable[[torch.device], list[Reads]], device: torch.device) -> list[Reads]:
-    """Return make(cpu) on a device, as tensors for training, too; `derived` is empty, and engines fill it."""
+def make_on_cpu(make: Callable[[torch.device], list[Reads]], device: torch.device) -> list[Reads]:
+    """Return `make(cpu)`, copied to the device, with an empty `derived` for `derived_once`.
+
+    The first call may come in inference mode. Tensors made there could not be used in training
+    later, so this leaves that mode.
+    """
     with torch.inference_mode(False), torch.no_grad():
         parts = make(torch.device("cpu"))
-        return [to_device(part, device)._replace(derived={}) for part in parts]
+        return [on_device(part, device)._replace(derived={}) for part in parts]
 
 
-def to_device(part: Reads, device: torch.device) -> Reads:
-    """Return the part on a device; lists that queries and keys share stay one."""
-    query = Packed(part.query.row_M.to(device), part.query.count_L.to(device))
+def on_device(part: Reads, device: torch.device) -> Reads:
+    """Return the part with its tensors on a device.
+
+    Engines test `part.key is part.query` to learn whether queries and keys share their lists. This
+    holds for the result where it holds for `part`.
+    """
+    query = packed_on_device(part.query, device)
     key = query
     if part.key is not part.query:
-        key = Packed(part.key.row_M.to(device), part.key.count_L.to(device))
+        key = packed_on_device(part.key, device)
     hidden = part.hidden
     if hidden is not None:
         hidden = Hidden(*(x.to(device) for x in hidden))
-    start_P, stop_P = part.start_P.to(device), part.stop_P.to(device)
-    return part._replace(query=query, key=key, start_P=start_P, stop_P=stop_P, hidden=hidden)
+    return part._replace(
+        query=query,
+        key=key,
+        start_P=part.start_P.to(device),
+        stop_P=part.stop_P.to(device),
+        hidden=hidden,
+    )
+
+
+def packed_on_device(packed: Packed, device: torch.device) -> Packed:
+    """Return the lists of rows on a device."""
+    return Packed(packed.row_M.to(device), packed.count_L.to(device))
 
 
 def derived_once(part: Reads, name: str, make: Callable[[], Any]) -> Any:
-    """Return make(), which depends on the lists alone; from the part itself where these serve many passes."""
+    """Return `make()`, stored in `part.derived` for later calls; not stored where that is None.
+
+    Args:
+        name: the key in `part.derived`.
+        make: computes something from the part's lists alone.
+    """
     if part.derived is None:
         return make()
     if name not in part.derived:
-        with torch.inference_mode(False), torch.no_grad():  # a later pass may be one of training
+        # As in `make_on_cpu`: the first pass may be one of inference, a later one of training.
+        with torch.inference_mode(False), torch.no_grad():
             part.derived[name] = make()
     return part.derived[name]

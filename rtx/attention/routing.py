@@ -622,7 +622,7 @@ def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, Sta
     thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
     # torch's operations on lists of tensors, one launch for all layers, have no public names.
     torch._foreach_copy_([layer.centroid_HCD for layer in layers], list(after.centroid_YHCD.unbind()))  # type: ignore[attr-defined]
-    torch._foreach_copy_(thresholds, list(after.threshold_YXHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
+    torch._foreach_copy_(thresholds, list(after.threshold_YVHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
     torch._foreach_copy_([layer.steps for layer in layers], list(after.steps_Y.unbind()))  # type: ignore[attr-defined]
     torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
 

@@ -1,4 +1,8 @@
-"""Content-based selection in static shapes: on a GPU, which the CPU need not ask for the number of members."""
+"""Choose how content-based selection runs: in static shapes or not, and by which functions.
+
+In *static shapes* every tensor has a size that follows from the shapes of the inputs. The CPU then
+never waits for a GPU to learn how many members the clusters have.
+"""
 
 from types import ModuleType
 
@@ -9,11 +13,24 @@ from rtx.attention.engine import packed_attention, static_selection, triton_sele
 
 
 def is_static(x: Tensor, backend: str) -> bool:
-    """Tell whether members are selected in static shapes: on a GPU, or with backend="triton"."""
+    """Return whether members of `x`'s vectors are selected in static shapes.
+
+    They are on a GPU, and on a CPU with `backend="triton"`, where Triton's interpreter runs.
+    """
     return not x.is_cpu or backend == "triton"
 
 
 def selection_functions(x: Tensor, backend: str) -> ModuleType:
-    """Return the module that selects among vectors: our kernels where they can run, else torch's operations."""
-    by_kernels = backend != "torch" and x.dtype == torch.float32 and packed_attention.can_run(x.device)
-    return triton_selection if by_kernels else static_selection
+    """Return the module whose functions select among `x`'s vectors in static shapes.
+
+    `triton_selection` and `static_selection` both have the functions `by_thresholds`,
+    `top_members`, `best_places` and `list_sums`, with the same arguments and results. Triton's
+    take float32 alone, and need Triton and a GPU, or Triton's interpreter.
+
+    Args:
+        backend: "torch" takes `static_selection` everywhere.
+    """
+    is_for_triton = backend != "torch" and x.dtype == torch.float32
+    if is_for_triton and packed_attention.can_run(x.device):
+        return triton_selection
+    return static_selection

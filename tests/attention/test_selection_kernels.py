@@ -171,6 +171,44 @@ def test_without_room_the_last_members_of_the_last_lists_are_left_out(
 
 
 @WAYS
+def test_the_example_of_the_documentation(way: ModuleType) -> None:
+    """Scores are 1 where a position joins: 0, 1 and 3 cluster 0, 2 and 3 cluster 1."""
+    x_BHND = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=DEVICE)[None, None]
+    data = Drawn(
+        centroid_HCD=torch.eye(2, device=DEVICE)[None],
+        x_BHND=x_BHND,
+        threshold_HC=torch.full((1, 2), 0.5, device=DEVICE),
+        margin_HC=torch.zeros(1, 2, device=DEVICE),
+    )
+    case = Case(B=1, H=1, N=4, D=2, C=2, W=2, attend_self=True)
+    selected = select(way, data, case, has_thresholds=True, room=6)
+    lists = selected.lists
+    assert selected.row_M.tolist() == [0, 1, 3, 2, 3, 0]
+    assert lists.start_P.tolist() == [0, 0, 1, 3, 3, 6]
+    assert lists.stop_P.tolist() == [1, 2, 3, 4, 5, 6]
+    assert lists.low_M.tolist() == [0, 1, 2, 3, 4, 6]
+    assert lists.high_M.tolist() == [2, 3, 3, 5, 5, 6]
+    assert selected.count_L.tolist() == [3, 2]
+    assert static_selection.bounds(selected.count_L, 6).tolist() == [0, 3, 5]
+
+
+def test_collect_appends_numbers_and_counts_those_without_room() -> None:
+    number_M1 = torch.tensor([7, 0, 0])
+    takes_S = torch.tensor([False, True, True])
+    done = static_selection.collect(takes_S, 10, number_M1, torch.ones(1, dtype=torch.int64))
+    assert number_M1[:2].tolist() == [7, 11]
+    assert done.tolist() == [3]
+
+
+def test_earliest_takes_the_earlier_of_two_tied_scores() -> None:
+    score_XN = torch.tensor([[5.0, 3.0, 4.9, 9.0]])
+    best_XK = torch.tensor([[9.0, 5.0, 4.9]])
+    edge_X2 = torch.tensor([[4.9, 5.0]])
+    places = static_selection.earliest(score_XN, best_XK, edge_X2, torch.tensor([[0.2]]))
+    assert places.tolist() == [[0, 3]]
+
+
+@WAYS
 @pytest.mark.parametrize("case", [CASES[0]])
 def test_nan_goes_to_the_first_cluster(way: ModuleType, case: Case) -> None:
     """Of a position all scores may be NaN, of a cluster those of all positions, and a threshold."""
@@ -420,6 +458,7 @@ def test_nothing_waits_for_numbers() -> None:
         mock.patch.multiple(
             triton_selection,
             kernels=Launches,
+            top_kernels=Launches,
             select_members=triton_selection.members_by_kernels,
             earliest=triton_selection.earliest_by_kernel,
             list_sums=triton_selection.sums_by_kernel,

@@ -1,12 +1,35 @@
-"""Which positions belong to which cluster, by torch's kernels, in static shapes and without a wait.
+"""Select the members of clusters with torch operations, in static shapes.
 
-Everything here follows from the shapes of what it gets, so that a GPU is never asked how many members
-there are: lists have room for a fixed number of members, and a count on the device says how many of
-them are real. `triton_selection.py` has the same functions by Triton's kernels.
+How many members a cluster has depends on scores. A GPU would have to finish its queue before the
+CPU could read that number. So no shape here depends on scores. A tensor of members has M slots, its
+*room*. The members fill the first slots, list after list and in order of position; the other slots
+are *empty*. A number on the device says how many slots are filled. Where there are more members
+than slots, the last members of the last lists are lost, and counted.
 
-Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, D head size, W attention
-window, L = B * H * C lists, R = B * H * N rows (row = (b * H + h) * N + n), M room for members, P for
-query members.
+`triton_selection.py` has the same functions as Triton kernels.
+
+Example: one sequence, one head, two clusters, four positions, a window of 2, and room for M = 6
+members. The positions 0, 1 and 3 join cluster 0, the positions 2 and 3 join cluster 1:
+
+    member      0  1  2    3  4    5
+    list        0  0  0    1  1    empty slot
+    row_M       0  1  3    2  3    0
+    start_M     0  0  1    3  3    6       member m reads the members start_M[m] to stop_M[m] - 1
+    stop_M      1  2  3    4  5    6
+    low_M       0  1  2    3  4    6       the members low_M[m] to high_M[m] - 1 read member m
+    high_M      2  3  3    5  5    6
+
+    count_L     3  2                       members of each list
+    bound_L1    0  3  5                    where lists begin; then the number of filled slots
+
+Members 0 and 1 are the rows 0 and 1; member 1 reads both, as the window is 2. Member 2 (position 3)
+reads members 1 and 2. Lists do not read each other. In empty slots the four range tensors hold M,
+which makes all ranges empty.
+
+Shapes: B sequences, H heads, X = B * H of these or some of them, C clusters of a head, N positions,
+D head size, W attention window, L = B * H * C lists, L1 = L + 1, R = B * H * N rows (row = (b * H +
+h) * N + n), M slots of members. Where queries and keys have members of their own, M are the slots
+of key members and P those of query members. S scores of some heads, flattened; M1 = M + 1.
 """
 
 import math
@@ -22,30 +45,58 @@ from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
 from rtx.attention.ties import highest
 
 MAX_SCORES = 1 << 24
-"""Scores held at once, but for those of one head."""
+"""The most scores that are in memory at once; one head's scores are, even if there are more."""
 
 
 class Selected(NamedTuple):
-    """The members of every list, and who reads whom where queries stand for keys."""
+    """The members of all lists, and the ranges by which they read each other."""
 
     row_M: Tensor
-    """Their rows, int32, list after list in order of position; 0 behind the count."""
+    """The members' rows, int32, list after list in order of position; 0 in empty slots."""
     count_L: Tensor
-    """The members of each list, int64, those included for which there is no room."""
+    """The number of members of each list, int64; lost ones are counted, too."""
     lists: KernelLists
+    """The members as query members and as key members, for the attention kernels."""
     lost: Tensor
-    """How many of the last members of the last lists there is no room for, int64 `[1]`."""
+    """How many members there is no room for, int64 `[1]`: the last ones of the last lists."""
     nearest_BHN: Tensor | None
-    """The cluster that scores each position highest, int32."""
+    """The cluster with the highest score of each position, int32; None unless requested."""
     moment_2BHC: Tensor | None
-    """With thresholds the sums of all scores of a centroid and of their squares, float64."""
+    """The sums over all positions of a centroid's scores, and of their squares, float64; None
+    without thresholds."""
 
 
-def shared_lists(row_M: Tensor, ranges: tuple[Tensor, ...], by_row: RowMembers, count: Tensor) -> KernelLists:
-    """Return lists whose query members are their key members: `ranges` are start, stop, low and high."""
-    start_M, stop_M, low_M, high_M = ranges
-    count_2 = count.expand(2).contiguous()
-    return KernelLists(row_M, row_M, start_M, stop_M, low_M, high_M, by_row, by_row, count_2)
+class Ranges(NamedTuple):
+    """Member m reads the members start_M[m] to stop_M[m] - 1.
+
+    The members low_M[m] to high_M[m] - 1 read member m.
+    """
+
+    start_M: Tensor
+    stop_M: Tensor
+    low_M: Tensor
+    high_M: Tensor
+
+
+def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tensor) -> KernelLists:
+    """Return lists whose key members are their query members.
+
+    Args:
+        ranges: the members' ranges, int32.
+        by_row: the members of each row.
+        count: the number of filled slots, int32 `[1]`.
+    """
+    return KernelLists(
+        query_row_P=row_M,
+        key_row_M=row_M,
+        start_P=ranges.start_M,
+        stop_P=ranges.stop_M,
+        low_M=ranges.low_M,
+        high_M=ranges.high_M,
+        query_members=by_row,
+        key_members=by_row,
+        count_2=count.expand(2).contiguous(),
+    )
 
 
 def by_thresholds(
@@ -59,253 +110,433 @@ def by_thresholds(
     room: int,
     nearest: bool = False,
 ) -> Selected:
-    """Return the members of every cluster, each decided by its position alone.
+    """Return the members of every cluster by thresholds, or of every position's nearest cluster.
 
-    A position joins every cluster that scores it at or above its threshold, and in any case the one
-    whose score less threshold is highest; without thresholds that with the highest score alone. Of
-    scores within a cluster's margin the first cluster wins, and cluster 0 where one is NaN (`ties.py`).
+    The membership of a position depends on its own scores alone. With thresholds a position joins
+    every cluster whose threshold its score reaches. It also joins the cluster where
+    score - threshold is highest, so that it joins one at least. Without thresholds it joins the
+    cluster with the highest score alone.
+
+    Rounding does not decide (`rtx.attention.ties`): a score within the cluster's margin below a
+    threshold reaches it. Scores within the margin of the highest are tied, and the first cluster
+    wins; cluster 0 wins where a score is NaN.
 
     Args:
-        centroid_HCD, x_BHND: what is multiplied to scores, float32 or wider.
-        threshold_HC, margin_HC: of the clusters, in the scores' type.
-        window: the last `window` members of its list up to itself are read by a member.
-        attend_self: without, a member that is not alone among these reads the others only.
-        room: the number of members that lists have room for; B * H * N suffice without thresholds.
-        nearest: whether to return the cluster with the highest score.
+        centroid_HCD, x_BHND: float32 or wider; scores are their dot products.
+        threshold_HC: in the type of the scores; None: the nearest cluster.
+        margin_HC: within which scores are tied, in the type of the scores.
+        window: a member reads the last `window` members of its list up to itself.
+        attend_self: False: a member does not read itself, unless it would read nothing.
+        room: the number of slots. Without thresholds B * H * N are always enough.
+        nearest: whether to return `nearest_BHN`.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    device = x_BHND.device
-    number_M = torch.zeros(room + 1, dtype=torch.int64, device=device)
-    count_XC = torch.zeros(B * H, C, dtype=torch.int64, device=device)
-    nearest_XN = torch.zeros(B * H, N, dtype=torch.int32, device=device)
-    moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
-    done = torch.zeros(1, dtype=torch.int64, device=device)
-    piece = max(1, MAX_SCORES // max(1, C * N))
-    for first in range(0, B * H, piece):
-        of = torch.arange(first, min(first + piece, B * H), device=device)
-        head = of % H
-        x_XND = x_BHND.flatten(0, 1)[first : first + piece]
-        with no_autocast(x_XND):
-            score_XCN = centroid_HCD[head].to(x_XND.dtype) @ x_XND.mT
-        margin_XC = margin_HC[head]
-        joins_XCN = joined(score_XCN, None if threshold_HC is None else threshold_HC[head], margin_XC)
-        count_XC[first : first + piece] = joins_XCN.sum(-1)
-        done = collect(joins_XCN.flatten(), first * C * N, number_M, done)
-        if nearest:
-            nearest_XN[first : first + piece] = highest(score_XCN, margin_XC).int()
-        if threshold_HC is not None:
-            moment_2XC[:, first : first + piece] = moments(score_XCN)
-    number_M = number_M[:room]
-    row_M = (number_M // max(1, C * N) * N + number_M % max(1, N)).int()
-    lists = lists_of_members(row_M, count_XC.flatten(), B * H * N, window, attend_self)
-    lost = (done - room).clamp(min=0)
+    decided = decide_all(centroid_HCD, x_BHND, threshold_HC, margin_HC, room=room, nearest=nearest)
+    row_M = row_of_score(decided.score_M, C, N)
+    count_L = decided.count_XC.flatten()
+    nearest_BHN = None
+    if decided.nearest_XN is not None:
+        nearest_BHN = decided.nearest_XN.view(B, H, N)
+    moment_2BHC = None
+    if decided.moment_2XC is not None:
+        moment_2BHC = decided.moment_2XC.view(2, B, H, C)
     return Selected(
-        row_M,
-        count_XC.flatten(),
-        lists,
-        lost,
-        nearest_XN.view(B, H, N) if nearest else None,
-        moment_2XC.view(2, B, H, C) if threshold_HC is not None else None,
+        row_M=row_M,
+        count_L=count_L,
+        lists=lists_of_members(row_M, count_L, B * H * N, window, attend_self),
+        lost=(decided.members - room).clamp(min=0),
+        nearest_BHN=nearest_BHN,
+        moment_2BHC=moment_2BHC,
     )
 
 
-def joined(score_XCN: Tensor, threshold_XC: Tensor | None, margin_XC: Tensor) -> Tensor:
-    """Return the memberships by thresholds, or without them of the highest score alone."""
+class Decided(NamedTuple):
+    """What the scores of all heads decide."""
+
+    score_M: Tensor
+    """The place of each member's score in the scores `[X, C, N]`, flattened; 0 in empty slots."""
+    count_XC: Tensor
+    members: Tensor
+    """The number of all members, int64 `[1]`; it may exceed the room."""
+    nearest_XN: Tensor | None
+    moment_2XC: Tensor | None
+
+
+def decide_all(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor | None,
+    margin_HC: Tensor,
+    *,
+    room: int,
+    nearest: bool,
+) -> Decided:
+    """Return what the scores decide; as many heads at a time as `MAX_SCORES` allows."""
+    B, H, N, _ = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    device = x_BHND.device
+    score_M1 = torch.zeros(room + 1, dtype=torch.int64, device=device)
+    members = torch.zeros(1, dtype=torch.int64, device=device)
+    count_XC = torch.zeros(B * H, C, dtype=torch.int64, device=device)
+    nearest_XN = torch.zeros(B * H, N, dtype=torch.int32, device=device) if nearest else None
+    moment_2XC = None
+    if threshold_HC is not None:
+        moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
+    heads_at_once = max(1, MAX_SCORES // max(1, C * N))
+    for first in range(0, B * H, heads_at_once):
+        last = min(first + heads_at_once, B * H)
+        head_X = torch.arange(first, last, device=device) % H
+        score_XCN = scores_of(centroid_HCD[head_X], x_BHND.flatten(0, 1)[first:last])
+        threshold_XC = None if threshold_HC is None else threshold_HC[head_X]
+        margin_XC = margin_HC[head_X]
+        joins_XCN = memberships(score_XCN, threshold_XC, margin_XC)
+        count_XC[first:last] = joins_XCN.sum(-1)
+        members = collect(joins_XCN.flatten(), first * C * N, score_M1, members)
+        if nearest_XN is not None:
+            nearest_XN[first:last] = highest(score_XCN, margin_XC).int()
+        if moment_2XC is not None:
+            moment_2XC[:, first:last] = moments(score_XCN)
+    return Decided(score_M1[:room], count_XC, members, nearest_XN, moment_2XC)
+
+
+def scores_of(centroid_XCD: Tensor, x_XND: Tensor) -> Tensor:
+    """Return the dot products `[X, C, N]` of centroids and vectors, in the type of the vectors."""
+    with no_autocast(x_XND):
+        return centroid_XCD.to(x_XND.dtype) @ x_XND.mT
+
+
+def memberships(score_XCN: Tensor, threshold_XC: Tensor | None, margin_XC: Tensor) -> Tensor:
+    """Return which positions join which clusters, bool `[X, C, N]`; see `by_thresholds`."""
     if threshold_XC is None:
-        above_XCN = score_XCN
+        value_XCN = score_XCN
         joins_XCN = torch.zeros_like(score_XCN, dtype=torch.bool)
     else:
-        above_XCN = score_XCN - threshold_XC[..., None]
-        joins_XCN = above_XCN >= -margin_XC[..., None]
-    return joins_XCN.scatter(-2, highest(above_XCN, margin_XC)[..., None, :], True)
+        value_XCN = score_XCN - threshold_XC[..., None]
+        joins_XCN = value_XCN >= -margin_XC[..., None]
+    best_X1N = highest(value_XCN, margin_XC)[..., None, :]
+    return joins_XCN.scatter(-2, best_X1N, True)
 
 
 def moments(score_XCN: Tensor) -> Tensor:
-    """Return the sums of scores and of their squares, `[2, X, C]`, float64."""
+    """Return the sums of scores and of their squares, `[2, X, C]`, float64.
+
+    In float32 the deviation of scores that hardly differ would be lost.
+    """
     wide_XCN = score_XCN.double()
     return torch.stack([wide_XCN.sum(-1), wide_XCN.square().sum(-1)])
 
 
-def collect(takes_S: Tensor, offset: int, number_M: Tensor, done: Tensor) -> Tensor:
-    """Write the numbers of what is taken, plus an offset, behind those done; return how many are done.
+def row_of_score(score_M: Tensor, C: int, N: int) -> Tensor:
+    """Return the rows, int32, of scores by their places in `[X, C, N]`, flattened."""
+    head_M = score_M // max(1, C * N)
+    position_M = score_M % max(1, N)
+    return (head_M * N + position_M).int()
 
-    The last slot of `number_M` takes what is not taken or finds no room.
+
+def collect(takes_S: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
+    """Append `offset + s` to a list for every s where `takes_S` is true; return its new length.
+
+    Example: takes_S = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1. There is room for
+    M = 2 numbers. This writes 11 into slot 1, finds no room for 12, and returns 3.
+
+    Args:
+        takes_S: bool.
+        number_M1: the list, int64, written in place. Its last slot is no part of the list: it takes
+            every write that is not wanted or finds no room.
+        done: the length of the list, int64 `[1]`. It may exceed the room: numbers without room are
+            counted, too.
     """
+    room = len(number_M1) - 1
     slot_S = done + takes_S.cumsum(0) - 1
-    room = len(number_M) - 1
     slot_S = torch.where(takes_S & (slot_S < room), slot_S, room)
-    number_M.scatter_(0, slot_S, torch.arange(offset, offset + len(takes_S), device=number_M.device))
+    number_S = torch.arange(offset, offset + len(takes_S), device=number_M1.device)
+    number_M1.scatter_(0, slot_S, number_S)
     return done + takes_S.sum()
 
 
-def lists_of_members(row_M: Tensor, count_L: Tensor, rows: int, window: int, attend_self: bool) -> KernelLists:
-    """Return who reads whom where queries stand for keys; members behind the count are read by none."""
+def lists_of_members(
+    row_M: Tensor,
+    count_L: Tensor,
+    rows: int,
+    window: int,
+    attend_self: bool,
+) -> KernelLists:
+    """Return lists in which queries stand for keys: members read members of the same list.
+
+    Args:
+        row_M, count_L: see `Selected`.
+        rows: R.
+        window, attend_self: see `by_thresholds`.
+    """
     room = len(row_M)
     bound_L1 = bounds(count_L, room)
     member_M = torch.arange(room, device=row_M.device)
     list_M = list_of(bound_L1, member_M)
-    start_M = bound_L1[list_M].maximum(member_M + 1 - window)
-    behind_M = bound_L1[(list_M + 1).clamp(max=len(count_L))]
-    ranges = ranges_around(member_M, start_M, behind_M, window, attend_self)
-    is_real_M = member_M < bound_L1[-1]
-    ranges = tuple(torch.where(is_real_M, x_M, room).int() for x_M in ranges)
-    by_row = row_members(torch.where(is_real_M, row_M, rows), rows)
+    first_M = bound_L1[list_M]
+    # Empty slots have list L, whose end does not exist; their ranges are overwritten below.
+    end_M = bound_L1[(list_M + 1).clamp(max=len(count_L))]
+    ranges = ranges_around(member_M, first_M, end_M, window, attend_self)
+    is_filled_M = member_M < bound_L1[-1]
+    ranges = Ranges(*(torch.where(is_filled_M, x_M, room).int() for x_M in ranges))
+    # Empty slots get a row that does not exist: they are members of no row.
+    by_row = row_members(torch.where(is_filled_M, row_M, rows), rows)
     return shared_lists(row_M, ranges, by_row, bound_L1[-1:].int())
 
 
 def bounds(count_L: Tensor, room: int) -> Tensor:
-    """Return where each list begins, and where the last ends, `[L + 1]`, as far as there is room."""
+    """Return the first member of each list, and behind them the number of filled slots, `[L + 1]`.
+
+    List l has the members bound_L1[l] to bound_L1[l + 1] - 1. Example: counts 3, 2, 4 and room 6
+    make 0, 3, 5, 6.
+    """
     return F.pad(count_L.cumsum(0), (1, 0)).clamp(max=room)
 
 
 def list_of(bound_L1: Tensor, member_M: Tensor) -> Tensor:
-    """Return the list of each member; L for those behind the count."""
+    """Return the list of each member, by the lists' `bounds`; L for empty slots."""
     return torch.searchsorted(bound_L1[1:], member_M, right=True)
 
 
 def ranges_around(
-    member_M: Tensor, start_M: Tensor, behind_M: Tensor, window: int, attend_self: bool
-) -> tuple[Tensor, ...]:
-    """Return start, stop, low and high of members by the starts of their ranges and the ends of their lists."""
-    high_M = behind_M.minimum(member_M + window)
+    member_M: Tensor,
+    first_M: Tensor,
+    end_M: Tensor,
+    window: int,
+    attend_self: bool,
+) -> Ranges:
+    """Return the ranges of members that read the last `window` members of their list.
+
+    Args:
+        member_M: 0 to M - 1.
+        first_M: the first member of each member's list.
+        end_M: the member behind the last one of that list.
+    """
+    start_M = first_M.maximum(member_M + 1 - window)
+    high_M = end_M.minimum(member_M + window)
     if attend_self:
-        return start_M, member_M + 1, member_M, high_M
-    # A member reads itself where it reads nothing else.
-    other_M = (start_M < member_M).long()
-    return start_M, member_M + 1 - other_M, member_M + other_M, high_M
+        return Ranges(start_M, member_M + 1, member_M, high_M)
+    # A member that reads others leaves itself out: its range ends before it, and its first reader
+    # is the next member.
+    leaves_out_M = (start_M < member_M).long()
+    return Ranges(start_M, member_M + 1 - leaves_out_M, member_M + leaves_out_M, high_M)
 
 
-def separate_lists(queries: Selected, keys: Selected, length: int, window: int, attend_self: bool) -> KernelLists:
-    """Return who reads whom where queries and keys have members of their own, as `members_read` says.
+def separate_lists(
+    queries: Selected,
+    keys: Selected,
+    length: int,
+    window: int,
+    attend_self: bool,
+) -> KernelLists:
+    """Return lists in which queries and keys have members of their own.
 
-    Queries and keys behind their counts have no range and no reader.
+    A query member reads the last `window` key members of its list whose positions are not behind
+    its own. With `attend_self` False it does not read its own position, unless it would read
+    nothing. These are the ranges of `rtx.attention.packed.members_read`, with empty slots: an empty
+    slot reads nothing and is read by none.
+
+    Args:
+        length: N.
     """
     query_room = len(queries.row_M)
     key_room = len(keys.row_M)
-    bound_L1 = bounds(keys.count_L, key_room)
-    order_P, list_P, is_real_P = orders(queries, length)
-    order_M, _, is_real_M = orders(keys, length)
-    stop_P = torch.searchsorted(order_M, order_P, right=True).minimum(bound_L1[-1])
-    start_P = bound_L1[list_P].maximum(stop_P - window)
-    stop_P = stop_P.maximum(start_P)
-    if not attend_self and key_room:
-        last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
-        stop_P = stop_P - (last_is_self_P & (stop_P - start_P > 1)).long()
-    start_P = torch.where(is_real_P, start_P, key_room)
-    stop_P = torch.where(is_real_P, stop_P, key_room)
+    query_places = places(queries, length)
+    key_places = places(keys, length)
+    start_P, stop_P = key_ranges(queries, keys, query_places, key_places, window, attend_self)
+    start_P = torch.where(query_places.is_filled_M, start_P, key_room)
+    stop_P = torch.where(query_places.is_filled_M, stop_P, key_room)
+    # Neither start_P nor stop_P falls from a query member to the next. So the readers of key member
+    # m are those from the first whose stop is behind m to the last whose start is not.
     member_M = torch.arange(key_room, device=start_P.device)
     low_M = torch.searchsorted(stop_P, member_M, right=True)
     high_M = torch.searchsorted(start_P, member_M, right=True)
-    low_M = torch.where(is_real_M, low_M, query_room)
-    high_M = torch.where(is_real_M, high_M, query_room)
+    low_M = torch.where(key_places.is_filled_M, low_M, query_room)
+    high_M = torch.where(key_places.is_filled_M, high_M, query_room)
     return KernelLists(
-        queries.row_M,
-        keys.row_M,
-        start_P.int(),
-        stop_P.int(),
-        low_M.int(),
-        high_M.int(),
-        queries.lists.query_members,
-        keys.lists.query_members,
-        torch.cat([queries.lists.count_2[:1], keys.lists.count_2[:1]]),
+        query_row_P=queries.row_M,
+        key_row_M=keys.row_M,
+        start_P=start_P.int(),
+        stop_P=stop_P.int(),
+        low_M=low_M.int(),
+        high_M=high_M.int(),
+        query_members=queries.lists.query_members,
+        key_members=keys.lists.query_members,
+        count_2=torch.cat([queries.lists.count_2[:1], keys.lists.count_2[:1]]),
     )
 
 
-def orders(selected: Selected, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an ascending number of each member's list and position, its list, and whether it is real.
+class Places(NamedTuple):
+    """Where members are."""
 
-    What is not real comes behind all lists.
-    """
-    bound_L1 = bounds(selected.count_L, len(selected.row_M))
-    member_M = torch.arange(len(selected.row_M), device=bound_L1.device)
+    order_M: Tensor
+    """list * N + position, which ascends from member to member; higher still in empty slots."""
+    list_M: Tensor
+    """The member's list; L in empty slots."""
+    is_filled_M: Tensor
+
+
+def places(selected: Selected, length: int) -> Places:
+    """Return where the members are. `length`: N."""
+    room = len(selected.row_M)
+    bound_L1 = bounds(selected.count_L, room)
+    member_M = torch.arange(room, device=bound_L1.device)
     list_M = list_of(bound_L1, member_M)
-    return list_M * length + selected.row_M % max(1, length), list_M, member_M < bound_L1[-1]
+    position_M = selected.row_M % max(1, length)
+    return Places(list_M * length + position_M, list_M, member_M < bound_L1[-1])
+
+
+def key_ranges(
+    queries: Selected,
+    keys: Selected,
+    query_places: Places,
+    key_places: Places,
+    window: int,
+    attend_self: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return start and stop of the key members that queries read; any numbers in empty slots."""
+    bound_L1 = bounds(keys.count_L, len(keys.row_M))
+    stop_P = torch.searchsorted(key_places.order_M, query_places.order_M, right=True)
+    stop_P = stop_P.minimum(bound_L1[-1])
+    start_P = bound_L1[query_places.list_M].maximum(stop_P - window)
+    # Where no key of the list comes before the query, the search ends in an earlier list.
+    stop_P = stop_P.maximum(start_P)
+    if not attend_self and len(keys.row_M):
+        last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
+        has_others_P = stop_P - start_P > 1
+        stop_P = stop_P - (last_is_self_P & has_others_P).long()
+    return start_P, stop_P
+
+
+Earliest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function with the arguments and the result of `earliest`."""
 
 
 def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
-    """Return the positions of the `window` best scores of each cluster, `[X, C, W]`, ascending, int32.
+    """Return the positions of each cluster's `window` best scores, `[X, C, W]`, ascending, int32.
 
-    Of scores within the margin of the last one taken the earliest are taken; NaN is worse than every
-    score. All positions are taken where there are no more than `window`.
+    Of scores within the cluster's margin of the last one taken the earliest are taken. NaN is worse
+    than every score. Where there are no more than `window` positions, all are taken.
     """
-    return top_members_by(best_places, score_XCN, margin_XC, window)
+    return top_members_with(earliest, score_XCN, margin_XC, window)
 
 
-def top_members_by(best: Callable[..., Tensor], score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
-    """Return what `top_members` does by a function like `best_places`."""
-    sound_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
-    return best(sound_XCN, window, lambda _: margin_XC[..., None]).int()
+def top_members_with(
+    choose_earliest: Earliest,
+    score_XCN: Tensor,
+    margin_XC: Tensor,
+    window: int,
+) -> Tensor:
+    """Return what `top_members` does, by that implementation of `earliest`."""
+    score_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
+
+    def margin_of_cluster(_: Tensor) -> Tensor:
+        return margin_XC[..., None]
+
+    return best_places_with(choose_earliest, score_XCN, window, margin_of_cluster).int()
 
 
 def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what `ties.best_places` does, in ascending order; of equal infinities or NaN the earliest."""
-    return best_places_by(earliest, score, count, margin)
+    """Return the places of the `count` best along the last dimension, ascending, int64.
+
+    All places of a dimension that is no longer. The rule for ties is that of `ties.best_places`; of
+    equal infinities, or of NaN, which is better than every score here, the earliest are taken.
+
+    Args:
+        margin: takes places `[..., 1]` and returns the margins of their scores, in a shape that
+            broadcasts to theirs.
+    """
+    return best_places_with(earliest, score, count, margin)
 
 
-def best_places_by(
-    earliest: Callable[..., Tensor], score: Tensor, count: int, margin: Callable[[Tensor], Tensor]
+def best_places_with(
+    choose_earliest: Earliest, score: Tensor, count: int, margin: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return what `best_places` does by a function like `earliest`."""
+    """Return what `best_places` does, by that implementation of `earliest`."""
     N = score.shape[-1]
     if count >= N:
         return torch.arange(N, device=score.device).expand(score.shape)
-    value, at = score.topk(count + 1, dim=-1, sorted=False)
-    # The best that is not taken, and the last that is.
-    worst, slot = value.topk(2, dim=-1, largest=False)
-    margins = margin(at.gather(-1, slot[..., 1:])).expand_as(worst[..., 1:])
-    flat = (x.reshape(-1, x.shape[-1]) for x in (score, value, worst, margins))
-    return earliest(*flat).long().view(*score.shape[:-1], count)
+    best, best_place = score.topk(count + 1, dim=-1, sorted=False)
+    # The two lowest of the best: the first score left out, then the last one taken.
+    edge, edge_slot = best.topk(2, dim=-1, largest=False)
+    last_place = best_place.gather(-1, edge_slot[..., 1:])
+    last_margin = margin(last_place).expand_as(last_place)
+    flat = [x.reshape(-1, x.shape[-1]) for x in (score, best, edge, last_margin)]
+    return choose_earliest(*flat).long().view(*score.shape[:-1], count)
 
 
-def earliest(score_XN: Tensor, value_XK: Tensor, worst_X2: Tensor, margin_X1: Tensor) -> Tensor:
-    """Return the places `[X, K - 1]`, int32, of all scores above the last one taken, then of the earliest tied with it.
+def earliest(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tensor) -> Tensor:
+    """Return the places `[X, K - 1]`, int32, of the best scores of each row, ascending.
+
+    These are all scores above the last one taken, then the earliest of those tied with it.
+    Example: K - 1 = 2 of the scores 5, 3, 4.9, 9, with the margin 0.2. The best three are 9, 5 and
+    4.9; 5 is the last one taken and 4.9 the first left out. They are tied; 5 is earlier. The result
+    is 0, 3.
 
     Args:
-        value_XK: the best scores, one more than are taken.
-        worst_X2: of these the two worst: the first that is not taken, and the last that is.
-        margin_X1: within which scores are tied with the last one taken.
+        best_XK: the K best scores in any order, one more than are taken. Triton's version counts in
+            them; this one needs K alone.
+        edge_X2: the two lowest of these: the first that is left out, and the last that is taken.
+        margin_X1: scores this close to the last one taken are tied with it, if the first one left
+            out is; else, and beside infinities, only equal scores are.
     """
-    count = value_XK.shape[1] - 1
-    left_out_X1, last_X1 = worst_X2.split(1, dim=-1)
-    is_tied_X1 = (left_out_X1 >= last_X1 - margin_X1) & left_out_X1.isfinite() & last_X1.isfinite()
+    count = best_XK.shape[1] - 1
+    left_out_X1, last_X1 = edge_X2.split(1, dim=-1)
+    is_tied_X1 = left_out_X1 >= last_X1 - margin_X1
+    is_tied_X1 = is_tied_X1 & left_out_X1.isfinite() & last_X1.isfinite()
     margin_X1 = torch.where(is_tied_X1, margin_X1, 0)
-    better_XN = ~(score_XN <= last_X1 + margin_X1) & ~last_X1.isnan()  # NaN, too: it is the best
-    equal_XN = (score_XN >= last_X1 - margin_X1) | last_X1.isnan() & score_XN.isnan()
-    equal_XN = equal_XN & ~better_XN
-    room_X1 = count - better_XN.sum(-1, keepdim=True)
-    takes_XN = better_XN | equal_XN & (equal_XN.cumsum(-1) <= room_X1)
+    # torch.topk takes NaN for the best. If the last one taken is NaN, nothing is better, and NaN is
+    # tied with it; else every NaN is better.
+    last_is_nan_X1 = last_X1.isnan()
+    better_XN = ~(score_XN <= last_X1 + margin_X1) & ~last_is_nan_X1
+    tied_XN = (score_XN >= last_X1 - margin_X1) | (last_is_nan_X1 & score_XN.isnan())
+    tied_XN = tied_XN & ~better_XN
+    tied_taken_X1 = count - better_XN.sum(-1, keepdim=True)
+    takes_XN = better_XN | (tied_XN & (tied_XN.cumsum(-1) <= tied_taken_X1))
+    return places_taken(takes_XN, count)
+
+
+def places_taken(takes_XN: Tensor, count: int) -> Tensor:
+    """Return the places where rows are true, ascending, int32: `count` in each row."""
+    X, N = takes_XN.shape
+    # A slot behind the last takes the writes of all other places.
     slot_XN = torch.where(takes_XN, takes_XN.cumsum(-1) - 1, count)
-    place_N = torch.arange(score_XN.shape[1], dtype=torch.int32, device=score_XN.device)
-    place_XK = place_N.new_zeros(value_XK.shape)
-    return place_XK.scatter_(1, slot_XN, place_N.expand(score_XN.shape))[:, :count]
+    place_N = torch.arange(N, dtype=torch.int32, device=takes_XN.device)
+    taken_XK = place_N.new_zeros(X, count + 1)
+    return taken_XK.scatter_(1, slot_XN, place_N.expand(X, N))[:, :count]
 
 
 def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool) -> KernelLists:
-    """Return who reads whom in lists of `W` members each at ascending positions, all of them real.
+    """Return lists of W members each, in which queries stand for keys; no slot is empty.
 
-    Queries stand for keys. X: B * H sequences and heads in this order, as one dimension or two.
+    Args:
+        position_XCW: the members' ascending positions. X may be one dimension, or two, B and H.
+        length: N.
+        window, attend_self: see `by_thresholds`.
     """
     device = position_XCW.device
     C, W = position_XCW.shape[-2:]
     X = position_XCW.shape[:-2].numel()
-    first_X11 = torch.arange(X, device=device).view(X, 1, 1) * length
-    row_M = (position_XCW.reshape(X, C, W) + first_X11).flatten().int()
+    first_row_X11 = torch.arange(X, device=device).view(X, 1, 1) * length
+    row_M = (position_XCW.reshape(X, C, W) + first_row_X11).flatten().int()
     member_M = torch.arange(X * C * W, device=device)
     first_M = member_M - member_M % max(1, W)
-    start_M = first_M.maximum(member_M + 1 - window)
-    ranges = ranges_around(member_M, start_M, first_M + W, window, attend_self)
+    ranges = ranges_around(member_M, first_M, first_M + W, window, attend_self)
+    ranges = Ranges(*(x_M.int() for x_M in ranges))
     count = torch.full((1,), X * C * W, dtype=torch.int32, device=device)
-    return shared_lists(row_M, tuple(x_M.int() for x_M in ranges), row_members(row_M, X * length), count)
+    return shared_lists(row_M, ranges, row_members(row_M, X * length), count)
 
 
 def list_sums(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
-    """Return the sums of the members' vectors of each list, `[L, D]`, float64.
+    """Return the sum of the vectors of each list's members, `[L, D]`, float64.
 
-    Lists stand one behind the other; those of their members are summed for which there is room.
+    Lost members are not in it.
+
+    Args:
+        row_M, count_L: see `Selected`.
     """
-    bound_L1 = bounds(count_L, len(row_M)).to(row_M.dtype)
     if not len(x_RD):
         return x_RD.new_zeros(len(count_L), x_RD.shape[1], dtype=torch.float64)
-    # The last bag has what is behind all lists.
+    bound_L1 = bounds(count_L, len(row_M)).to(row_M.dtype)
+    # The last of L + 1 bags begins at the first empty slot; its sum is dropped.
     return F.embedding_bag(row_M, x_RD, bound_L1, mode="sum")[:-1].double()

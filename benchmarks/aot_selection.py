@@ -1,0 +1,146 @@
+"""Compile the kernels of selection for GPUs without one: registers and spilled bytes of each form.
+
+`python benchmarks/aot_selection.py` prints a row a form and writes
+benchmarks/results/aot-selection.txt. The forms are those that
+`rtx.attention.engine.triton_selection` launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before Triton is imported: what it interprets it cannot compile.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rtx.attention.engine import selection_kernels, top_kernels
+from rtx.attention.engine.triton_selection import MEMBER_TILE, ORDER_TILE, SAMPLE, TILE, chunk_of
+
+RESULTS = Path(__file__).with_name("results") / "aot-selection.txt"
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+FLOAT32 = (
+    "x",
+    "centroid",
+    "threshold",
+    "margin",
+    "moment",
+    "score",
+    "value",
+    "best",
+    "edge",
+    "floor",
+)
+NUMBERS = ("N", "H", "C", "K", "L", "T", "W", "rank", "room", "window")
+INT64 = {"write_kernel": ["last"], "order_kernel": ["total", "lost_1"]}
+FLOAT64 = {"moment_kernel": ["total"], "sum_kernel": ["total"]}
+
+
+class Form(NamedTuple):
+    """A kernel with the constants that it is compiled for."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int = 4
+
+
+def forms() -> Iterator[Form]:
+    """Yield the kernels as they are launched for heads of 64 to 256 numbers."""
+    for size in (64, 128, 256):
+        for precision in ("tf32x3", "ieee"):
+            chunk = chunk_of(size, precision)
+            sizes = {"D": size, "CHUNK": chunk, "BN": TILE, "PRECISION": precision}
+            for thresholds, nearest in ((True, False), (True, True), (False, False)):
+                wanted = {"THRESHOLDS": thresholds, "NEAREST": nearest}
+                yield Form(selection_kernels.score_kernel, sizes | wanted)
+    for thresholds in (True, False):
+        tile = {"BN": MEMBER_TILE, "THRESHOLDS": thresholds}
+        yield Form(selection_kernels.tally_kernel, tile)
+        for attend_self in (True, False):
+            yield Form(selection_kernels.write_kernel, tile | {"SELF": attend_self})
+    yield Form(selection_kernels.order_kernel, {"BM": ORDER_TILE})
+    yield Form(selection_kernels.moment_kernel, {"TILE": TILE, "BT": 128})
+    yield Form(top_kernels.earliest_kernel, {"BN": 1024})
+    for room in (1024, 4096):
+        sizes = {"ROOM": room, "BN": 2048}
+        yield Form(top_kernels.candidate_kernel, sizes | {"SAMPLE": SAMPLE}, warps=8)
+        yield Form(top_kernels.top_kernel, sizes, warps=8)
+    for size in (64, 128):
+        yield Form(selection_kernels.sum_kernel, {"D": size, "CHUNK": size, "BM": 32})
+
+
+def signature_of(form: Form) -> dict[str, str]:
+    """Return the type of every argument of a form's kernel; "constexpr" for constants."""
+    name = form.kernel.__name__
+    kinds = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32")
+    kinds |= dict.fromkeys(INT64.get(name, ()), "*i64")
+    kinds |= dict.fromkeys(FLOAT64.get(name, ()), "*fp64")
+    kinds |= dict.fromkeys(form.constants, "constexpr")
+    return {argument: kinds.get(argument, "*i32") for argument in form.kernel.arg_names}
+
+
+def compiled(form: Form, capability: int) -> Any:
+    """Return the kernel that Triton makes of a form."""
+    names = form.kernel.arg_names
+    signature = signature_of(form)
+    pointers = [name for name in names if signature[name].startswith("*")]
+    # torch's allocations are aligned, but order_kernel's total is the last number of a tensor.
+    aligned = set(pointers)
+    if form.kernel.__name__ == "order_kernel":
+        aligned.remove("total")
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(form.kernel, signature, constexprs=form.constants, attrs=attributes)
+    options = {"num_warps": form.warps, "num_stages": 1}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def measured(form: Form, capability: int) -> tuple[int, int, int]:
+    """Return registers of a thread, spilled bytes and bytes of shared memory."""
+    made = compiled(form, capability)
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(made.asm["ptx"])
+        cubin = Path(folder, "kernel.cubin")
+        command = [PTXAS, "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", cubin]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", printed)
+    spilled = re.search(r"(\d+) bytes spill stores", printed)
+    assert registers is not None and spilled is not None
+    return int(registers[1]), int(spilled[1]), made.metadata.shared
+
+
+def row(form: Form, capability: int) -> str:
+    """Return a line of the table."""
+    registers, spilled, shared = measured(form, capability)
+    constants = " ".join(f"{name}={value}" for name, value in form.constants.items())
+    name = f"sm_{capability} {form.kernel.__name__.removesuffix('_kernel'):<10}{constants:<76}"
+    return f"{name}{registers:>10}{spilled:>9}{shared:>8}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    targets = {"nargs": "+", "type": int, "default": [90, 80]}
+    parser.add_argument("--targets", help="compute capabilities", **targets)
+    args = parser.parse_args()
+    columns = f"{'for   kernel    constants':<92}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    lines = [f"Triton {triton.__version__}\n{columns}"]
+    print(lines[0])
+    for capability in args.targets:
+        for form in forms():
+            lines.append(row(form, capability))
+            print(lines[-1], flush=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
