@@ -231,7 +231,7 @@ def documents_of(contents: Files, split: str) -> Iterator[tuple[bytes, bool]]:
 
 
 def split_of(name: str) -> str:
-    """Return the split of a file, which depends on its path alone and is that of every release."""
+    """Return the split of a file, which depends on its path alone: every release has the same."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     percent = int.from_bytes(digest[:8], "big") % 100
     if percent < HELD_OUT_PERCENT:

@@ -76,7 +76,7 @@ def test_every_file_is_one_document_of_one_split_in_order_of_paths(tarball, root
     assert store.unit == "byte" and store.describe()["source"]["release"] == "6.12.0"
 
 
-def test_a_file_is_in_the_same_split_of_every_release(tarball, root, tmp_path):
+def test_a_file_is_in_the_same_split_in_every_release(tarball, root, tmp_path):
     fewer = {name: content for name, content in TREE.items() if "file3" not in name}
     other = kernel_tarball(tmp_path / "linux-5.4.tar.xz", fewer)
     first = opened(root, "kernel", tarball)
