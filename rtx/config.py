@@ -75,7 +75,7 @@ class DataConfig:
     """What is learned: text or images on disk in sequences of `length` units, or recall tasks made on the fly."""
 
     name: str = key_of(SETS)
-    """Data set: Python's standard library, your own text or images, a benchmark, or a recall task."""
+    """Data set: Python's library, the Linux kernel's C files, your own text or images, a benchmark, a recall task."""
     path: str | None = None
     """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a local copy."""
     column: str = "text"

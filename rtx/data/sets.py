@@ -39,6 +39,7 @@ SETS: dict[str, DataSet] = {
     "stdlib": DataSet("rtx.data.text.own_files"),
     "text": DataSet("rtx.data.text.own_files"),
     "enwik8": DataSet("rtx.data.text.enwik8"),
+    "kernel": DataSet("rtx.data.kernel.source"),
     "wikitext103": DataSet("rtx.data.text.wikitext", **FACTS["wikitext103"]["counts"]),
     "pg19": DataSet("rtx.data.text.pg19", **FACTS["pg19"]["counts"]),
     "hub": DataSet("rtx.data.files.source"),

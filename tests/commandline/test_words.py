@@ -191,6 +191,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("data info", "not prepared; to prepare it: rtx data prepare"),
         ("data prepare data=text", "rtx: data=text needs data.path=<file, folder or glob>\n"),
         ("data prepare data=enwik8 data.path=nowhere", "data.path=nowhere: expected enwik8.zip or enwik8, found n"),
+        ("data prepare data=kernel data.path=nowhere", "data.path=nowhere: expected linux-6.12.tar.xz, another rel"),
         ("data prepare trainer.steps=5", "rtx: rtx data does not read trainer.steps; "),
         ("train routing.heads=9", "routing.heads=9 must be at most model.heads=4"),
         ("train trainer.steps=${seeed}", "trainer.steps: Interpolation key 'seeed' not found"),

@@ -1,7 +1,9 @@
 """Every data set of files, small: files in the schema of each, the constants they need, the options that mean them."""
 
+import gzip
 import hashlib
 import io
+import lzma
 import random
 import tarfile
 import zipfile
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 
 from rtx.config import DataConfig
-from rtx.data import images, text
+from rtx.data import images, kernel, text
 from rtx.data.catalog import open_data
 from rtx.data.files import Remote
 from rtx.data.sets import SETS as KNOWN
@@ -157,6 +159,56 @@ def made_enwik8(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     return ["data=enwik8", f"data.path={folder / 'enwik8.zip'}", "data.length=32"]
 
 
+def kernel_tree(files_each: int = 12) -> dict[str, bytes]:
+    """Return a small kernel: by path, a Makefile, C files in every folder, and what is not read."""
+    tree = {
+        "Makefile": b"VERSION = 6\nPATCHLEVEL = 12\nSUBLEVEL = 0\nEXTRAVERSION =\nNAME = A Name\n",
+        "README": b"not C",
+        "fs/Kconfig": b"not C",
+        "fs/.hidden.c": b"hidden",
+        "fs/nls/nls_cp949.c": b"a table",
+        "crypto/testmgr.h": b"test vectors",
+        "drivers/crypto/chip.c": b"of no folder that is read",
+    }
+    for place, folder in enumerate(kernel.FOLDERS):
+        for number in range(files_each):
+            seed = 100 * place + number
+            tree[f"{folder}/deep-{number % 3}/file{number}.c"] = prose(20, seed)
+        tree[f"{folder}/head.h"] = prose(5, 100 * place + 99)
+    return tree
+
+
+def taken_files(tree: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return those files of `kernel_tree` that are documents."""
+    single = ("Makefile", "README", "fs/Kconfig", "fs/.hidden.c", "crypto/testmgr.h")
+    left_out = (*single, "fs/nls/", "drivers/")
+    return {name: content for name, content in tree.items() if not name.startswith(left_out)}
+
+
+def kernel_tarball(path: Path, tree: Mapping[str, bytes], top: str = "linux-6.12/") -> Path:
+    """Write a tarball of files, compressed as its name says."""
+    plain = path.with_name("plain.tar")
+    content = write_tar(plain, {top + name: file for name, file in tree.items()}).read_bytes()
+    plain.unlink()
+    compress = {".xz": lzma.compress, ".gz": gzip.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(content))
+    return path
+
+
+def kernel_folder(folder: Path, tree: Mapping[str, bytes]) -> Path:
+    """Write files below a folder, as an unpacked tarball has them."""
+    for name, content in tree.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def made_kernel(folder: Path, patch: pytest.MonkeyPatch) -> Made:
+    """A tarball of another release than the published."""
+    place = kernel_tarball(folder / "linux-6.1.tar.xz", kernel_tree())
+    return ["data=kernel", f"data.path={place}", "data.length=32"]
+
+
 def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """The three extracted files, and their words as the published ones."""
     publish_wikitext(patch)
@@ -206,5 +258,6 @@ def made_images(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 SETS: dict[str, Callable[[Path, pytest.MonkeyPatch], Made]] = {
     **{"text": made_text, "stdlib": made_library, "hub": made_hub, "images": made_images, "cifar10": made_cifar10},
+    "kernel": made_kernel,
     **{"enwik8": made_enwik8, "wikitext103": made_wikitext, "pg19": made_pg19, "imagenet64": made_imagenet64},
 }
