@@ -12,7 +12,7 @@ problem.py). All engines compute the same:
 | engine | file | runs |
 |---|---|---|
 | native | native.py | packed lists and indexes on a CPU with a C++ compiler, in float32 |
-| dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention and flash kernel |
+| dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention, flash kernel |
 | triton | by_triton.py | packed lists on a GPU: our own kernels |
 | flex | flex.py | packed lists on a GPU: torch's FlexAttention |
 | windows | windows.py | packed lists on a GPU where our kernels do not run, in static shapes |
@@ -111,10 +111,9 @@ def attend_by_member(problems: list[Problem], backend: str) -> Tensor:
 
 
 def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
-    """Return the outputs, as a function of every input that wants a gradient, even where no engine
-    has read it.
+    """Return the outputs, tied to every input that wants a gradient even if no engine has read it.
 
-    Without that, `backward` fails where nobody reads anything. The gradients are then zeros.
+    Without that, `backward` would fail where nobody reads anything. The gradients are zeros then.
     """
     terms = problem.terms
     inputs = [

@@ -81,8 +81,11 @@ def refusal(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Result`; by our own softmax where torch's kernels lack a
-    term."""
+    """Return outputs and log-sums, see `Result`.
+
+    Our own softmax computes what torch's kernels lack: log-sums, terms by distance, and dropout
+    on a CPU.
+    """
     part = problem.part
     assert isinstance(part, Reads)
     on_cpu = problem.q_BHND.is_cpu
@@ -98,8 +101,7 @@ def attend(problem: Problem) -> Result:
 
 
 def torch_computes(problem: Problem) -> bool:
-    """Tell whether torch's kernels compute all of the problem: they have no log-sums, no terms by
-    distance, on a CPU no dropout."""
+    """Tell whether torch's kernels have all that the problem needs."""
     terms = problem.terms
     if problem.by_member or terms.by_distance:
         return False
@@ -107,8 +109,7 @@ def torch_computes(problem: Problem) -> bool:
 
 
 def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
-    """Return how many blocks of a form one call gets: as many as scores, masks or cores allow, but
-    at least one."""
+    """Return how many blocks of a form one call gets, at least one, by the limits above."""
     scores = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
     least = 1
     if by_torch and form.has_masks:
@@ -120,16 +121,17 @@ def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
 
 
 def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Result:
-    """Return the outputs `[R, D]`, means over the lists in which a row reads something, and no
-    log-sums."""
+    """Return the outputs by row `[R, D]`, means over lists, and an empty tensor of log-sums."""
     part = problem.part
     terms = problem.terms
     assert isinstance(part, Reads)
     dtype = problem.v_BHND.dtype
     if not by_torch:
         dtype = torch.promote_types(dtype, torch.float32)
-    out_RD = torch.zeros_like(problem.v_BHND, dtype=dtype).flatten(0, 2)
-    weight_P = 1 / part.times_R(len(out_RD)).clamp(min=1)[part.query.row_M].double()
+    rows = problem.v_BHND.shape[:3].numel()
+    out_RD = problem.v_BHND.new_zeros(rows, problem.v_BHND.shape[-1], dtype=dtype)
+    lists_of_row_P = part.times_R(rows).clamp(min=1)[part.query.row_M]
+    weight_P = 1 / lists_of_row_P.double()
     for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
         if by_torch:
             out_GQD = attend_by_torch(inputs, piece.mask, terms)
@@ -165,8 +167,7 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
 
 
 def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
-    """Return the outputs of query slots, zero for slots that are not real, even where these got
-    NaN."""
+    """Return the outputs of query slots, zero for slots that are not real (which may have NaN)."""
     return out_SD.masked_fill(~piece.real_GQ.flatten()[:, None], 0)
 
 
@@ -194,8 +195,7 @@ def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[Inputs]:
 
 
 def attend_by_torch(inputs: Inputs, mask: Tensor | None, terms: Terms) -> Tensor:
-    """Return the outputs `[G, Q, D]` by torch's attention kernels; a block is a sequence of one
-    head there."""
+    """Return the outputs `[G, Q, D]` by torch's attention kernels: each block as a sequence."""
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
     out_G1QD = F.scaled_dot_product_attention(
@@ -310,9 +310,9 @@ def read_from_the_first(part: Reads) -> Tensor:
 
 
 def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Blocks]:
-    """Return the first `count_L` queries of each list as blocks of at most `step` queries, a form
-    for each width.
+    """Return the first `count_L` queries of each list, cut into blocks of `step` query slots.
 
+    There is one form for each width.
     A width is the number of keys from the first that a run reads to the last, rounded up to `step`.
     """
     runs = runs_of(part, count_L, step)
@@ -325,8 +325,7 @@ def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Blocks]:
 
 
 def runs_of(part: Reads, count_L: Tensor, step: int) -> Runs:
-    """Return the runs of at most `step` queries into which the first `count_L` queries of each list
-    are cut."""
+    """Return the first `count_L` queries of each list, cut into runs of at most `step` queries."""
     runs_L = whole_pieces(count_L, step)
     every_L = torch.arange(len(count_L), device=count_L.device)
     list_G = every_L.repeat_interleave(runs_L)
@@ -339,8 +338,7 @@ def runs_of(part: Reads, count_L: Tensor, step: int) -> Runs:
 
 
 def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
-    """Return the blocks of some runs, all of one form: `queries` query slots, and `keys` key slots
-    from `low_G` on."""
+    """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on."""
     slot_Q = torch.arange(queries, device=runs.begin_G.device)
     slot_K = torch.arange(keys, device=runs.begin_G.device)
     low_G1 = runs.low_G[:, None]
@@ -353,6 +351,7 @@ def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
     stop = part.stop_P[query_GQ] - low_G1
     start_Q = common_slots(start, inside_GQ)
     stop_Q = common_slots(stop, inside_GQ)
+    # Alike: every query reads from the largest start among the blocks to the largest stop.
     alike = (~inside_GQ | ((start == start_Q) & (stop == stop_Q))).all()
     if bool(alike):
         start = start_Q
@@ -370,14 +369,12 @@ def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
 
 
 def common_slots(slot_GQ: Tensor, inside_GQ: Tensor) -> Tensor:
-    """Return the largest key slot among the blocks that have a query in a query slot, `[Q]`; -1 if
-    none has one."""
+    """Return the largest key slot among the blocks with a query in a query slot, `[Q]`; else -1."""
     return torch.where(inside_GQ, slot_GQ, -1).amax(0)
 
 
 def is_triangle(start_Q: Tensor, stop_Q: Tensor) -> bool:
-    """Tell whether every query slot reads the key slots up to its own, or is empty in all blocks
-    (-1)."""
+    """Tell whether each query slot reads the key slots up to its own, or is empty: -1."""
     own_Q = torch.arange(len(stop_Q), device=stop_Q.device)
     reads_own_Q = (stop_Q == own_Q + 1) | (stop_Q < 0)
     return bool(((start_Q <= 0) & reads_own_Q).all())

@@ -106,8 +106,7 @@ def neighbours(low_Z: Tensor, high_Z: Tensor, width: int, blocks: int) -> tuple[
 
 
 def pair_mask(part: Reads):
-    """Return the function by which FlexAttention masks pairs: whether query member i reads key
-    member j."""
+    """Return the function that tells FlexAttention whether query member i reads key member j."""
     start_P = part.start_P
     stop_P = part.stop_P
 
@@ -169,8 +168,7 @@ def attend(problem: Problem) -> Result:
 def attend_packed(
     q_11PD: Tensor, k_11MD: Tensor, v_11MD: Tensor, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's outputs `[P, D]` and log-sums `[P]`; undefined where nothing is
-    read."""
+    """Return FlexAttention's outputs `[P, D]` and log-sums `[P]` of packed members."""
     attention = flex_attention if q_11PD.is_cpu else compiled()
     auxiliary = AuxRequest(lse=True)
     # In torch 2.11 torch.compile has no argument for this limit.

@@ -32,8 +32,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 class Heads(NamedTuple):
-    """Inputs of some heads: queries at the positions that read, keys and values at all
-    positions."""
+    """Inputs of some heads: queries where somebody reads, keys and values everywhere."""
 
     head_G: Tensor
     """Numbers of the heads, 0 to H - 1."""

@@ -68,9 +68,11 @@ class SelectionArguments(ctypes.Structure):
 
 
 def wanted(backend: str, length: int) -> bool:
-    """Tell whether a backend takes the kernels for sequences of a length; the first call may compile them.
+    """Tell whether a backend takes the kernels for sequences of a length; the first call may
+    compile them.
 
-    "native" always does, "auto" from `MIN_LENGTH` positions on if the kernels can be loaded or compiled.
+    "native" always does, "auto" from `MIN_LENGTH` positions on if the kernels can be loaded or
+    compiled.
     """
     return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and library() is not None)
 
@@ -100,14 +102,17 @@ def attend(problem: Problem) -> Result:
 
 
 def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
-    """Return the tensors of `RANGES`; without `by_member` also the weight of each query member, float32.
+    """Return the tensors of `RANGES`; without `by_member` also the weight of each query member,
+    float32.
 
-    The weight is 1 / (lists in which the row of the member reads something): the kernel adds up weighted outputs.
+    The weight is 1 / (lists in which the row of the member reads something): the kernel adds up
+    weighted outputs.
     """
     row_P = part.query.row_M
     row_M = part.key.row_M
     heads = rows // part.length
-    # Query members are in the order of heads: those of head g are head_begin[g] to head_begin[g + 1] - 1.
+    # Query members are in the order of heads: those of head g are head_begin[g] to head_begin[g +
+    # 1] - 1.
     head_begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
     hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (row_M, row_P, row_P)))
     reads = [row_P, row_M, part.start_P, part.stop_P, head_begin, *(x.contiguous() for x in hidden)]
@@ -119,8 +124,8 @@ def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
 def named(reads: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the tensors that say who reads whom by the kernel's names for them.
 
-    One tensor is an index `[R, K]`. Eight are those of `RANGES`, and outputs are by member; nine are those and
-    the weights of query members, and outputs are by row.
+    One tensor is an index `[R, K]`. Eight are those of `RANGES`, and outputs are by member; nine
+    are those and the weights of query members, and outputs are by row.
     """
     if len(reads) == 1:
         return {"index": reads[0]}
@@ -130,7 +135,8 @@ def named(reads: Sequence[Tensor]) -> dict[str, Tensor]:
 class Attention(torch.autograd.Function):
     """Attention by the kernel, with gradients of queries, keys and values.
 
-    `reads` says who reads whom, see `named`. Without keys (`k_RD` is None) the queries serve as keys.
+    `reads` says who reads whom, see `named`. Without keys (`k_RD` is None) the queries serve as
+    keys.
     """
 
     @staticmethod
@@ -153,8 +159,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys and values; one for both where queries serve as keys."""
-        # torch's once_differentiable does not do here: torch.autograd.grad for a single input passes it.
+        """Return the gradients of queries, keys and values; one for both where queries serve as
+        keys."""
+        # torch's once_differentiable does not do here: torch.autograd.grad for a single input
+        # passes it.
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: this attention has first derivatives alone")
         q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
@@ -169,7 +177,7 @@ class Attention(torch.autograd.Function):
 
 
 def call(scale: float, heads: int, reads: Sequence[Tensor], **tensors: Tensor) -> None:
-    """Run the attention kernel, which writes its results into the tensors `out` and `lse`, or `dq`, `dk` and `dv`."""
+    """Run the attention kernel; it writes into the tensors `out`, `lse`, or `dq`, `dk` and `dv`."""
     tensors |= named(reads)
     sizes = sizes_of(tensors)
     check(tensors, sizes)
@@ -204,7 +212,7 @@ def sizes_of(tensors: dict[str, Tensor]) -> Sizes:
 
 
 def check(tensors: dict[str, Tensor], sizes: Sizes) -> None:
-    """Raise a ValueError for a tensor that the kernel would read or write beyond its end, or misread."""
+    """Raise a ValueError for a tensor that the kernel would misread, or leave at its end."""
     R, P, M, X = sizes[:4]
     shapes = {"k": (R, sizes.D), "v": (R, sizes.Dv), "index": (R, sizes.K)}
     shapes |= {"start": (P,), "stop": (P,), "weight": (P,)}
@@ -220,16 +228,19 @@ def check(tensors: dict[str, Tensor], sizes: Sizes) -> None:
 def select(
     centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, *, window: int, nearest: bool
 ) -> Selected:
-    """Return which positions are members of which cluster, by the dot products (scores) of centroids with vectors.
+    """Return which positions are members of which cluster, by the dot products (scores) of
+    centroids with vectors.
 
-    With thresholds a position joins every cluster whose threshold its score reaches, and in any case the cluster
-    whose threshold it exceeds most, or misses least. Without thresholds the members of a cluster are the
-    `window` positions that score best. With a window of 0 there are no members.
+    With thresholds a position joins every cluster whose threshold its score reaches, and in any
+    case the cluster whose threshold it exceeds most, or misses least. Without thresholds the
+    members of a cluster are the `window` positions that score best. With a window of 0 there are no
+    members.
 
     Returns:
-        The rows of the members `[M]`, cluster after cluster of each head; their number in each cluster
-        `[B * H * C]`; with `nearest`, the cluster that scores each position highest `[B, H, N]`; with
-        thresholds, the sums over all positions of scores and of their squares `[2, B, H, C]`, float64.
+        The rows of the members `[M]`, cluster after cluster of each head; their number in each
+        cluster `[B * H * C]`; with `nearest`, the cluster that scores each position highest `[B, H,
+        N]`; with thresholds, the sums over all positions of scores and of their squares `[2, B, H,
+        C]`, float64.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
@@ -271,7 +282,10 @@ def run(name: str, problem: ctypes.Structure) -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, compiled if no cached copy can be loaded; None if that fails, and say so on stderr."""
+    """Return the kernels, compiled if no cached copy can be loaded.
+
+    If that fails, return None after a line on stderr.
+    """
     try:
         path = place()
         with contextlib.suppress(OSError):
@@ -287,8 +301,8 @@ def library() -> ctypes.CDLL | None:
 def place() -> Path:
     """Return the path of the compiled copy in the user's cache.
 
-    Its name is a hash of all that the copy depends on: sources, flags, compiler, and the machine, as several
-    machines may share a home.
+    Its name is a hash of all that the copy depends on: sources, flags, compiler, and the machine,
+    as several machines may share a home.
     """
     made_of = f"{[path.read_text() for path in SOURCES]} {FLAGS} {platform.machine()} {platform.libc_ver()}"
     made_of += os.environ.get("CXX", "")
@@ -300,7 +314,7 @@ def place() -> Path:
 
 
 def compiled(path: Path) -> ctypes.CDLL:
-    """Compile the kernels and load them: from the path in the cache, or if that cannot be written from elsewhere."""
+    """Compile the kernels, copy them to the path in the cache if it can be written, and load them."""
     command = compiler()
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="rtx-") as folder:
@@ -312,7 +326,7 @@ def compiled(path: Path) -> ctypes.CDLL:
 
 
 def compiler() -> list[str]:
-    """Return the command of the C++ compiler: that of CXX, else the first of the usual ones that is installed."""
+    """Return the command of the C++ compiler: CXX, else a usual one that is installed."""
     for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
         words = command.split()
         if words and shutil.which(words[0]):
@@ -321,7 +335,7 @@ def compiler() -> list[str]:
 
 
 def into_cache(made: Path, path: Path) -> Path:
-    """Return the path in the cache, to which a file is copied; other processes see the whole file there or none."""
+    """Copy a file to a path in the cache and return that; others see the whole file there or none."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)  # fails where it is somebody else's
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:

@@ -168,8 +168,10 @@ def log_sums(logits_GQK: Tensor, weight_GQK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def values_by_distance(weight_GQK: Tensor, slot_GQK: Tensor, values_MD: Tensor) -> Tensor:
-    """Return what values by distance add to the outputs, `[G, Q, D]`: weights are summed by
-    distance first."""
+    """Return what values by distance add to the outputs, `[G, Q, D]`.
+
+    Weights are summed by distance first: a table is short.
+    """
     weight_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(values_MD))
     weight_GQM = weight_GQM.scatter_add(-1, slot_GQK, weight_GQK)
     return weight_GQM @ values_MD.to(weight_GQK.dtype)

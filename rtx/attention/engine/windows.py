@@ -151,8 +151,7 @@ def slots_of_queries(part: Reads) -> Tensor:
 
 
 def slots_read(part: Reads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
-    """Return which key slots each query slot reads, `[G, Q, K]`; empty slots read nothing and are
-    not read."""
+    """Return which key slots each query slot reads, `[G, Q, K]`; no empty slot reads or is read."""
     P = len(part.start_P)
     M = len(part.key.row_M)
     some_query_GQ = query_GQ.clamp(max=P - 1)
