@@ -1,19 +1,26 @@
-"""Softmax attention for every pattern, once it is known who reads whom.
+"""Softmax attention for every pattern, from lists of who reads whom.
 
-`attend` hands every part to an engine. All engines compute the same; each says by `refusal` what it
-cannot run, and by `attend` what comes out (`Problem` in problem.py says what that is):
+A pattern says who reads whom in one or several *parts* (`rtx.attention.packed`). A part is either
+packed lists (`Reads`: every query reads a range of one list of keys) or an index (`Indexed`: every
+query names its keys). `attend` makes a `Problem` of each part, `choose` picks the engine that
+computes it, and `combine` merges the results of several parts.
 
-| engine | file | for |
+An engine is a module with two functions. `refusal(problem)` returns why the engine cannot run the
+problem, or None where it can. `attend(problem)` returns the outputs and the log-sums (`Result` in
+problem.py). All engines compute the same:
+
+| engine | file | runs |
 |---|---|---|
 | native | native.py | packed lists and indexes on a CPU with a C++ compiler, in float32 |
-| dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention and flash kernel |
+| dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention, flash kernel |
 | triton | by_triton.py | packed lists on a GPU: our own kernels |
 | flex | flex.py | packed lists on a GPU: torch's FlexAttention |
 | windows | windows.py | packed lists on a GPU where our kernels do not run, in static shapes |
 | blocks | blocks.py | packed lists anywhere |
-| indexed | indexed.py | keys that each query names, anywhere |
+| indexed | indexed.py | indexes anywhere |
 
-Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows.
+Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, P query members of a
+part (problem.py explains members by an example).
 """
 
 from types import ModuleType
@@ -25,9 +32,10 @@ from rtx.attention.engine import blocks, by_triton, dense, flex, indexed, native
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Terms
-from rtx.attention.packed import Part, Reads
+from rtx.attention.packed import Part
 
 TORCH = (dense, windows, indexed, blocks)
+"""The engines of PyTorch's operations, which run anything between them."""
 ENGINES: dict[str, tuple[ModuleType, ...]] = {
     "auto": (dense, by_triton, windows, indexed, blocks),
     "torch": TORCH,
@@ -35,10 +43,11 @@ ENGINES: dict[str, tuple[ModuleType, ...]] = {
     "triton": (by_triton, indexed),
     "flex": (flex, indexed),
 }
-"""The engines that each backend tries, in this order; the first that does not refuse runs. On a CPU `auto` tries
-`native` first where sequences are long enough (`native.wanted`), then the engines of `torch`."""
+"""The engines that each backend tries, in this order; the first that does not refuse runs. On a CPU
+`auto` tries other ones, see `choose`."""
 BACKENDS = tuple(ENGINES)
 MERGES = ("mean", "lse")
+"""What a position in several lists gets, see `attend`."""
 
 
 def attend(
@@ -53,53 +62,84 @@ def attend(
     """Return the outputs `[B, H, N, D]`; a position that reads nothing gets zero.
 
     With merge="mean" a position in several lists of one part gets the mean of its outputs over the
-    lists in which it reads something (the paper's released code divides by their number + 0.01). With
-    merge="lse" it gets one softmax over the keys of all its lists; a key in several counts once for each.
+    lists in which it reads something (the paper's released code divides by their number + 0.01).
+    With merge="lse" it gets one softmax over the keys of all its lists; a key in several counts
+    once for each.
 
-    Several parts are always merged by "lse". No pair of a query and a key may occur in two parts, and a
-    position may read at most one list of each part.
+    Several parts are always merged by "lse". So that no key counts twice there, no pair of a query
+    and a key may occur in two parts, and a position may read at most one list of each part.
+
+    Args:
+        k_BHND: the same object as `q_BHND` where queries serve as keys.
+        parts: at least one.
+        terms: what else enters the softmax; its `heads` is set here.
+        backend: one of `BACKENDS`.
 
     Raises:
         ValueError: no engine of the backend can run a part.
     """
     if q_BHND.is_cpu:  # copied once here; else `Problem.rows` would copy for each part
-        shared = k_BHND is q_BHND
-        q_BHND = q_BHND.contiguous()
-        k_BHND = q_BHND if shared else k_BHND.contiguous()
-        v_BHND = v_BHND.contiguous()
+        q_BHND, k_BHND, v_BHND = contiguous(q_BHND, k_BHND, v_BHND)
     terms = terms._replace(heads=q_BHND.shape[1])
     by_member = merge != "mean" or len(parts) > 1
     problems = [Problem(q_BHND, k_BHND, v_BHND, part, terms, by_member) for part in parts]
-    rows = q_BHND.shape[:3].numel()
     if not v_BHND.numel() or not q_BHND.numel():
         out_RD = torch.zeros_like(v_BHND).flatten(0, 2)
     elif by_member:
-        every_R = torch.arange(rows, device=q_BHND.device)
-        partials = []
-        for problem in problems:
-            out_SD, sum_S = choose(problem, backend).attend(problem)
-            row_S = problem.part.query.row_M if isinstance(problem.part, Reads) else every_R
-            partials.append(Partial(row_S.long(), out_SD, sum_S))
-        out_RD = combine(partials, rows)
+        out_RD = attend_by_member(problems, backend)
     else:
         out_RD, _ = choose(problems[0], backend).attend(problems[0])
     out_RD = with_gradients(out_RD, problems[0])
     return out_RD.to(v_BHND.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
 
 
+def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors, contiguous; keys that are the queries' tensor remain that."""
+    contiguous_q_BHND = q_BHND.contiguous()
+    if k_BHND is q_BHND:
+        return contiguous_q_BHND, contiguous_q_BHND, v_BHND.contiguous()
+    return contiguous_q_BHND, k_BHND.contiguous(), v_BHND.contiguous()
+
+
+def attend_by_member(problems: list[Problem], backend: str) -> Tensor:
+    """Return one softmax over the keys of all lists of all problems, `[R, D]`."""
+    partials = []
+    for problem in problems:
+        out_PD, sum_P = choose(problem, backend).attend(problem)
+        partials.append(Partial(problem.query_rows(), out_PD, sum_P))
+    return combine(partials, rows=problems[0].q_BHND.shape[:3].numel())
+
+
 def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
-    """Return outputs that depend on every input, so that each gets a gradient: zero where no engine has used it."""
+    """Return the outputs, tied to every input that wants a gradient even if no engine has read it.
+
+    Without that, `backward` would fail where nobody reads anything. The gradients are zeros then.
+    """
     terms = problem.terms
-    inputs = [problem.q_BHND, problem.k_BHND, problem.v_BHND, terms.bias_HM, *(terms.relative or ())]
+    inputs = [
+        problem.q_BHND,
+        problem.k_BHND,
+        problem.v_BHND,
+        terms.bias_HM,
+        *(terms.relative or ()),
+    ]
     learned = [x for x in inputs if x is not None and x.requires_grad and torch.is_grad_enabled()]
     if learned and not out_RD.requires_grad:
-        # Sums of nothing: 0, with a gradient of zeros.
+        # The sum of an empty slice is 0; its gradient is all zeros.
         return out_RD + sum(x[..., :0].sum() for x in learned)
     return out_RD
 
 
 def choose(problem: Problem, backend: str) -> ModuleType:
-    """Return the engine that runs the problem: by shapes and types alone, never by what tensors hold."""
+    """Return the engine that runs the problem, chosen by shapes and types alone, never by numbers
+    in tensors.
+
+    On a CPU `auto` tries `native` first where sequences are long enough (`native.wanted`), then the
+    engines of PyTorch's operations.
+
+    Raises:
+        ValueError: all engines of the backend refuse; the reason is that of the first.
+    """
     engines = ENGINES[backend]
     if backend == "auto" and problem.q_BHND.is_cpu:
         engines = TORCH

@@ -1,14 +1,22 @@
 """Attention by PyTorch's kernels, on blocks cut from packed lists.
 
-A block is a run of a list's queries and the keys that they read. Cutting looks at the lists, which
-makes a CPU wait for a GPU: lists that serve many passes are cut once (`Reads.derived`).
+A block is a run of consecutive query members of one list and the key members that they read, which
+are consecutive, too. PyTorch's kernels want equal shapes, so blocks are rounded up to a few
+*forms*: blocks of one form have the same number of query slots and of key slots, and go through a
+kernel together. For example, lists of 8, 4 and 7 members, in which every member reads all up to
+itself, become two forms:
 
-Shapes: R rows, P query members and M key members of all lists together, G blocks of one form, Q query
-and K key slots of a block, D head size.
+    4 x 4   the list of 4
+    8 x 8   the list of 8, and the list of 7 with 1 empty slot
+
+Cutting looks at the lists, which makes a CPU wait for a GPU: lists that serve many passes are cut
+once (`Reads.derived`).
+
+Shapes: R rows, L lists, P query members and M key members of all lists together, G blocks of one
+form, Q query slots and K key slots of a block, S = G * Q query slots of all of them, D head size.
 """
 
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,43 +24,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import Terms, recomputed, soft_attend
 from rtx.attention.once import derived_once
-from rtx.attention.packed import Reads
+from rtx.attention.packed import Hidden, Reads
 
 MAX_SCORES_CPU = 1 << 20
-"""Scores worked on at once, of one block at least: few enough for a CPU's cache."""
+"""Scores that a CPU computes at once: few enough for its cache. A single block may have more."""
 MAX_SCORES_GPU = 1 << 26
-"""The same on a GPU: enough to fill it."""
+"""Scores that a GPU computes at once: enough to keep it busy. A single block may have more."""
 MIN_BLOCKS = 64
-"""Blocks that torch's kernels get at once at least, to share them out over many cores."""
+"""The least number of blocks in one call of torch's kernels, if there are that many: a call spreads
+them over cores."""
 MAX_MASK = 1 << 24
-"""Numbers in the masks that torch's kernels get at once, where every block has its own."""
+"""The most elements of the masks in one call of torch's kernels, where every block has a mask of
+its own."""
 MAX_STEP = 512
-"""Queries of a block at the most, where a list is cut into runs."""
+"""The most queries of a block where a list is cut into runs."""
 
 
-class Block(NamedTuple):
-    """Blocks of one form: the members (numbers into P and M) in their query and key slots."""
+class Blocks(NamedTuple):
+    """Blocks of one form: which members are in their query slots and key slots."""
 
     query_GQ: Tensor
+    """Numbers of query members; an empty slot repeats the last query of its block."""
     real_GQ: Tensor
-    """False for query slots behind the end of a list and for queries that read nothing."""
+    """False for empty query slots and for queries that read nothing."""
     key_GK: Tensor
+    """Numbers of key members."""
     mask: Tensor | None
-    """True where a key is read, `[G, Q, K]`, or `[Q, K]` for all blocks; None: the plain triangle."""
+    """True where a key is read: `[G, Q, K]`, or `[Q, K]` if one mask serves all blocks; None: key
+    slots up to the query's own.
+    """
 
-    def split(self, scores: int, plain: bool) -> list["Block"]:
-        """Return some blocks at a time, with that many scores, or as many as torch's kernels want (`plain`)."""
-        has_masks = self.mask is not None and self.mask.dim() == 3
-        slots = self.query_GQ.shape[1] * self.key_GK.shape[1]
-        if plain and has_masks:
-            scores = MAX_MASK
-        least = MIN_BLOCKS if plain and not has_masks else 1
-        size = max(least, scores // slots)
-        masks = self.mask.split(size) if self.mask is not None and has_masks else repeat(self.mask)
-        parts = (x.split(size) for x in (self.query_GQ, self.real_GQ, self.key_GK))
-        return [Block(*each) for each in zip(*parts, masks, strict=False)]
+    @property
+    def has_masks(self) -> bool:
+        """Whether every block has a mask of its own."""
+        return self.mask is not None and self.mask.dim() == 3
+
+    def split(self, size: int) -> list["Blocks"]:
+        """Return the blocks, `size` at a time."""
+        queries = self.query_GQ.split(size)
+        reals = self.real_GQ.split(size)
+        keys = self.key_GK.split(size)
+        masks: Sequence[Tensor | None] = [self.mask] * len(queries)
+        if self.mask is not None and self.has_masks:
+            masks = self.mask.split(size)
+        return [Blocks(*each) for each in zip(queries, reals, keys, masks, strict=True)]
 
 
 def refusal(problem: Problem) -> str | None:
@@ -63,153 +81,334 @@ def refusal(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Problem`; by our own softmax where torch's kernels lack a term."""
-    q_RD, k_RD, v_RD = problem.rows()
-    part, terms, by_member = problem.part, problem.terms, problem.by_member
-    assert isinstance(part, Reads)
-    on_cpu = q_RD.device.type == "cpu"
-    plain = not by_member and not terms.by_distance and not (terms.dropout and on_cpu)
-    triangles = plain and not part.hidden
-    forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
-    most = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
-    blocks = [piece for form in forms for piece in form.split(most, plain)]
-    query_rows = [part.query.row_M[block.query_GQ] for block in blocks]
-    key_rows = [part.key.row_M[block.key_GK] for block in blocks]
-    taken = zip(take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows), strict=True)
+    """Return outputs and log-sums, see `Result`.
 
-    weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M].double()
-    wide = torch.promote_types(v_RD.dtype, torch.float32)
-    size = len(part.start_P if by_member else q_RD)
-    total = v_RD.new_zeros(size, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide)
-    targets, sums = [], []
-    for block, row_GQ, row_GK, (q, k, v) in zip(blocks, query_rows, key_rows, taken, strict=True):
-        target_S = (block.query_GQ if by_member else row_GQ).flatten()
-        real_S = block.real_GQ.flatten()
-        if plain:
-            out_GQD = by_torch(q, k, v, block.mask, terms)
-        else:
-            head_G = row_GQ[:, 0] // part.length % terms.heads
-            out_GQD, sum_GQ = recomputed(soft_block, q, k, v, block.mask, row_GQ, row_GK, head_G, terms)
-        out_SD = out_GQD.flatten(0, 1).to(total.dtype)
-        if by_member:
-            targets.append(torch.where(real_S, target_S, size))
-            sums.append(sum_GQ.flatten())
-        else:
-            out_SD = out_SD * weight_P[block.query_GQ.flatten(), None].to(out_SD.dtype)
-        # What a slot without a query gets is dropped, NaN included.
-        total.index_add_(0, target_S, out_SD.masked_fill(~real_S[:, None], 0))
-    sum_P = total.new_full((size + 1,), float("-inf"))  # one more takes what is dropped
-    if sums:
-        sum_P = sum_P.index_copy(0, torch.cat(targets), torch.cat(sums))
-    return total, sum_P[:size]
-
-
-def cut(part: Reads, triangles: bool) -> list[Block]:
-    """Cut the lists into blocks of at most about eight forms.
-
-    With `triangles`, a square list whose members all read from its beginning is one block, whose
-    mask is the plain triangle if all read themselves. All others are cut into runs; their keys reach
-    from the first that one of them reads to the last.
+    Our own softmax computes what torch's kernels lack: log-sums, terms by distance, and dropout
+    on a CPU.
     """
-    count_L = part.query.count_L
-    longest = int((part.stop_P - part.start_P).max()) if len(part.start_P) else 0
-    if not longest:
-        return []
-    first_L = part.query.first_L()
-    quarter = -(-longest // 4)
-    last_L = (first_L + count_L - 1).clamp(min=0)
-    is_square = triangles and part.query is part.key
-    whole_L = (count_L > 0) & (part.start_P[last_L] == first_L) & is_square
-    size_L = -(-count_L // quarter) * quarter
-    blocks = []
-    for size in size_L[whole_L].unique().tolist():
-        of_size_L = whole_L & (size_L == size)
-        begin_G = first_L[of_size_L]
-        blocks.append(make_block(part, begin_G, count_L[of_size_L], begin_G, size, size))
-    return blocks + cut_into_runs(part, torch.where(whole_L, 0, count_L), min(quarter, MAX_STEP))
+    part = problem.part
+    assert isinstance(part, Reads)
+    on_cpu = problem.q_BHND.is_cpu
+    by_torch = torch_computes(problem)
+    triangles = by_torch and not part.hidden
+    forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
+    pieces: list[Blocks] = []
+    for form in forms:
+        pieces += form.split(blocks_at_once(form, by_torch, on_cpu))
+    if problem.by_member:
+        return attend_members(problem, pieces)
+    return attend_rows(problem, pieces, by_torch)
 
 
-def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Block]:
-    """Cut the first `count_L` queries of each list into runs of `step`, whose forms differ by the keys' number."""
-    runs_L = -(-count_L // step)
-    list_L = torch.arange(len(count_L), device=count_L.device)
-    list_G = list_L.repeat_interleave(runs_L)
-    number_G = torch.arange(len(list_G), device=count_L.device)
-    done_G = (number_G - (runs_L.cumsum(0) - runs_L)[list_G]) * step
-    begin_G = part.query.first_L()[list_G] + done_G
-    left_G = (count_L[list_G] - done_G).clamp(max=step)
-    low_G = part.start_P[begin_G]
-    width_G = -(-(part.stop_P[begin_G + left_G - 1] - low_G) // step) * step
-    blocks = []
-    for width in width_G[width_G > 0].unique().tolist():
-        of_width_G = width_G == width
-        runs = begin_G[of_width_G], left_G[of_width_G], low_G[of_width_G]
-        blocks.append(make_block(part, *runs, step, width))
-    return blocks
+def torch_computes(problem: Problem) -> bool:
+    """Tell whether torch's kernels have all that the problem needs."""
+    terms = problem.terms
+    if problem.by_member or terms.by_distance:
+        return False
+    return not (terms.dropout and problem.q_BHND.is_cpu)
 
 
-def make_block(part: Reads, begin_G: Tensor, left_G: Tensor, low_G: Tensor, queries: int, keys: int) -> Block:
-    """Return blocks of `left_G` queries from `begin_G` on, over `keys` key slots from `low_G` on."""
-    slot_Q = torch.arange(queries, device=begin_G.device)
-    slot_K = torch.arange(keys, device=begin_G.device)
-    query_GQ = begin_G[:, None] + slot_Q.minimum(left_G[:, None] - 1)
-    inside_GQ = slot_Q < left_G[:, None]
-    start_GQ = part.start_P[query_GQ] - low_G[:, None]
-    stop_GQ = part.stop_P[query_GQ] - low_G[:, None]
-    key_GK = (low_G[:, None] + slot_K).clamp(max=len(part.key.row_M) - 1)
-    # What one block's queries read is mostly what all do: one mask then serves them.
-    start_Q = torch.where(inside_GQ, start_GQ, -1).amax(0)
-    stop_Q = torch.where(inside_GQ, stop_GQ, -1).amax(0)
-    alike = (~inside_GQ | ((start_GQ == start_Q) & (stop_GQ == stop_Q))).all()
-    if bool(alike):
-        start_GQ, stop_GQ = start_Q, stop_Q
-        reads_on = ((start_Q <= 0) & ((stop_Q == slot_Q + 1) | (stop_Q < 0))).all()
-        if part.hidden is None and queries == keys and bool(reads_on):
-            return Block(query_GQ, inside_GQ & (stop_GQ > start_GQ), key_GK, None)
-    mask = (slot_K >= start_GQ[..., None]) & (slot_K < stop_GQ[..., None])
-    for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
-        value_G1K = value_M[key_GK][:, None]
-        below = value_G1K < low_P[query_GQ][..., None]
-        mask = mask & (below | (value_G1K >= high_P[query_GQ][..., None]))
-    real_GQ = inside_GQ & mask.any(-1)
-    mask[..., 0] |= ~mask.any(-1)  # no softmax is empty; what such a query reads is dropped
-    return Block(query_GQ, real_GQ, key_GK, mask)
+def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
+    """Return how many blocks of a form one call gets, at least one, by the limits above."""
+    scores = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
+    least = 1
+    if by_torch and form.has_masks:
+        scores = MAX_MASK
+    elif by_torch:
+        least = MIN_BLOCKS
+    slots = form.query_GQ.shape[1] * form.key_GK.shape[1]
+    return max(least, scores // slots)
 
 
-def by_torch(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, terms: Terms) -> Tensor:
-    """Return the outputs `[G, Q, D]` by torch's attention kernels."""
-    q, k, v = (x[:, None] for x in (q_GQD, k_GKD, v_GKD))
+def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Result:
+    """Return the outputs by row `[R, D]`, means over lists, and an empty tensor of log-sums."""
+    part = problem.part
+    terms = problem.terms
+    assert isinstance(part, Reads)
+    dtype = problem.v_BHND.dtype
+    if not by_torch:
+        dtype = torch.promote_types(dtype, torch.float32)
+    rows = problem.v_BHND.shape[:3].numel()
+    out_RD = problem.v_BHND.new_zeros(rows, problem.v_BHND.shape[-1], dtype=dtype)
+    lists_of_row_P = part.times_R(rows).clamp(min=1)[part.query.row_M]
+    weight_P = 1 / lists_of_row_P.double()
+    for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
+        if by_torch:
+            out_GQD = attend_by_torch(inputs, piece.mask, terms)
+        else:
+            out_GQD, _ = attend_softly(inputs, piece.mask, part.length, terms)
+        weight_S1 = weight_P[piece.query_GQ.flatten(), None].to(dtype)
+        out_SD = out_GQD.flatten(0, 1).to(dtype) * weight_S1
+        out_RD.index_add_(0, inputs.row_GQ.flatten(), without_empty(out_SD, piece))
+    return out_RD, out_RD.new_empty(0)
+
+
+def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
+    """Return the outputs `[P, D]` and log-sums `[P]` of the query members, in float32 or wider."""
+    part = problem.part
+    assert isinstance(part, Reads)
+    P = len(part.start_P)
+    v_BHND = problem.v_BHND
+    wide = torch.promote_types(v_BHND.dtype, torch.float32)
+    out_PD = v_BHND.new_zeros(P, v_BHND.shape[-1], dtype=wide)
+    members = []
+    sums = []
+    for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
+        out_GQD, sum_GQ = attend_softly(inputs, piece.mask, part.length, problem.terms)
+        member_S = piece.query_GQ.flatten()
+        out_PD.index_add_(0, member_S, without_empty(out_GQD.flatten(0, 1).to(wide), piece))
+        members.append(torch.where(piece.real_GQ.flatten(), member_S, P))
+        sums.append(sum_GQ.flatten())
+    # One place more takes the log-sums of empty slots.
+    sum_P1 = out_PD.new_full((P + 1,), float("-inf"))
+    if sums:
+        sum_P1 = sum_P1.index_copy(0, torch.cat(members), torch.cat(sums))
+    return out_PD, sum_P1[:P]
+
+
+def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
+    """Return the outputs of query slots, zero for slots that are not real (which may have NaN)."""
+    return out_SD.masked_fill(~piece.real_GQ.flatten()[:, None], 0)
+
+
+class Inputs(NamedTuple):
+    """What blocks attend over: the rows of their query and key slots, by number and by content."""
+
+    row_GQ: Tensor
+    row_GK: Tensor
+    q_GQD: Tensor
+    k_GKD: Tensor
+    v_GKD: Tensor
+
+
+def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[Inputs]:
+    """Return the inputs of each piece, one after the other."""
+    part = problem.part
+    assert isinstance(part, Reads)
+    q_RD, k_RD, v_RD = problem.rows()
+    query_rows = [part.query.row_M[piece.query_GQ] for piece in pieces]
+    key_rows = [part.key.row_M[piece.key_GK] for piece in pieces]
+    queries = take(q_RD, query_rows)
+    keys = take(k_RD, key_rows)
+    values = take(v_RD, key_rows)
+    return map(Inputs, query_rows, key_rows, queries, keys, values)
+
+
+def attend_by_torch(inputs: Inputs, mask: Tensor | None, terms: Terms) -> Tensor:
+    """Return the outputs `[G, Q, D]` by torch's attention kernels: each block as a sequence."""
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
-    options = {"is_causal": mask is None, "dropout_p": terms.dropout, "scale": terms.scale}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)[:, 0]
+    out_G1QD = F.scaled_dot_product_attention(
+        inputs.q_GQD[:, None],
+        inputs.k_GKD[:, None],
+        inputs.v_GKD[:, None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=terms.dropout,
+        scale=terms.scale,
+    )
+    return out_G1QD[:, 0]
+
+
+def attend_softly(
+    inputs: Inputs,
+    mask: Tensor | None,
+    length: int,
+    terms: Terms,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[G, Q, D]` and log-sums `[G, Q]` by our own softmax, which the backward
+    pass computes again.
+
+    `length`: N, by which the head of a row is computed.
+    """
+    head_G = head_of(inputs.row_GQ, length, terms.heads)
+    tensors = inputs.q_GQD, inputs.k_GKD, inputs.v_GKD, mask, inputs.row_GQ, inputs.row_GK, head_G
+    return recomputed(soft_block, *tensors, terms)
+
+
+def head_of(row_GQ: Tensor, length: int, heads: int) -> Tensor:
+    """Return the head of each block, `[G]`: that of its first row, as row = (b * H + h) * N + n."""
+    return row_GQ[:, 0] // length % heads
 
 
 def soft_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q_GQD: Tensor,
+    k_GKD: Tensor,
+    v_GKD: Tensor,
     mask: Tensor | None,
     row_GQ: Tensor,
     row_GK: Tensor,
     head_G: Tensor,
     terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `soft_attend` does for blocks of rows."""
+    """Return the results of `soft_attend` for blocks of rows; distances are differences of row
+    numbers.
+
+    Without a mask a query slot reads the key slots up to its own.
+    """
     if mask is None:
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
-    distance_GQK = row_GQ[:, :, None] - row_GK[:, None] if terms.by_distance else None
-    return soft_attend(q, k, v, mask, distance_GQK, head_G, terms)
+        mask = q_GQD.new_ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool).tril()
+    distance_GQK = None
+    if terms.by_distance:
+        distance_GQK = row_GQ[:, :, None] - row_GK[:, None]
+    return soft_attend(q_GQD, k_GKD, v_GKD, mask, distance_GQK, head_G, terms)
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive query members, each within one list."""
+
+    begin_G: Tensor
+    """The first query member of each run."""
+    count_G: Tensor
+    """The number of query members of each run."""
+    low_G: Tensor
+    """The first key member that one of them reads."""
+
+    def where(self, chosen_G: Tensor) -> "Runs":
+        """Return the runs at which a mask is true."""
+        return Runs(self.begin_G[chosen_G], self.count_G[chosen_G], self.low_G[chosen_G])
+
+
+def cut(part: Reads, triangles: bool) -> list[Blocks]:
+    """Return the lists, cut into blocks of few forms.
+
+    With `triangles`, a list in which every query may read from the list's first member on is one
+    square block, for which torch's causal kernel needs no mask. All other lists are cut into runs
+    of queries, whose keys reach from the first that one of them reads to the last.
+
+    Squares are rounded up to quarters of the longest range, runs and their keys to the same or to
+    MAX_STEP: about four forms of squares, and four of runs (more of them where a range is longer
+    than 4 * MAX_STEP).
+    """
+    count_L = part.query.count_L
+    longest = int((part.stop_P - part.start_P).max()) if len(part.start_P) else 0
+    if not longest:
+        return []
+    quarter = whole_pieces(longest, 4)
+    blocks = []
+    if triangles and part.query is part.key:
+        is_square_L = read_from_the_first(part)
+        squares = Runs(part.query.first_L(), count_L, part.query.first_L())
+        size_L = whole_pieces(count_L, quarter) * quarter
+        for size in size_L[is_square_L].unique().tolist():
+            of_size = squares.where(is_square_L & (size_L == size))
+            blocks.append(make_blocks(part, of_size, size, size))
+        count_L = torch.where(is_square_L, 0, count_L)
+    step = min(quarter, MAX_STEP)
+    return blocks + cut_into_runs(part, count_L, step)
+
+
+def read_from_the_first(part: Reads) -> Tensor:
+    """Return the lists in which every member reads from the list's first member on, `[L]`, bool.
+
+    Starts never fall from member to member, so the last member tells.
+    """
+    count_L = part.query.count_L
+    first_L = part.query.first_L()
+    last_L = (first_L + count_L - 1).clamp(min=0)
+    return (count_L > 0) & (part.start_P[last_L] == first_L)
+
+
+def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Blocks]:
+    """Return the first `count_L` queries of each list, cut into blocks of `step` query slots.
+
+    There is one form for each width.
+    A width is the number of keys from the first that a run reads to the last, rounded up to `step`.
+    """
+    runs = runs_of(part, count_L, step)
+    high_G = part.stop_P[runs.begin_G + runs.count_G - 1]
+    width_G = whole_pieces(high_G - runs.low_G, step) * step
+    blocks = []
+    for width in width_G[width_G > 0].unique().tolist():
+        blocks.append(make_blocks(part, runs.where(width_G == width), step, width))
+    return blocks
+
+
+def runs_of(part: Reads, count_L: Tensor, step: int) -> Runs:
+    """Return the first `count_L` queries of each list, cut into runs of at most `step` queries."""
+    runs_L = whole_pieces(count_L, step)
+    every_L = torch.arange(len(count_L), device=count_L.device)
+    list_G = every_L.repeat_interleave(runs_L)
+    every_G = torch.arange(len(list_G), device=count_L.device)
+    first_run_L = runs_L.cumsum(0) - runs_L
+    done_G = (every_G - first_run_L[list_G]) * step  # queries of the list before the run
+    begin_G = part.query.first_L()[list_G] + done_G
+    left_G = count_L[list_G] - done_G
+    return Runs(begin_G, left_G.clamp(max=step), part.start_P[begin_G])
+
+
+def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
+    """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on."""
+    slot_Q = torch.arange(queries, device=runs.begin_G.device)
+    slot_K = torch.arange(keys, device=runs.begin_G.device)
+    low_G1 = runs.low_G[:, None]
+    count_G1 = runs.count_G[:, None]
+    query_GQ = runs.begin_G[:, None] + slot_Q.minimum(count_G1 - 1)
+    inside_GQ = slot_Q < count_G1
+    key_GK = (low_G1 + slot_K).clamp(max=len(part.key.row_M) - 1)
+    # The key slots that each query reads, `[G, Q]`, or `[Q]` where all blocks read alike.
+    start = part.start_P[query_GQ] - low_G1
+    stop = part.stop_P[query_GQ] - low_G1
+    start_Q = common_slots(start, inside_GQ)
+    stop_Q = common_slots(stop, inside_GQ)
+    # Alike: every query reads from the largest start among the blocks to the largest stop.
+    alike = (~inside_GQ | ((start == start_Q) & (stop == stop_Q))).all()
+    if bool(alike):
+        start = start_Q
+        stop = stop_Q
+        if part.hidden is None and queries == keys and is_triangle(start_Q, stop_Q):
+            return Blocks(query_GQ, inside_GQ & (stop_Q > start_Q), key_GK, None)
+    mask = (slot_K >= start[..., None]) & (slot_K < stop[..., None])
+    if part.hidden is not None:
+        mask = not_hidden(mask, part.hidden, query_GQ, key_GK)
+    real_GQ = inside_GQ & mask.any(-1)
+    # A softmax over no key would give NaN: a query that reads nothing reads slot 0, and its output
+    # is dropped.
+    mask[..., 0] |= ~mask.any(-1)
+    return Blocks(query_GQ, real_GQ, key_GK, mask)
+
+
+def common_slots(slot_GQ: Tensor, inside_GQ: Tensor) -> Tensor:
+    """Return the largest key slot among the blocks with a query in a query slot, `[Q]`; else -1."""
+    return torch.where(inside_GQ, slot_GQ, -1).amax(0)
+
+
+def is_triangle(start_Q: Tensor, stop_Q: Tensor) -> bool:
+    """Tell whether each query slot reads the key slots up to its own, or is empty: -1."""
+    own_Q = torch.arange(len(stop_Q), device=stop_Q.device)
+    reads_own_Q = (stop_Q == own_Q + 1) | (stop_Q < 0)
+    return bool(((start_Q <= 0) & reads_own_Q).all())
+
+
+def not_hidden(mask: Tensor, hidden: Hidden, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
+    """Return a mask of pairs without those that are hidden, `[G, Q, K]`.
+
+    The mask broadcasts to that shape; `query_GQ` and `key_GK` are the members in query and key
+    slots.
+    """
+    for value_M, low_P, high_P in zip(*hidden, strict=True):
+        value_G1K = value_M[key_GK][:, None]
+        below_GQK = value_G1K < low_P[query_GQ][..., None]
+        mask = mask & (below_GQK | (value_G1K >= high_P[query_GQ][..., None]))
+    return mask
 
 
 class Gather(torch.autograd.Function):
-    """The rows `[G, Q, D]` of each `[G, Q]` of row numbers; their gradients are added up in one tensor."""
+    """The rows `[G, Q, D]` of several tensors `[G, Q]` of row numbers.
+
+    Its backward pass adds all gradients to one tensor `[R, D]`; indexing would make such a tensor
+    for each of them, and add these.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rows)
         ctx.shape = x_RD.shape
-        return tuple(x_RD.index_select(0, row_GQ.flatten()).unflatten(0, row_GQ.shape) for row_GQ in rows)
+        pieces = []
+        for row_GQ in rows:
+            x_SD = x_RD.index_select(0, row_GQ.flatten())
+            pieces.append(x_SD.unflatten(0, row_GQ.shape))
+        return tuple(pieces)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,12 +419,22 @@ class Gather(torch.autograd.Function):
 
 
 def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
-    """Return for each `[G, Q]` of row numbers the rows `[G, Q, D]`; views where these are all rows in order."""
+    """Return the rows `[G, Q, D]` of each tensor `[G, Q]` of row numbers.
+
+    Without gradients each is gathered when it is wanted. With gradients, on a CPU, they are views
+    of x if the numbers are those of all rows in order, as in a single list of whole sequences.
+    """
     if not rows or not x_RD.requires_grad or not torch.is_grad_enabled():
-        return (x_RD[row_GQ] for row_GQ in rows)  # one after the other
-    row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])
-    every_S = torch.arange(len(row_S), device=row_S.device)
-    if not x_RD.is_cpu or len(row_S) != len(x_RD) or not torch.equal(row_S, every_S):
+        return (x_RD[row_GQ] for row_GQ in rows)
+    if not x_RD.is_cpu or not are_all_in_order(rows, len(x_RD)):
         return Gather.apply(x_RD, *rows)
     pieces = x_RD.split([row_GQ.numel() for row_GQ in rows])
     return [x_SD.unflatten(0, row_GQ.shape) for x_SD, row_GQ in zip(pieces, rows, strict=True)]
+
+
+def are_all_in_order(rows: list[Tensor], count: int) -> bool:
+    """Tell whether the row numbers are 0 to count - 1, in this order."""
+    if sum(row_GQ.numel() for row_GQ in rows) != count:
+        return False
+    row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])
+    return torch.equal(row_S, torch.arange(count, device=row_S.device))

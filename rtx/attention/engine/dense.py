@@ -1,9 +1,13 @@
-"""Attention of whole sequences on a GPU, without copies: torch's own kernels where a user would take them.
+"""Attention of whole sequences on a GPU, without copies, by the kernels of torch that a user would
+call by hand.
 
-Full attention is `scaled_dot_product_attention`; a window of the last W positions, and sequences
-behind a memory, are torch's flash kernel for packed sequences.
+Every list is one whole sequence (`rtx.attention.packed.Window`). Full causal attention is
+`scaled_dot_product_attention`. Two other cases are `varlen_attn`, torch's flash kernel for packed
+sequences: a window of the last W positions, and a memory, which is a number of positions in front
+of the sequence that are read but do not read.
 
-Shapes: B sequences, H heads, N positions, D head size, M positions of a memory in front.
+Shapes: B sequences, H heads, N positions (those of the memory included), D head size, S the
+positions that read of all sequences, one sequence after the other.
 """
 
 import torch
@@ -15,14 +19,16 @@ from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.packed import Reads, Window
 
 MAX_SIZE = 256
-"""Head size up to which torch's flash kernel computes."""
+"""The largest head size of torch's flash kernel."""
 FLASH_CAPABILITY = (8, 0)
 """The least compute capability of torch's flash kernel."""
 
 
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
-    q_BHND, v_BHND, part, terms = problem.q_BHND, problem.v_BHND, problem.part, problem.terms
+    q_BHND = problem.q_BHND
+    part = problem.part
+    terms = problem.terms
     if not isinstance(part, Reads) or part.window is None:
         return "its lists are not whole sequences with a window"
     if problem.by_member:
@@ -35,11 +41,11 @@ def refusal(problem: Problem) -> str | None:
         return "it computes in float32 or narrower"
     if reads_everything(part.window):
         return None
-    return flash_refusal(q_BHND, v_BHND, terms.dropout)
+    return flash_refusal(q_BHND, problem.v_BHND, terms.dropout)
 
 
 def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
-    """Return why torch's flash kernel cannot run this; None where it can."""
+    """Return why torch's flash kernel cannot run windows of these tensors; None where it can."""
     size = q_BHND.shape[-1]
     if q_BHND.dtype not in (torch.float16, torch.bfloat16):
         return "its windows need float16 or bfloat16"
@@ -54,42 +60,58 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
 
 @torch.compiler.assume_constant_result
 def has_flash(device: torch.device) -> bool:
-    """Tell whether a device can run torch's flash kernel; tensors of shapes alone can."""
+    """Tell whether a device can run torch's flash kernel.
+
+    The meta device counts as one that can: it serves to choose engines where there is no GPU.
+    """
     if device.type != "cuda":
         return device.type == "meta"
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def reads_everything(window: Window) -> bool:
-    """Tell whether every position reads all positions up to itself, and none of them is a memory."""
+    """Tell whether every position reads all positions up to itself, and there is no memory."""
     return window.memory == 0 and window.keys >= window.length
 
 
 def attend(problem: Problem) -> Result:
-    """Return the outputs by row; the log-sums are empty."""
-    part, terms = problem.part, problem.terms
+    """Return the outputs `[R, D]` by row, and an empty tensor for the log-sums."""
+    part = problem.part
+    terms = problem.terms
     assert isinstance(part, Reads) and part.window is not None
-    q_BHND, k_BHND, v_BHND = problem.q_BHND, problem.k_BHND, problem.v_BHND
+    tensors = problem.q_BHND, problem.k_BHND, problem.v_BHND
     if reads_everything(part.window):
         options = {"is_causal": True, "dropout_p": terms.dropout, "scale": terms.scale}
-        out_BHND = F.scaled_dot_product_attention(q_BHND, k_BHND, v_BHND, **options)
+        out_BHND = F.scaled_dot_product_attention(*tensors, **options)
     else:
-        out_BHND = by_flash(q_BHND, k_BHND, v_BHND, part.window, terms.scale)
+        out_BHND = by_flash(*tensors, part.window, terms.scale)
     return out_BHND.flatten(0, 2), out_BHND.new_empty(0, dtype=torch.float32)
 
 
-def by_flash(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, window: Window, scale: float) -> Tensor:
-    """Return the outputs `[B, H, N, D]` by torch's flash kernel; those of the memory are zero."""
+def by_flash(
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    window: Window,
+    scale: float,
+) -> Tensor:
+    """Return the outputs `[B, H, N, D]` by torch's flash kernel; those of the memory are zero.
+
+    The kernel gets N keys and N - memory queries of each sequence, and aligns the last query with
+    the last key.
+    """
     B, _, N, _ = q_BHND.shape
     queries = N - window.memory
-    # The kernel aligns the last query with the last key, and counts the keys before a query's own.
-    back = -1 if window.keys >= N else window.keys - 1
+    # The kernel's window counts the keys before a query's own; -1: all of them.
+    back = window.keys - 1
+    if window.keys >= N:
+        back = -1
     out_SHD = varlen_attn(
         q_BHND[:, :, window.memory :].transpose(1, 2).flatten(0, 1),
         k_BHND.transpose(1, 2).flatten(0, 1),
         v_BHND.transpose(1, 2).flatten(0, 1),
-        ends(B, queries, q_BHND.device),
-        ends(B, N, q_BHND.device),
+        cumulative_lengths(B, queries, q_BHND.device),
+        cumulative_lengths(B, N, q_BHND.device),
         queries,
         N,
         scale=scale,
@@ -100,6 +122,6 @@ def by_flash(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, window: Window, sca
     return F.pad(out_BHND, (0, 0, window.memory, 0)) if window.memory else out_BHND
 
 
-def ends(sequences: int, length: int, device: torch.device) -> Tensor:
-    """Return where each of some packed sequences begins, and where the last ends, int32."""
+def cumulative_lengths(sequences: int, length: int, device: torch.device) -> Tensor:
+    """Return where each of B packed sequences of one length begins and the last ends, `[B + 1]`."""
     return torch.arange(sequences + 1, dtype=torch.int32, device=device) * length

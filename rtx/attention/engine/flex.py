@@ -1,9 +1,18 @@
-"""The engine by PyTorch's FlexAttention, for GPUs: one long row of queries and keys, packed list after list.
+"""Attention over packed lists by PyTorch's FlexAttention, for GPUs.
 
-A block of the mask is kept where one of its queries may read one of its keys, which the lists tell without looking at
-pairs.
+All query members are one long sequence of P queries, all key members one of M keys. FlexAttention
+computes a square of BLOCK queries and BLOCK keys only where a `BlockMask` names it, and there it
+masks pairs by a function. Starts and stops of ranges never fall from query to query; the key blocks
+that a query block meets are therefore consecutive, and the bounds of a block's first and last query
+tell them. For example, with blocks of 2:
 
-Shapes: R rows, P query members and M key members of all lists together, X blocks of queries, D head size.
+    query member  0 1   2 3   4 5
+    start_P       0 0   1 2   2 4        query block 0 meets key block 0
+    stop_P        1 2   3 4   5 6        query block 1 meets key blocks 0 and 1
+                                         query block 2 meets key blocks 1 and 2
+
+Shapes: R rows, P query members and M key members of all lists together, X blocks of queries, Y
+blocks of keys, Z blocks of either kind, D head size.
 """
 
 import functools
@@ -14,49 +23,101 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.packed import Reads
 
 BLOCK = 128
-"""Positions of a block of the mask."""
+"""Queries, and keys, of a block of the mask."""
 FORMS = 64
 """Forms of masks (types, head sizes, hidden ranges) that a process may compile."""
 
 
 @functools.cache
 def compiled():
-    """Return FlexAttention, compiled at its first call, or an error: without the compiler it holds N^2 scores."""
+    """Return FlexAttention, compiled at its first call.
+
+    What cannot be compiled raises an error: not compiled, FlexAttention would hold all P * M
+    scores.
+    """
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def block_mask(part: Reads) -> BlockMask:
-    """Return the mask of packed queries over packed keys."""
-    P, M, start_P, stop_P = len(part.start_P), len(part.key.row_M), part.start_P, part.stop_P
-    block_X, block_Y = (torch.arange(-(-n // BLOCK), device=start_P.device) for n in (P, M))
-    # Where ranges never fall, the blocks that meet one block are neighbours.
-    low_X = start_P[block_X * BLOCK] // BLOCK
-    high_X = (stop_P[(block_X * BLOCK + BLOCK - 1).clamp(max=P - 1)] - 1) // BLOCK
-    low_Y, high_Y = torch.searchsorted(high_X, block_Y), torch.searchsorted(low_X, block_Y, right=True) - 1
-    falls = ((start_P.diff() < 0) | (stop_P.diff() < 0)).any()
-    widths = torch.stack([(high_X - low_X).amax() + 1, (high_Y - low_Y).amax() + 1, falls.long()])
-    of_query, of_key, fall = widths.tolist()  # the CPU waits for the GPU once
-    if fall:
-        raise ValueError("backend='flex' needs ranges that never fall from query to query: take backend='torch'")
+    """Return the mask of packed queries over packed keys.
+
+    Raises:
+        ValueError: starts or stops fall from one query to the next.
+    """
+    P = len(part.start_P)
+    M = len(part.key.row_M)
+    low_X, high_X = key_blocks(part)
+    # The query blocks that meet key block y are those whose range of key blocks holds y.
+    block_Y = torch.arange(whole_pieces(M, BLOCK), device=low_X.device)
+    low_Y = torch.searchsorted(high_X, block_Y)
+    high_Y = torch.searchsorted(low_X, block_Y, right=True) - 1
+    falls = ((part.start_P.diff() < 0) | (part.stop_P.diff() < 0)).any()
+    most_keys = (high_X - low_X).amax() + 1
+    most_queries = (high_Y - low_Y).amax() + 1
+    numbers = torch.stack([most_keys, most_queries, falls.long()])
+    key_width, query_width, some_fall = numbers.tolist()  # the CPU waits for the GPU once
+    if some_fall:
+        need = "ranges that never fall from query to query"
+        raise ValueError(f"backend='flex' needs {need}: take backend='torch'")
+    key_counts, key_index = neighbours(low_X, high_X, key_width, len(block_Y))
+    query_counts, query_index = neighbours(low_Y, high_Y, query_width, len(low_X))
+    return BlockMask(
+        seq_lengths=(P, M),
+        kv_num_blocks=key_counts,
+        kv_indices=key_index,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=query_counts,
+        q_indices=query_index,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=pair_mask(part),
+    )
+
+
+def key_blocks(part: Reads) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest key block that each query block meets, `[X]`."""
+    P = len(part.start_P)
+    first_X = torch.arange(whole_pieces(P, BLOCK), device=part.start_P.device) * BLOCK
+    last_X = (first_X + BLOCK - 1).clamp(max=P - 1)
+    low_X = part.start_P[first_X] // BLOCK
+    high_X = (part.stop_P[last_X] - 1) // BLOCK
+    return low_X, high_X
+
+
+def neighbours(low_Z: Tensor, high_Z: Tensor, width: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each block meets, `[1, 1, Z]`, and which, `[1, 1, Z, width]`, int32.
+
+    Args:
+        low_Z: the lowest block that it meets.
+        high_Z: the highest block that it meets.
+        width: the most blocks that one meets.
+        blocks: how many blocks there are to be met.
+    """
+    count_Z = (high_Z - low_Z + 1).clamp(min=0)
+    index_ZW = low_Z[:, None] + torch.arange(max(1, width), device=low_Z.device)
+    index_ZW = index_ZW.clamp(max=blocks - 1)
+    return count_Z[None, None].int(), index_ZW[None, None].int()
+
+
+def pair_mask(part: Reads):
+    """Return the function that tells FlexAttention whether query member i reads key member j."""
+    start_P = part.start_P
+    stop_P = part.stop_P
 
     def reads(b, h, i, j):
-        seen = (j >= start_P[i]) & (j < stop_P[i])
+        is_read = (j >= start_P[i]) & (j < stop_P[i])
         for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
             value = value_M[j]
-            seen = seen & ((value < low_P[i]) | (value >= high_P[i]))
-        return seen
+            is_read = is_read & ((value < low_P[i]) | (value >= high_P[i]))
+        return is_read
 
-    keys, queries = neighbours(low_X, high_X, of_query, len(block_Y)), neighbours(low_Y, high_Y, of_key, len(block_X))
-    return BlockMask((P, M), *keys, None, None, *queries, None, None, (BLOCK, BLOCK), reads)
-
-
-def neighbours(low_X: Tensor, high_X: Tensor, width: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Return how many of the blocks meet each block, and which: its lowest to its highest, `width` at the most."""
-    index_XY = low_X[:, None] + torch.arange(max(1, width), device=low_X.device)
-    return (high_X - low_X + 1).clamp(min=0)[None, None].int(), index_XY.clamp(max=blocks - 1)[None, None].int()
+    return reads
 
 
 def refusal(problem: Problem) -> str | None:
@@ -72,30 +133,53 @@ def refusal(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Problem`. The CPU waits for the GPU: the mask's blocks depend on the lists."""
+    """Return outputs and log-sums, see `Result`.
+
+    The CPU waits for the GPU: which blocks the mask names depends on the lists.
+    """
     q_RD, k_RD, v_RD = problem.rows()
-    part, by_member = problem.part, problem.by_member
+    part = problem.part
     assert isinstance(part, Reads)
-    row_P, row_M = part.query.row_M, part.key.row_M
+    row_P = part.query.row_M
+    row_M = part.key.row_M
     out_RD = v_RD.new_zeros(v_RD.shape)
     if not len(row_P) or not len(row_M):
-        none_P = q_RD.new_full(row_P.shape, -math.inf)
-        return (v_RD.new_zeros(len(row_P), v_RD.shape[1]) if by_member else out_RD), none_P
-    attention = compiled() if q_RD.device.type != "cpu" else flex_attention
-    q = q_RD.index_select(0, row_P)[None, None]
-    v = v_RD.index_select(0, row_M)[None, None]
+        sum_P = q_RD.new_full(row_P.shape, -math.inf)
+        if problem.by_member:
+            return v_RD.new_zeros(len(row_P), v_RD.shape[1]), sum_P
+        return out_RD, sum_P
+    q_11PD = q_RD.index_select(0, row_P)[None, None]
+    v_11MD = v_RD.index_select(0, row_M)[None, None]
     if problem.shared and part.key is part.query:
-        k = q.view(q.shape)  # a view: the compiler's guards want no tensor twice
+        # Another tensor object: torch.compile refuses the same one for two inputs.
+        k_11MD = q_11PD.view(q_11PD.shape)
     else:
-        k = k_RD.index_select(0, row_M)[None, None]
-    options = {"scale": problem.terms.scale, "return_aux": AuxRequest(lse=True)}
-    with torch._dynamo.config.patch(recompile_limit=FORMS):  # torch 2.11's torch.compile has no argument for it
-        out, found = attention(q, k, v, block_mask=block_mask(part), **options)
-    assert found.lse is not None
-    seen_P = part.stop_P > part.start_P
-    out_PD = out[0, 0].masked_fill(~seen_P[:, None], 0)
-    sum_P = found.lse[0, 0].masked_fill(~seen_P, -math.inf)
-    if by_member:
+        k_11MD = k_RD.index_select(0, row_M)[None, None]
+    out_PD, sum_P = attend_packed(q_11PD, k_11MD, v_11MD, block_mask(part), problem.terms.scale)
+    reads_P = part.stop_P > part.start_P
+    out_PD = out_PD.masked_fill(~reads_P[:, None], 0)
+    sum_P = sum_P.masked_fill(~reads_P, -math.inf)
+    if problem.by_member:
         return out_PD, sum_P
-    share_P = seen_P / part.times_R(len(q_RD)).clamp(min=1)[row_P]
+    share_P = reads_P / part.times_R(len(q_RD)).clamp(min=1)[row_P]
     return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P
+
+
+def attend_packed(
+    q_11PD: Tensor, k_11MD: Tensor, v_11MD: Tensor, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return FlexAttention's outputs `[P, D]` and log-sums `[P]` of packed members."""
+    attention = flex_attention if q_11PD.is_cpu else compiled()
+    auxiliary = AuxRequest(lse=True)
+    # In torch 2.11 torch.compile has no argument for this limit.
+    with torch._dynamo.config.patch(recompile_limit=FORMS):
+        out_11PD, results = attention(
+            q_11PD,
+            k_11MD,
+            v_11MD,
+            block_mask=mask,
+            scale=scale,
+            return_aux=auxiliary,
+        )
+    assert results.lse is not None
+    return out_11PD[0, 0], results.lse[0, 0]

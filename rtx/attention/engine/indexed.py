@@ -1,16 +1,25 @@
-"""Attention in which every query names the keys that it reads, by PyTorch's kernels.
+"""Attention in which every query names the keys that it reads, by PyTorch's operations.
 
-All scores of some queries are computed at a time, and masked: gathering the keys of each query takes
-longer, but for very long sequences.
+The scores of queries with all earlier keys are computed, and a mask hides those keys that a query
+does not name. Gathering the keys of each query instead would take longer, except in very long
+sequences. For example, the index row [0, 3, -1] of position 4 becomes the mask 1 0 0 1 0.
 
-Shapes: G heads of all sequences, N positions, R = G * N rows, K keys of a query, Q queries of a piece.
+Scores are computed in pieces: some heads at a time (of all sequences), then some queries at a time.
+A CPU leaves out positions at which no head reads anything, and keys behind the last query of a
+piece.
+
+Shapes: B sequences, H heads, X = B * H heads of all sequences, G some of them, N positions,
+R = X * N rows, K keys that a query names, T the positions that read, Q some of these, D head size.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtx.attention.engine import blocks
 from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import Terms, recomputed, soft_attend
 from rtx.attention.packed import Indexed
 
@@ -22,98 +31,134 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
+class Heads(NamedTuple):
+    """Inputs of some heads: queries where somebody reads, keys and values everywhere."""
+
+    head_G: Tensor
+    """Numbers of the heads, 0 to H - 1."""
+    k_GND: Tensor
+    v_GND: Tensor
+    q_GTD: Tensor
+    index_GTK: Tensor
+    """Rows of the keys that each query reads; -1: none."""
+
+    def split(self, size: int) -> list["Heads"]:
+        """Return the heads, `size` at a time."""
+        pieces = (x.split(size) for x in self)
+        return [Heads(*each) for each in zip(*pieces, strict=True)]
+
+
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums by row, see `Problem`: every row is one query member."""
-    q_RD, k_RD, v_RD = problem.rows()
-    part, terms = problem.part, problem.terms
+    """Return outputs and log-sums by row, see `Result`: every row is one query member."""
+    part = problem.part
     assert isinstance(part, Indexed)
     N = part.length
-    heads = len(q_RD) // N
-    on_cpu = q_RD.device.type == "cpu"
+    heads = problem.q_BHND.shape[:2].numel()
+    on_cpu = problem.q_BHND.is_cpu
     most = blocks.MAX_SCORES_CPU if on_cpu else blocks.MAX_SCORES_GPU
-    query_N = positions_that_read(part.index_RK.view(heads, N, -1))
-    # Shorter prefixes for earlier queries, where starting kernels costs little.
-    step = max(1, min(most // N, -(-N // 4) if on_cpu else N))
-    few = len(q_RD) * N <= blocks.MAX_SCORES_CPU  # few scores need no second pass
-    head_G = torch.arange(heads, device=q_RD.device) % terms.heads
-    k, v, q, index = (x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, part.index_RK))
-    if query_N is not None:
-        q = q.index_select(1, query_N)
-        index = index.index_select(1, query_N)
-    else:
-        query_N = torch.arange(N, device=q.device)
-    outs, sums = [], []
-    size = max(1, most // N**2)
-    pieces = zip(*(x.split(size) for x in (head_G, k, v, q, index)), strict=True)
-    for some_G, some_k, some_v, some_q, some_index in pieces:
-        some = some_G, some_k, some_v, some_q, some_index
-        out_GQD, sum_GQ = heads_at_once(*some, query_N, N, step, terms, few)
-        outs.append(out_GQD)
-        sums.append(sum_GQ)
-    out_GQD, sum_GQ = torch.cat(outs), torch.cat(sums)
-    if len(query_N) < N:
-        out_GND = out_GQD.new_zeros(heads, N, v_RD.shape[1])
-        out_GQD = out_GND.index_copy(1, query_N, out_GQD)
-        sum_GQ = sum_GQ.new_full((heads, N), float("-inf")).index_copy(1, query_N, sum_GQ)
-    return out_GQD.flatten(0, 1), sum_GQ.flatten()
+    position_T = positions_that_read(part.index_RK.view(heads, N, -1))
+    every = all_heads(problem, position_T)
+    queries = max(1, most // N)
+    if on_cpu:
+        # At least four pieces: the keys behind the last query of a piece are left out.
+        queries = min(queries, whole_pieces(N, 4))
+    few = heads * N * N <= blocks.MAX_SCORES_CPU  # then all scores can be kept
+    outs = []
+    sums = []
+    for some in every.split(max(1, most // N**2)):
+        out_GTD, sum_GT = attend_heads(some, position_T, queries, problem.terms, kept=few)
+        outs.append(out_GTD)
+        sums.append(sum_GT)
+    out_XTD = torch.cat(outs)
+    sum_XT = torch.cat(sums)
+    if len(position_T) == N:
+        return out_XTD.flatten(0, 1), sum_XT.flatten()
+    out_XND = out_XTD.new_zeros(heads, N, out_XTD.shape[-1])
+    out_XND = out_XND.index_copy(1, position_T, out_XTD)
+    sum_XN = sum_XT.new_full((heads, N), float("-inf"))
+    sum_XN = sum_XN.index_copy(1, position_T, sum_XT)
+    return out_XND.flatten(0, 1), sum_XN.flatten()
 
 
-def positions_that_read(index_GNK: Tensor) -> Tensor | None:
-    """Return the positions at which some head reads a key, on a CPU; None: all of them.
+def all_heads(problem: Problem, position_T: Tensor) -> Heads:
+    """Return the inputs of the heads of all sequences, with the queries at some positions."""
+    part = problem.part
+    assert isinstance(part, Indexed)
+    N = part.length
+    rows = problem.rows()
+    q_XND, k_XND, v_XND = (x_RD.unflatten(0, (-1, N)) for x_RD in rows)
+    head_X = torch.arange(len(q_XND), device=q_XND.device) % problem.terms.heads
+    index_XNK = part.index_RK.unflatten(0, (-1, N))
+    if len(position_T) < N:
+        q_XND = q_XND.index_select(1, position_T)
+        index_XNK = index_XNK.index_select(1, position_T)
+    return Heads(head_X, k_XND, v_XND, q_XND, index_XNK)
 
-    A GPU would have to wait for their number.
+
+def positions_that_read(index_XNK: Tensor) -> Tensor:
+    """Return the positions at which some head reads a key, `[T]`, ascending; on a GPU all
+    positions.
+
+    A GPU would make the CPU wait for their number.
     """
-    if not index_GNK.is_cpu:
-        return None
-    query_N = (index_GNK >= 0).any(-1).any(0).nonzero()[:, 0]
-    return query_N if len(query_N) < index_GNK.shape[1] else None
+    if index_XNK.is_cpu:
+        return (index_XNK >= 0).any(-1).any(0).nonzero()[:, 0]
+    return torch.arange(index_XNK.shape[1], device=index_XNK.device)
 
 
-def heads_at_once(
-    head_G: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    index: Tensor,
-    query_N: Tensor,
-    N: int,
-    step: int,
+def attend_heads(
+    heads: Heads,
+    position_T: Tensor,
+    queries: int,
     terms: Terms,
-    few: bool,
+    kept: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `[G, Q, D]` and log-sums `[G, Q]` of some heads, `step` queries at a time."""
-    outs, sums = [], []
-    pieces = zip(query_N.split(step), q.split(step, 1), index.split(step, 1), strict=True)
-    for number, (query_Q, q_GQD, index_GQK) in enumerate(pieces):
-        if not q.is_cpu:
-            keys = min(N, (number + 1) * step)  # all positions are here, in order
+    """Return outputs `[G, T, D]` and log-sums `[G, T]`, computed for some queries at a time.
+
+    `kept`: scores are kept for the backward pass, which otherwise computes them again.
+    """
+    outs = []
+    sums = []
+    key_stop = 0
+    N = heads.k_GND.shape[1]
+    pieces = (
+        position_T.split(queries),
+        heads.q_GTD.split(queries, 1),
+        heads.index_GTK.split(queries, 1),
+    )
+    for position_Q, q_GQD, index_GQK in zip(*pieces, strict=True):
+        if position_T.is_cpu:
+            key_stop = max(position_Q.tolist(), default=0) + 1
         else:
-            keys = max(query_Q.tolist(), default=0) + 1
-        given = terms, N, keys, head_G, k, v, query_Q, q_GQD, index_GQK
-        out_GQD, sum_GQ = recomputed(soft_indexed, *given, kept=few)
+            key_stop = min(N, key_stop + queries)  # positions are all of 0 to N - 1
+        tensors = heads.head_G, heads.k_GND, heads.v_GND, position_Q, q_GQD, index_GQK
+        out_GQD, sum_GQ = recomputed(attend_queries, terms, key_stop, *tensors, kept=kept)
         outs.append(out_GQD)
         sums.append(sum_GQ)
     return torch.cat(outs, 1), torch.cat(sums, 1)
 
 
-def soft_indexed(
+def attend_queries(
     terms: Terms,
-    N: int,
-    keys: int,
+    key_stop: int,
     head_G: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_Q: Tensor,
-    q: Tensor,
-    index: Tensor,
+    k_GND: Tensor,
+    v_GND: Tensor,
+    position_Q: Tensor,
+    q_GQD: Tensor,
+    index_GQK: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `soft_attend` does for queries at some positions, which read the first `keys` positions."""
-    slot_GQK = torch.where(index < 0, keys, index % N)  # one slot more for what is none
-    mask_GQK = slot_GQK.new_zeros(*q.shape[:2], keys + 1, dtype=torch.bool)
-    mask_GQK.scatter_(2, slot_GQK, True)
-    distance_GQK = None
+    """Return the results of `soft_attend` for queries that read keys before position `key_stop`."""
+    N = k_GND.shape[1]
+    # One slot more takes the entries that name no key.
+    slot_GQK = torch.where(index_GQK < 0, key_stop, index_GQK % N)
+    mask_GQN = slot_GQK.new_zeros(*q_GQD.shape[:2], key_stop + 1, dtype=torch.bool)
+    mask_GQN.scatter_(2, slot_GQK, True)
+    distance_GQN = None
     if terms.by_distance:
-        distance_QK = query_Q[:, None] - torch.arange(keys, device=q.device)
-        distance_GQK = distance_QK.expand(len(q), -1, -1)
-    mask_GQK = mask_GQK[..., :keys]
-    return soft_attend(q, k[:, :keys], v[:, :keys], mask_GQK, distance_GQK, head_G, terms)
+        distance_QN = position_Q[:, None] - torch.arange(key_stop, device=q_GQD.device)
+        distance_GQN = distance_QN.expand(len(q_GQD), -1, -1)
+    k_GND = k_GND[:, :key_stop]
+    v_GND = v_GND[:, :key_stop]
+    mask_GQN = mask_GQN[..., :key_stop]
+    return soft_attend(q_GQD, k_GND, v_GND, mask_GQN, distance_GQN, head_G, terms)

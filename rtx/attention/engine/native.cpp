@@ -1,14 +1,36 @@
-// Sparse softmax attention on a CPU, forward and backward, float32; native.py compiles and loads it with selection.cpp.
+// Sparse softmax attention on a CPU, forward and backward, float32; native.py compiles and loads it
+// with selection.cpp.
 //
-// By ranges, query member p reads the key members start[p] <= m < stop[p] of the packed key list,
-//     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]],
-// but those where low[x, p] <= value[x, m] < high[x, p] for any x; without weights that sum is out[p];
-// by an index, row r reads the rows index[r, :], of which -1 is none.
-// Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
+// Who reads whom comes in one of two forms.
+//
+// By ranges (packed.py), query member p reads the key members start[p] <= m < stop[p] of the packed
+// key list, except those where low[x, p] <= value[x, m] < high[x, p] for any x. Its output is
+//     o[p] = sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]].
+// With weights, outputs are by row, out[query_row[p]] += weight[p] * o[p]; without, by member,
+// out[p] = o[p].
+//
+// By an index, row r reads the rows index[r, :], of which -1 is none.
+//
+// The backward pass computes the softmax P again, as e^(logit - lse). With dP = weight * dout . v
+// and delta = sum_m P dP it is
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
 //
-// A thread takes whole groups (heads), each in one order: no result depends on the number of threads. A segment is a
-// run of queries whose keys and values are packed once, a block BLOCK of them. Scores stand as [key, query].
+// The ranges are worked on in three steps, of which the upper ones hold the lower ones:
+//     group     one head of one sequence. A thread takes whole groups, and computes each in one
+//               order: no result depends on the number of threads.
+//     segment   SEGMENT consecutive query members. The keys and values that they read are packed
+//               (copied side by side).
+//     block     BLOCK consecutive query members of a segment. Their scores are a matrix
+//               [key, query], so that a vector holds one key's scores with LANES queries.
+// Starts and stops never fall from query to query, so the pairs of a block that are read are a band
+// of that matrix:
+//
+//     query  0 1 2 3 4 5
+//     key 0  x x . . . .
+//     key 1  x x x . . .
+//     key 2  . x x x . .     Keys are worked on in tiles of TALL. With TALL = 2 the keys 2 and 3 are
+//     key 3  . . x x x .     a tile, which the queries 1 to 4 read (`first_reader`, `last_reader`).
+//     key 4  . . . . x x
 
 #include <algorithm>
 #include <atomic>
@@ -21,12 +43,20 @@
 
 using Int = std::int64_t;
 
-// R rows of G groups, P query members, M key members, X values of each, K columns of the index (-1: ranges). The forward
-// pass has no dout, adds to out, which is zeros, and writes lse. dk may be dq: then it is their sum.
+// Sizes: R rows of G groups, P query members, M key members, X hidden ranges of values, K columns
+// of the index (-1: there are ranges), D the head size of queries and keys, Dv that of values. A
+// pointer that a pass does not need is null.
 struct Problem {
-    const float *q, *k, *v, *dout, *dlse, *weight;
-    const Int *query_row, *key_row, *start, *stop, *head_begin, *value, *low, *high, *index;
-    float *out, *lse, *dq, *dk, *dv;
+    const float *q, *k, *v;          // [R, D], [R, D], [R, Dv]
+    const float *dout, *dlse;        // gradients of out and lse; null in the forward pass
+    const float* weight;             // [P], or null: outputs are by member
+    const Int *query_row, *key_row;  // [P], [M]
+    const Int *start, *stop;         // [P]
+    const Int* head_begin;           // [G + 1]: the first query member of each group, and P
+    const Int *value, *low, *high;   // [X, M], [X, P], [X, P]
+    const Int* index;                // [R, K]
+    float *out, *lse;     // written by the forward pass, which adds to out (zeros at first)
+    float *dq, *dk, *dv;  // written by the backward pass; dk may be dq, which is then their sum
     Int G, R, P, M, X, K, D, Dv;
     float scale;
 };
@@ -37,14 +67,17 @@ constexpr Int LANES = 16, TALL = 8, BLOCK = 32;
 #else
 constexpr Int LANES = 8, TALL = 6, BLOCK = 48;
 #endif
-constexpr Int WIDE = 2, COLUMNS = WIDE * LANES;  // TALL x WIDE vectors of sums stay in registers
-constexpr int VECTORS = BLOCK / LANES;
-constexpr Int AHEAD = 8, SEGMENT = 512;        // rows fetched early; queries of a segment
+// LANES: floats of a vector. TALL x WIDE: vectors of sums in `product`, as many as stay in
+// registers.
+constexpr Int WIDE = 2, COLUMNS = WIDE * LANES;
+constexpr int VECTORS = BLOCK / LANES;  // of the queries of a block
+constexpr Int AHEAD = 8;                // how many rows early one is fetched from memory
+constexpr Int SEGMENT = 512;            // query members of a segment
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef std::int32_t IntVec __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t BitVec __attribute__((vector_size(LANES * 4)));
-#define UNROLL _Pragma("GCC unroll 8")  // or sums would live in memory
+#define UNROLL _Pragma("GCC unroll 8")  // without it, sums would live in memory
 
 struct Matrix {
     float* data;
@@ -74,17 +107,19 @@ inline void add(float* __restrict y, const float* __restrict x, float factor, In
     for (Int d = 0; d < n; d++) y[d] += factor * x[d];
 }
 
-// e^x to the last bits for x up to 80; NaN stays NaN. Zero below -64: beside a weight of 1 such weights are lost in any
-// sum, and products with them may be denormal, which is slow.
+// e^x to the last bits for x up to 80; NaN stays NaN. x = n log(2) + r, n whole, so e^x = 2^n e^r, and e^r
+// is a polynomial (the constants are those of expf in Cephes). Zero below -64: beside a weight of 1
+// such weights are lost in any sum, and products with them may be denormal, which is slow.
 inline Vec exponential(Vec x) {
-    const Vec shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the last bits are n, x / log(2) rounded
+    const Vec shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: n in the last bits
     const Vec n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     for (float c : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f}) y = y * r + c;
     return keep(~(x < -64.f), y * (Vec)(((BitVec)shifted << 23) + 0x3f800000u));  // times 2^n
 }
 
-// c (+)= a b for TALL rows of a and c and whole blocks of columns; a is [TALL, depth], or [depth, TALL] if TURNED.
+// c = a b, or c += a b if `more`, for TALL rows of c and whole multiples of COLUMNS columns; b is
+// [depth, columns], and a is [TALL, depth], or [depth, TALL] if TURNED.
 template <bool TURNED>
 __attribute__((noinline)) void product(Int columns, Int depth, Matrix a, Matrix b, Matrix c, bool more = false) {
     for (Int d = 0; d < columns; d += COLUMNS) {
@@ -101,17 +136,19 @@ __attribute__((noinline)) void product(Int columns, Int depth, Matrix a, Matrix 
     }
 }
 
-// y = x^T for the BLOCK rows of x; compilers make vectors of eight rows.
+// y = x^T for the BLOCK rows of x. Eight rows at a time, as compilers make vectors of such a loop.
 void transpose(Int columns, Matrix x, Matrix y) {
     for (Int i = 0; i < BLOCK; i += 8)
         for (Int d = 0; d < columns; d++)
             for (Int l = 0; l < 8; l++) *y.at(d, i + l) = *x.at(i + l, d);
 }
 
-// A thread's memory, used again and again.
+// A thread's memory: numbered rooms that grow to the largest matrix they have held, and are used
+// again and again.
 struct Rooms {
     std::vector<Vec> rooms[11];
 
+    // A matrix in a room, which holds what was there before.
     Matrix room(int which, Int rows, Int length) {
         const std::size_t size = padded(rows * length, LANES) / LANES;
         if (rooms[which].size() < size) rooms[which].resize(size);
@@ -123,21 +160,33 @@ struct Rooms {
 struct Attention : Rooms {
     const Problem& p;
     const Int ldk = padded(p.D, COLUMNS), ldv = padded(p.Dv, COLUMNS);
-    Int low = 0, high = 0;                     // rows of the group
-    Int base = 0, keys = 0;                    // the segment's key members: base <= m < base + keys
-    Int begin = 0;                             // the block's first; this and the next count from base
-    std::int32_t starts[BLOCK], stops[BLOCK];  // those of its queries
-    Matrix K{}, V{}, dK{}, dV{};               // of the segment
-    Matrix Q{}, QT{}, O{}, OT{}, S{}, dP{};    // of the block: scale * q, weight * dout (or outputs), weights, dS
-    std::vector<IntVec> lows, highs;           // between which values are hidden, for each x and the block's queries
-    std::vector<Int> reads;                    // the rows that one row reads by index
+    // Of the group: its rows.
+    Int low = 0, high = 0;
+    // Of the segment: its key members base <= m < base + keys, packed; all key numbers below count
+    // from base.
+    Int base = 0, keys = 0;
+    Matrix K{}, V{}, dK{}, dV{};
+    // Of the block: its first key, and where the range of each query starts and stops.
+    Int begin = 0;
+    std::int32_t starts[BLOCK], stops[BLOCK];
+    Matrix Q{}, QT{};                 // scale * q, and transposed; in the end dq / scale
+    Matrix O{}, OT{};                 // outputs; in the backward pass weight * dout, and transposed
+    Matrix S{}, dP{};                 // [key, query]: scores, then weights; dP, then dS
+    std::vector<IntVec> lows, highs;  // between which values are hidden, [X, queries]
+    // Of a row that reads by index: the rows that it reads.
+    std::vector<Int> reads;
 
     explicit Attention(const Problem& p) : p(p) {}
 
     void group(Int g) {
-        low = g * (p.R / p.G), high = low + p.R / p.G;
-        const auto clear = [&](float* x, Int width) { if (x) std::fill(x + low * width, x + high * width, 0.f); };
-        clear(p.dq, p.D), clear(p.dk, p.D), clear(p.dv, p.Dv);
+        low = g * (p.R / p.G);
+        high = low + p.R / p.G;
+        const auto clear = [&](float* x, Int width) {
+            if (x) std::fill(x + low * width, x + high * width, 0.f);
+        };
+        clear(p.dq, p.D);
+        clear(p.dk, p.D);
+        clear(p.dv, p.Dv);
         if (p.K >= 0)
             for (Int row = low; row < high; row++) index_row(row);
         else
@@ -145,7 +194,8 @@ struct Attention : Rooms {
                 segment(i, std::min(i + SEGMENT, end));
     }
 
-    // Row rows[i] of x (null: i). Fetches one that comes soon, as rows lie anywhere and each would wait for memory.
+    // Row rows[i] of x, or row i where rows is null; fails if it is of another group. Has the row
+    // AHEAD of it fetched: rows lie anywhere in memory, and each would be waited for.
     template <class T>
     T* at_row(T* x, Int width, const Int* rows, Int i, Int count) const {
         if (!rows) return x + i * width;
@@ -155,7 +205,8 @@ struct Attention : Rooms {
         return x + rows[i] * width;
     }
 
-    // Copies rows, times their factor (null: all `scale`), and puts zeros behind them up to `all`.
+    // Copies rows of x to a matrix, each times its factor (null: each times `scale`), and fills the
+    // matrix up to `all` rows with zeros.
     void pack(Matrix to, Int all, const float* x, Int width, const Int* rows, Int count, float scale = 1,
               const float* factor = nullptr) const {
         for (Int i = 0; i < count; i++) {
@@ -165,41 +216,66 @@ struct Attention : Rooms {
         std::fill(to.at(count), to.at(all), 0.f);
     }
 
-    // Adds packed rows, times a factor, to where they come from.
+    // Adds packed rows, times a factor, to the rows of x that they belong to.
     void unpack(Matrix from, float* x, Int width, const Int* rows, Int count, float factor = 1) const {
         for (Int i = 0; i < count; i++) add(at_row(x, width, rows, i, count), from.at(i), factor, width);
     }
 
-    // Packs the keys of some queries, and does their blocks. Along a group's members neither starts nor stops fall.
+    // Packs the keys and values that the query members first <= p < last read, and computes their
+    // blocks. Starts and stops never fall, so those keys are all from the first start to the last
+    // stop.
     void segment(Int first, Int last) {
-        base = p.start[first], keys = p.stop[last - 1] - base;
-        const Int all = keys + TALL, *rows = p.key_row + base;
+        base = p.start[first];
+        keys = p.stop[last - 1] - base;
+        const Int all = keys + TALL;  // the last tile of keys may reach beyond the last key
+        const Int* rows = p.key_row + base;
         if (base < 0 || keys < 0 || base + keys > p.M) throw std::out_of_range("a range beyond the key members");
-        pack(K = room(0, all, ldk), all, p.k, p.D, rows, keys), pack(V = room(1, all, ldv), all, p.v, p.Dv, rows, keys);
-        dK = room(2, p.dout ? all : 0, ldk), dV = room(3, p.dout ? all : 0, ldv);
-        if (p.dout) std::fill(dK.data, dK.at(all), 0.f), std::fill(dV.data, dV.at(all), 0.f);
+        K = room(0, all, ldk);
+        V = room(1, all, ldv);
+        pack(K, all, p.k, p.D, rows, keys);
+        pack(V, all, p.v, p.Dv, rows, keys);
+        if (p.dout) {
+            dK = room(2, all, ldk);
+            dV = room(3, all, ldv);
+            std::fill(dK.data, dK.at(all), 0.f);
+            std::fill(dV.data, dV.at(all), 0.f);
+        }
         for (Int i = first; i < last; i += BLOCK) block(i, std::min(BLOCK, last - i));
-        if (p.dout) unpack(dK, p.dk, p.D, rows, keys), unpack(dV, p.dv, p.Dv, rows, keys);
+        if (p.dout) {
+            unpack(dK, p.dk, p.D, rows, keys);
+            unpack(dV, p.dv, p.Dv, rows, keys);
+        }
     }
 
+    // Computes `count` query members from `first` on; behind them the block is filled with queries
+    // that read nothing.
     void block(Int first, Int count) {
-        const Int *rows = p.query_row + first, end = p.stop[first + count - 1] - base;
+        const Int* rows = p.query_row + first;
+        const Int end = p.stop[first + count - 1] - base;
         begin = p.start[first] - base;
         for (Int i = 0; i < BLOCK; i++) {
             starts[i] = (std::int32_t)(i < count ? p.start[first + i] - base : end);
             stops[i] = (std::int32_t)(i < count ? p.stop[first + i] - base : end);
             const bool falls = i && (starts[i] < starts[i - 1] || stops[i] < stops[i - 1]);
-            if (falls || starts[i] < 0 || starts[i] > stops[i] || stops[i] > keys) throw std::out_of_range("a range that falls");
+            const bool leaves = starts[i] < 0 || starts[i] > stops[i] || stops[i] > keys;
+            if (falls || leaves) throw std::out_of_range("a range that falls");
         }
-        lows.resize(p.X * VECTORS), highs.resize(p.X * VECTORS);
+        lows.resize(p.X * VECTORS);
+        highs.resize(p.X * VECTORS);
         for (Int x = 0; x < p.X; x++)
-            for (Int i = 0; i < count; i++)
-                lows[x * VECTORS + i / LANES][i % LANES] = (std::int32_t)p.low[x * p.P + first + i],
-                highs[x * VECTORS + i / LANES][i % LANES] = (std::int32_t)p.high[x * p.P + first + i];
-        pack(Q = room(4, BLOCK, ldk), BLOCK, p.q, p.D, rows, count, p.scale);
-        transpose(p.D, Q, QT = room(5, ldk, BLOCK));
-        O = room(6, BLOCK, ldv), OT = room(7, ldv, BLOCK);
-        S = room(8, end - begin + TALL, BLOCK), dP = room(9, p.dout ? end - begin + TALL : 0, BLOCK);
+            for (Int i = 0; i < count; i++) {
+                const Int vector = x * VECTORS + i / LANES;
+                lows[vector][i % LANES] = (std::int32_t)p.low[x * p.P + first + i];
+                highs[vector][i % LANES] = (std::int32_t)p.high[x * p.P + first + i];
+            }
+        Q = room(4, BLOCK, ldk);
+        QT = room(5, ldk, BLOCK);
+        O = room(6, BLOCK, ldv);
+        OT = room(7, ldv, BLOCK);
+        S = room(8, end - begin + TALL, BLOCK);
+        dP = room(9, p.dout ? end - begin + TALL : 0, BLOCK);
+        pack(Q, BLOCK, p.q, p.D, rows, count, p.scale);
+        transpose(p.D, Q, QT);
         if (!p.dout) return forward(first, count, end);
         const float* weight = p.weight ? p.weight + first : nullptr;
         pack(O, BLOCK, outputs(p.dout, first), p.Dv, output_rows(first), count, 1, weight);
@@ -207,15 +283,18 @@ struct Attention : Rooms {
         backward(first, count, end);
     }
 
-    // Where the outputs of some query members stand.
+    // Outputs of the query members from `first` on, and their rows there: by row with weights, else
+    // by member (null).
     template <class T> T* outputs(T* x, Int first) const { return p.weight ? x : x + first * p.Dv; }
     const Int* output_rows(Int first) const { return p.weight ? p.query_row + first : nullptr; }
 
-    // Calls f(vector, score, dP, which of its queries read) for some keys and the vectors of queries.
+    // Calls f for each of the keys key <= j < last and each vector v of queries: f(v, where their
+    // scores with j lie, where their dP lies, which of them read j).
     template <class F>
     void each(Int key, Int last, F f) const {
         IntVec start[VECTORS], stop[VECTORS], reads[VECTORS];
-        std::memcpy(start, starts, sizeof start), std::memcpy(stop, stops, sizeof stop);
+        std::memcpy(start, starts, sizeof start);
+        std::memcpy(stop, stops, sizeof stop);
         for (; key < last; key++) {
             float *s = S.at(key - begin), *dp = dP.at(key - begin);
             const IntVec at = IntVec{} + (std::int32_t)key;
@@ -229,29 +308,35 @@ struct Attention : Rooms {
         }
     }
 
-    // y[query, :] = sum of scores[key, query] x[key, :] over the keys that tiles of queries read.
+    // y[query, :] = sum over keys of scores[key, query] x[key, :], for TALL queries at a time, over
+    // the keys that one of them reads. Scores of pairs that are not read must be zeros.
     void gather(Int width, Matrix scores, Matrix x, Matrix y) const {
         for (Int i = 0; i < BLOCK; i += TALL)
             product<true>(width, stops[i + TALL - 1] - starts[i], scores.from(starts[i] - begin, i), x.from(starts[i]),
                           y.from(i));
     }
 
-    // The queries that read a tile of keys, the first of them and the last.
+    // The queries first_reader <= i < last_reader are all that read one of TALL keys (some between
+    // them may not).
     Int first_reader(Int key) const { return std::upper_bound(stops, stops + BLOCK, key) - stops; }
     Int last_reader(Int key) const { return std::lower_bound(starts, starts + BLOCK, key + TALL) - starts; }
 
-    // scores[key, query] = x[key, :] . y[:, query] for a tile of keys and the columns of queries that read some of it.
+    // scores[key, query] = x[key, :] . y[:, query] for TALL keys and the queries that read one of
+    // them, which are rounded to whole COLUMNS. Other scores stay as they were.
     void score(Int key, Int width, Matrix x, Matrix y, Matrix scores) const {
         const Int from = first_reader(key) / COLUMNS * COLUMNS, to = last_reader(key);
         product<false>(to - from, width, x.from(key), y.from(0, from), scores.from(key - begin, from));
     }
 
-    // y[key, :] += sum of scores[key, query] x[query, :] over the queries that read a tile of keys.
+    // y[key, :] += sum over queries of scores[key, query] x[query, :], for TALL keys, over the
+    // queries that read one of them.
     void scatter(Int key, Int width, Matrix scores, Matrix x, Matrix y) const {
         const Int from = first_reader(key), count = last_reader(key) - from;
         product<false>(width, count, scores.from(key - begin, from), x.from(from), y.from(key), true);
     }
 
+    // Writes outputs and log-sums of a block: scores and their maximum, then weights and their sum,
+    // then the outputs.
     void forward(Int first, Int count, Int end) {
         Vec most[VECTORS], total[VECTORS] = {};
         for (Vec& x : most) x = Vec{} - INFINITY;
@@ -263,18 +348,21 @@ struct Attention : Rooms {
         }
         each(begin, end, [&](int v, float* s, float*, IntVec reads) {
             const Vec x = keep(reads, exponential(load(s) - most[v]));
-            total[v] += x, store(s, x);
+            total[v] += x;
+            store(s, x);
         });
         gather(ldv, S, V, O);
         for (Int i = 0; i < count; i++) {
             const float sum = total[i / LANES][i % LANES];
             p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
-            if (starts[i] < stops[i] && sum != 0)  // all may be hidden
-                add(at_row(outputs(p.out, first), p.Dv, output_rows(first), i, count), O.at(i),
-                    (p.weight ? p.weight[first + i] : 1) / sum, p.Dv);
+            if (starts[i] == stops[i] || sum == 0) continue;                // sum is 0 where all keys are hidden
+            float* out = at_row(outputs(p.out, first), p.Dv, output_rows(first), i, count);
+            add(out, O.at(i), (p.weight ? p.weight[first + i] : 1) / sum, p.Dv);
         }
     }
 
+    // Adds the gradients of a block: first weights (in S), dP, delta and dv, then dS (in dP), dk
+    // and dq.
     void backward(Int first, Int count, Int end) {
         Vec lse[VECTORS], delta[VECTORS] = {};
         for (int v = 0; v < VECTORS; v++) lse[v] = load(p.lse + first + v * LANES, count - v * LANES);
@@ -283,10 +371,12 @@ struct Attention : Rooms {
             score(key, p.Dv, V, OT, dP);
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
                 const Vec x = keep(reads, exponential(load(s) - lse[v]));
-                delta[v] += keep(reads, x * load(dp)), store(s, x);
+                delta[v] += keep(reads, x * load(dp));
+                store(s, x);
             });
             scatter(key, ldv, S, O, dV);
         }
+        // From here on `delta` is delta - dlse.
         for (int v = 0; v < VECTORS; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
         for (Int key = begin; key < end; key += TALL) {
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
@@ -294,11 +384,12 @@ struct Attention : Rooms {
             });
             scatter(key, ldk, dP, Q, dK);
         }
-        gather(ldk, dP, K, Q);
+        gather(ldk, dP, K, Q);  // the queries are read no more: their matrix takes dq / scale
         unpack(Q, p.dq, p.D, p.query_row + first, count, p.scale);
     }
 
-    // Either pass of a row that reads by index: rows share no keys worth packing. Inlined, `add` would be no vectors.
+    // The forward or the backward pass of a row that reads by index; rows share too few keys to
+    // pack them. Not inlined: compilers would not make vectors of `add`.
     __attribute__((noinline)) void index_row(Int row) {
         reads.assign(p.index + row * p.K, p.index + (row + 1) * p.K);
         reads.erase(std::remove(reads.begin(), reads.end(), -1), reads.end());
@@ -306,6 +397,7 @@ struct Attention : Rooms {
         const float *q = p.q + row * p.D, *dout = p.dout ? p.dout + row * p.Dv : nullptr;
         float *s = room(0, 1, count + LANES).data, *dp = room(1, 1, count + LANES).data;
         for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
+        // Subtracted from logits: the log-sum, in the forward pass the largest logit.
         const float less = p.dout ? p.lse[row] : count ? *std::max_element(s, s + count) : 0;
         for (Int j = 0; j < count; j += LANES) store(s + j, exponential(load(s + j) - less));
         if (!p.dout) {
@@ -323,8 +415,9 @@ struct Attention : Rooms {
     }
 };
 
-// Lets workers do the G groups of a problem on so many threads, those of the OpenMP that torch has loaded. Returns 0, or
-// 1 where members or rows are not what they should be, or 2 without memory.
+// Computes the G groups of a problem on `threads` threads at most, each of which makes one Worker.
+// The threads are those of OpenMP, which torch has loaded. Returns 0, or 1 if members or rows are
+// out of range, or 2 if memory is short.
 template <class Worker, class Problem>
 int in_threads(Problem& problem, int threads) {
     std::atomic<Int> next{0};

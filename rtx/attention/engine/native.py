@@ -1,4 +1,4 @@
-"""Attention and selection by clusters on a CPU by C++, which is compiled on first use and kept in the user's cache.
+"""Attention and selection by clusters on a CPU, by C++ that is compiled on first use and cached in the user's home.
 
 Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position n of head g), D
 head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp` and
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,18 @@ SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -fopenmp " + TUNING.get(platform.machine(), "")).split()
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
-INTS = ("query_row", "key_row", "start", "stop", "head_begin", "value", "low", "high", "index")
+"""Inputs of the attention kernel in float32, in its order; native.cpp says what each is."""
+RANGES = ("query_row", "key_row", "start", "stop", "head_begin", "value", "low", "high")
+"""Packed lists as the kernel reads them, int64."""
+INTS = (*RANGES, "index")
 MIN_LENGTH = 1024
 """Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
+"""A function that a kernel calls for memory, once it knows for how many members."""
 Pair = tuple[Tensor, Tensor]
+"""Outputs and log-sums."""
 Selected = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""What `select` returns."""
 
 
 class AttentionArguments(ctypes.Structure):
@@ -62,7 +68,12 @@ class SelectionArguments(ctypes.Structure):
 
 
 def wanted(backend: str, length: int) -> bool:
-    """Tell whether kernels are to run: always by "native", and by "auto" from `MIN_LENGTH` on where they can be had."""
+    """Tell whether a backend takes the kernels for sequences of a length; the first call may
+    compile them.
+
+    "native" always does, "auto" from `MIN_LENGTH` positions on if the kernels can be loaded or
+    compiled.
+    """
     return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and library() is not None)
 
 
@@ -77,44 +88,70 @@ def refusal(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Problem`."""
+    """Return outputs and log-sums, see `Result`."""
     q_RD, k_RD, v_RD = problem.rows()
     part = problem.part
     heads = len(q_RD) // part.length
     key_RD = None if problem.shared else k_RD
     if isinstance(part, Indexed):
         return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, part.index_RK)
-    by_member, rows = problem.by_member, len(q_RD)
+    by_member = problem.by_member
     name = f"native, by member {by_member}"
-    reads = derived_once(part, name, lambda: kernel_ranges(part, rows, by_member))
+    reads = derived_once(part, name, lambda: kernel_ranges(part, len(q_RD), by_member))
     return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
 
 
 def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
-    """Return the lists as the kernel reads them, with weights of query members unless outputs are by member."""
-    row_P, row_M = part.query.row_M, part.key.row_M
-    begin = torch.searchsorted(row_P // part.length, torch.arange(rows // part.length + 1))
+    """Return the tensors of `RANGES`; without `by_member` also the weight of each query member,
+    float32.
+
+    The weight is 1 / (lists in which the row of the member reads something): the kernel adds up
+    weighted outputs.
+    """
+    row_P = part.query.row_M
+    row_M = part.key.row_M
+    heads = rows // part.length
+    # Query members are in the order of heads: those of head g are head_begin[g] to head_begin[g +
+    # 1] - 1.
+    head_begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
     hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (row_M, row_P, row_P)))
-    reads = [row_P, row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden)]
+    reads = [row_P, row_M, part.start_P, part.stop_P, head_begin, *(x.contiguous() for x in hidden)]
     if not by_member:
         reads.append(1 / part.times_R(rows).clamp(min=1)[row_P].float())
     return reads
 
 
+def named(reads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that say who reads whom by the kernel's names for them.
+
+    One tensor is an index `[R, K]`. Eight are those of `RANGES`, and outputs are by member; nine
+    are those and the weights of query members, and outputs are by row.
+    """
+    if len(reads) == 1:
+        return {"index": reads[0]}
+    return dict(zip((*RANGES, "weight"), reads, strict=False))
+
+
 class Attention(torch.autograd.Function):
-    """All forms: `reads` are all of `INTS` but the last, and weights of query members unless outputs are to stand by
-    member; or an index `[R, K]` alone.
+    """Attention by the kernel, with gradients of queries, keys and values.
+
+    `reads` says who reads whom, see `named`. Without keys (`k_RD` is None) the queries serve as
+    keys.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor, scale: float, heads: int, *reads: Tensor
     ) -> Pair:
-        """Return outputs and log-sums, -inf where nothing is read; without keys, queries stand for them."""
-        ctx.shared, ctx.scale, ctx.heads = k_RD is None, scale, heads
-        q_RD, v_RD = q_RD.contiguous(), v_RD.contiguous()
+        """Return outputs and log-sums, -inf where nothing is read."""
+        ctx.shared = k_RD is None
+        ctx.scale = scale
+        ctx.heads = heads
+        q_RD = q_RD.contiguous()
         k_RD = q_RD if k_RD is None else k_RD.contiguous()
-        by_member, lse = len(reads) == len(INTS) - 1, q_RD.new_empty(len(reads[0]))
+        v_RD = v_RD.contiguous()
+        by_member = len(reads) == len(RANGES)
+        lse = q_RD.new_empty(len(reads[0]))  # of query members; with an index, of rows
         out = v_RD.new_zeros(len(lse) if by_member else len(v_RD), v_RD.shape[1])
         call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out, lse=lse)
         ctx.save_for_backward(q_RD, k_RD, v_RD, lse, *reads)
@@ -122,41 +159,88 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys and values; one for both where queries stand for keys."""
-        if torch.is_grad_enabled():  # torch's once_differentiable lets torch.autograd.grad for one input pass
+        """Return the gradients of queries, keys and values; one for both where queries serve as
+        keys."""
+        # torch's once_differentiable does not do here: torch.autograd.grad for a single input
+        # passes it.
+        if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: this attention has first derivatives alone")
         q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
-        given = dict(zip(("dout", "dlse"), (x.contiguous() for x in gradients), strict=True))
-        dq_RD, dv_RD = torch.empty_like(q_RD), torch.empty_like(v_RD)
+        dout, dlse = (x.contiguous() for x in gradients)
+        dq_RD = torch.empty_like(q_RD)
         dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
-        call(ctx.scale, ctx.heads, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse, dq=dq_RD, dk=dk_RD, dv=dv_RD, **given)
-        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *[None] * (2 + len(reads))
+        dv_RD = torch.empty_like(v_RD)
+        inputs = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse, "dout": dout, "dlse": dlse}
+        call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
+        none_of_others = [None] * (2 + len(reads))
+        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
 
 
-def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> None:
-    """Let the kernel write the outputs among the given tensors."""
-    given |= dict(zip((*INTS[:-1], "weight") if len(reads) > 1 else INTS[-1:], reads, strict=False))
-    (R, D), Dv = given["q"].shape, given["v"].shape[1]
-    P, M, X, K = (*map(len, (*reads[:2], reads[5])), -1) if len(reads) > 1 else (R, 0, 0, reads[0].shape[1])
-    shapes = {"k": (R, D), "start": (P,), "stop": (P,), "weight": (P,)}
+def call(scale: float, heads: int, reads: Sequence[Tensor], **tensors: Tensor) -> None:
+    """Run the attention kernel; it writes into the tensors `out`, `lse`, or `dq`, `dk` and `dv`."""
+    tensors |= named(reads)
+    sizes = sizes_of(tensors)
+    check(tensors, sizes)
+    pointers = {name: x.data_ptr() for name, x in tensors.items()}
+    run("rtx_attend", AttentionArguments(**pointers, **sizes._asdict(), G=heads, scale=scale))
+
+
+class Sizes(NamedTuple):
+    """Sizes of the kernel's tensors."""
+
+    R: int
+    P: int
+    M: int
+    X: int
+    """Hidden ranges of values."""
+    K: int
+    """Columns of the index; -1: there are ranges."""
+    D: int
+    Dv: int
+    """Head size of values."""
+
+
+def sizes_of(tensors: dict[str, Tensor]) -> Sizes:
+    """Return the sizes, by the tensors' names."""
+    R, D = tensors["q"].shape
+    Dv = tensors["v"].shape[1]
+    if "index" in tensors:
+        return Sizes(R=R, P=R, M=0, X=0, K=tensors["index"].shape[1], D=D, Dv=Dv)
+    P = len(tensors["query_row"])
+    M = len(tensors["key_row"])
+    return Sizes(R=R, P=P, M=M, X=len(tensors["value"]), K=-1, D=D, Dv=Dv)
+
+
+def check(tensors: dict[str, Tensor], sizes: Sizes) -> None:
+    """Raise a ValueError for a tensor that the kernel would misread, or leave at its end."""
+    R, P, M, X = sizes[:4]
+    shapes = {"k": (R, sizes.D), "v": (R, sizes.Dv), "index": (R, sizes.K)}
+    shapes |= {"start": (P,), "stop": (P,), "weight": (P,)}
     shapes |= {"value": (X, M), "low": (X, P), "high": (X, P)}
-    for name, x in given.items():
-        kind = torch.int64 if name in INTS else torch.float32
-        fits = x.shape == shapes.get(name, x.shape) and (name not in ("v", "index") or len(x) == R)
-        if not fits or x.dtype != kind or x.device.type != "cpu" or not x.is_contiguous():
-            raise ValueError(f"{name}: {[*x.shape]} of {x.dtype} on {x.device} does not fit queries {[R, D]}")
-    pointers = {name: x.data_ptr() for name, x in given.items()}
-    problem = AttentionArguments(**pointers, G=heads, R=R, P=P, M=M, X=X, K=K, D=D, Dv=Dv, scale=scale)
-    run("rtx_attend", problem)
+    for name, x in tensors.items():
+        dtype = torch.int64 if name in INTS else torch.float32
+        has_shape = name not in shapes or x.shape == shapes[name]
+        if not has_shape or x.dtype != dtype or not x.is_cpu or not x.is_contiguous():
+            message = f"{name}: {[*x.shape]} of {x.dtype} on {x.device} does not fit queries"
+            raise ValueError(f"{message} {[R, sizes.D]}")
 
 
 def select(
     centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, *, window: int, nearest: bool
 ) -> Selected:
-    """Return rows `[M]` and counts `[B * H * C]` of members, and the nearest centroids `[B, H, N]` where asked for.
+    """Return which positions are members of which cluster, by the dot products (scores) of
+    centroids with vectors.
 
-    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none. With thresholds
-    the sums `[2, B, H, C]` of all scores of a centroid and of their squares come last.
+    With thresholds a position joins every cluster whose threshold its score reaches, and in any
+    case the cluster whose threshold it exceeds most, or misses least. Without thresholds the
+    members of a cluster are the `window` positions that score best. With a window of 0 there are no
+    members.
+
+    Returns:
+        The rows of the members `[M]`, cluster after cluster of each head; their number in each
+        cluster `[B * H * C]`; with `nearest`, the cluster that scores each position highest `[B, H,
+        N]`; with thresholds, the sums over all positions of scores and of their squares `[2, B, H,
+        C]`, float64.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
@@ -165,29 +249,43 @@ def select(
     moment_2BHC = None if threshold_HC is None else torch.empty(2, B, H, C, dtype=torch.float64)
     margin_HC = centroid_margin(centroid_HCD, torch.float32)
     floats = [None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC)]
-    given = [*floats, margin_HC, count_L, nearest_BHN, moment_2BHC]
+    tensors = [*floats, margin_HC, count_L, nearest_BHN, moment_2BHC]  # alive until the kernel has run
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:
         rows.append(torch.empty(members, dtype=torch.int64))
         return rows[0].data_ptr()
 
-    pointers = (None if x is None else x.data_ptr() for x in given)
+    pointers = (None if x is None else x.data_ptr() for x in tensors)
     run("rtx_select", SelectionArguments(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
     return rows[0], count_L, nearest_BHN, moment_2BHC
 
 
 def run(name: str, problem: ctypes.Structure) -> None:
-    """Run a kernel on as many threads as torch has."""
-    if (kernels := library()) is None:
+    """Run the kernel of that name on as many threads as torch has.
+
+    Raises:
+        RuntimeError: the kernels can neither be loaded nor compiled.
+        ValueError: a row belongs to another head, a range leaves the key members, or ranges fall.
+        MemoryError: there is too little memory.
+    """
+    kernels = library()
+    if kernels is None:
         raise RuntimeError("there is no attention kernel; hardware.attention=torch needs none")
-    if status := getattr(kernels, name)(ctypes.byref(problem), torch.get_num_threads()):
-        raise MemoryError("the attention kernel") if status == 2 else ValueError("members or rows are out of range")
+    kernel = getattr(kernels, name)
+    status = kernel(ctypes.byref(problem), torch.get_num_threads())
+    if status == 2:
+        raise MemoryError("the attention kernel")
+    if status:
+        raise ValueError("members or rows are out of range")
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, compiled where no copy can be loaded; None, after a line on stderr, where that fails."""
+    """Return the kernels, compiled if no cached copy can be loaded.
+
+    If that fails, return None after a line on stderr.
+    """
     try:
         path = place()
         with contextlib.suppress(OSError):
@@ -195,13 +293,17 @@ def library() -> ctypes.CDLL | None:
                 return ctypes.CDLL(str(path))
         return compiled(path)
     except Exception as error:
-        said = str(getattr(error, "stderr", None) or error).split()
-        print("no attention kernel, torch's serve:", " ".join(said)[:200], file=sys.stderr)
+        words = str(getattr(error, "stderr", None) or error).split()
+        print("no attention kernel, torch's serve:", " ".join(words)[:200], file=sys.stderr)
         return None
 
 
 def place() -> Path:
-    """Return where the user's compiled copy is kept; its name tells source, flags and machine (homes are shared)."""
+    """Return the path of the compiled copy in the user's cache.
+
+    Its name is a hash of all that the copy depends on: sources, flags, compiler, and the machine,
+    as several machines may share a home.
+    """
     made_of = f"{[path.read_text() for path in SOURCES]} {FLAGS} {platform.machine()} {platform.libc_ver()}"
     made_of += os.environ.get("CXX", "")
     with contextlib.suppress(OSError):
@@ -212,21 +314,32 @@ def place() -> Path:
 
 
 def compiled(path: Path) -> ctypes.CDLL:
-    """Compile the kernels and load them, from the cache if that can be written."""
-    commands = (command.split() for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
-    command = next((command for command in commands if command and shutil.which(command[0])), None)
-    if command is None:
-        raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
+    """Compile the kernels, copy them to the path in the cache if it can be written, and load them."""
+    command = compiler()
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="rtx-") as there:
-        made = Path(there, path.name)
+    with tempfile.TemporaryDirectory(prefix="rtx-") as folder:
+        made = Path(folder, path.name)
         subprocess.run([*command, *FLAGS, str(SOURCES[0]), "-o", str(made)], check=True, capture_output=True, text=True)
         with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.chmod(0o700)  # fails where it is somebody else's
-            with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # others see a whole file or none
-                made = Path(shutil.copy(made, beside))
-                with made.open("rb+") as file:
-                    os.fsync(file.fileno())
-                made = made.replace(path)
+            made = into_cache(made, path)
         return ctypes.CDLL(str(made))
+
+
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler: CXX, else a usual one that is installed."""
+    for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        words = command.split()
+        if words and shutil.which(words[0]):
+            return words
+    raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
+
+
+def into_cache(made: Path, path: Path) -> Path:
+    """Copy a file to a path in the cache and return that; others see the whole file there or none."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)  # fails where it is somebody else's
+    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+        copy = Path(shutil.copy(made, beside))
+        with copy.open("rb+") as file:
+            os.fsync(file.fileno())
+        return copy.replace(path)

@@ -1,31 +1,57 @@
-"""What an engine computes: one part of a call of attention."""
+"""What an engine computes and what it returns.
+
+The words of this folder, by an example: one sequence of one head, six positions (rows 0 to 5) in
+two lists, where every query reads the last two keys of its list.
+
+    list              0      1
+    row_M           0 2 3  1 4 5
+    member number   0 1 2  3 4 5
+    start_P         0 0 1  3 3 4
+    stop_P          1 2 3  4 5 6
+
+A *member* is one place in one list. *Query member* 2 is row 3; it reads the *key members* 1 and 2
+(start_P[2] to stop_P[2] - 1), which are the rows 2 and 3. A row in two lists is two members, and
+either gets an output. An index (`rtx.attention.packed.Indexed`) has no lists: every row is one
+query member, and names the rows that it reads.
+
+Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, D head size (that of
+values may differ from that of queries and keys).
+"""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rtx.attention.engine.softmax import Terms
-from rtx.attention.packed import Part
+from rtx.attention.packed import Part, Reads
+
+Result = tuple[Tensor, Tensor]
+"""Outputs and log-sums. Their shapes depend on `Problem.by_member`:
+
+| by_member | outputs | log-sums |
+|---|---|---|
+| false | `[R, D]`, of each row the mean over its lists in which it reads something | undefined |
+| true | `[P, D]`, of each query member | `[P]` |
+
+What reads nothing gets the output 0. A log-sum is ln(sum of e^logit) over the keys that are read,
+and -inf where nothing is read.
+"""
 
 
 class Problem(NamedTuple):
-    """Queries, keys and values of B sequences and H heads, and who reads whom.
-
-    An engine returns outputs and log-sums. Without `by_member` the outputs are `[R, D]`, for each row
-    the mean over the lists in which it reads something; the log-sums are undefined. With `by_member`
-    the outputs are `[P, D]` and the log-sums `[P]`, one for each query member (of an index: each row).
-    A log-sum is the natural logarithm of the summed exponentials, -inf where nothing is read.
-
-    Shapes: R = B * H * N rows, P query members, D head size.
-    """
+    """One part of a call of attention: queries, keys and values, and who reads whom."""
 
     q_BHND: Tensor
     k_BHND: Tensor
-    """The same tensor object as `q_BHND` where queries serve as keys."""
+    """The same object as `q_BHND` where queries serve as keys; engines then read them once."""
     v_BHND: Tensor
     part: Part
+    """Who reads whom: packed lists or an index."""
     terms: Terms
+    """What else enters the softmax: scale, dropout and terms by distance."""
     by_member: bool
+    """Whether each query member gets an output of its own, see `Result`."""
 
     @property
     def shared(self) -> bool:
@@ -33,11 +59,14 @@ class Problem(NamedTuple):
         return self.k_BHND is self.q_BHND
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values by row, `[R, D]`; views where the tensors are contiguous."""
+        """Return queries, keys and values by row, `[R, D]`; views where the tensors are
+        contiguous."""
         q_RD = self.q_BHND.flatten(0, 2)
         k_RD = q_RD if self.shared else self.k_BHND.flatten(0, 2)
         return q_RD, k_RD, self.v_BHND.flatten(0, 2)
 
-
-Result = tuple[Tensor, Tensor]
-"""Outputs and log-sums, see `Problem`."""
+    def query_rows(self) -> Tensor:
+        """Return the row of each query member, `[P]`, int64."""
+        if isinstance(self.part, Reads):
+            return self.part.query.row_M.long()
+        return torch.arange(self.q_BHND.shape[:3].numel(), device=self.q_BHND.device)

@@ -1,6 +1,16 @@
-"""Softmax attention inside blocks, with what no kernel of PyTorch's offers: terms by distance, and logarithms of sums.
+"""Softmax attention inside blocks of queries and keys, with what no kernel of PyTorch's offers.
 
-Shapes: G blocks, Q queries, K keys, D head size, M distances.
+That is terms by distance, dropout on a CPU, and log-sums. With t the distance of query i from key j
+(i - j in positions, the last row of a table standing for all distances beyond it), the logit of a
+pair is
+
+    scale * (q_i . k_j + q_i . keys[t] + bias[t]) + bias_by_distance[t],
+
+and the output of a query is sum_j weight_ij (v_j + values[t]). `Relative` has keys, bias and
+values, `Terms.bias_HM` is bias_by_distance; each is optional.
+
+Shapes: G blocks, Q queries of a block, K keys of a block, D head size, H heads, M distances (rows
+of a table).
 """
 
 from collections.abc import Callable
@@ -15,34 +25,38 @@ from rtx.attention.autocast import no_autocast
 
 
 class Relative(NamedTuple):
-    """Keys and values by distance: row m is for distance m, the last for every distance beyond.
+    """Tables by distance: row m is for distance m, the last row for every distance beyond, too.
 
-    Shaw's tables (Shaw et al. 2018, equations 3 and 4) are shared by all heads of a kind. Transformer-XL (Dai et al.
-    2019, section 3.3) has keys of each head, a bias and no values.
+    Shaw et al. 2018 (equations 3 and 4) have keys and values that all heads share. Transformer-XL
+    (Dai et al. 2019, section 3.3) has keys and a bias of each head, and no values.
     """
 
     keys_MD: Tensor
     """`[M, D]`, or of each head `[H, M, D]`."""
     values_MD: Tensor | None = None
     bias_HM: Tensor | None = None
-    """Added to the products of queries and keys, before the scale."""
+    """Added to the product of query and key before that is scaled."""
 
     def of_heads(self, head: Tensor | int) -> tuple[Tensor, Tensor | None]:
         """Return the keys `[M, D]`, or of some heads `[G, M, D]`, and the bias of these heads."""
         keys = self.keys_MD if self.keys_MD.dim() == 2 else self.keys_MD[head]
-        return keys, None if self.bias_HM is None else self.bias_HM[head]
+        bias = None if self.bias_HM is None else self.bias_HM[head]
+        return keys, bias
 
 
 class Terms(NamedTuple):
-    """What the logits and the weights get besides queries, keys and values."""
+    """What enters logits and weights besides queries, keys and values."""
 
     scale: float
     dropout: float = 0.0
+    """The share of weights that is set to zero."""
     relative: Relative | None = None
     bias_HM: Tensor | None = None
-    """Added to the logits by head and distance, as `relative` by the last row beyond; -inf: not read."""
+    """Added to the scaled logits, by head and distance; the last column serves all distances
+    beyond. -inf: not read.
+    """
     heads: int = 1
-    """H; `rtx.attention.engine.attend` sets it."""
+    """H, by which the head of a row is computed; `rtx.attention.engine.attend` sets it."""
 
     @property
     def by_distance(self) -> bool:
@@ -59,50 +73,120 @@ def soft_attend(
     head_G: Tensor | None,
     terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[G, Q, D]` and the logarithms of the summed exponentials `[G, Q]`, in float32 or wider.
+    """Return the outputs `[G, Q, D]` and the log-sums `[G, Q]`, in float32 or wider.
 
-    A query that sees no key, or whose logits are all near the least number, gets zeros and -inf. The mask broadcasts.
-    `distance_GQK` and the head of each block are read where terms depend on them.
+    A log-sum is ln(sum of e^logit) over the keys that are read. A query that reads no key gets the
+    output 0 and the log-sum -inf; so does one whose logits are all near the least number of the
+    type.
+
+    Args:
+        mask_GQK: true where a key is read, of a shape that broadcasts to `[G, Q, K]`.
+        distance_GQK: distances of queries from keys, needed for terms by distance.
+        head_G: the head of each block, needed where heads have terms of their own.
     """
     wide = torch.promote_types(q_GQD.dtype, torch.float32)
-    unseen = torch.finfo(wide).min / 2  # finite, as a softmax of infinities alone has no gradient but NaN
     if not k_GKD.shape[1]:
         out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
         return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
+    # Finite, as the softmax of a row of -inf has the gradient NaN.
+    unread = torch.finfo(wide).min / 2
+    relative = terms.relative
     with no_autocast(q_GQD):
-        q_GQD, k_GKD, v_GKD = q_GQD.to(wide) * terms.scale, k_GKD.to(wide), v_GKD.to(wide)
-        relative, bias_HM = terms.relative, terms.bias_HM
-        if relative is None:
-            logits_GQK = q_GQD @ k_GKD.mT
-        else:
+        q_GQD = q_GQD.to(wide) * terms.scale
+        k_GKD = k_GKD.to(wide)
+        v_GKD = v_GKD.to(wide)
+        slot_GQK = None
+        if relative is not None:
             assert distance_GQK is not None
-            row_GQK = distance_GQK.clamp(0, relative.keys_MD.shape[-2] - 1).expand(-1, -1, k_GKD.shape[1])
-            keys, bias_GM = relative.of_heads(0 if head_G is None else head_G)
-            by_GQM = q_GQD @ keys.to(wide).mT
-            if bias_GM is not None:
-                by_GQM = by_GQM + bias_GM.to(wide)[:, None] * terms.scale
-            logits_GQK = torch.baddbmm(by_GQM.gather(-1, row_GQK), q_GQD, k_GKD.mT)
-        if bias_HM is not None:
+            slot_GQK = slots_of(distance_GQK, relative.keys_MD.shape[-2])
+            slot_GQK = slot_GQK.expand(-1, -1, k_GKD.shape[1])
+        logits_GQK = products(q_GQD, k_GKD, slot_GQK, head_G, terms)
+        if terms.bias_HM is not None:
             assert distance_GQK is not None and head_G is not None
-            by_GQM = bias_HM.to(wide)[head_G][:, None].expand(-1, logits_GQK.shape[1], -1)
-            bias_GQK = by_GQM.gather(-1, distance_GQK.clamp(0, bias_HM.shape[-1] - 1))
-            logits_GQK += bias_GQK.clamp(min=unseen)
-        logits_GQK.masked_fill_(~mask_GQK, unseen)
-        weight_GQK, best_GQ1 = logits_GQK.softmax(-1), logits_GQK.argmax(-1, keepdim=True)
-        top_GQ1 = logits_GQK.gather(-1, best_GQ1)  # its weight is e^(logit - sum)
-        sum_GQ, none_GQ1 = (top_GQ1 - weight_GQK.gather(-1, best_GQ1).log())[..., 0], top_GQ1 <= unseen / 2
+            bias_GQK = bias_by_distance(terms.bias_HM, distance_GQK, head_G, wide)
+            logits_GQK += bias_GQK.clamp(min=unread)
+        logits_GQK.masked_fill_(~mask_GQK, unread)
+        weight_GQK = logits_GQK.softmax(-1)
+        sum_GQ1, top_GQ1 = log_sums(logits_GQK, weight_GQK)
         weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
         out_GQD = weight_GQK @ v_GKD
         if relative is not None and relative.values_MD is not None:
-            by_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(relative.values_MD))
-            out_GQD = out_GQD + by_GQM.scatter_add(-1, row_GQK, weight_GQK) @ relative.values_MD.to(wide)
-    return out_GQD.masked_fill(none_GQ1, 0.0), sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
+            assert slot_GQK is not None
+            out_GQD = out_GQD + values_by_distance(weight_GQK, slot_GQK, relative.values_MD)
+    reads_nothing_GQ1 = top_GQ1 <= unread / 2
+    sum_GQ1 = sum_GQ1.masked_fill(reads_nothing_GQ1, float("-inf"))
+    return out_GQD.masked_fill(reads_nothing_GQ1, 0.0), sum_GQ1[..., 0]
+
+
+def slots_of(distance_GQK: Tensor, rows: int) -> Tensor:
+    """Return the rows of distances in a table of that many rows."""
+    return distance_GQK.clamp(0, rows - 1)
+
+
+def products(
+    q_GQD: Tensor,
+    k_GKD: Tensor,
+    slot_GQK: Tensor | None,
+    head_G: Tensor | None,
+    terms: Terms,
+) -> Tensor:
+    """Return the logits without `terms.bias_HM`, `[G, Q, K]`, of queries that are scaled already.
+
+    `slot_GQK` is the row of each pair in the tables of `terms.relative`.
+    """
+    if terms.relative is None:
+        return q_GQD @ k_GKD.mT
+    assert slot_GQK is not None
+    keys, bias_GM = terms.relative.of_heads(0 if head_G is None else head_G)
+    by_distance_GQM = q_GQD @ keys.to(q_GQD.dtype).mT
+    if bias_GM is not None:
+        by_distance_GQM = by_distance_GQM + bias_GM.to(q_GQD.dtype)[:, None] * terms.scale
+    return torch.baddbmm(by_distance_GQM.gather(-1, slot_GQK), q_GQD, k_GKD.mT)
+
+
+def bias_by_distance(
+    bias_HM: Tensor,
+    distance_GQK: Tensor,
+    head_G: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what `Terms.bias_HM` adds to the logits, `[G, Q, K]`."""
+    bias_G1M = bias_HM.to(dtype)[head_G][:, None]
+    bias_GQM = bias_G1M.expand(-1, distance_GQK.shape[1], -1)
+    return bias_GQM.gather(-1, slots_of(distance_GQK, bias_HM.shape[-1]))
+
+
+def log_sums(logits_GQK: Tensor, weight_GQK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sums and the highest logits, `[G, Q, 1]`.
+
+    A weight is e^(logit - log-sum), so the log-sum is the highest logit less the logarithm of its
+    weight; no exponential is computed a second time.
+    """
+    best_GQ1 = logits_GQK.argmax(-1, keepdim=True)
+    top_GQ1 = logits_GQK.gather(-1, best_GQ1)
+    return top_GQ1 - weight_GQK.gather(-1, best_GQ1).log(), top_GQ1
+
+
+def values_by_distance(weight_GQK: Tensor, slot_GQK: Tensor, values_MD: Tensor) -> Tensor:
+    """Return what values by distance add to the outputs, `[G, Q, D]`.
+
+    Weights are summed by distance first: a table is short.
+    """
+    weight_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(values_MD))
+    weight_GQM = weight_GQM.scatter_add(-1, slot_GQK, weight_GQK)
+    return weight_GQM @ values_MD.to(weight_GQK.dtype)
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any, kept: bool = False) -> Any:
-    """Return function(*inputs); what it computes on the way is computed again in the backward pass, unless `kept`.
+    """Return function(*inputs), and let the backward pass compute it again instead of keeping its
+    intermediates.
 
-    The same dropout mask is drawn again. What the function has otherwise is kept, in recomputed blocks, too.
+    Dropout draws the same mask again. Pass every large tensor among `inputs`: one that the function
+    reaches in another way (as a variable of an enclosing function) stays in memory until the
+    backward pass, even inside a larger block that is recomputed.
+
+    Args:
+        kept: keep the intermediates all the same.
     """
     if torch.is_grad_enabled() and not kept:
         return checkpoint(function, *inputs, use_reentrant=False)

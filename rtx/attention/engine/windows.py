@@ -1,18 +1,28 @@
-"""Attention over packed lists in static shapes, by PyTorch's operations: for a GPU where our kernels do not run.
+"""Attention over packed lists in static shapes, by PyTorch's operations: for a GPU where our
+kernels do not run.
 
-A tile is a run of consecutive query members and one contiguous range of key slots. Its shape does not
-depend on the data, so the CPU never waits for the GPU. A mask hides the key slots that a query does
-not read.
+The query members are cut into tiles of TILE consecutive ones. The keys that a tile may read are one
+window of consecutive key members, whose width follows from `Reads.most`, the largest number of keys
+of a query. So no shape depends on numbers in tensors, and the CPU never waits for the GPU. A mask
+hides those key slots that a query does not read.
 
-Shapes: P query members and M key members of all lists together, G tiles, Q query slots and K key slots
-of a tile, R rows, D head size.
+For example, tiles of 4 queries that read at most 3 keys each, where queries and keys are the same
+lists:
+
+    tile 0   query members 0 1 2 3   key slots -2 -1 0 1 2 3     (-2 and -1 are empty)
+    tile 1   query members 4 5 6 7   key slots  2  3 4 5 6 7
+
+Shapes: P query members and M key members of all lists together, G tiles, Q query slots and K key
+slots of a tile, S = G * Q query slots of all tiles, R rows, D head size, L lists; T the tiles of
+one list.
 """
 
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.blocks import MAX_SCORES_GPU, soft_block
+from rtx.attention.engine.blocks import MAX_SCORES_GPU, head_of, not_hidden, soft_block
 from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import Terms, recomputed
 from rtx.attention.packed import Reads
 
@@ -29,6 +39,8 @@ def refusal(problem: Problem) -> str | None:
         return "nothing bounds the number of keys that a query reads"
     if problem.q_BHND.is_cpu:
         return "it is for GPUs"
+    # A tile is computed with the terms of one head, and may lie across the lists of two, unless
+    # each list is a whole sequence (see `tiles`).
     if has_terms_by_head(problem.terms) and part.window is None:
         return "its tiles hold several heads, whose terms by distance differ"
     return None
@@ -42,80 +54,111 @@ def has_terms_by_head(terms: Terms) -> bool:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Problem`."""
+    """Return outputs and log-sums, see `Result`."""
+    part = problem.part
+    assert isinstance(part, Reads)
+    out_SD, sum_S = attend_slots(problem)
+    slot_P = slots_of_queries(part)
+    v_BHND = problem.v_BHND
+    wide = torch.promote_types(v_BHND.dtype, torch.float32)
+    out_PD = out_SD[slot_P].to(wide)
+    sum_P = sum_S[slot_P]
+    if problem.by_member:
+        return out_PD, sum_P
+    row_P = part.query.row_M
+    rows = v_BHND.shape[:3].numel()
+    lists_of_row_P = part.times_R(rows).clamp(min=1)[row_P]
+    share_P = (sum_P > float("-inf")).to(wide) / lists_of_row_P
+    out_RD = out_PD.new_zeros(rows, v_BHND.shape[-1])
+    return out_RD.index_add(0, row_P, out_PD * share_P[:, None]), sum_P
+
+
+def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[S, D]` and log-sums `[S]` of the query slots of all tiles.
+
+    As many tiles are computed at once as have MAX_SCORES_GPU scores.
+    """
     q_RD, k_RD, v_RD = problem.rows()
-    part, terms = problem.part, problem.terms
-    assert isinstance(part, Reads) and part.most is not None
-    wide = torch.promote_types(v_RD.dtype, torch.float32)
+    part = problem.part
+    terms = problem.terms
+    assert isinstance(part, Reads)
     query_GQ, key_GK = tiles(part)
     scores_of_tile = query_GQ.shape[1] * key_GK.shape[1]
     size = max(1, MAX_SCORES_GPU // max(1, scores_of_tile))
-    outs, sums = [], []
-    for query, key in zip(query_GQ.split(size), key_GK.split(size), strict=True):
-        mask = slots_read(part, query, key)
-        row_GQ = part.query.row_M[query.clamp(max=len(part.start_P) - 1)].long()
-        row_GK = part.key.row_M[key.clamp(0, len(part.key.row_M) - 1)].long()
-        head_G = row_GQ[:, 0] // part.length % terms.heads
-        q, k, v = q_RD[row_GQ], k_RD[row_GK], v_RD[row_GK]
-        out, total = recomputed(soft_block, q, k, v, mask, row_GQ, row_GK, head_G, terms)
-        outs.append(out.flatten(0, 1))
-        sums.append(total.flatten())
-    slot_P = slots_of_queries(part)
-    out_PD, sum_P = torch.cat(outs)[slot_P].to(wide), torch.cat(sums)[slot_P]
-    if problem.by_member:
-        return out_PD, sum_P
-    times_P = part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M]
-    share_P = (sum_P > float("-inf")).to(wide) / times_P
-    total_RD = out_PD.new_zeros(len(q_RD), v_RD.shape[1])
-    return total_RD.index_add(0, part.query.row_M, out_PD * share_P[:, None]), sum_P
+    outs = []
+    sums = []
+    for some_query_GQ, some_key_GK in zip(query_GQ.split(size), key_GK.split(size), strict=True):
+        mask_GQK = slots_read(part, some_query_GQ, some_key_GK)
+        # Empty slots get the row of some member; the mask hides it.
+        row_GQ = part.query.row_M[some_query_GQ.clamp(max=len(part.start_P) - 1)].long()
+        row_GK = part.key.row_M[some_key_GK.clamp(0, len(part.key.row_M) - 1)].long()
+        head_G = head_of(row_GQ, part.length, terms.heads)
+        tensors = q_RD[row_GQ], k_RD[row_GK], v_RD[row_GK], mask_GQK, row_GQ, row_GK, head_G
+        out_GQD, sum_GQ = recomputed(soft_block, *tensors, terms)
+        outs.append(out_GQD.flatten(0, 1))
+        sums.append(sum_GQ.flatten())
+    return torch.cat(outs), torch.cat(sums)
 
 
 def tiles(part: Reads) -> tuple[Tensor, Tensor]:
-    """Return the members in the query slots `[G, Q]` and the key slots `[G, K]` of every tile.
+    """Return the query members in the query slots `[G, Q]` and the key members in the key slots
+    `[G, K]` of all tiles.
 
-    A query number of P or more, and a key number outside 0 to M - 1, is an empty slot. Where queries and
-    keys are the same lists, member p reads no key before p - most + 1, so a tile of TILE queries needs
-    TILE + most - 1 key slots. Otherwise each query is a tile of its own.
+    A query slot with a number of P or more is empty, and so is a key slot with a number outside 0
+    to M - 1.
+
+    Where queries and keys are the same lists, query member p reads none before key member p - most
+    + 1 and none behind p, so a tile of TILE queries needs TILE + most - 1 key slots. Elsewhere each
+    query is a tile of its own, with `most` key slots.
     """
     assert part.most is not None
-    P, device = len(part.start_P), part.start_P.device
+    P = len(part.start_P)
+    device = part.start_P.device
     if part.query is not part.key:
-        every_P1 = torch.arange(P, device=device)[:, None]
-        return every_P1, part.start_P[:, None] + torch.arange(part.most, device=device)
-    slot_Q = torch.arange(TILE, device=device)
+        query_G1 = torch.arange(P, device=device)[:, None]
+        key_GK = part.start_P[:, None] + torch.arange(part.most, device=device)
+        return query_G1, key_GK
     if part.window is None:
         first_G1 = torch.arange(0, P, TILE, device=device)[:, None]
-        query_GQ = first_G1 + slot_Q
-    else:  # every list is a sequence, and no tile holds two
-        N = part.length
-        begin_T1 = torch.arange(0, N, TILE, device=device)[:, None]
-        query_TQ = torch.where(begin_T1 + slot_Q < N, begin_T1 + slot_Q, P)
-        list_L11 = torch.arange(P // N, device=device)[:, None, None] * N
-        query_GQ = (list_L11 + query_TQ).flatten(0, 1)
+        query_GQ = first_G1 + torch.arange(TILE, device=device)
+    else:
+        query_GQ = tiles_of_sequences(P, part.length, device)
         first_G1 = query_GQ[:, :1]
     key_GK = first_G1 + torch.arange(1 - part.most, TILE, device=device)
     return query_GQ, key_GK
 
 
+def tiles_of_sequences(P: int, length: int, device: torch.device) -> Tensor:
+    """Return the query members of tiles `[G, Q]` where each list is a sequence of `length`; no tile
+    holds two.
+
+    The last tile of each list is filled up with empty slots.
+    """
+    begin_T1 = torch.arange(0, length, TILE, device=device)[:, None]
+    position_TQ = begin_T1 + torch.arange(TILE, device=device)
+    position_TQ = torch.where(position_TQ < length, position_TQ, P)
+    first_L11 = torch.arange(P // length, device=device)[:, None, None] * length
+    return (first_L11 + position_TQ).flatten(0, 1)
+
+
 def slots_of_queries(part: Reads) -> Tensor:
-    """Return where each query member is among the flattened query slots of `tiles`, `[P]`."""
+    """Return the place of each query member in the flattened query slots of `tiles`, `[P]`."""
     every_P = torch.arange(len(part.start_P), device=part.start_P.device)
     if part.query is not part.key or part.window is None:
         return every_P
-    slots_of_list = -(-part.length // TILE) * TILE
+    slots_of_list = whole_pieces(part.length, TILE) * TILE
     return every_P // part.length * slots_of_list + every_P % part.length
 
 
 def slots_read(part: Reads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
-    """Return which key slots each query slot reads, `[G, Q, K]`."""
-    P, M = len(part.start_P), len(part.key.row_M)
-    at_GQ = query_GQ.clamp(max=P - 1)
+    """Return which key slots each query slot reads, `[G, Q, K]`; no empty slot reads or is read."""
+    P = len(part.start_P)
+    M = len(part.key.row_M)
+    some_query_GQ = query_GQ.clamp(max=P - 1)
     key_G1K = key_GK[:, None]
-    start_GQ1 = part.start_P[at_GQ][..., None]
-    stop_GQ1 = part.stop_P[at_GQ][..., None]
-    mask = (key_G1K >= start_GQ1) & (key_G1K < stop_GQ1) & (query_GQ < P)[..., None]
-    for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
-        value_G1K = value_M[key_GK.clamp(0, M - 1)][:, None]
-        below = value_G1K < low_P[at_GQ][..., None]
-        mask = mask & (below | (value_G1K >= high_P[at_GQ][..., None]))
-    return mask
+    start_GQ1 = part.start_P[some_query_GQ][..., None]
+    stop_GQ1 = part.stop_P[some_query_GQ][..., None]
+    mask_GQK = (key_G1K >= start_GQ1) & (key_G1K < stop_GQ1) & (query_GQ < P)[..., None]
+    if part.hidden is None:
+        return mask_GQK
+    return not_hidden(mask_GQK, part.hidden, some_query_GQ, key_GK.clamp(0, M - 1))
