@@ -2,8 +2,8 @@
 
 `attend` is what others call. It takes these steps, all on the device and without a wait for it:
 
-1. `attend_members` computes outputs and log-sums of query members. A row (a position of one sequence
-   and head) has a member in every list that it belongs to, so it may have several outputs.
+1. `attend_members` computes outputs and log-sums of query members. A row (a position of one
+   sequence and head) has a member in every list that it belongs to, so it may have several outputs.
 2. Unless these are wanted by member, `mean_by_row` takes the mean over the members of each row.
 
 The backward pass computes gradients by member, too, and adds them up by row. No sum is by atomic
@@ -16,8 +16,8 @@ entry for each pair either:
 - values: kernels add up the weights of each query member by distance, weight_table[p, t], and
   weight_table @ values is added to the outputs.
 
-`packed_attention` and `packed_attention_backward` are custom operators of torch. The shapes of their
-outputs follow from the shapes of their inputs, so `torch.compile` takes them into one graph.
+`packed_attention` and `packed_attention_backward` are custom operators of torch. The shapes of
+their outputs follow from the shapes of their inputs, so `torch.compile` takes them into one graph.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members of all
 lists together, T distances, D and E head sizes of keys and values, G outputs: P of members or R of
@@ -57,7 +57,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_COMPILER = has_compiler()
 DEVICES = ("cuda", "meta")
-"""Types of devices. Tensors on "meta" have shapes but no numbers: memory is planned there without a GPU."""
+"""Types of devices. Tensors on "meta" have shapes but no numbers, so they need no GPU: by these
+`rtx.analysis` plans a run."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_SIZE = 16
 """The least head size: the least side of a matrix product in Triton."""
@@ -105,16 +106,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log-sums `[P]`.
 
-    A log-sum is the natural logarithm of the sum over a query member's keys of exp(logit), in float32.
-    A member that reads nothing has output 0 and log-sum -inf. Dropout acts on the weights after the
-    softmax, scales those that remain by 1 / (1 - dropout), and does not change log-sums.
+    A log-sum is the natural logarithm of the sum over a query member's keys of exp(logit), in
+    float32. A member that reads nothing has output 0 and log-sum -inf. Dropout acts on the weights
+    after the softmax, scales those that remain by 1 / (1 - dropout), and does not change log-sums.
 
     Args:
-        q_BHND: queries, a view with any strides; copied if the last stride is not 1. So are the others.
+        q_BHND: queries, a view with any strides; copied if the last stride is not 1. The same holds
+            for keys and values.
         k_BHND: keys; the same object as `q_BHND` where queries serve as keys.
         v_BHNE: values, whose head size may differ.
-        by_member: return outputs `[P, E]` of query members. Otherwise return outputs `[R, E]` of rows:
-            each the mean over its members that read something, 0 without any.
+        by_member: return outputs `[P, E]` of query members. Otherwise return outputs `[R, E]` of
+            rows: each the mean over its members that read something, 0 without any.
 
     Raises:
         ValueError: for what `refusal` names.
@@ -501,7 +503,9 @@ def member_gradients(
 
 
 def row_gradients(
-    x: KernelInputs, of_members: MemberGradients, queries_are_keys: bool
+    x: KernelInputs,
+    of_members: MemberGradients,
+    queries_are_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v: sums over the members of each row.
 
@@ -521,7 +525,11 @@ def row_gradients(
     return dq_BHND, dk_BHND, dv_BHNE
 
 
-def logit_table_gradients(x: KernelInputs, dlogit_table_PT: Tensor | None, dq_BHND: Tensor) -> tuple[Tensor, Tensor]:
+def logit_table_gradients(
+    x: KernelInputs,
+    dlogit_table_PT: Tensor | None,
+    dq_BHND: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys by distance and of their bias; empty where there are none.
 
     Adds to `dq_BHND`, in place, what queries get through the table.
@@ -541,7 +549,12 @@ def logit_table_gradients(x: KernelInputs, dlogit_table_PT: Tensor | None, dq_BH
     return dkeys_HTD, dbias_HT
 
 
-def values_gradient(x: KernelInputs, weight_table_PT: Tensor | None, dout_GE: Tensor, by_member: bool) -> Tensor:
+def values_gradient(
+    x: KernelInputs,
+    weight_table_PT: Tensor | None,
+    dout_GE: Tensor,
+    by_member: bool,
+) -> Tensor:
     """Return the gradient of values by distance; empty where there are none.
 
     They enter the outputs as weight_table @ values.

@@ -21,9 +21,9 @@ and distance, from which `packed_attention.py` adds values by distance to `out`.
 
 Every kernel computes the pairs' numbers again, so that no tensor has an entry for each pair.
 
-A program has a tile of BQ neighbouring query members (`dkv_kernel`: BK neighbouring key members) and
-loops over tiles of the other side. Bounds of ranges ascend, so what the members of a tile read lies
-between the first start and the last stop. With BQ = BK = 4, `x` where a query reads a key:
+A program has a tile of BQ neighbouring query members (`dkv_kernel`: BK neighbouring key members)
+and loops over tiles of the other side. Bounds of ranges ascend, so what the members of a tile read
+lies between the least start and the greatest stop. With BQ = BK = 4, `x` where a query reads a key:
 
     key member      1 2 3 4   5 6 7 8
     query member 4  x x x .   . . . .
@@ -43,7 +43,8 @@ Parameters that several kernels have (`x [P, T]`: a pointer to a contiguous tens
                                   not read (`rtx.attention.packed.Hidden`)
     logit_table [R, T]            in units of a product q . k; with BY_DISTANCE
     dweight_table [., T]          dout times the values by distance; of rows as `dout`; with VALUES
-    weight_table, dlogit_table    [P, T], written: sums of w * f, and of scale * dlogit; zeros before
+    weight_table [P, T]           sums of w * f by distance, with VALUES; zeros before a kernel
+    dlogit_table [P, T]           sums of scale * dlogit by distance, with BY_DISTANCE; zeros before
     seed [1]                      of dropout; with DROPOUT
     out [P, E], lse [P]           natural logarithms; -inf for a member that reads nothing
     dout                          [P, E] with BY_MEMBER, else [R, E]: members share their row's
@@ -54,14 +55,15 @@ Parameters that several kernels have (`x [P, T]`: a pointer to a contiguous tens
 Tensors without their flag are None. Heads of D and E numbers are padded by zeros to D_PADDED and
 E_PADDED, powers of 2.
 
-Shapes of tiles, in the names' suffixes: Q = BQ query members, K = BK key members, S members of either
-kind, D and E padded head sizes of keys and values. Lower-case p, m, row_p, real_p, ... have any shapes
-that broadcast to a tile of pairs: [BQ, 1] and [1, BK], in `dkv_kernel` [1, BQ] and [BK, 1].
+Shapes of tiles, in the names' suffixes: Q = BQ query members, K = BK key members, S members of
+either kind, D and E padded head sizes of keys and values. Helpers have p, m, row_p, real_p, ... in
+shapes that broadcast to a tile of pairs: [BQ, 1] and [1, BK], in `dkv_kernel` [1, BQ] and [BK, 1].
+`real` is False for places of a tile behind the last member, or behind `end` of the loop.
 Logits are kept times log2(e), in names `s_QK`, because tl.exp2 is faster than tl.exp.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# Triton compiles what pyright takes for Python: its ranges and functions have no types for a checker.
+# Triton compiles what pyright takes for Python: its functions have no types for a checker.
 
 import triton
 import triton.language as tl
@@ -152,7 +154,7 @@ def add_to_softmax(s_QK, top_Q, total_Q):
         top_Q, total_Q: the greatest logit so far, and the sum of 2^(s - top).
 
     Returns:
-        weights 2^(s - new top), the factor for what was summed with the old top, new top, new total.
+        weights 2^(s - new top), the factor for sums with the old top, new top, new total.
     """
     new_top_Q = tl.maximum(top_Q, tl.max(s_QK, 1))
     # Where nothing has been read so far: -inf minus -inf is not a number.
@@ -226,7 +228,7 @@ def write_by_distance(table, entry_Q1, x_QK, distance_QK, last_distance, end_sum
 
 @triton.jit
 def write_ends(table, entry_Q1, real_Q, last_distance, end_sums):
-    """Write what `write_by_distance` returns last. With T = 1 both ends are one entry and one sum."""
+    """Write what `write_by_distance` returns last. With T = 1 both ends are the same entry."""
     nearest_Q, farthest_Q = end_sums
     nearest = table + entry_Q1 + tl.zeros([1, 1], tl.int32)
     tl.store(nearest, nearest_Q[:, None].to(table.dtype.element_ty), real_Q[:, None])
@@ -236,7 +238,7 @@ def write_ends(table, entry_Q1, real_Q, last_distance, end_sums):
 
 @triton.jit
 def dout_rows(p_Q, row_Q, real_Q, BY_MEMBER: tl.constexpr):
-    """Return where `dout` and `dweight_table` have each query member: by its number or by its row."""
+    """Return which row of `dout` and of `dweight_table` belongs to each query member."""
     dout_row_Q = row_Q
     if BY_MEMBER:
         dout_row_Q = tl.where(real_Q, p_Q, 0)
@@ -248,7 +250,7 @@ def lse_and_delta(
     dout_QE, out, lse, dlse, p_Q, real_Q, HAS_DLSE: tl.constexpr,
     E: tl.constexpr, E_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return what `load_lse` does, and delta = dout . out - dlse, 0 for members that read nothing."""
+    """Return `load_lse`, and delta = dout . out - dlse, which is 0 where nothing is read."""
     out_QE = load_rows(out, p_Q, real_Q, E, E_PADDED)
     delta_Q = tl.sum(out_QE.to(tl.float32) * dout_QE.to(tl.float32), 1)
     lse_Q = load_lse(lse, p_Q, real_Q)
@@ -346,7 +348,9 @@ def weigh_kernel(
         w_QK = tl.exp2(s_QK - lse_Q[:, None])
         if DROPOUT:
             w_QK *= dropout_factors(seed, p_Q[:, None], m_K[None, :], dropout, rescale)
-        weight_ends = write_by_distance(weight_table, entry_Q1, w_QK, distance_QK, last_distance, weight_ends)
+        weight_ends = write_by_distance(
+            weight_table, entry_Q1, w_QK, distance_QK, last_distance, weight_ends
+        )  # fmt: skip
     write_ends(weight_table, entry_Q1, real_Q, last_distance, weight_ends)
 
 

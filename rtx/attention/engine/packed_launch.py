@@ -68,8 +68,8 @@ TILES = {
         up_to_128_by_distance=Tile(32, 64, 8, 2),
     ),
 }
-"""Tiles in float16 and bfloat16. Chosen such that almost no form of a kernel needs more than the 255
-registers of a thread (`benchmarks/results/aot.txt`); what exceeds them is spilled to slow memory."""
+"""Tiles in float16 and bfloat16. Chosen such that almost no form of a kernel needs more than the
+255 registers of a thread; more would be spilled to slow memory (`benchmarks/results/aot.txt`)."""
 FLOAT32_UP_TO_64 = Tile(32, 32, 8, 1)
 FLOAT32_UP_TO_128 = Tile(16, 16, 8, 1)
 """Smaller: no tensor core multiplies float32 in full precision, so products take registers."""
@@ -200,7 +200,8 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
 
 
 def kernels() -> ModuleType:
-    """Return the module of kernels, which imports Triton; Triton need not be installed before."""
+    """Return the kernels' module."""
+    # Imported here because it imports Triton, without which this module must be importable.
     from rtx.attention.engine import packed_kernels
 
     return packed_kernels
@@ -255,7 +256,7 @@ def number_arguments(x: KernelInputs) -> dict[str, int | float]:
 
 
 def head_sizes(D: int, E: int) -> dict[str, int]:
-    """Return head sizes and the powers of 2 to which kernels pad them, by their names in a kernel."""
+    """Return head sizes and the powers of 2 they are padded to, by their names in a kernel."""
     return {"D": D, "E": E, "D_PADDED": power_of_2(D), "E_PADDED": power_of_2(E)}
 
 
@@ -269,12 +270,23 @@ def ceil_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
-def sum_by_row(x_PW: Tensor, members: RowMembers, out_RW: Tensor, plus_PW: Tensor | None = None) -> None:
+def sum_by_row(
+    x_PW: Tensor,
+    members: RowMembers,
+    out_RW: Tensor,
+    plus_PW: Tensor | None = None,
+) -> None:
     """Write to `out_RW` the sum of x, and of `plus_PW` if there is one, over each row's members."""
     by_row(members, out_RW, x=x_PW, y=plus_PW, lse=None, share=None)
 
 
-def mean_by_row(x_PW: Tensor, members: RowMembers, lse_P: Tensor, out_RW: Tensor, share_R: Tensor) -> None:
+def mean_by_row(
+    x_PW: Tensor,
+    members: RowMembers,
+    lse_P: Tensor,
+    out_RW: Tensor,
+    share_R: Tensor,
+) -> None:
     """Write to `out_RW` the mean of x over each row's members that read something; 0 without any.
 
     And to `share_R` 1 / the number of these members, 1 without any.
