@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rtx.attention.engine import packed_attention, packed_kernels
+from rtx.attention.engine import packed_kernels, packed_launch
 
 RESULTS = Path(__file__).with_name("results") / "aot.txt"
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -34,7 +34,7 @@ INT32 = ("query_row", "key_row", "start", "stop", "low", "high", "first", "membe
 SCALARS = ("scale", "dropout", "rescale")
 ALIGNED = ("WIDTH", "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n")
 """Strides and widths, all multiples of 16 where head sizes are."""
-NUMBERS = (*ALIGNED, "H", "N", "P", "M", "last", "R")
+NUMBERS = (*ALIGNED, "H", "N", "P", "M", "last_distance", "R")
 
 
 @dataclass(frozen=True)
@@ -48,37 +48,37 @@ class Form:
     distances: bool = False
     values: bool = False
     dropout: bool = False
-    joined: bool = False
-    tile: packed_attention.Tile | None = None
-    """Other than that of `packed_attention.TILES`."""
+    by_member: bool = False
+    tile: packed_launch.Tile | None = None
+    """Other than that of `packed_launch.TILES`."""
 
     @property
-    def tile_used(self) -> packed_attention.Tile:
-        return self.tile or packed_attention.tile_of(self.kernel, self.size, self.dtype, self.distances)
+    def tile_used(self) -> packed_launch.Tile:
+        return self.tile or packed_launch.tile_of(self.kernel, self.size, self.dtype, self.distances)
 
     @property
     def words(self) -> str:
         """What of the optional terms it has."""
         named = {"hidden": self.hidden, "distances": self.distances, "values": self.values}
-        named |= {"dropout": self.dropout, "joined": self.joined}
+        named |= {"dropout": self.dropout, "by_member": self.by_member}
         return "+".join(word for word, has in named.items() if has) or "-"
 
     def constants(self) -> dict[str, Any]:
         """Return the values of the kernel's constants by name; None for pointers that it does without."""
-        if self.kernel == "combine":
-            mean = not self.joined
+        if self.kernel == "by_row":
+            mean = not self.by_member
             absent = ["y"] if mean else ["lse", "share"]
-            return {"TWO": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(absent)
+            return {"HAS_Y": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(absent)
         tile, absent = self.tile_used, []
         absent += [] if self.hidden else ["hidden_value", "hidden_low", "hidden_high"]
-        absent += [] if self.distances else ["table", "dtable"]
-        absent += [] if self.values else ["value_table", *(["weights"] if self.kernel == "dq" else [])]
+        absent += [] if self.distances else ["logit_table", "dlogit_table"]
+        absent += [] if self.values else ["dweight_table", *(["weight_table"] if self.kernel == "dq" else [])]
         absent += [] if self.dropout else ["seed"]
-        absent += [] if self.joined else ["dlse"]
+        absent += [] if self.by_member else ["dlse"]
         flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
-        flags |= {"JOINED": self.joined, "SUMS": self.joined, "X": self.hidden}
+        flags |= {"BY_MEMBER": self.by_member, "HAS_DLSE": self.by_member, "HIDDEN": self.hidden}
         tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
-        return packed_attention.sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
+        return packed_launch.head_sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
 
 
 def forms() -> Iterator[Form]:
@@ -86,17 +86,17 @@ def forms() -> Iterator[Form]:
     kernels = ("attend", "dq", "dkv")
     shaw: dict[str, Any] = {"distances": True, "values": True}
     dropped: dict[str, Any] = shaw | {"dropout": True}
-    terms: list[dict[str, Any]] = [{}, {"joined": True}, {"hidden": 1}, {"dropout": True}, {"distances": True}]
+    terms: list[dict[str, Any]] = [{}, {"by_member": True}, {"hidden": 1}, {"dropout": True}, {"distances": True}]
     terms += [shaw, dropped, shaw | {"hidden": 1}]
     for size in (64, 128):
         for kernel in kernels:
             for each in terms:
-                if kernel != "attend" or "joined" not in each:  # which makes no difference there
+                if kernel != "attend" or "by_member" not in each:  # which makes no difference there
                     yield Form(kernel, size, torch.bfloat16, **each)
         yield Form("weigh", size, torch.bfloat16, **shaw)
         yield Form("weigh", size, torch.bfloat16, **dropped)
-        for joined in (False, True):
-            yield Form("combine", size, torch.bfloat16, joined=joined)
+        for by_member in (False, True):
+            yield Form("by_row", size, torch.bfloat16, by_member=by_member)
     for dtype in (torch.float16, torch.float32):
         for kernel in kernels:
             yield Form(kernel, 64, dtype)
@@ -118,7 +118,7 @@ def compiled(form: Form, capability: int) -> Any:
     aligned = [name for name in names if signature[name].startswith("*") or name in strides]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
-    warps = 4 if form.kernel == "combine" else form.tile_used.warps
+    warps = 4 if form.kernel == "by_row" else form.tile_used.warps
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
@@ -140,7 +140,7 @@ def measured(form: Form, capability: int) -> tuple[int, int, int]:
 def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
     registers, spilled, shared = measured(form, capability)
-    tile = "32 rows" if form.kernel == "combine" else " ".join(map(str, form.tile_used))
+    tile = "32 rows" if form.kernel == "by_row" else " ".join(map(str, form.tile_used))
     known = f"sm_{capability} {form.kernel:<8}{TYPES[form.dtype]:<5}{form.size:>4} {form.words:<25}{tile:<13}"
     return f"{known}{registers:>10}{spilled:>9}{shared:>8}"
 

@@ -1,4 +1,7 @@
-"""Attention over packed lists by our own kernels for GPUs (`packed_attention.py`)."""
+"""The engine "triton": attention over packed lists by our GPU kernels (`packed_attention.py`).
+
+It runs parts that are `rtx.attention.packed.Reads`, where every query reads a range of a list.
+"""
 
 from rtx.attention.engine import packed_attention
 from rtx.attention.engine.lists import KernelLists, kernel_lists
@@ -7,7 +10,7 @@ from rtx.attention.once import derived_once
 from rtx.attention.packed import Reads
 
 LISTS = "kernel lists"
-"""Under which name a part holds its lists as kernels read them."""
+"""The key of a part's `KernelLists` in `Reads.derived`."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -18,14 +21,24 @@ def refusal(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Problem`."""
+    """Return outputs and log-sums, as `Problem` says."""
     part = problem.part
     assert isinstance(part, Reads)
-    lists = lists_of(part, problem.q_BHND.shape[:3].numel())
-    tensors = problem.q_BHND, problem.k_BHND, problem.v_BHND
-    return packed_attention.attend(*tensors, lists, problem.terms, problem.by_member)
+    B, H, N, _ = problem.q_BHND.shape
+    return packed_attention.attend(
+        problem.q_BHND,
+        problem.k_BHND,
+        problem.v_BHND,
+        lists_of(part, rows=B * H * N),
+        problem.terms,
+        problem.by_member,
+    )
 
 
 def lists_of(part: Reads, rows: int) -> KernelLists:
-    """Return the lists as kernels read them, from the part itself where it has them already."""
+    """Return the lists of `part` as kernels read them.
+
+    They are made once and stored in `part.derived` where the part serves several passes (there
+    `derived` is a dictionary), and made anew where it is None.
+    """
     return derived_once(part, LISTS, lambda: kernel_lists(part, rows))

@@ -1,9 +1,38 @@
-"""Packed lists as GPU kernels read them: static shapes, int32, everything on the device.
+"""Packed lists as GPU kernels read them: who reads whom, in int32 tensors on the device.
 
-The kernels never wait for the CPU, so every tensor has room for a fixed number of members, and a
-count on the device says how many of them are real.
+A row is a position of one sequence and head, row = (b * H + h) * N + n. A list has some rows of
+one head. A member is a row's place in a list, so a row that belongs to two lists has two members.
+Lists follow one another, and members are numbered in this order over all lists. Queries and keys
+have lists of their own, or share them.
 
-Shapes: R rows (row = (b * H + h) * N + n), P query members, M key members.
+An example: 6 rows, two lists that queries and keys share, [0, 2, 5] and [2, 3]. Each member reads
+itself and the one before it in its list. Members are p as queries and m as keys:
+
+    list                    0  0  0   1  1
+    member, p or m          0  1  2   3  4
+    row                     0  2  5   2  3
+    start_P                 0  0  1   3  3      query member 2 reads the key members
+    stop_P                  1  2  3   4  5      start = 1 to stop - 1 = 2
+    low_M                   0  1  2   3  4      key member 1 is read by the query members
+    high_M                  2  3  3   5  5      low = 1 to high - 1 = 2
+
+Both start and stop ascend. Therefore the query members that read one key member are neighbours,
+too, and a range from low to high - 1 names them. The kernel of the keys' gradients loops over it.
+
+The members of each row are stored as in a compressed sparse row (CSR) matrix:
+
+    row                     0  1  2  3  4  5
+    first_R1                0  1  1  3  4  4  5
+    member_M                0  1  3  4  2       row 2 has the members at places 1 and 2: 1 and 3
+
+Where the number of members depends on content, the CPU would have to wait for the GPU to learn it.
+So `static_selection.py` and `triton_selection.py` make tensors with room for a fixed number P or M
+of members, of which the first are real. Those behind have row 0 and the ranges start = stop = M and
+low = high = P, which are empty and keep the bounds ascending; `RowMembers` does not have them.
+`count_2` has the numbers of real members. The attention kernels do not read it: they need no more
+than that the other ranges are empty.
+
+Shapes: R rows, P query members, M key members.
 """
 
 from typing import NamedTuple
@@ -15,67 +44,93 @@ from rtx.attention.packed import Hidden, Reads
 
 
 class RowMembers(NamedTuple):
-    """The members of each row: those of row r are member_M[first_R1[r]] to member_M[first_R1[r + 1] - 1]."""
+    """The members of each row: of row r, those at the places first_R1[r] to first_R1[r + 1] - 1."""
 
     first_R1: Tensor
     """`[R + 1]`, ascending."""
     member_M: Tensor
-    """Numbers of members, in ascending order within a row."""
+    """`[M]`, of query members `[P]`: numbers of members, ascending within a row."""
 
 
 class KernelLists(NamedTuple):
-    """Who reads whom, for a kernel that works on query members or on key members.
-
-    Query member p reads the key members start_P[p] to stop_P[p] - 1. Neither bound falls from p to
-    p + 1, so the query members that read key member m are a range as well: low_M[m] to
-    high_M[m] - 1. Members behind the count have row 0 and an empty range.
-    """
+    """Who reads whom; the module's docstring has an example. All tensors but `hidden` are int32."""
 
     query_row_P: Tensor
+    """The row of each query member."""
     key_row_M: Tensor
+    """The row of each key member; the same object as `query_row_P` where lists are shared."""
     start_P: Tensor
+    """The first key member that a query member reads."""
     stop_P: Tensor
+    """The key member behind the last one."""
     low_M: Tensor
+    """The first query member that reads a key member."""
     high_M: Tensor
+    """The query member behind the last one."""
     query_members: RowMembers
     key_members: RowMembers
     count_2: Tensor
-    """How many query members and how many key members are real, `[2]`."""
+    """The numbers of real query members and real key members, `[2]`."""
     hidden: Hidden | None = None
-    """What of the ranges is not read."""
+    """Pairs within the ranges that are not read."""
 
 
 def row_members(row_M: Tensor, rows: int) -> RowMembers:
-    """Return the members of each row, by one stable sort of the members' rows."""
-    sorted_M, member_M = row_M.sort(stable=True)
-    bound_R1 = torch.arange(rows + 1, device=row_M.device, dtype=row_M.dtype)
-    first_R1 = torch.searchsorted(sorted_M, bound_R1, out_int32=True)
+    """Return the members of each row.
+
+    Args:
+        row_M: the members' rows. `rows` or more: of no row.
+        rows: R.
+    """
+    sorted_row_M, member_M = row_M.sort(stable=True)
+    every_row_R1 = torch.arange(rows + 1, device=row_M.device, dtype=row_M.dtype)
+    first_R1 = torch.searchsorted(sorted_row_M, every_row_R1, out_int32=True)
     return RowMembers(first_R1, member_M.int())
 
 
+def readers(start_P: Tensor, stop_P: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Return `low_M` and `high_M` of `KernelLists` for the ranges of query members.
+
+    p reads m where start_P[p] <= m < stop_P[p]. Both ascend. So the second condition holds for p
+    from the first stop above m on, and the first one for p before the first start above m.
+
+    Args:
+        keys: M.
+    """
+    member_M = torch.arange(keys, device=start_P.device, dtype=torch.int32)
+    low_M = torch.searchsorted(stop_P, member_M, right=True, out_int32=True)
+    high_M = torch.searchsorted(start_P, member_M, right=True, out_int32=True)
+    return low_M, high_M
+
+
 def kernel_lists(part: Reads, rows: int) -> KernelLists:
-    """Return the packed lists of `part` as kernels read them; every member is real."""
+    """Return the lists of `part` as kernels read them, without room: every member is real.
+
+    Args:
+        rows: R.
+    """
     query_row_P = part.query.row_M.int()
-    key_row_M = query_row_P if part.key is part.query else part.key.row_M.int()
     query_members = row_members(query_row_P, rows)
-    key_members = query_members if part.key is part.query else row_members(key_row_M, rows)
+    key_row_M = query_row_P
+    key_members = query_members
+    if part.key is not part.query:
+        key_row_M = part.key.row_M.int()
+        key_members = row_members(key_row_M, rows)
     start_P = part.start_P.int().contiguous()
     stop_P = part.stop_P.int().contiguous()
-    every_M = torch.arange(len(key_row_M), device=start_P.device, dtype=torch.int32)
-    low_M = torch.searchsorted(stop_P, every_M, right=True, out_int32=True)
-    high_M = torch.searchsorted(start_P, every_M, right=True, out_int32=True)
+    low_M, high_M = readers(start_P, stop_P, len(key_row_M))
     # Filled on the device: a copy of numbers from the CPU would wait for the GPU.
-    counts = [start_P.new_full((1,), len(x)) for x in (query_row_P, key_row_M)]
-    count_2 = torch.cat(counts)
+    query_count_1 = start_P.new_full((1,), len(query_row_P))
+    key_count_1 = start_P.new_full((1,), len(key_row_M))
     return KernelLists(
-        query_row_P,
-        key_row_M,
-        start_P,
-        stop_P,
-        low_M,
-        high_M,
-        query_members,
-        key_members,
-        count_2,
-        part.hidden,
+        query_row_P=query_row_P,
+        key_row_M=key_row_M,
+        start_P=start_P,
+        stop_P=stop_P,
+        low_M=low_M,
+        high_M=high_M,
+        query_members=query_members,
+        key_members=key_members,
+        count_2=torch.cat([query_count_1, key_count_1]),
+        hidden=part.hidden,
     )

@@ -1,22 +1,30 @@
-"""The engine by kernels of its own for GPUs: softmax attention over packed lists, in Triton.
+"""Softmax attention over packed lists by our Triton kernels, as an operator with gradients.
 
-Nothing waits for the device, nothing is gathered beforehand, and nothing is added up by atomic
-operations: outputs and gradients are computed by member, then combined over the members of each row in
-a fixed order. Two runs therefore give the same bits.
+`attend` is what others call. It takes these steps, all on the device and without a wait for it:
 
-`packed_attention` and its backward pass are operators of torch's library, whose outputs' shapes follow
-from the inputs' shapes: `torch.compile` takes them into its graph.
+1. `attend_members` computes outputs and log-sums of query members. A row (a position of one
+   sequence and head) has a member in every list that it belongs to, so it may have several outputs.
+2. Unless these are wanted by member, `mean_by_row` takes the mean over the members of each row.
 
-Terms by distance become a table `[R, distances]` of what a row's query adds to its logits, one matrix
-product; the kernels look entries up. Values by distance are one matrix product with a table of the
-weights of every query member by distance, which a kernel writes.
+The backward pass computes gradients by member, too, and adds them up by row. No sum is by atomic
+additions: sums over the members of a row have a fixed order, so two runs give the same bits.
+
+Terms by distance (`softmax.Relative`; `packed_kernels.py` has the formulas) need no tensor with an
+entry for each pair either:
+
+- keys: logit_table[r, t] = q[r] . keys[t] + bias[t] is one matrix product; kernels look entries up.
+- values: kernels add up the weights of each query member by distance, weight_table[p, t], and
+  weight_table @ values is added to the outputs.
+
+`packed_attention` and `packed_attention_backward` are custom operators of torch. The shapes of
+their outputs follow from the shapes of their inputs, so `torch.compile` takes them into one graph.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members of all
-lists together, T distances, D and E head sizes of keys and values.
+lists together, T distances, D and E head sizes of keys and values, G outputs: P of members or R of
+rows.
 """
 
 import importlib.util
-import math
 import os
 import shutil
 from typing import Any, NamedTuple
@@ -25,93 +33,41 @@ import torch
 from torch import Tensor
 
 from rtx.attention.engine.lists import KernelLists
+from rtx.attention.engine.packed_launch import (
+    KernelInputs,
+    ListTensors,
+    launch,
+    list_tensors,
+    mean_by_row,
+    sum_by_row,
+)
 from rtx.attention.engine.softmax import Terms
 
+
+def has_compiler() -> bool:
+    """Return whether there is a C compiler: Triton compiles the code that launches kernels."""
+    names = ["gcc", "clang"]
+    if os.environ.get("CC"):
+        names.append(os.environ["CC"])
+    return any(shutil.which(name) for name in names)
+
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-"""Whether Triton runs kernels in Python, on any device."""
+"""Whether Triton interprets kernels in Python, which it does on any device."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-HAS_COMPILER = any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "gcc", "clang"))
-"""Whether there is a C compiler, by which Triton makes what starts its kernels."""
+HAS_COMPILER = has_compiler()
 DEVICES = ("cuda", "meta")
-"""Of the latter tensors have shapes alone: what runs there needs no GPU, and cannot look at numbers."""
+"""Types of devices. Tensors on "meta" have shapes but no numbers, so they need no GPU: by these
+`rtx.analysis` plans a run."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-MIN_SIZE, MAX_SIZE = 16, 128
-"""Head sizes: the least of a matrix product in Triton, and the most for which tiles fit the registers."""
-
-
-class Tile(NamedTuple):
-    """Query and key members of a program, its warps, and how many tiles are on the way from memory at once."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-WIDE_TILES = Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)
-"""In float32, which no tensor core multiplies in full precision: for heads of up to 64 units, and of up to 128."""
-TILES = {
-    # for heads of up to 64 units, and of up to 128; the same with terms by distance
-    "attend": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    "weigh": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    "dq": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1)),
-    "dkv": (Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(32, 64, 8, 1), Tile(32, 64, 8, 2)),
-}
-"""By benchmarks/results/aot.txt: such that next to nothing spills from the 255 registers of a thread."""
-
-
-class Members(NamedTuple):
-    """Who reads whom: the tensors of `KernelLists`, in its order."""
-
-    query_row_P: Tensor
-    key_row_M: Tensor
-    start_P: Tensor
-    stop_P: Tensor
-    low_M: Tensor
-    high_M: Tensor
-    query_first_R1: Tensor
-    query_member_P: Tensor
-    key_first_R1: Tensor
-    key_member_M: Tensor
-
-
-class KernelProblem(NamedTuple):
-    """What is attended over: the inputs of `packed_attention`."""
-
-    q_BHND: Tensor
-    k_BHND: Tensor
-    v_BHNE: Tensor
-    of: Members
-    hidden: list[Tensor]
-    keys_HTD: Tensor | None
-    bias_HT: Tensor | None
-    values_TE: Tensor | None
-    seed_1: Tensor | None
-    scale: float
-    dropout: float
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return self.q_BHND.shape[:3].numel()
-
-    @property
-    def entries(self) -> int:
-        """T, at least 1."""
-        return 1 if self.keys_HTD is None else self.keys_HTD.shape[1]
-
-    def table_RT(self) -> Tensor | None:
-        """Return what is added to a row's products, by distance."""
-        if self.keys_HTD is None:
-            return None
-        table_BHNT = self.q_BHND @ self.keys_HTD.to(self.q_BHND.dtype).mT
-        if self.bias_HT is not None:
-            table_BHNT = table_BHNT + self.bias_HT[:, None].to(table_BHNT.dtype)
-        return table_BHNT.reshape(self.rows, self.entries)
+MIN_SIZE = 16
+"""The least head size: the least side of a matrix product in Triton."""
+MAX_SIZE = 128
+"""The greatest head size: with more, tiles do not fit into the registers."""
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Return why kernels cannot run on a device, None where they can."""
+    """Return why kernels cannot run on a device; None where they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if not INTERPRETED and device.type not in DEVICES:
@@ -122,80 +78,90 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def can_run(device: torch.device) -> bool:
-    """Tell whether kernels can run on a device."""
+    """Return whether kernels can run on a device."""
     return device_refusal(device) is None
 
 
-def refusal(q_BHND: Tensor, v_BHND: Tensor, terms: Terms) -> str | None:
-    """Return why the kernels cannot run this, None where they can."""
+def refusal(q_BHND: Tensor, v_BHNE: Tensor, terms: Terms) -> str | None:
+    """Return why the kernels cannot run this; None where they can."""
     if why := device_refusal(q_BHND.device):
         return why
     if terms.bias_HM is not None:
         return "it has no adaptive spans"
-    if q_BHND.dtype not in TYPES or v_BHND.dtype not in TYPES:
+    if q_BHND.dtype not in TYPES or v_BHNE.dtype not in TYPES:
         return "it computes in float32, float16 or bfloat16"
-    sizes = q_BHND.shape[-1], v_BHND.shape[-1]
+    sizes = q_BHND.shape[-1], v_BHNE.shape[-1]
     if min(sizes) < MIN_SIZE or max(sizes) > MAX_SIZE:
         return f"it computes with heads of {MIN_SIZE} to {MAX_SIZE} units"
     return None
 
 
 def attend(
-    q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, lists: KernelLists, terms: Terms, joined: bool
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHNE: Tensor,
+    lists: KernelLists,
+    terms: Terms,
+    by_member: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and the natural logarithms `[P]` of the summed exponentials of every query member.
+    """Return outputs and log-sums `[P]`.
 
-    A member that reads nothing has zeros and -inf. With dropout, weights are dropped after the softmax
-    and the others scaled by 1 / (1 - dropout); log-sums are those without dropout.
+    A log-sum is the natural logarithm of the sum over a query member's keys of exp(logit), in
+    float32. A member that reads nothing has output 0 and log-sum -inf. Dropout acts on the weights
+    after the softmax, scales those that remain by 1 / (1 - dropout), and does not change log-sums.
 
     Args:
-        q_BHND: views with any strides; those whose last stride is not 1 are copied.
-        k_BHND: the queries themselves where queries stand for keys.
-        v_BHND: values, of a head size of their own.
-        joined: outputs `[P, D]` by query member. Without, those of rows `[R, D]`, the mean over the
-            lists in which a row reads something; zeros where there is none.
+        q_BHND: queries, a view with any strides; copied if the last stride is not 1. The same holds
+            for keys and values.
+        k_BHND: keys; the same object as `q_BHND` where queries serve as keys.
+        v_BHNE: values, whose head size may differ.
+        by_member: return outputs `[P, E]` of query members. Otherwise return outputs `[R, E]` of
+            rows: each the mean over its members that read something, 0 without any.
 
     Raises:
         ValueError: for what `refusal` names.
-        RuntimeError: in the backward pass with create_graph=True; there are first derivatives alone.
+        RuntimeError: in a backward pass with create_graph=True: there are no second derivatives.
     """
-    if why := refusal(q_BHND, v_BHND, terms):
+    if why := refusal(q_BHND, v_BHNE, terms):
         raise ValueError(f"the packed kernels cannot run this ({why}): take backend='torch'")
-    shared = k_BHND is q_BHND and lists.key_row_M is lists.query_row_P
-    dtype = torch.promote_types(torch.promote_types(q_BHND.dtype, k_BHND.dtype), v_BHND.dtype)
-    q_BHND, v_BHND = (unit_stride(x.to(dtype)) for x in (q_BHND, v_BHND))
-    tables = relative_terms(terms, q_BHND.shape[1])
+    # Then dq + dk is one sum over the members of a row, see `row_gradients`.
+    queries_are_keys = k_BHND is q_BHND and lists.key_row_M is lists.query_row_P
+    dtype = torch.promote_types(q_BHND.dtype, k_BHND.dtype)
+    dtype = torch.promote_types(dtype, v_BHNE.dtype)
+    q_BHND = unit_stride(q_BHND.to(dtype))
+    keys_HTD, bias_HT, values_TE = relative_terms(terms, heads=q_BHND.shape[1])
     seed_1 = None
     if terms.dropout:
         seed_1 = torch.randint(0, 2**63 - 1, (1,), device=q_BHND.device)
-    k = None if shared else unit_stride(k_BHND.to(dtype))
-    tensors = [*lists[:6], *lists.query_members, *lists.key_members]
-    hidden = [x.contiguous() for x in lists.hidden or ()]
-    options = seed_1, terms.scale, terms.dropout, joined
-    out, lse_P, _, _ = packed_attention(q_BHND, k, v_BHND, tensors, hidden, *tables, *options)
-    return out, lse_P
+    out_GE, lse_P, _, _ = packed_attention(
+        q_BHND,
+        None if queries_are_keys else unit_stride(k_BHND.to(dtype)),
+        unit_stride(v_BHNE.to(dtype)),
+        list(list_tensors(lists)),
+        [x.contiguous() for x in lists.hidden or ()],
+        keys_HTD,
+        bias_HT,
+        values_TE,
+        seed_1,
+        terms.scale,
+        terms.dropout,
+        by_member,
+    )
+    return out_GE, lse_P
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return the tensor or a copy whose last stride is 1."""
+    """Return the tensor, or a copy, whose last stride is 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def relative_terms(terms: Terms, heads: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return keys by head and distance, the bias by head and distance, and values by distance."""
+    """Return keys by distance `[H, T, D]`, their bias `[H, T]` and values by distance `[T, E]`."""
     if terms.relative is None:
         return None, None, None
-    keys, values_TE, bias_HT = terms.relative
+    keys = terms.relative.keys_MD
     keys_HTD = keys.expand(heads, -1, -1) if keys.dim() == 2 else keys
-    return keys_HTD, bias_HT, values_TE
-
-
-def problem_of(
-    q_BHND: Tensor, k_BHND: Tensor | None, v_BHNE: Tensor, lists: list[Tensor], *others: Any
-) -> KernelProblem:
-    """Return what an operator was called with; without keys, queries stand for them."""
-    k_BHND = q_BHND if k_BHND is None else k_BHND
-    return KernelProblem(q_BHND, k_BHND, v_BHNE, Members._make(lists), *others)
+    return keys_HTD, terms.relative.bias_HM, terms.relative.values_MD
 
 
 @torch.library.custom_op("rtx::packed_attention", mutates_args=())
@@ -211,38 +177,61 @@ def packed_attention(
     seed_1: Tensor | None,
     scale: float,
     dropout: float,
-    joined: bool,
+    by_member: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return outputs (of rows, or `joined` of members), log-sums, and what the backward pass needs.
+    """Return outputs `[G, E]`, log-sums `[P]`, and two tensors that only the backward pass needs.
 
-    That are, unless `joined`, outputs by member `[P, E]` and 1 / the lists in which a row reads `[R]`.
+    These two are outputs by member `[P, E]`, and the share `[R]` that each member has in its row's
+    mean. With `by_member` both are empty: the first output is by member already, and an operator
+    may not return a tensor twice.
+
+    Args:
+        k_BHND: None where queries serve as keys, with the same lists.
+        lists: `ListTensors`.
+        hidden: the tensors of `rtx.attention.packed.Hidden`, or none.
     """
     terms = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
-    x = problem_of(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
+    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
+    # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
-        nothing = v_BHNE.new_empty(0)
-        if joined:
-            return out_PE, lse_P, nothing, lse_P.new_empty(0)
-        out_RE = v_BHNE.new_empty(x.rows, v_BHNE.shape[-1])
-        share_R = lse_P.new_empty(x.rows)
-        combine(out_PE, None, x.of.query_first_R1, x.of.query_member_P, out_RE, lse_P, share_R)
+        if by_member:
+            return out_PE, lse_P, out_PE.new_empty(0), lse_P.new_empty(0)
+        out_RE = v_BHNE.new_empty(x.R, x.E)
+        share_R = lse_P.new_empty(x.R)
+        mean_by_row(out_PE, x.lists.query_members, lse_P, out_RE, share_R)
         return out_RE, lse_P, out_PE, share_R
 
 
 @packed_attention.register_fake
-def _(q_BHND, k_BHND, v_BHNE, lists, *others):
-    P, E, rows = lists[0].shape[0], v_BHNE.shape[-1], q_BHND.shape[:3].numel()
+def _(
+    q_BHND,
+    k_BHND,
+    v_BHNE,
+    lists,
+    hidden,
+    keys_HTD,
+    bias_HT,
+    values_TE,
+    seed_1,
+    scale,
+    dropout,
+    by_member,
+):
+    """Return tensors of the shapes that `packed_attention` returns."""
+    P = lists[0].shape[0]
+    R = q_BHND.shape[:3].numel()
+    E = v_BHNE.shape[-1]
     out_PE = v_BHNE.new_empty(P, E)
     lse_P = q_BHND.new_empty(P, dtype=torch.float32)
-    if others[-1]:
-        return out_PE, lse_P, v_BHNE.new_empty(0), lse_P.new_empty(0)
-    return v_BHNE.new_empty(rows, E), lse_P, out_PE, lse_P.new_empty(rows)
+    if by_member:
+        return out_PE, lse_P, out_PE.new_empty(0), lse_P.new_empty(0)
+    return v_BHNE.new_empty(R, E), lse_P, out_PE, lse_P.new_empty(R)
 
 
 @torch.library.custom_op("rtx::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
-    dout: Tensor,
+    dout_GE: Tensor,
     dlse_P: Tensor | None,
     out_PE: Tensor,
     lse_P: Tensor,
@@ -259,206 +248,318 @@ def packed_attention_backward(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys, values, and keys, bias and values by distance.
+    """Return the gradients of q, k, v, and of keys, bias and values by distance.
 
-    Where there is no such input, the gradient is empty. Shares are given where outputs are of rows.
+    The gradient of an input that is None is empty, as an operator may not return None in a tuple.
+
+    Args:
+        dout_GE: by row if there is a `share_R`, else by member.
     """
     terms = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
-    x = problem_of(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
+    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
-        if share_R is not None:  # each member's share of its row's gradient
-            dout = dout * share_R[:, None]
-        dout = dout.to(v_BHNE.dtype).contiguous()
-        joined = share_R is None
-        of_members = member_gradients(x, dout, dlse_P, out_PE, lse_P, joined)
-        dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, of_members, k_BHND is None)
-        dkeys_HTD, dbias_HT = key_table_gradients(x, of_members, dq_BHND)
-        dvalues_TE = q_BHND.new_empty(0)
-        if values_TE is not None and of_members.weights_PT is not None:
-            dout_PE = dout if joined else dout.index_select(0, x.of.query_row_P)
-            dvalues_TE = (of_members.weights_PT.mT @ dout_PE).to(values_TE.dtype)
+        if share_R is not None:
+            # A row's mean passes this share of its gradient on to each member.
+            dout_GE = dout_GE * share_R[:, None]
+        dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
+        by_member = share_R is None
+        found = member_gradients(x, dout_GE, dlse_P, out_PE, lse_P, by_member)
+        dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, found, queries_are_keys=k_BHND is None)
+        dkeys_HTD, dbias_HT = logit_table_gradients(x, found.dlogit_table_PT, dq_BHND)
+        dvalues_TE = values_gradient(x, found.weight_table_PT, dout_GE, by_member)
         return dq_BHND, dk_BHND, dv_BHNE, dkeys_HTD, dbias_HT, dvalues_TE
 
 
 @packed_attention_backward.register_fake
-def _(dout, dlse_P, out_PE, lse_P, share_R, q_BHND, k_BHND, v_BHNE, lists, hidden, *others):
-    wanted = [k_BHND, *others[:3]]
-    dk, *tables = (q_BHND.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
-    return q_BHND.new_empty(q_BHND.shape), dk, v_BHNE.new_empty(v_BHNE.shape), *tables
+def _(
+    dout_GE,
+    dlse_P,
+    out_PE,
+    lse_P,
+    share_R,
+    q_BHND,
+    k_BHND,
+    v_BHNE,
+    lists,
+    hidden,
+    keys_HTD,
+    bias_HT,
+    values_TE,
+    seed_1,
+    scale,
+    dropout,
+):
+    """Return tensors of the shapes that `packed_attention_backward` returns."""
+
+    def gradient(x):
+        return q_BHND.new_empty(0) if x is None else x.new_empty(x.shape)
+
+    return (
+        gradient(q_BHND),
+        gradient(k_BHND),
+        gradient(v_BHNE),
+        gradient(keys_HTD),
+        gradient(bias_HT),
+        gradient(values_TE),
+    )
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep what the backward pass needs."""
-    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, joined = inputs
-    out, lse_P, out_PE, share_R = output
-    ctx.options = scale, dropout, joined, len(lists), len(hidden)
-    members = out if joined else out_PE
-    ctx.save_for_backward(members, lse_P, share_R, q, k, v, keys, bias, values, seed, *lists, *hidden)
-    ctx.mark_non_differentiable(out_PE, share_R)
-    ctx.set_materialize_grads(False)
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save on `ctx` what `gradients` reads."""
+    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, by_member = inputs
+    out_GE, lse_P, out_PE, share_R = output
+    if by_member:
+        out_PE = out_GE
+    forward = out_PE, lse_P, share_R, q, k, v, keys, bias, values, seed
+    ctx.save_for_backward(*forward, *lists, *hidden)
+    ctx.list_count = len(lists)
+    ctx.hidden_count = len(hidden)
+    ctx.scale = scale
+    ctx.dropout = dropout
+    ctx.by_member = by_member
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)  # an output that nothing depends on has gradient None
 
 
-def gradients(ctx: Any, dout: Tensor | None, dlse_P: Tensor | None, *_: None) -> tuple[Any, ...]:
-    """Return the gradients of the inputs of `packed_attention`."""
-    if torch.is_grad_enabled():  # torch's once_differentiable lets torch.autograd.grad for one input pass
+def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None) -> tuple[Any, ...]:
+    """Return the gradient of every input of `packed_attention`; None where it has none."""
+    # Not by torch's once_differentiable: it overlooks torch.autograd.grad of a single input.
+    if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
     out_PE, lse_P, share_R, q, k, v, keys, bias, values, seed, *others = ctx.saved_tensors
-    scale, dropout, joined, lists, hidden = ctx.options
-    if dout is None:
-        dout = out_PE.new_zeros(out_PE.shape if joined else (len(share_R), out_PE.shape[1]))
-    saved = out_PE, lse_P, None if joined else share_R, q, k, v, others[:lists], others[lists:]
-    tables = keys, bias, values
-    dq, dk, dv, *dtables = packed_attention_backward(dout, dlse_P, *saved, *tables, seed, scale, dropout)
-    dtables = [None if x is None else d for x, d in zip(tables, dtables, strict=True)]
-    nones = [None] * lists, [None] * hidden
-    return dq, None if k is None else dk, dv, *nones, *dtables, None, None, None, None
+    lists = others[: ctx.list_count]
+    hidden = others[ctx.list_count :]
+    if ctx.by_member:
+        share_R = None
+    if dout_GE is None:
+        outputs = len(out_PE) if share_R is None else len(share_R)
+        dout_GE = out_PE.new_zeros(outputs, out_PE.shape[1])
+    dq, dk, dv, dkeys, dbias, dvalues = packed_attention_backward(
+        dout_GE,
+        dlse_P,
+        out_PE,
+        lse_P,
+        share_R,
+        q,
+        k,
+        v,
+        lists,
+        hidden,
+        keys,
+        bias,
+        values,
+        seed,
+        ctx.scale,
+        ctx.dropout,
+    )
+    of_inputs = (
+        dq,
+        None if k is None else dk,
+        dv,
+        [None] * ctx.list_count,
+        [None] * ctx.hidden_count,
+        None if keys is None else dkeys,
+        None if bias is None else dbias,
+        None if values is None else dvalues,
+    )
+    of_options = None, None, None, None  # seed, scale, dropout, by_member
+    return *of_inputs, *of_options
 
 
-packed_attention.register_autograd(gradients, setup_context=save)
+packed_attention.register_autograd(gradients, setup_context=save_for_backward)
 
 
-def attend_members(x: KernelProblem) -> tuple[Tensor, Tensor]:
+def kernel_inputs(
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHNE: Tensor,
+    lists: list[Tensor],
+    hidden: list[Tensor],
+    keys_HTD: Tensor | None,
+    bias_HT: Tensor | None,
+    values_TE: Tensor | None,
+    seed_1: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> KernelInputs:
+    """Return the inputs of kernels by the arguments of an operator, in its order."""
+    return KernelInputs(
+        q_BHND=q_BHND,
+        k_BHND=q_BHND if k_BHND is None else k_BHND,
+        v_BHNE=v_BHNE,
+        lists=ListTensors._make(lists),
+        hidden=hidden,
+        keys_HTD=keys_HTD,
+        bias_HT=bias_HT,
+        values_TE=values_TE,
+        seed_1=seed_1,
+        scale=scale,
+        dropout=dropout,
+    )
+
+
+def logit_table(x: KernelInputs) -> Tensor | None:
+    """Return what a query adds to its product with a key, by row and distance `[R, T]`.
+
+    None without keys by distance.
+    """
+    if x.keys_HTD is None:
+        return None
+    table_BHNT = x.q_BHND @ x.keys_HTD.to(x.q_BHND.dtype).mT
+    if x.bias_HT is not None:
+        table_BHNT = table_BHNT + x.bias_HT[:, None].to(table_BHNT.dtype)
+    return table_BHNT.reshape(x.R, x.T)
+
+
+def attend_members(x: KernelInputs) -> tuple[Tensor, Tensor]:
     """Return outputs `[P, E]` and log-sums `[P]` of query members."""
-    P, E = len(x.of.query_row_P), x.v_BHNE.shape[-1]
-    out_PE = x.v_BHNE.new_empty(P, E)
-    lse_P = out_PE.new_empty(P, dtype=torch.float32)
-    table_RT = x.table_RT()
-    ranges = {"start": x.of.start_P, "stop": x.of.stop_P, "lse": lse_P}
-    launch("attend", x, table_RT, **ranges, out=out_PE)
+    start_P = x.lists.start_P
+    stop_P = x.lists.stop_P
+    out_PE = x.v_BHNE.new_empty(x.P, x.E)
+    lse_P = out_PE.new_empty(x.P, dtype=torch.float32)
+    table_RT = logit_table(x)
+    launch("attend", x, table_RT, start=start_P, stop=stop_P, out=out_PE, lse=lse_P)
     if x.values_TE is not None:
-        weights_PT = out_PE.new_zeros(P, x.entries)
-        launch("weigh", x, table_RT, **ranges, weights=weights_PT)
-        out_PE.addmm_(weights_PT, x.values_TE.to(out_PE.dtype))
+        weight_table_PT = out_PE.new_zeros(x.P, x.T)
+        launch(
+            "weigh",
+            x,
+            table_RT,
+            start=start_P,
+            stop=stop_P,
+            lse=lse_P,
+            weight_table=weight_table_PT,
+        )
+        out_PE.addmm_(weight_table_PT, x.values_TE.to(out_PE.dtype))
     return out_PE, lse_P
 
 
 class MemberGradients(NamedTuple):
-    """Gradients by member."""
+    """What the backward kernels write, by member."""
 
     dq_PD: Tensor
+    """Without what queries get through `logit_table`."""
     dk_MD: Tensor
     dv_ME: Tensor
-    dtable_PT: Tensor | None
-    weights_PT: Tensor | None
-    """The weights, not gradients: what the gradients of values by distance are made of."""
+    dlogit_table_PT: Tensor | None
+    """With keys by distance."""
+    weight_table_PT: Tensor | None
+    """With values by distance: the weights of each query member, added up by distance."""
 
 
 def member_gradients(
-    x: KernelProblem, dout: Tensor, dlse_P: Tensor | None, out_PE: Tensor, lse_P: Tensor, joined: bool
+    x: KernelInputs,
+    dout_GE: Tensor,
+    dlse_P: Tensor | None,
+    out_PE: Tensor,
+    lse_P: Tensor,
+    by_member: bool,
 ) -> MemberGradients:
-    """Return the gradients by member."""
-    P, M, D, E = len(x.of.query_row_P), len(x.of.key_row_M), x.q_BHND.shape[-1], x.v_BHNE.shape[-1]
+    """Return gradients by member; `dout_GE` is by member or by row."""
     found = MemberGradients(
-        dq_PD=dout.new_empty(P, D),
-        dk_MD=dout.new_empty(M, D),
-        dv_ME=dout.new_empty(M, E),
-        dtable_PT=None if x.keys_HTD is None else dout.new_zeros(P, x.entries),
-        weights_PT=None if x.values_TE is None else dout.new_zeros(P, x.entries),
+        dq_PD=dout_GE.new_empty(x.P, x.D),
+        dk_MD=dout_GE.new_empty(x.M, x.D),
+        dv_ME=dout_GE.new_empty(x.M, x.E),
+        dlogit_table_PT=None if x.keys_HTD is None else dout_GE.new_zeros(x.P, x.T),
+        weight_table_PT=None if x.values_TE is None else dout_GE.new_zeros(x.P, x.T),
     )
-    table_RT = x.table_RT()
-    value_table = None if x.values_TE is None else dout @ x.values_TE.to(dout.dtype).mT
-    both = {"lse": lse_P, "dout": dout, "delta": torch.empty_like(lse_P), "value_table": value_table}
-    both |= {"VALUES": value_table is not None, "JOINED": joined}
-    dlse_P = None if dlse_P is None else dlse_P.contiguous()
-    of_queries = {"start": x.of.start_P, "stop": x.of.stop_P, "out": out_PE, "dlse": dlse_P, "dq": found.dq_PD}
-    of_queries |= {"dtable": found.dtable_PT, "weights": found.weights_PT, "SUMS": dlse_P is not None}
-    launch("dq", x, table_RT, **both, **of_queries)
-    launch("dkv", x, table_RT, **both, low=x.of.low_M, high=x.of.high_M, dk=found.dk_MD, dv=found.dv_ME)
+    table_RT = logit_table(x)
+    dweight_table_GT = None
+    if x.values_TE is not None:
+        dweight_table_GT = dout_GE @ x.values_TE.to(dout_GE.dtype).mT
+    shared = {
+        "lse": lse_P,
+        "dout": dout_GE,
+        "delta": torch.empty_like(lse_P),  # "dq" writes it, "dkv" reads it
+        "dweight_table": dweight_table_GT,
+        "VALUES": x.values_TE is not None,
+        "BY_MEMBER": by_member,
+    }
+    launch(
+        "dq",
+        x,
+        table_RT,
+        **shared,
+        start=x.lists.start_P,
+        stop=x.lists.stop_P,
+        out=out_PE,
+        dlse=None if dlse_P is None else dlse_P.contiguous(),
+        dq=found.dq_PD,
+        dlogit_table=found.dlogit_table_PT,
+        weight_table=found.weight_table_PT,
+        HAS_DLSE=dlse_P is not None,
+    )
+    launch(
+        "dkv",
+        x,
+        table_RT,
+        **shared,
+        low=x.lists.low_M,
+        high=x.lists.high_M,
+        dk=found.dk_MD,
+        dv=found.dv_ME,
+    )
     return found
 
 
-def row_gradients(x: KernelProblem, of_members: MemberGradients, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; with queries for keys one, and an empty one of keys."""
-    dq_BHND, dv_BHNE = (y.new_empty(y.shape) for y in (x.q_BHND, x.v_BHNE))
-    dk_BHND = x.q_BHND.new_empty(0 if shared else x.k_BHND.shape)
-    of_queries = x.of.query_first_R1, x.of.query_member_P
-    of_keys = x.of.key_first_R1, x.of.key_member_M
-    combine(of_members.dq_PD, of_members.dk_MD if shared else None, *of_queries, dq_BHND.flatten(0, 2))
-    if not shared:
-        combine(of_members.dk_MD, None, *of_keys, dk_BHND.flatten(0, 2))
-    combine(of_members.dv_ME, None, *of_keys, dv_BHNE.flatten(0, 2))
+def row_gradients(
+    x: KernelInputs,
+    of_members: MemberGradients,
+    queries_are_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v: sums over the members of each row.
+
+    Where queries serve as keys, the first is the sum of both gradients and the second is empty.
+    """
+    queries = x.lists.query_members
+    keys = x.lists.key_members
+    dq_BHND = x.q_BHND.new_empty(x.q_BHND.shape)
+    dv_BHNE = x.v_BHNE.new_empty(x.v_BHNE.shape)
+    sum_by_row(of_members.dv_ME, keys, dv_BHNE.flatten(0, 2))
+    if queries_are_keys:
+        sum_by_row(of_members.dq_PD, queries, dq_BHND.flatten(0, 2), plus_PW=of_members.dk_MD)
+        return dq_BHND, x.q_BHND.new_empty(0), dv_BHNE
+    dk_BHND = x.k_BHND.new_empty(x.k_BHND.shape)
+    sum_by_row(of_members.dq_PD, queries, dq_BHND.flatten(0, 2))
+    sum_by_row(of_members.dk_MD, keys, dk_BHND.flatten(0, 2))
     return dq_BHND, dk_BHND, dv_BHNE
 
 
-def key_table_gradients(x: KernelProblem, of_members: MemberGradients, dq_BHND: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of keys and bias by distance; add what queries get from these keys."""
-    dkeys_HTD, dbias_HT = x.q_BHND.new_empty(0), x.q_BHND.new_empty(0)
-    if x.keys_HTD is None or of_members.dtable_PT is None:
+def logit_table_gradients(
+    x: KernelInputs,
+    dlogit_table_PT: Tensor | None,
+    dq_BHND: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of keys by distance and of their bias; empty where there are none.
+
+    Adds to `dq_BHND`, in place, what queries get through the table.
+    """
+    dkeys_HTD = x.q_BHND.new_empty(0)
+    dbias_HT = x.q_BHND.new_empty(0)
+    if x.keys_HTD is None or dlogit_table_PT is None:
         return dkeys_HTD, dbias_HT
-    dtable_RT = dq_BHND.new_empty(x.rows, x.entries)
-    combine(of_members.dtable_PT, None, x.of.query_first_R1, x.of.query_member_P, dtable_RT)
-    dtable_BHNT = dtable_RT.view(*x.q_BHND.shape[:3], x.entries)
+    dtable_RT = dq_BHND.new_empty(x.R, x.T)
+    sum_by_row(dlogit_table_PT, x.lists.query_members, dtable_RT)
+    dtable_BHNT = dtable_RT.view(*x.q_BHND.shape[:3], x.T)
     dq_BHND += dtable_BHNT @ x.keys_HTD.to(dq_BHND.dtype)
-    wide = torch.float32
-    dkeys_HTD = (dtable_BHNT.mT @ x.q_BHND).sum(0, dtype=wide).to(x.keys_HTD.dtype)
+    dkeys_BHTD = dtable_BHNT.mT @ x.q_BHND
+    dkeys_HTD = dkeys_BHTD.sum(0, dtype=torch.float32).to(x.keys_HTD.dtype)
     if x.bias_HT is not None:
-        dbias_HT = dtable_BHNT.sum((0, 2), dtype=wide).to(x.bias_HT.dtype)
+        dbias_HT = dtable_BHNT.sum((0, 2), dtype=torch.float32).to(x.bias_HT.dtype)
     return dkeys_HTD, dbias_HT
 
 
-def launch(name: str, x: KernelProblem, table_RT: Tensor | None, **more: Any) -> None:
-    """Run a kernel over all query members, or "dkv" over all key members."""
-    from rtx.attention.engine import packed_kernels  # imports Triton, which need not be here
+def values_gradient(
+    x: KernelInputs,
+    weight_table_PT: Tensor | None,
+    dout_GE: Tensor,
+    by_member: bool,
+) -> Tensor:
+    """Return the gradient of values by distance; empty where there are none.
 
-    D, E, P, M = x.q_BHND.shape[-1], x.v_BHNE.shape[-1], len(x.of.query_row_P), len(x.of.key_row_M)
-    tile = tile_of(name, max(D, E), x.q_BHND.dtype, table_RT is not None)
-    programs = -(-M // tile.keys) if name == "dkv" else -(-P // tile.queries)
-    if not programs:
-        return
-    assert all(each.stride(-1) == 1 for each in (x.q_BHND, x.k_BHND, x.v_BHNE))
-    value_XM, low_XP, high_XP = x.hidden or (None, None, None)
-    strides = [*x.q_BHND.stride()[:3], *x.k_BHND.stride()[:3], *x.v_BHNE.stride()[:3]]
-    getattr(packed_kernels, f"{name}_kernel")[(programs,)](
-        *(x.q_BHND, x.k_BHND, x.v_BHNE, x.of.query_row_P, x.of.key_row_M, value_XM, low_XP, high_XP),
-        *(table_RT, x.seed_1, *strides, *x.q_BHND.shape[1:3], P, M, x.entries - 1, x.scale),
-        *(x.dropout, 1 / (1 - x.dropout) if x.dropout < 1 else math.inf),
-        **more,
-        **sizes(D, E),
-        X=0 if value_XM is None else len(value_XM),
-        BY_DISTANCE=table_RT is not None,
-        DROPOUT=x.dropout > 0,
-        BQ=tile.queries,
-        BK=tile.keys,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
-
-
-def sizes(D: int, E: int) -> dict[str, int]:
-    """Return head sizes and the powers of 2 to which kernels pad them."""
-    padded = {"D_PADDED": 1 << (D - 1).bit_length(), "DV_PADDED": 1 << (E - 1).bit_length()}
-    return {"D": D, "DV": E} | padded
-
-
-def tile_of(name: str, size: int, dtype: torch.dtype, by_distance: bool) -> Tile:
-    """Return the tile of a kernel for heads of at most so many units."""
-    if dtype == torch.float32:
-        return WIDE_TILES[size > 64]
-    return TILES[name][2 * by_distance + (size > 64)]
-
-
-def combine(
-    x_PW: Tensor,
-    y_PW: Tensor | None,
-    first_R1: Tensor,
-    member_P: Tensor,
-    out_RW: Tensor,
-    lse_P: Tensor | None = None,
-    share_R: Tensor | None = None,
-) -> None:
-    """Write the sum over each row's members, of x and y; with log-sums the mean over those that read something."""
-    from rtx.attention.engine import packed_kernels  # imports Triton, which need not be here
-
-    R, width = out_RW.shape
-    if not R:
-        return
-    rows, columns = 32, min(128, 1 << (width - 1).bit_length())
-    kernel: Any = packed_kernels.combine_kernel
-    kernel[(-(-R // rows), -(-width // columns))](
-        *(x_PW, y_PW, first_R1, member_P, lse_P, out_RW, share_R, R, width),
-        TWO=y_PW is not None,
-        MEAN=lse_P is not None,
-        BR=rows,
-        BW=columns,
-        num_warps=4,
-    )
+    They enter the outputs as weight_table @ values.
+    """
+    if x.values_TE is None or weight_table_PT is None:
+        return x.q_BHND.new_empty(0)
+    dout_PE = dout_GE if by_member else dout_GE.index_select(0, x.lists.query_row_P)
+    return (weight_table_PT.mT @ dout_PE).to(x.values_TE.dtype)

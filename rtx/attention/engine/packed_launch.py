@@ -1,0 +1,328 @@
+"""Starts the kernels of `packed_kernels.py`: their inputs, tiles and grids.
+
+Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members, T
+distances, D and E head sizes of keys and values, W columns.
+"""
+
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtx.attention.engine.lists import KernelLists, RowMembers
+
+ROWS_OF_SUM = 32
+"""Rows of a program of `by_row_kernel`."""
+MAX_COLUMNS_OF_SUM = 128
+"""The most columns of a program of `by_row_kernel`."""
+
+
+class Tile(NamedTuple):
+    """Launch constants of a kernel."""
+
+    queries: int
+    """BQ, query members of a tile."""
+    keys: int
+    """BK, key members of a tile."""
+    warps: int
+    """`num_warps` of a program."""
+    stages: int
+    """`num_stages` of its loop: tiles that are loaded ahead."""
+
+
+class KernelTiles(NamedTuple):
+    """The tiles of one kernel; "by distance" means with logits by distance."""
+
+    up_to_64: Tile
+    """For head sizes up to 64."""
+    up_to_128: Tile
+    up_to_64_by_distance: Tile
+    up_to_128_by_distance: Tile
+
+
+TILES = {
+    "attend": KernelTiles(
+        up_to_64=Tile(128, 64, 8, 3),
+        up_to_128=Tile(128, 64, 8, 3),
+        up_to_64_by_distance=Tile(64, 64, 8, 2),
+        up_to_128_by_distance=Tile(64, 64, 8, 2),
+    ),
+    "weigh": KernelTiles(
+        up_to_64=Tile(64, 64, 8, 2),
+        up_to_128=Tile(64, 64, 8, 2),
+        up_to_64_by_distance=Tile(64, 64, 8, 2),
+        up_to_128_by_distance=Tile(64, 64, 8, 2),
+    ),
+    "dq": KernelTiles(
+        up_to_64=Tile(64, 64, 4, 3),
+        up_to_128=Tile(64, 64, 4, 2),
+        up_to_64_by_distance=Tile(32, 64, 8, 1),
+        up_to_128_by_distance=Tile(32, 64, 8, 1),
+    ),
+    "dkv": KernelTiles(
+        up_to_64=Tile(64, 64, 4, 2),
+        up_to_128=Tile(32, 64, 4, 3),
+        up_to_64_by_distance=Tile(32, 64, 8, 1),
+        up_to_128_by_distance=Tile(32, 64, 8, 2),
+    ),
+}
+"""Tiles in float16 and bfloat16. Chosen such that almost no form of a kernel needs more than the
+255 registers of a thread; more would be spilled to slow memory (`benchmarks/results/aot.txt`)."""
+FLOAT32_UP_TO_64 = Tile(32, 32, 8, 1)
+FLOAT32_UP_TO_128 = Tile(16, 16, 8, 1)
+"""Smaller: no tensor core multiplies float32 in full precision, so products take registers."""
+
+
+class ListTensors(NamedTuple):
+    """The tensors of `KernelLists` that kernels read, without nesting.
+
+    A custom operator takes a list of tensors, but no NamedTuple.
+    """
+
+    query_row_P: Tensor
+    key_row_M: Tensor
+    start_P: Tensor
+    stop_P: Tensor
+    low_M: Tensor
+    high_M: Tensor
+    query_first_R1: Tensor
+    query_member_P: Tensor
+    key_first_R1: Tensor
+    key_member_M: Tensor
+
+    @property
+    def query_members(self) -> RowMembers:
+        """The query members of each row."""
+        return RowMembers(self.query_first_R1, self.query_member_P)
+
+    @property
+    def key_members(self) -> RowMembers:
+        """The key members of each row."""
+        return RowMembers(self.key_first_R1, self.key_member_M)
+
+
+def list_tensors(lists: KernelLists) -> ListTensors:
+    """Return the tensors of lists that kernels read."""
+    return ListTensors(
+        query_row_P=lists.query_row_P,
+        key_row_M=lists.key_row_M,
+        start_P=lists.start_P,
+        stop_P=lists.stop_P,
+        low_M=lists.low_M,
+        high_M=lists.high_M,
+        query_first_R1=lists.query_members.first_R1,
+        query_member_P=lists.query_members.member_M,
+        key_first_R1=lists.key_members.first_R1,
+        key_member_M=lists.key_members.member_M,
+    )
+
+
+class KernelInputs(NamedTuple):
+    """What forward and backward kernels read alike."""
+
+    q_BHND: Tensor
+    k_BHND: Tensor
+    v_BHNE: Tensor
+    lists: ListTensors
+    hidden: list[Tensor]
+    """The three tensors of `rtx.attention.packed.Hidden`, or none."""
+    keys_HTD: Tensor | None
+    """Keys by distance."""
+    bias_HT: Tensor | None
+    """Bias by distance; only with keys by distance."""
+    values_TE: Tensor | None
+    """Values by distance; only with keys by distance."""
+    seed_1: Tensor | None
+    """Of dropout, int64."""
+    scale: float
+    dropout: float
+
+    @property
+    def P(self) -> int:
+        """Query members."""
+        return len(self.lists.query_row_P)
+
+    @property
+    def M(self) -> int:
+        """Key members."""
+        return len(self.lists.key_row_M)
+
+    @property
+    def D(self) -> int:
+        """Head size of queries and keys."""
+        return self.q_BHND.shape[-1]
+
+    @property
+    def E(self) -> int:
+        """Head size of values."""
+        return self.v_BHNE.shape[-1]
+
+    @property
+    def R(self) -> int:
+        """Rows."""
+        return self.q_BHND.shape[:3].numel()
+
+    @property
+    def T(self) -> int:
+        """Distances; 1 without terms by distance, of which kernels then read nothing."""
+        return 1 if self.keys_HTD is None else self.keys_HTD.shape[1]
+
+
+def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **arguments: Any) -> None:
+    """Run a kernel for all query members, or "dkv" for all key members.
+
+    Args:
+        name: a key of `TILES`.
+        arguments: the kernel's parameters that not all kernels have, by name.
+    """
+    by_distance = logit_table_RT is not None
+    tile = tile_of(name, max(x.D, x.E), x.q_BHND.dtype, by_distance)
+    programs = ceil_div(x.M, tile.keys) if name == "dkv" else ceil_div(x.P, tile.queries)
+    if programs == 0:
+        return
+    kernel = getattr(kernels(), f"{name}_kernel")
+    kernel[(programs,)](
+        **tensor_arguments(x),
+        **number_arguments(x),
+        **arguments,
+        **head_sizes(x.D, x.E),
+        logit_table=logit_table_RT,
+        HIDDEN=len(x.hidden[0]) if x.hidden else 0,
+        BY_DISTANCE=by_distance,
+        DROPOUT=x.dropout > 0,
+        BQ=tile.queries,
+        BK=tile.keys,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+
+
+def kernels() -> ModuleType:
+    """Return the kernels' module."""
+    # Imported here because it imports Triton, without which this module must be importable.
+    from rtx.attention.engine import packed_kernels
+
+    return packed_kernels
+
+
+def tile_of(name: str, size: int, dtype: torch.dtype, by_distance: bool) -> Tile:
+    """Return the tile of a kernel for heads of `size`, the greater of both head sizes."""
+    is_small = size <= 64
+    if dtype == torch.float32:
+        return FLOAT32_UP_TO_64 if is_small else FLOAT32_UP_TO_128
+    tiles = TILES[name]
+    if by_distance:
+        return tiles.up_to_64_by_distance if is_small else tiles.up_to_128_by_distance
+    return tiles.up_to_64 if is_small else tiles.up_to_128
+
+
+def tensor_arguments(x: KernelInputs) -> dict[str, Tensor | None]:
+    """Return the tensors that all kernels read, by their names in a kernel."""
+    hidden_value_XM, hidden_low_XP, hidden_high_XP = x.hidden or (None, None, None)
+    return {
+        "q": x.q_BHND,
+        "k": x.k_BHND,
+        "v": x.v_BHNE,
+        "query_row": x.lists.query_row_P,
+        "key_row": x.lists.key_row_M,
+        "hidden_value": hidden_value_XM,
+        "hidden_low": hidden_low_XP,
+        "hidden_high": hidden_high_XP,
+        "seed": x.seed_1,
+    }
+
+
+def number_arguments(x: KernelInputs) -> dict[str, int | float]:
+    """Return the numbers that all kernels read, by their names in a kernel."""
+    arguments: dict[str, int | float] = {}
+    for name, tensor in (("q", x.q_BHND), ("k", x.k_BHND), ("v", x.v_BHNE)):
+        b_stride, h_stride, n_stride, unit = tensor.stride()
+        assert unit == 1
+        arguments |= {f"{name}_b": b_stride, f"{name}_h": h_stride, f"{name}_n": n_stride}
+    # With dropout 1 every weight is dropped, so that no kernel reads the infinity.
+    rescale = 1 / (1 - x.dropout) if x.dropout < 1 else math.inf
+    return arguments | {
+        "H": x.q_BHND.shape[1],
+        "N": x.q_BHND.shape[2],
+        "P": x.P,
+        "M": x.M,
+        "last_distance": x.T - 1,
+        "scale": x.scale,
+        "dropout": x.dropout,
+        "rescale": rescale,
+    }
+
+
+def head_sizes(D: int, E: int) -> dict[str, int]:
+    """Return head sizes and the powers of 2 they are padded to, by their names in a kernel."""
+    return {"D": D, "E": E, "D_PADDED": power_of_2(D), "E_PADDED": power_of_2(E)}
+
+
+def power_of_2(size: int) -> int:
+    """Return the least power of 2 that is not less than `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
+    return -(-x // y)
+
+
+def sum_by_row(
+    x_PW: Tensor,
+    members: RowMembers,
+    out_RW: Tensor,
+    plus_PW: Tensor | None = None,
+) -> None:
+    """Write to `out_RW` the sum of x, and of `plus_PW` if there is one, over each row's members."""
+    by_row(members, out_RW, x=x_PW, y=plus_PW, lse=None, share=None)
+
+
+def mean_by_row(
+    x_PW: Tensor,
+    members: RowMembers,
+    lse_P: Tensor,
+    out_RW: Tensor,
+    share_R: Tensor,
+) -> None:
+    """Write to `out_RW` the mean of x over each row's members that read something; 0 without any.
+
+    And to `share_R` 1 / the number of these members, 1 without any.
+    """
+    by_row(members, out_RW, x=x_PW, y=None, lse=lse_P, share=share_R)
+
+
+def by_row(
+    members: RowMembers,
+    out_RW: Tensor,
+    *,
+    x: Tensor,
+    y: Tensor | None,
+    lse: Tensor | None,
+    share: Tensor | None,
+) -> None:
+    """Run `by_row_kernel`: a mean with `lse` and `share`, else a sum."""
+    R, W = out_RW.shape
+    if R == 0:
+        return
+    columns = min(MAX_COLUMNS_OF_SUM, power_of_2(W))
+    grid = ceil_div(R, ROWS_OF_SUM), ceil_div(W, columns)
+    kernel: Any = kernels().by_row_kernel
+    kernel[grid](
+        x=x,
+        y=y,
+        first=members.first_R1,
+        member=members.member_M,
+        lse=lse,
+        out=out_RW,
+        share=share,
+        R=R,
+        WIDTH=W,
+        HAS_Y=y is not None,
+        MEAN=lse is not None,
+        BR=ROWS_OF_SUM,
+        BW=columns,
+        num_warps=4,
+    )
