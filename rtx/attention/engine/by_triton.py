@@ -21,7 +21,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, as `Problem` says."""
+    """Return outputs and log-sums, as `Result` says."""
     part = problem.part
     assert isinstance(part, Reads)
     B, H, N, _ = problem.q_BHND.shape
