@@ -14,6 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+SPLIT = "split"
+"""The update of centroids of keys: means of any norm, and clusters without members share those of others."""
+SPREAD = 2.0**-10
+"""How far beside another such a centroid starts, as a share of each number of it."""
+
+
 class Rule(NamedTuple):
     """What layers that move together have in common; see `rtx.attention.routing.Centroids` for the words."""
 
@@ -94,6 +100,8 @@ def moved(rule: Rule, state: State, total_YT: Tensor) -> State:
 
 def moved_centroids(rule: Rule, old_YHCD: Tensor, seen: Statistics) -> Tensor:
     """Return where the statistics move all centroids, float64; what a layer without any gets is not to be read."""
+    if rule.update == SPLIT:
+        return split_centroids(rule, old_YHCD, seen)
     if rule.update == "sum":
         # Halves of the sums of queries and of keys; where these are the same vectors, one sum.
         halves = 2.0 if rule.keys == "separate" else 1.0
@@ -107,6 +115,26 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, seen: Statistics) -> Tensor:
         moves_YHC1 = torch.ones_like(moves_YHC1)
     moved_YHCD = to_sphere(rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD)
     return torch.where(moves_YHC1, moved_YHCD, old_YHCD)
+
+
+def split_centroids(rule: Rule, old_YHCD: Tensor, seen: Statistics) -> Tensor:
+    """Return centroids moved towards the means of their members; those without any start beside the largest clusters.
+
+    The first of them starts beside the largest cluster, the second beside the second largest, and so on.
+    """
+    count_YHC = seen.count_HC
+    has_YHC = count_YHC > 0
+    mean_YHCD = seen.sum_HCD / count_YHC[..., None].clamp_min(1)
+    moved_YHCD = rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD
+    order_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
+    filled_YH1 = has_YHC.sum(-1, keepdim=True).clamp_min(1)
+    number_YHC = ((~has_YHC).cumsum(-1) - 1).clamp_min(0)
+    beside_YHC = order_YHC.gather(-1, number_YHC % filled_YH1)
+    D = old_YHCD.shape[-1]
+    sign_D = 1 - 2 * (torch.arange(D, device=old_YHCD.device) % 2)
+    times_YHC1 = (1 + number_YHC // filled_YH1)[..., None]
+    beside_YHCD = moved_YHCD.gather(-2, beside_YHC[..., None].expand(*beside_YHC.shape, D))
+    return torch.where(has_YHC[..., None], moved_YHCD, beside_YHCD * (1 + SPREAD * times_YHC1 * sign_D))
 
 
 def moved_thresholds(rule: Rule, state: State, seen: Statistics, moves_YH: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Attention and selection by clusters on a CPU by C++, which is compiled on first use and kept in the user's cache.
 
 Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position n of head g), D
-head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp` and
-`selection.cpp` say what is computed.
+head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp`,
+`selection.cpp` and `probing.cpp` say what is computed.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.once import derived_once
-from rtx.attention.packed import Hidden, Indexed, Reads
+from rtx.attention.packed import Hidden, Indexed, Packed, Reads
 from rtx.attention.ties import centroid_margin
 
-SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.cpp")]
+SOURCES = [Path(__file__).with_name(name) for name in ("probing.cpp", "selection.cpp", "native.cpp")]
 """What is compiled, and what that includes."""
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -fopenmp " + TUNING.get(platform.machine(), "")).split()
@@ -59,6 +59,27 @@ class SelectionArguments(ctypes.Structure):
         ("allocate", ALLOCATE),
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
     )
+
+
+class ProbingArguments(ctypes.Structure):
+    """The arguments of the kernel that probes clusters of keys, in its order."""
+
+    _fields_ = (
+        *((field, ctypes.c_void_p) for field in ("centroid", "q", "k")),
+        *((field, ctypes.c_void_p) for field in ("key_row", "key_count", "query_count", "index")),
+        ("allocate", ALLOCATE),
+        *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "M", "W", "first", "attend_self")),
+    )
+
+
+class Probed(NamedTuple):
+    """Clusters of keys, and the queries that probe each."""
+
+    key: Packed
+    query: Packed
+    start_P: Tensor
+    stop_P: Tensor
+    """Query member p reads the key members start_P[p] to stop_P[p] - 1."""
 
 
 def wanted(backend: str, length: int) -> bool:
@@ -175,6 +196,82 @@ def select(
     pointers = (None if x is None else x.data_ptr() for x in given)
     run("rtx_select", SelectionArguments(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
     return rows[0], count_L, nearest_BHN, moment_2BHC
+
+
+def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> Packed:
+    """Return the keys of each cluster, `[B * H * C]` lists: each key is in that of its nearest centroid."""
+    return run_probing(centroid_HCD, k_BHND)
+
+
+def probe(
+    centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, first: int, attend_self: bool
+) -> Probed:
+    """Return the clusters of keys that the queries from position `first` on probe; see `probing.cpp`."""
+    q_BHND = q_BHND.detach().contiguous()
+    B, H = q_BHND.shape[:2]
+    query_count_L = torch.zeros(B * H * centroid_HCD.shape[1], dtype=torch.int64)
+    made: list[Tensor] = []
+
+    def allocate(members: int) -> int:
+        made.append(torch.empty(3, members, dtype=torch.int64))
+        return made[0].data_ptr()
+
+    keys = run_probing(
+        centroid_HCD,
+        k_BHND,
+        q=q_BHND.data_ptr(),
+        query_count=query_count_L.data_ptr(),
+        allocate=ALLOCATE(allocate),
+        M=candidates,
+        first=first,
+        attend_self=int(attend_self),
+    )
+    row_P, start_P, stop_P = made[0]
+    return Probed(keys, Packed(row_P, query_count_L), start_P, stop_P)
+
+
+def probe_best(
+    centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, window: int, attend_self: bool
+) -> Tensor:
+    """Return the rows `[R, W]` of the `window` best keys, by q k^T, of those that each query probes; -1 for none."""
+    q_BHND = q_BHND.detach().contiguous()
+    B, H, N, _ = q_BHND.shape
+    query_count_L = torch.empty(B * H * centroid_HCD.shape[1], dtype=torch.int64)
+    index_RW = torch.empty(B * H * N, window, dtype=torch.int64)
+    run_probing(
+        centroid_HCD,
+        k_BHND,
+        q=q_BHND.data_ptr(),
+        query_count=query_count_L.data_ptr(),
+        index=index_RW.data_ptr(),
+        M=candidates,
+        W=window,
+        attend_self=int(attend_self),
+    )
+    return index_RW
+
+
+def run_probing(centroid_HCD: Tensor, k_BHND: Tensor, **queries: Any) -> Packed:
+    """Run the kernel with what it is to do with queries, if anything; return the keys of each cluster."""
+    B, H, N, D = k_BHND.shape
+    C = centroid_HCD.shape[1]
+    centroid_HCD = centroid_HCD.detach().float().contiguous()
+    k_BHND = k_BHND.detach().contiguous()
+    keys = Packed(torch.empty(B * H * N, dtype=torch.int64), torch.empty(B * H * C, dtype=torch.int64))
+    problem = ProbingArguments(
+        centroid=centroid_HCD.data_ptr(),
+        k=k_BHND.data_ptr(),
+        key_row=keys.row_M.data_ptr(),
+        key_count=keys.count_L.data_ptr(),
+        G=B * H,
+        H=H,
+        C=C,
+        N=N,
+        D=D,
+        **queries,
+    )
+    run("rtx_probe", problem)
+    return keys
 
 
 def run(name: str, problem: ctypes.Structure) -> None:
