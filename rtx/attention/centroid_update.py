@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 SPLIT = "split"
 """The update of centroids of keys: means of any norm, and clusters without members share those of others."""
 SPREAD = 2.0**-10

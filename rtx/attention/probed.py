@@ -93,6 +93,10 @@ class Probed(Choice):
         """Whether lists on a GPU may lack room; see `rtx.attention.routing.make_room`."""
         return self.reads_all
 
+    @property
+    def has_index(self) -> bool:
+        return not self.reads_all
+
     def most_probed(self, length: int) -> int:
         """Return how many keys a query probes at the most: one less than enough, and then a cluster's last m."""
         return min(2 * self.enough - 1, length)
