@@ -48,7 +48,7 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
             # Probed keys are those that the logits read.
             rotary = attention.rotations[number] if isinstance(pattern, Probed) else None
             given = pattern.inputs(q_BHND, k_BHND, rotary)
-            pattern.observe(given)
+            pattern.gather(given)
             pattern.reads(given, False)
     after_step(made)
 

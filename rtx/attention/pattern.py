@@ -115,7 +115,7 @@ class Pattern(nn.Module, ABC):
         `prefix`: every choice is made from the prefix alone.
         """
 
-    def observe(self, given: Inputs) -> None:
+    def gather(self, given: Inputs) -> None:
         """Gather, before `reads`, what training is to move by; nothing here for patterns without such."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class Pattern(nn.Module, ABC):
         q_BHND, k_BHND, v_BHND = qkv
         given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
-            self.observe(given)
+            self.gather(given)
             parts = self.reads(given, prefix)
         return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
 

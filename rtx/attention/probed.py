@@ -308,7 +308,7 @@ class Probed(Choice):
     # The centroids.
 
     @torch.no_grad()
-    def observe(self, given: Inputs) -> None:
+    def gather(self, given: Inputs) -> None:
         """Let the centroids start at the keys of the first training batch, and gather the statistics of each."""
         store, k_BHND = self.centroids, wide(given.turned_k_BHND.detach())
         if store.seed_with_next and store.training:
