@@ -154,22 +154,21 @@ class Probed(Choice):
         """
         B, H, N, _ = q_BHND.shape
         first = min(N, self.enough if self.attend_self else self.enough + 1)
+        if N and B * H and self.by_native(k_BHND):
+            of_kernel = {"candidates": self.enough, "first": first, "attend_self": self.attend_self}
+            lists = native.probe(self.centroids.centroid_HCD, q_BHND, k_BHND, **of_kernel)
+            return [Reads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=first)]
         make = partial(causal_lists, B, H, N, first, self.attend_self)
         parts: list[Part] = [*made_once((type(self), B, H, N, first, self.attend_self), q_BHND.device, make)]
         if first < N and B * H:
-            parts.append(self.probed_part(q_BHND, k_BHND, first))
+            static = is_static(q_BHND, self.backend)
+            parts.append((self.static_part if static else self.probed_part)(q_BHND, k_BHND, first))
         return parts
 
     def probed_part(self, q_BHND: Tensor, k_BHND: Tensor, first: int) -> Reads:
         """Return the members of clusters that the queries from position `first` on read."""
         N = q_BHND.shape[2]
         most = min(self.enough, N)
-        if is_static(q_BHND, self.backend):
-            return self.static_part(q_BHND, k_BHND, first)
-        if self.by_native(k_BHND):
-            of_kernel = {"candidates": self.enough, "first": first, "attend_self": self.attend_self}
-            lists = native.probe(self.centroids.centroid_HCD, q_BHND, k_BHND, **of_kernel)
-            return Reads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=most)
         numbers, rows = [], []
         C = self.centroids.centroid_HCD.shape[1]
         for heads, probing in self.pieces(q_BHND, k_BHND):

@@ -73,6 +73,8 @@ def attend(
     rows = q_BHND.shape[:3].numel()
     if not v_BHND.numel() or not q_BHND.numel():
         out_RD = torch.zeros_like(v_BHND).flatten(0, 2)
+    elif is_joined_natively(problems, backend):
+        out_RD = native.attend_joined(problems[0])
     elif by_member:
         every_R = torch.arange(rows, device=q_BHND.device)
         partials = []
@@ -85,6 +87,14 @@ def attend(
         out_RD, _ = choose(problems[0], backend).attend(problems[0])
     out_RD = with_gradients(out_RD, problems[0])
     return out_RD.to(v_BHND.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
+
+
+def is_joined_natively(problems: list[Problem], backend: str) -> bool:
+    """Tell whether the compiled kernel itself joins what rows read in several lists; it does so within one part."""
+    (problem, *others) = problems
+    if others or not problem.by_member or not isinstance(problem.part, Reads):
+        return False
+    return choose(problem, backend) is native
 
 
 def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:

@@ -6,6 +6,7 @@
 // by an index, row r reads the rows index[r, :], of which -1 is none.
 // Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
+// Joined (`row_lse` forward, `delta` backward), out[row] is one softmax over the keys of all query members of a row.
 //
 // A thread takes whole groups (heads), each in one order: no result depends on the number of threads. A segment is a
 // run of queries whose keys and values are packed once, a block BLOCK of them. Scores stand as [key, query].
@@ -23,11 +24,14 @@
 using Int = std::int64_t;
 
 // R rows of G groups, P query members, M key members, X values of each, K columns of the index (-1: ranges). The forward
-// pass has no dout, adds to out, which is zeros, and writes lse. dk may be dq: then it is their sum.
+// pass has no dout, adds to out, which is zeros, and writes lse. dk may be dq: then it is their sum. Joined, row_lse is
+// written, `lse` of the backward pass and `delta` are those of the members' rows, and nothing has weights.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
     const Int *query_row, *key_row, *start, *stop, *head_begin, *value, *low, *high, *index;
     float *out, *lse, *dq, *dk, *dv;
+    const float* delta;
+    float* row_lse;
     Int G, R, P, M, X, K, D, Dv;
     float scale;
 };
@@ -139,6 +143,7 @@ struct Attention : Rooms {
         low = g * (p.R / p.G), high = low + p.R / p.G;
         const auto clear = [&](float* x, Int width) { if (x) std::fill(x + low * width, x + high * width, 0.f); };
         clear(p.dq, p.D), clear(p.dk, p.D), clear(p.dv, p.Dv);
+        if (p.row_lse) std::fill(p.row_lse + low, p.row_lse + high, -INFINITY);
         if (p.K >= 0)
             for (Int row = low; row < high; row++) index_row(row);
         else
@@ -209,8 +214,9 @@ struct Attention : Rooms {
     }
 
     // Where the outputs of some query members stand.
-    template <class T> T* outputs(T* x, Int first) const { return p.weight ? x : x + first * p.Dv; }
-    const Int* output_rows(Int first) const { return p.weight ? p.query_row + first : nullptr; }
+    bool by_row() const { return p.weight || p.delta || p.row_lse; }
+    template <class T> T* outputs(T* x, Int first) const { return by_row() ? x : x + first * p.Dv; }
+    const Int* output_rows(Int first) const { return by_row() ? p.query_row + first : nullptr; }
 
     // Calls f(vector, score, dP, which of its queries read) for some keys and the vectors of queries.
     template <class F>
@@ -270,10 +276,25 @@ struct Attention : Rooms {
         for (Int i = 0; i < count; i++) {
             const float sum = total[i / LANES][i % LANES];
             p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
-            if (starts[i] < stops[i] && sum != 0)  // all may be hidden
+            if (p.row_lse)
+                join(first, i, count, sum);
+            else if (starts[i] < stops[i] && sum != 0)  // all may be hidden
                 add(at_row(outputs(p.out, first), p.Dv, output_rows(first), i, count), O.at(i),
                     (p.weight ? p.weight[first + i] : 1) / sum, p.Dv);
         }
+    }
+
+    // Adds what a query member has read to what its row has so far, in the shares of their summed exponentials.
+    void join(Int first, Int i, Int count, float sum) {
+        float* out = at_row(p.out, p.Dv, p.query_row + first, i, count);
+        float& row_lse = p.row_lse[p.query_row[first + i]];
+        const float lse = p.lse[first + i];
+        if (starts[i] == stops[i] || lse == -INFINITY) return;
+        const float most = std::max(row_lse, lse);
+        const float total = most + std::log(std::exp(row_lse - most) + std::exp(lse - most));
+        const float before = std::exp(row_lse - total), share = std::exp(lse - total) / sum;
+        for (Int d = 0; d < p.Dv; d++) out[d] = out[d] * before + O.at(i)[d] * share;
+        row_lse = total;
     }
 
     void backward(Int first, Int count, Int end) {
@@ -288,7 +309,10 @@ struct Attention : Rooms {
             });
             scatter(key, ldv, S, O, dV);
         }
-        for (int v = 0; v < VECTORS; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
+        for (int v = 0; v < VECTORS; v++) {
+            const Int from = first + v * LANES, some = count - v * LANES;
+            delta[v] = p.delta ? load(p.delta + from, some) : delta[v] - load(p.dlse + from, some);
+        }
         for (Int key = begin; key < end; key += TALL) {
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
                 store(dp, keep(reads, load(s) * (load(dp) - delta[v])));

@@ -44,7 +44,7 @@ class AttentionArguments(ctypes.Structure):
     """The arguments of the kernel, in its order."""
 
     _fields_ = (
-        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv")),
+        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv", "delta", "row_lse")),
         *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "X", "K", "D", "Dv")),
         ("scale", ctypes.c_float),
     )
@@ -111,6 +111,16 @@ def attend(problem: Problem) -> Result:
     return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
 
 
+def attend_joined(problem: Problem) -> Tensor:
+    """Return outputs by row, `[R, D]`: one softmax over the keys of all lists of a part in which a row reads."""
+    q_RD, k_RD, v_RD = problem.rows()
+    part = problem.part
+    assert isinstance(part, Reads)
+    heads, rows = len(q_RD) // part.length, len(q_RD)
+    reads = derived_once(part, "native, by member True", lambda: kernel_ranges(part, rows, True))
+    return Joined.apply(q_RD, None if problem.shared else k_RD, v_RD, problem.terms.scale, heads, *reads)
+
+
 def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
     """Return the lists as the kernel reads them, with weights of query members unless outputs are by member."""
     row_P, row_M = part.query.row_M, part.key.row_M
@@ -151,6 +161,39 @@ class Attention(torch.autograd.Function):
         dq_RD, dv_RD = torch.empty_like(q_RD), torch.empty_like(v_RD)
         dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
         call(ctx.scale, ctx.heads, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse, dq=dq_RD, dk=dk_RD, dv=dv_RD, **given)
+        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *[None] * (2 + len(reads))
+
+
+class Joined(torch.autograd.Function):
+    """Ranges, and one softmax over all that a row reads; nothing by member is kept but numbers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor, scale: float, heads: int, *reads: Tensor
+    ) -> Tensor:
+        """Return outputs by row, zero where nothing is read; without keys, queries stand for them."""
+        ctx.shared, ctx.scale, ctx.heads = k_RD is None, scale, heads
+        q_RD, v_RD = q_RD.contiguous(), v_RD.contiguous()
+        k_RD = q_RD if k_RD is None else k_RD.contiguous()
+        lse_P, lse_R = q_RD.new_empty(len(reads[0])), q_RD.new_empty(len(q_RD))
+        out_RD = torch.zeros_like(v_RD)
+        call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse_P, row_lse=lse_R)
+        ctx.save_for_backward(q_RD, k_RD, v_RD, out_RD, lse_R, *reads)
+        return out_RD
+
+    @staticmethod
+    def backward(ctx: Any, dout_RD: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values; one for both where queries stand for keys."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: this attention has first derivatives alone")
+        q_RD, k_RD, v_RD, out_RD, lse_R, *reads = ctx.saved_tensors
+        dout_RD = dout_RD.contiguous()
+        row_P = reads[0]
+        delta_P = (dout_RD * out_RD).sum(-1)[row_P]
+        dq_RD, dv_RD = torch.empty_like(q_RD), torch.empty_like(v_RD)
+        dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
+        given = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse_R[row_P], "dout": dout_RD, "delta": delta_P}
+        call(ctx.scale, ctx.heads, reads, **given, dq=dq_RD, dk=dk_RD, dv=dv_RD)
         return dq_RD, None if ctx.shared else dk_RD, dv_RD, *[None] * (2 + len(reads))
 
 
@@ -206,10 +249,13 @@ def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> Packed:
 def probe(
     centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, first: int, attend_self: bool
 ) -> Probed:
-    """Return the clusters of keys that the queries from position `first` on probe; see `probing.cpp`."""
+    """Return the clusters of keys that the queries from position `first` on probe.
+
+    In front of a head's clusters there is a list of the positions before it, which read all up to themselves.
+    """
     q_BHND = q_BHND.detach().contiguous()
     B, H = q_BHND.shape[:2]
-    query_count_L = torch.zeros(B * H * centroid_HCD.shape[1], dtype=torch.int64)
+    query_count_L = torch.empty(B * H * (centroid_HCD.shape[1] + 1), dtype=torch.int64)
     made: list[Tensor] = []
 
     def allocate(members: int) -> int:
@@ -219,6 +265,8 @@ def probe(
     keys = run_probing(
         centroid_HCD,
         k_BHND,
+        early=first,
+        more=1,
         q=q_BHND.data_ptr(),
         query_count=query_count_L.data_ptr(),
         allocate=ALLOCATE(allocate),
@@ -236,13 +284,11 @@ def probe_best(
     """Return the rows `[R, W]` of the `window` best keys, by q k^T, of those that each query probes; -1 for none."""
     q_BHND = q_BHND.detach().contiguous()
     B, H, N, _ = q_BHND.shape
-    query_count_L = torch.empty(B * H * centroid_HCD.shape[1], dtype=torch.int64)
     index_RW = torch.empty(B * H * N, window, dtype=torch.int64)
     run_probing(
         centroid_HCD,
         k_BHND,
         q=q_BHND.data_ptr(),
-        query_count=query_count_L.data_ptr(),
         index=index_RW.data_ptr(),
         M=candidates,
         W=window,
@@ -251,13 +297,17 @@ def probe_best(
     return index_RW
 
 
-def run_probing(centroid_HCD: Tensor, k_BHND: Tensor, **queries: Any) -> Packed:
-    """Run the kernel with what it is to do with queries, if anything; return the keys of each cluster."""
+def run_probing(centroid_HCD: Tensor, k_BHND: Tensor, early: int = 0, more: int = 0, **queries: Any) -> Packed:
+    """Run the kernel with what it is to do with queries, if anything; return the keys of each list.
+
+    `early`: keys of the list in front of a head's clusters, `more`: 1 where there is one.
+    """
     B, H, N, D = k_BHND.shape
     C = centroid_HCD.shape[1]
     centroid_HCD = centroid_HCD.detach().float().contiguous()
     k_BHND = k_BHND.detach().contiguous()
-    keys = Packed(torch.empty(B * H * N, dtype=torch.int64), torch.empty(B * H * C, dtype=torch.int64))
+    row_M = torch.empty(B * H * (N + early), dtype=torch.int64)
+    keys = Packed(row_M, torch.empty(B * H * (C + more), dtype=torch.int64))
     problem = ProbingArguments(
         centroid=centroid_HCD.data_ptr(),
         k=k_BHND.data_ptr(),
