@@ -509,10 +509,10 @@ class ProbedCache(RowCache):
         slot_N = torch.arange(N, device=q_X1D.device)
         at_XK = torch.where(is_read_XN, slot_N, N).topk(pattern.most_probed(N), largest=False, sorted=True).values
         if pattern.reads_all:
-            return torch.where(at_XK < N, at_XK, -1).view(B, H, 1, -1)
+            return torch.where(at_XK < N, at_XK, -1).unflatten(0, (B, H))[:, :, None]
         assert self.choice_BHSD is not None
         k_XND = wide(self.choice_BHSD[:, :, :N].flatten(0, 1))
-        return pattern.best_of_candidates(q_X1D, k_XND, at_XK[:, None]).view(B, H, 1, -1)
+        return pattern.best_of_candidates(q_X1D, k_XND, at_XK[:, None]).unflatten(0, (B, H))
 
 
 class KeyCentroids(Centroids):
