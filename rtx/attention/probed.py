@@ -532,7 +532,7 @@ class KeyCentroids(Centroids):
         self.register_load_state_dict_post_hook(KeyCentroids.seed_unless_begun)
 
     def seed_unless_begun(self, _: object) -> None:
-        """Start at keys only where those of a checkpoint have not."""
+        """Start at keys only where those of a checkpoint have taken no step yet."""
         self.seed_with_next = int(self.steps) == 0
 
     @torch.no_grad()
@@ -542,5 +542,4 @@ class KeyCentroids(Centroids):
         if not k_BHND.numel():
             return
         self.centroid_HCD.copy_(self.drawn_from(k_BHND[0]).float())
-        self.steps.fill_(1)
         self.seed_with_next = False
