@@ -1,17 +1,20 @@
-"""Probed keys: an inverted file over each head's keys, strictly causal. A query reads the clusters nearest to it.
+"""Probed keys: an inverted file over each head's keys, strictly causal. A query reads the clusters
+nearest to it.
 
-Of each head's keys, C centroids are learned by k-means. A key belongs to the cluster whose centroid is nearest. A query
-orders the clusters by the product with their centroids, and probes them in that order until they hold m keys.
+Of each head's keys, C centroids are learned by k-means. A key belongs to the cluster whose centroid
+is nearest. A query orders the clusters by the product with their centroids, and probes them in that
+order until they hold m keys.
 
-Example: C = 3 and m = 3. The keys at the positions 0 to 5 belong to the clusters a, b, a, c, a, b. The query at position 5
-scores c highest, then a, then b. It probes c, which holds one key, at 3, then a, which holds three, at 0, 2 and 4: these
-are four keys, which is enough, and b is not probed. The query reads the positions 0, 2, 3 and 4 in one softmax; or with
-`candidates` = 3 and `window` = 2 those two of the four whose logits are the highest. It does not read its own key, at 5,
-which is in b.
+Example: C = 3 and m = 3. The keys at the positions 0 to 5 belong to the clusters a, b, a, c, a, b.
+The query at position 5 scores c highest, then a, then b. It probes c, which holds one key, at 3,
+then a, which holds three, at 0, 2 and 4: these are four keys, which is enough, and b is not probed.
+The query reads the positions 0, 2, 3 and 4 in one softmax; or with `candidates` = 3 and `window` =
+2 those two of the four whose logits are the highest. It does not read its own key, at 5, which is
+in b.
 
-Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, R = B * H * N rows, D head size,
-Q queries, K candidates of a query, W keys of a query, m candidates that suffice, L = B * H * C lists, M = R key members, P
-query members.
+Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, R = B * H
+* N rows, D head size, Q queries, K candidates of a query, W keys of a query, m candidates that
+suffice, L = B * H * C lists, M = R key members, P query members.
 """
 
 from __future__ import annotations
@@ -44,17 +47,19 @@ from rtx.attention.ties import best_places, tie_margin
 
 
 class Probed(Choice):
-    """H heads whose queries read the keys of the clusters nearest to them (an inverted file, as FAISS has it).
+    """H heads whose queries read the keys of the nearest clusters: an inverted file, as FAISS has it.
 
-    A key belongs to the cluster c whose centroid is nearest, by k . c - |c|^2 / 2. A query at position i probes clusters
-    in the order of q . c, until the keys j <= i in these are at least m, or no cluster is left. Of one cluster it takes
-    the last m keys at the most. Scores no further apart than `ties.py` says are equal; of equals it is the first cluster.
+    A key belongs to the cluster c whose centroid is nearest, by k . c - |c|^2 / 2. A query at
+    position i probes clusters in the order of q . c, until the keys j <= i in these are at least m,
+    or no cluster is left. Of one cluster it takes the last m keys at the most. Scores no further
+    apart than `ties.py` says are equal; of equals it is the first cluster.
 
     Args:
         heads, size: H and D.
         clusters: C.
         decay: share of a centroid that survives one step.
-        window: W. Without `candidates` m = W, and a query reads all keys that it has probed, at most 2 W - 1.
+        window: W. Without `candidates` m = W, and a query reads all keys that it has probed, at
+            most 2 W - 1.
         candidates: m. A query then reads the W best of the keys that it has probed, by q k^T.
     """
 
@@ -98,7 +103,7 @@ class Probed(Choice):
         return not self.reads_all
 
     def most_probed(self, length: int) -> int:
-        """Return how many keys a query probes at the most: one less than enough, and then a cluster's last m."""
+        """Return how many keys a query probes at the most: m - 1, and then m of one cluster."""
         return min(2 * self.enough - 1, length)
 
     def most_keys(self, length: int) -> int:
@@ -149,8 +154,9 @@ class Probed(Choice):
     def all_reads(self, q_BHND: Tensor, k_BHND: Tensor) -> list[Part]:
         """Return who reads whom where queries read all keys that they have probed.
 
-        The first positions have no more than m keys, and read all of these: they are a part of their own, of one list
-        for each head. They would probe all clusters, and have a range in each.
+        The first positions have no more than m keys, and read all of these: they are a part of
+        their own, of one list for each head. They would probe all clusters, and have a range in
+        each.
         """
         B, H, N, _ = q_BHND.shape
         first = min(N, self.enough if self.attend_self else self.enough + 1)
@@ -200,8 +206,9 @@ class Probed(Choice):
     def static_part(self, q_BHND: Tensor, k_BHND: Tensor, first: int) -> Reads:
         """Return the members in static shapes, with room for a fixed number of queries that probe a cluster.
 
-        In training the CPU never waits for a GPU: what has no room is left out and counted (`lost_members`). In
-        evaluation one number is read back, and the lists are made again with room for all where they lack it.
+        In training the CPU never waits for a GPU: what has no room is left out and counted
+        (`lost_members`). In evaluation one number is read back, and the lists are made again with
+        room for all where they lack it.
         """
         B, H, N, _ = q_BHND.shape
         room = min(self.room(B * H * N), B * H * N * self.centroids.centroid_HCD.shape[1])
@@ -214,7 +221,7 @@ class Probed(Choice):
         return part
 
     def room(self, rows: int) -> int:
-        """Return the room of the lists: `room_factor` times what queries of clusters of equal size would probe."""
+        """Return the room of the lists: `room_factor` times what clusters of equal size would need."""
         length, C = max(1, self.enough), self.centroids.centroid_HCD.shape[1]
         return self.room_factor * math.ceil(rows * (1 + min(C, 4) * length / (length + C)))
 
@@ -257,7 +264,7 @@ class Probed(Choice):
         return fits and native.wanted(self.backend, k_BHND.shape[2])
 
     def pieces(self, q_BHND: Tensor, k_BHND: Tensor) -> Iterator[tuple[range, Probing]]:
-        """Yield some heads of all sequences at a time, whose scores are held at once, with what these probe."""
+        """Yield some heads of all sequences at a time, whose scores are held at once."""
         (B, H, N, _), centroid_HCD = q_BHND.shape, self.centroids.centroid_HCD
         size = max(1, MAX_SCORES // max(1, N * centroid_HCD.shape[1]))
         readable_N = self.last(torch.arange(N, device=q_BHND.device))[:, 0]
@@ -268,7 +275,7 @@ class Probed(Choice):
             yield heads, probing_of(centroid_HCD[head_X].to(q_BHND.dtype), q_XND, k_XND, readable_N)
 
     def best_places(self, probing: Probing) -> Iterator[tuple[range, Tensor]]:
-        """Yield the positions `[X, Q, W]` that some queries at a time read of those that they probe, -1 for none."""
+        """Yield the positions `[X, Q, W]` that some queries at a time read, -1 for none."""
         q_XND, k_XND = probing.q_XND, probing.k_XND
         X, N, D = q_XND.shape
         order_XN = probing.cluster_XN.sort(dim=-1, stable=True).indices
@@ -283,7 +290,7 @@ class Probed(Choice):
             yield range(some.start, some.stop), self.best_of_candidates(q_XND[:, some], k_XND, at_XQK)
 
     def best_of_candidates(self, q_XQD: Tensor, k_XND: Tensor, at_XQK: Tensor) -> Tensor:
-        """Return the `window` best of some positions in ascending order, N standing for none, `[X, Q, W]`; then -1."""
+        """Return the `window` best of ascending positions (N: none), `[X, Q, W]`, -1 for none."""
         N = k_XND.shape[1]
         k_XQKD = k_XND[torch.arange(len(k_XND), device=k_XND.device)[:, None, None], at_XQK.clamp(max=N - 1)]
         score_XQK = products(q_XQD[:, :, None], k_XQKD)[:, :, 0].masked_fill(at_XQK >= N, -math.inf)
@@ -308,7 +315,7 @@ class Probed(Choice):
 
     @torch.no_grad()
     def gather(self, given: Inputs) -> None:
-        """Let the centroids start at the keys of the first training batch, and gather the statistics of each."""
+        """Let centroids start at keys of the first training batch, and gather statistics of each."""
         store, k_BHND = self.centroids, wide(given.turned_k_BHND.detach())
         if store.seed_with_next and store.training:
             store.seed_from([k_BHND])
@@ -384,7 +391,7 @@ def widest(centroid_XCD: Tensor) -> Tensor:
 
 
 def score_margins(centroid_XCD: Tensor, q_XND: Tensor) -> Tensor:
-    """Return how far apart the scores of centroids may come out that should be equal, `[X, N, 1]`."""
+    """Return how far apart scores of equal centroids may come out, `[X, N, 1]`."""
     margin_XN1 = tie_margin(q_XND.norm(dim=-1, keepdim=True), widest(centroid_XCD), q_XND.dtype)
     return margin_XN1.nan_to_num(0.0, 0.0)
 
@@ -403,8 +410,8 @@ def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
 def probes(score_XNC: Tensor, margin_XN1: Tensor, count_XNC: Tensor, enough: int) -> Tensor:
     """Return which clusters each query probes, `[X, N, C]`, by its scores and how many keys it may read in each.
 
-    Clusters are taken in the order of their scores until they hold enough keys. Scores that a chain of steps no larger
-    than the margin links are equal, and of equals the first cluster comes first.
+    Clusters are taken in the order of their scores until they hold enough keys. Scores that a chain
+    of steps no larger than the margin links are equal, and of equals the first cluster comes first.
     """
     C = score_XNC.shape[-1]
     score_XNC = sound(score_XNC).masked_fill(count_XNC == 0, -math.inf)
@@ -434,14 +441,14 @@ def candidates(order_XN: Tensor, stop_XQC: Tensor, width_XQC: Tensor, most: int)
 
 
 def causal_lists(B: int, H: int, N: int, first: int, attend_self: bool, device: torch.device) -> list[Reads]:
-    """Return one list for each head, of the positions before `first`, which read all positions up to themselves."""
+    """Return one list for each head, of the positions before `first`, which read all up to themselves."""
     row_M = torch.arange(B * H * N, device=device).view(B * H, N)[:, :first].flatten()
     lists = Packed(row_M, torch.full((B * H,), first, device=device))
     return [members_read(lists, lists, N, max(1, first), attend_self)]
 
 
 def lists_with_room(row_P: Tensor, row_M: Tensor, start_P: Tensor, stop_P: Tensor, count_1: Tensor) -> KernelLists:
-    """Return the lists as kernels read them; queries behind the count have the row M and empty ranges from M on."""
+    """Return the lists as kernels read them; behind the count, queries have row M and no keys."""
     rows = len(row_M)
     member_M = torch.arange(rows, device=row_M.device)
     return KernelLists(
@@ -464,7 +471,7 @@ class ProbedCache(RowCache):
     filed_BHS2: Tensor | None = None
     """Cluster and rank of each key."""
     choice_BHSD: Tensor | None = None
-    """The keys as logits read them, where the best are chosen among them; narrower types of values would round them."""
+    """The keys as logits read them, where the best are chosen; a narrower type would round them."""
 
     def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         k_BHND = wide(given.turned_k_BHND)
@@ -518,9 +525,10 @@ class ProbedCache(RowCache):
 class KeyCentroids(Centroids):
     """C centroids of the keys of each of H heads, of any norm, in float32: minibatch k-means over training steps.
 
-    A centroid moves towards the mean of the keys that belonged to it in a step. One without any starts anew, right
-    beside that of a cluster with many keys, whose keys the two then share (as FAISS splits clusters). They start at keys
-    of the first sequence that training sees. The thresholds of `Centroids` are not used.
+    A centroid moves towards the mean of the keys that belonged to it in a step. One without any
+    starts anew, right beside that of a cluster with many keys, whose keys the two then share (as
+    FAISS splits clusters). They start at keys of the first sequence that training sees. The
+    thresholds of `Centroids` are not used.
     """
 
     configured = ()
