@@ -42,6 +42,13 @@ def routed(selection: str, keys: str = "shared") -> Pattern:
     return attention.Routing(store, selection=selection)
 
 
+def probed() -> Pattern:
+    """Return a head of probed keys whose centroids are those of the sequence."""
+    pattern = attention.Probed(1, D, clusters=C, decay=1.0, window=W)
+    pattern.centroids.centroid_HCD.copy_(sequence()[0])
+    return pattern
+
+
 @torch.no_grad()
 def patterns() -> dict[str, Pattern]:
     """Return what is drawn, by name: one head of each."""
@@ -70,6 +77,7 @@ def patterns() -> dict[str, Pattern]:
             "exact": attention.Exact(window=W),
             "blocks": attention.Blocks(1, D, window=W, block=W // 2),
             "indexer": attention.Indexer(1, D, window=W),
+            "probed": probed(),
         }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rtx.config import (
     BASES,
+    CENTROIDS,
     CLUSTERED,
     SELECTIONS,
     SPARSE,
@@ -39,8 +40,11 @@ READ_WITH = (
     ("data.name", (*TWO_WAYS, "enwik8"), "data.fetch"),
     ("data.name", HELD_OUT, "data.held_out"),
     ("data.tokenizer", ("sentencepiece",), "data.vocabulary data.tokenizer_sample"),
-    ("routing.selection", CLUSTERED, "routing.clusters routing.merge"),
-    ("routing.selection", CLUSTERED[:3], "routing.decay routing.update routing.init routing.commitment"),
+    ("routing.selection", (*CLUSTERED, "probed"), "routing.clusters"),
+    ("routing.selection", CLUSTERED, "routing.merge"),
+    ("routing.selection", CENTROIDS, "routing.decay"),
+    ("routing.selection", CLUSTERED[:3], "routing.update routing.init routing.commitment"),
+    ("routing.selection", ("probed",), "routing.candidates"),
     ("routing.selection", ("causal",), "routing.threshold_rate"),
     ("routing.selection", ("blocks", "blocks_random"), "routing.block"),
     ("routing.selection", ("blocks",), "routing.compressed"),
@@ -166,6 +170,7 @@ def too_large(config: Config) -> Iterator[str]:
         ("routing.layers", "model.layers", routes),
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
+        ("routing.candidates", "data.length", routes),
         ("routing.block", "routing.window", routes and routing.selection in ("blocks", "blocks_random")),
         ("model.window", "data.length", not patterns <= {"full", "recurrent", *SPARSE}),
         ("model.stride", "data.length", sparse),
@@ -198,6 +203,8 @@ def model_problems(config: Config) -> Iterator[str]:
     chosen, keys = routing.selection, routing.keys
     if not (routing.heads and routing.layers):
         return
+    if chosen == "probed" and routing.candidates is not None and routing.candidates < routing.window:
+        yield f"routing.candidates={routing.candidates} must be at least routing.window={routing.window}"
     if keys == "projected" and chosen not in CLUSTERED[:3]:
         yield f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {chosen}"
     if keys in ("shared", "projected") and chosen not in CLUSTERED:

@@ -39,6 +39,7 @@ SELECTIONS: dict[str, Any] = {
     "blocks": "rtx.attention.choices.Blocks",
     "blocks_random": "rtx.attention.choices.RandomBlocks",
     "indexer": "rtx.attention.choices.Indexer",
+    "probed": "rtx.attention.probed.Probed",
 }
 """The patterns of routing.selection."""
 REGISTERED: dict[str, str] = {}
@@ -50,7 +51,8 @@ KINDS_OF_HEADS = ("routed", "routing", "sparse", "random_blocks", "compressive",
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
 CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
-ROUTING_SIZES = ("heads", "layers", "window", "clusters", "block")  # keys of routing that are no rules
+CENTROIDS = ("causal", "topk", "nearest", "probed")  # selections by centroids that k-means moves
+ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")  # keys of routing that are no rules
 SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
@@ -65,7 +67,7 @@ YOUNGER = (
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
     *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True), ("model.attend_self", True)),
-    *(("routing.key_loss", 0.0), ("routing.merge", "mean")),
+    *(("routing.key_loss", 0.0), ("routing.merge", "mean"), ("routing.candidates", None)),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -134,6 +136,8 @@ class RoutingConfig:
     """Routing layers, counted from the top of the model."""
     window: int = ranged(256, low=1)
     """Attention window W: keys per query and cluster at the most."""
+    candidates: int | None = ranged(None, low=1)
+    """Keys for which a query probes clusters, to read the W best; unset: W, all of them read (selection=probed)."""
     clusters: int | None = ranged(None, low=1)
     """Clusters C of each routing head; unset: ceil(N / W)."""
     logit_scale: str = one_of("sqrt_d", "none", "unit")

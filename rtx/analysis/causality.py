@@ -19,6 +19,7 @@ from rtx.attention.choices import Indexer, RandomBlocks
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
+from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing, after_step, all_centroids
 from rtx.errors import RunFailed
 from rtx.model.multihead import ROUTED, MultiheadAttention
@@ -178,7 +179,7 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
                 drawn = isinstance(pattern, Random | RandomBlocks)
                 row = {"layer": layer, "heads": name, "trained_by": trained_by(pattern)}
                 row["gradient"] = None if drawn or not math.isfinite(norm) else norm
-                stays = isinstance(pattern, Routing) and pattern.centroids in frozen
+                stays = isinstance(pattern, Routing | Probed) and pattern.centroids in frozen
                 rows.append({**row, "missing": stays or not (drawn or 0 < norm < math.inf)})
     return rows
 
@@ -191,6 +192,8 @@ def trained_by(pattern: Pattern) -> str:
         return "its queries, by the attention; what they are hashed by is drawn"
     if isinstance(pattern, Indexer):
         return "the divergence of its scores to the attention"
+    if isinstance(pattern, Probed):
+        return "the attention's own queries and keys; centroids by k-means of the keys"
     if not isinstance(pattern, Routing):
         return "the attention's own queries and keys" + (", parameters of its own" if [*pattern.parameters()] else "")
     pull = " and the commitment to centroids" if pattern.commitment else ""

@@ -93,6 +93,10 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
         choice = 2 * size * finished if routing.selection == "blocks" else 0.0
         return fixed_pairs(N, routing.block, 0) + read, choice
     C = routing.clusters or 0
+    if routing.selection == "probed":  # of clusters of equal size; each key's cluster, each query's clusters
+        probed = window_pairs(N, routing.candidates or routing.window)
+        choice = 2 * size * (2 * N * C + (probed if routing.candidates else 0))
+        return window_pairs(N, routing.window), choice
     read = C * (
         window_pairs(N / C, routing.window) if routing.selection == "nearest" else triangle(min(routing.window, N))
     )

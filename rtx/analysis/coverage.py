@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
 from rtx.attention.pattern import Inputs, Pattern
+from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing, after_step
 from rtx.compose import with_values
 from rtx.config import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
@@ -41,9 +42,14 @@ def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.M
 def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
     """Move centroids and thresholds of the `selections` of every layer as training does, by what full heads see."""
     for layer, (patterns, (attention, x_BNE)) in enumerate(zip(made.train(), layer_inputs(model, ids_BN), strict=True)):
-        for pattern in (each for each in patterns if isinstance(each, Routing)):
-            q_BHND, k_BHND, _ = attention.split(x_BNE)[full_group(config, layer)[0]]
-            pattern.reads(pattern.inputs(q_BHND, k_BHND, None), False)
+        for pattern in (each for each in patterns if isinstance(each, Routing | Probed)):
+            number, _ = full_group(config, layer)
+            q_BHND, k_BHND, _ = attention.split(x_BNE)[number]
+            # Probed keys are those that the logits read.
+            rotary = attention.rotations[number] if isinstance(pattern, Probed) else None
+            given = pattern.inputs(q_BHND, k_BHND, rotary)
+            pattern.gather(given)
+            pattern.reads(given, False)
     after_step(made)
 
 

@@ -17,6 +17,7 @@ from rtx.attention.engine.softmax import Relative
 from rtx.attention.packed import Indexed, Part, Reads
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import AdaptiveSpan, Random
+from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing, statistics_paused
 from rtx.config import Config, memory_slots
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
@@ -102,9 +103,9 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Part]:
     """
     model, N = config.model, config.data.length
     size, memory = model.hidden // model.heads, memory_slots(model)
-    if isinstance(pattern, Choice) and not (isinstance(pattern, Indexer) and pattern.dense):
+    if isinstance(pattern, Choice) and pattern.has_index:
         return [Indexed(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
-    if gpu and isinstance(pattern, Routing):
+    if gpu and isinstance(pattern, Routing | Probed):
         return static_parts(pattern.to(META).train(), N, size)
     if gpu and isinstance(pattern, AdaptiveSpan):
         pattern.to(META)  # a GPU's spans reach as far as the window: nobody waits for them
@@ -113,8 +114,8 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Part]:
     return pattern.reads(given._replace(memory=memory), False)
 
 
-def static_parts(pattern: Routing, length: int, size: int) -> list[Part]:
-    """Return the lists of a routing head as training on a GPU makes them, in shapes alone."""
+def static_parts(pattern: Routing | Probed, length: int, size: int) -> list[Part]:
+    """Return the lists of a head of clusters as training on a GPU makes them, in shapes alone."""
     q_11ND, k_11ND = torch.empty(2, 1, 1, length, size, device=META)
     with statistics_paused():
         return pattern.reads(pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), False)

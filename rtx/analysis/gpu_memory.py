@@ -19,6 +19,7 @@ from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Reads
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
+from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing
 from rtx.config import Config
 
@@ -142,8 +143,7 @@ def tables_bytes(one: Computed, config: Config, narrow: int) -> float:
 
 def lists_bytes(part: Reads, pattern: Pattern, rows: int) -> int:
     """Return the bytes of the lists that our kernels keep of every forward pass."""
-    if isinstance(pattern, Routing):
-        assert part.derived is not None
+    if part.derived is not None and isinstance(pattern, Routing | Probed) and LISTS in part.derived:
         lists = part.derived[LISTS]
     elif part.derived is None:
         lists = kernel_lists(part, rows)

@@ -15,8 +15,20 @@ from rtx.attention.patterns import (
     Recurrent,
     Strided,
 )
+from rtx.attention.probed import Probed
 from rtx.attention.routing import Centroids, Routing, after_step
 
 __all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ClusterPattern", "ContiguousPattern", "Exact", "Fixed", "FixedBlock"]
-__all__ += ["FixedSummary", "Full", "Indexer", "Local", "Lsh", "Pattern", "PositionPattern", "Random", "RandomBlocks"]
+__all__ += [
+    "FixedSummary",
+    "Full",
+    "Indexer",
+    "Local",
+    "Lsh",
+    "Pattern",
+    "PositionPattern",
+    "Probed",
+    "Random",
+    "RandomBlocks",
+]
 __all__ += ["Recurrent", "Relative", "Routing", "Spread", "Strided", "after_step"]

@@ -32,6 +32,10 @@ from torch import Tensor
 
 MAX_EXCESS = 3.0
 """The most that a cluster counts as too full: fuller ones than 4 times the wanted move alike."""
+SPLIT = "split"
+"""The update of centroids of keys: means of any norm; clusters without members share those of others."""
+SPREAD = 2.0**-10
+"""How far beside another such a centroid starts, as a share of each number of it."""
 
 
 class Rule(NamedTuple):
@@ -149,6 +153,8 @@ def all_finite(statistics: Statistics) -> Tensor:
 
 def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return the centroids after a step, float64; any numbers for layers that gathered nothing."""
+    if rule.update == SPLIT:
+        return split_centroids(rule, old_YHCD, statistics)
     if rule.update == "sum":
         return moved_by_sums(rule, old_YHCD, statistics)
     has_mean_YHC1 = statistics.count_HC[..., None] > 0
@@ -174,6 +180,29 @@ def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tenso
     sums_gathered = 2.0 if rule.keys == "separate" else 1.0
     divisor_Y111 = (sums_gathered * statistics.sequences)[:, None, None, None]
     return rule.decay * old_YHCD + (1 - rule.decay) * statistics.sum_HCD / divisor_Y111
+
+
+def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+    """Return centroids moved towards the means of their members, of any norm.
+
+    Centroids without members start anew beside others: the first of them beside that of the largest
+    cluster, the second beside that of the second largest, and so on.
+    """
+    count_YHC = statistics.count_HC
+    has_members_YHC = count_YHC > 0
+    mean_YHCD = statistics.sum_HCD / count_YHC[..., None].clamp_min(1)
+    moved_YHCD = rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD
+    by_size_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
+    filled_YH1 = has_members_YHC.sum(-1, keepdim=True).clamp_min(1)
+    number_YHC = ((~has_members_YHC).cumsum(-1) - 1).clamp_min(0)
+    beside_YHC = by_size_YHC.gather(-1, number_YHC % filled_YH1)
+    # Several that start beside one centroid are spread more and more.
+    times_YHC1 = (1 + number_YHC // filled_YH1)[..., None]
+    D = old_YHCD.shape[-1]
+    sign_D = 1 - 2 * (torch.arange(D, device=old_YHCD.device) % 2)
+    beside_YHCD = moved_YHCD.gather(-2, beside_YHC[..., None].expand(*beside_YHC.shape, D))
+    split_YHCD = beside_YHCD * (1 + SPREAD * times_YHC1 * sign_D)
+    return torch.where(has_members_YHC[..., None], moved_YHCD, split_YHCD)
 
 
 class ScoreMoments(NamedTuple):

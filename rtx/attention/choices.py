@@ -33,6 +33,11 @@ class Choice(Pattern):
         check_positive(window=window)
         self.window = window
 
+    @property
+    def has_index(self) -> bool:
+        """Whether `reads` returns an index, and no lists."""
+        return True
+
     def choice_queries(self, given: Inputs) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
         return given.turned_q_BHND
@@ -178,6 +183,10 @@ class Indexer(Choice):
     def dense(self) -> bool:
         """Whether the head still reads every earlier position."""
         return self.steps_taken() < self.warmup
+
+    @property
+    def has_index(self) -> bool:
+        return not self.dense
 
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)

@@ -9,6 +9,7 @@ Shapes: H heads, N positions, D head size, P lists, C clusters, T hash rounds.
 
 from __future__ import annotations
 
+import sys
 from math import inf, isnan
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from rtx.attention.engine.softmax import Relative, Terms
 
 if TYPE_CHECKING:
     from rtx.attention.pattern import Pattern, Rotate
+
+MOST = sys.float_info.max
 
 
 def dense(
@@ -221,6 +224,24 @@ def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: boo
         among = i + 1 if attend_self or i == 0 else i
         mask_NN[i, best(score_N[:among], margin_N[:among], window)] = True
     return mask_NN[None]
+
+
+def probed(score_C: list[float], margin: float, members: dict[int, list[int]], enough: int) -> list[int]:
+    """The members, ascending, of clusters in the order of their scores, until these are enough; of each the last ones.
+
+    Scores that a chain of steps no larger than the margin links are equal, and of equals the first cluster comes first.
+    """
+    score_C = [-MOST if isnan(score) else min(max(score, -MOST), MOST) for score in score_C]
+    found: list[int] = []
+    left = sorted(members)
+    while left and len(found) < enough:
+        equal = [max(left, key=lambda c: score_C[c])]
+        while near := [c for c in left if c not in equal and min(score_C[e] for e in equal) - score_C[c] <= margin]:
+            equal += near
+        for c in sorted(equal):
+            found += members[c][-enough:] if len(found) < enough else []
+        left = [c for c in left if c not in equal]
+    return sorted(found)
 
 
 def best_blocks(score_NG: Tensor, margin_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:

@@ -115,6 +115,9 @@ class Pattern(nn.Module, ABC):
         `prefix`: every choice is made from the prefix alone.
         """
 
+    def gather(self, given: Inputs) -> None:
+        """Gather, before `reads`, what training is to move by; nothing here for patterns without such."""
+
     @abstractmethod
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         """Return which keys each position of the first sequence reads in each of a head's lists, `[P, N, N]`, bool.
@@ -182,6 +185,7 @@ class Pattern(nn.Module, ABC):
         q_BHND, k_BHND, v_BHND = qkv
         given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
+            self.gather(given)
             parts = self.reads(given, prefix)
         return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
 

@@ -88,6 +88,8 @@ class Routing(ClusterPattern):
         self.strictly_causal = selection != "topk"
         self.seen: tuple[list[Packed], int] | None = None
         """The members in the last training batch (of its last padding), and how many rows it had, for telemetry."""
+        self.may_lose_members = selection == "causal"
+        """Whether lists on a GPU may lack room; see `make_room`."""
         self.room_factor = ROOM
         self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.lost_members: Tensor
@@ -530,12 +532,7 @@ class Centroids(nn.Module):
         if not clustered[0].numel():
             return
         q_HND = clustered[0][0]
-        H, C, _ = self.centroid_HCD.shape
-        N = q_HND.shape[1]
-        generator = torch.Generator().manual_seed(0)
-        draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
-        head_H1 = torch.arange(H, device=q_HND.device)[:, None]
-        self.centroid_HCD.copy_(to_sphere(q_HND[head_H1, draw_HC.to(q_HND.device)].float()))
+        self.centroid_HCD.copy_(to_sphere(self.drawn_from(q_HND).float()))
         z = self.quantile()
         for threshold_HC, x_BHND in zip((self.threshold_HC, self.key_threshold_HC), clustered, strict=False):
             if threshold_HC is not None and math.isfinite(z):
@@ -543,6 +540,15 @@ class Centroids(nn.Module):
                 threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
         self.steps.fill_(1)  # the thresholds are of these data already
         self.seed_with_next = False
+
+    def drawn_from(self, x_HND: Tensor) -> Tensor:
+        """Return the vectors of C positions for each head, `[H, C, D]`: different ones, and always the same."""
+        H, C, _ = self.centroid_HCD.shape
+        N = x_HND.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
+        head_H1 = torch.arange(H, device=x_HND.device)[:, None]
+        return x_HND[head_H1, draw_HC.to(x_HND.device)]
 
 
 def orthonormal(heads: int, size: int) -> Tensor:
@@ -552,13 +558,13 @@ def orthonormal(heads: int, size: int) -> Tensor:
 
 
 def make_room(model: nn.Module) -> list[str]:
-    """Double the room of each causal routing module that has left members out since the last call; say so in a line.
+    """Double the room of each module of heads that has left members out since the last call; say so in a line.
 
     To be called where the CPU reads numbers from the GPU anyway, as it waits for the GPU.
     """
-    routed = {}
+    routed: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Routing) and module.selection == "causal":
+        if getattr(module, "may_lose_members", False):
             routed[name] = module
     if not routed:
         return []

@@ -6,7 +6,7 @@ from typing import Any
 
 from rtx.checks import unread
 from rtx.compose import preset_routing, to_dict
-from rtx.config import CLUSTERED, Config, clusters, flat
+from rtx.config import CENTROIDS, CLUSTERED, Config, clusters, flat
 from rtx.errors import plural, written
 from rtx.evaluation.protocols import memory_phrases, spans
 from rtx.help import prose_width
@@ -39,8 +39,10 @@ def heads_phrase(config: Config) -> str:
     if not routes(flat(to_dict(config))):
         return f"no head routes (routing.heads={routing.heads} routing.layers={routing.layers})"
     sizes = [f"W = {routing.window:,}"]
-    if routing.selection in CLUSTERED:
+    if routing.selection in (*CLUSTERED, *CENTROIDS):
         sizes.insert(0, plural(clusters(config), "cluster"))
+    if routing.selection == "probed" and routing.candidates is not None:
+        sizes.append(f"of {routing.candidates:,} candidates")
     layers = f"{routing.layers} of {plural(model.layers, 'layer')}"
     return f"{routing.heads} of {plural(model.heads, 'head')} route in {layers} ({', '.join(sizes)})"
 

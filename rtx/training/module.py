@@ -28,13 +28,13 @@ from rtx.training.distributed import Ranks, is_part, shard, whole
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
     """Return the model of a configuration with its first weights.
 
-    `first_N` gives what routing.init=data reads. Raises `UserError` for a tensor, of a pattern that
+    `first_N` gives what routing.init=data and probed keys read. Raises `UserError` for a tensor, of a pattern that
     the user has written, which no checkpoint may hold.
     """
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
     check_savable(model)
-    if first_N and config.routing.init == "data":
+    if first_N and (config.routing.init == "data" or config.routing.selection == "probed"):
         initialise_from_data(model, first_N()[None])
     return model
 

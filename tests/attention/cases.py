@@ -16,7 +16,7 @@ KINDS = (
     *("full", "local", "recurrent", "recurrent-same", "strided", "fixed", "fixed_block", "fixed_summary", "span"),
     *("lsh", "reformer", "random", "random-keys"),
     *(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected")),
-    *("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense"),
+    *("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense", "probed", "probed-best"),
 )
 CLUSTERED = tuple(kind for kind in KINDS if kind.partition("-")[0] in ("random", "topk", "causal", "nearest"))
 SEES_FUTURE = tuple(kind for kind in KINDS if kind == "reformer" or kind.startswith("topk"))
@@ -89,6 +89,9 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "blocks": lambda: attention.Blocks(H, D, **some, **own),
         "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **own),
         "blocks_random": lambda: attention.RandomBlocks(H, D, seed=seed, **some, **own),
+        "probed": lambda: attention.Probed(
+            H, D, clusters=case.C, decay=0.9, window=W, candidates=W + summary if keys else None, **own
+        ),
         "indexer": lambda: attention.Indexer(H, D, window=W, units=3, warmup=2 if keys else 0, **own),
     }
     if how in made:

@@ -11,7 +11,7 @@ from cases import Case, drawn, gradients, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtx.attention import Full, Local, Pattern, Recurrent, Routing, engine
+from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, engine
 from rtx.attention.engine import blocks, by_triton, dense, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Terms
@@ -23,7 +23,7 @@ from rtx.training.hardware import has_compiler
 
 ROUTED = tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate"))
 KINDS = (*ROUTED, "causal-projected", "random", "random-keys", "local", "full", "strided", "fixed")
-KINDS += ("lsh", "reformer", "recurrent", "exact", "blocks", "indexer")
+KINDS += ("lsh", "reformer", "recurrent", "exact", "blocks", "indexer", "probed", "probed-best")
 
 
 @pytest.mark.parametrize("distances", [0, 5])
@@ -36,7 +36,7 @@ def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same
         pattern, here = drawn(kind, case, torch.float32, backend=backend)
         out = run(pattern.train(), here)
         found.append([out, *gradients(pattern, here, out).values()])
-        gathered.append(pattern.centroids.sums() if isinstance(pattern, Routing) else ())
+        gathered.append(pattern.centroids.sums() if isinstance(pattern, Routing | Probed) else ())
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert float((ours - theirs).detach().norm()) <= 2e-6 * float(theirs.detach().norm()) + 1e-9
     torch.testing.assert_close(gathered[1], gathered[0], rtol=1e-5, atol=1e-5)
@@ -56,6 +56,25 @@ def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_
         assert int(pattern.lost_members) == lost
         (line,) = make_room(pattern)
         assert f"{lost:,} members" in line and pattern.room_factor == 2
+        assert make_room(pattern) == []
+
+
+def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_evaluation() -> None:
+    case = Case(N=64, D=16, C=16, W=8, seed=2)
+    pattern, here = drawn("probed", case, torch.float32)
+    assert isinstance(pattern, Probed)
+    pattern.centroids.seed_with_next = False
+    given = pattern.inputs(here["q"], here["k"], None)
+    entries = len(pattern.reads(given, False)[1].start_P)  # type: ignore[union-attr]
+    expected = run(pattern, here)
+    pattern.backend = "triton"
+    with mock.patch.object(Probed, "room", lambda self, rows: 50 * self.room_factor):
+        pattern.room_factor = 1
+        torch.testing.assert_close(run(pattern, here), expected, rtol=1e-5, atol=1e-5)
+        run(pattern.train(), here)
+        assert int(pattern.lost_members) == entries - 50
+        (line,) = make_room(pattern)
+        assert f"{entries - 50:,} members" in line and pattern.room_factor == 2
         assert make_room(pattern) == []
 
 
@@ -173,7 +192,7 @@ def meta_step(words: str, compiled: bool = False, dtype: torch.dtype | None = No
     assert model.embedding.start_S.grad is not None
 
 
-SELECTIONS = ("causal", "topk", "nearest", "random", "exact", "blocks", "blocks_random", "indexer")
+SELECTIONS = ("causal", "topk", "nearest", "random", "exact", "blocks", "blocks_random", "indexer", "probed")
 BASES = ("full", "local", "strided", "fixed", "fixed_block", "lsh", "adaptive_span")
 MODELS = (
     *("rt10", "rt12", "rt12-cifar10", "rt22", "rt24", "rt24-imagenet64", "reformer", "recall", "adaptive_span"),
@@ -198,6 +217,11 @@ def test_no_pattern_waits_for_a_number(base: str) -> None:
 @pytest.mark.parametrize("more", ["routing.update=nearest", "routing.commitment=0.1", "routing.keys=projected"])
 def test_no_option_of_routing_waits_for_a_number(more: str) -> None:
     meta_step(f"{SHORT} routing=causal routing.key_shift=0 {more}")
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_best_of_probed_keys_wait_for_no_number(backend: str) -> None:
+    meta_step(f"{SHORT} routing=probed routing.window=32 routing.candidates=64 hardware.attention={backend}")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -35,6 +35,7 @@ from rtx.attention import (
     choices,
     lsh,
     oracle,
+    probed,
 )
 from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
@@ -54,7 +55,12 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=9, W=1))
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
-    pieces = (choices, "MAX_SCORES", 1000), (lsh, "MAX_SCORES", 1000), (torch_blocks, "MAX_SCORES_CPU", 200)
+    pieces = (
+        (choices, "MAX_SCORES", 1000),
+        (probed, "MAX_SCORES", 1000),
+        (lsh, "MAX_SCORES", 1000),
+        (torch_blocks, "MAX_SCORES_CPU", 200),
+    )
     pieces += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
     with contextlib.ExitStack() as stack:
         for piece in pieces:
@@ -168,7 +174,9 @@ def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: str) -> 
 @torch.no_grad()
 def test_every_float_type_gives_its_own(kind: str, dtype: torch.dtype) -> None:
     case = Case(N=33, seed=2)
-    if kind.startswith(("exact", "block", "compressed", "indexer", "topk", "causal", "nearest", "lsh", "reformer")):
+    if kind.startswith(
+        ("exact", "block", "compressed", "indexer", "probed", "topk", "causal", "nearest", "lsh", "reformer")
+    ):
         case = replace(case, W=40)  # of choices among equals by rounding nothing is promised
     pattern, wide = drawn(kind, case)
     narrow = {n: x.to(dtype) if torch.is_tensor(x) else x for n, x in wide.items()}

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, stream
 from torch import Tensor
 
-from rtx.attention import Centroids, Exact, Pattern, Routing, choices, oracle, selection
+from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, choices, oracle, selection
 from rtx.attention.engine import native
 from rtx.attention.ties import best_places
 from rtx.training.hardware import has_compiler
 
-BY_CONTENT = ("exact", "indexer", "blocks", "compressed", "blocks_random")
+BY_CONTENT = ("exact", "indexer", "blocks", "compressed", "blocks_random", "probed", "probed-best")
 CHOOSING = tuple(kind for kind in KINDS if kind in (*BY_CONTENT, *CLUSTERED))
 DTYPES = {torch.float32: 1e-4, torch.float64: 1e-10}
 CASES = [
@@ -104,6 +104,19 @@ def test_of_equal_centroids_the_first_takes_and_a_score_reaches_its_own_threshol
             if threshold_HC is not None:
                 score_HC = (store.centroid_HCD * x_BHND[0, :, :1].float()).sum(-1)
                 threshold_HC.copy_(score_HC)
+        check_reads(pattern, here, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["probed", "probed-best"])
+@torch.no_grad()
+def test_of_equal_centroids_of_keys_the_first_takes_and_is_probed_first(kind: str, dtype: torch.dtype) -> None:
+    for case in CASES:
+        pattern, here = repeated(kind, case, dtype)
+        assert isinstance(pattern, Probed)
+        store = pattern.centroids
+        store.seed_from([pattern.inputs(here["q"], here["k"], None).turned_k_BHND])
+        store.centroid_HCD[:, -1] = store.centroid_HCD[:, 0]
         check_reads(pattern, here, DTYPES[dtype])
 
 

@@ -24,6 +24,7 @@ BY_QUERY: dict[str, Kind] = {
     "blocks": {"routing_block": 2, "routing_key_conv": 3},
     "blocks_random": {"routing_block": 3, "routing_key_shift": 2},
     "indexer": {},
+    "probed": {"routing_key_shift": 1, "routing_key_conv": 2},
 }
 """The selections in which each query chooses its keys, and options that two rows of each get."""
 EVERY = (*SELECTIONS, *BY_QUERY)
@@ -47,6 +48,8 @@ OTHERS: list[Kind] = [
     *({"selection": s, "positions": "rotary", **TIED} for s in ("causal", "exact")),
     {"selection": "blocks", "positions": "shaw", "routing_block": 4, "routing_compressed": True, **MIXED},
     {"selection": "blocks", "positions": "learned", "routing_compressed": True, "routing_key_conv": 2, **MIXED},
+    {"selection": "probed", "positions": "rotary", "routing_window": 4, "routing_candidates": 6, **MIXED},
+    {"selection": "probed", "positions": "rotary", **TIED},
     {"selection": "indexer", "positions": "rotary", "routing_warmup": 3, "routing_key_conv": 2, **MIXED},
 ]
 """Each query's own choice, keys that look back, and both branches of blocks."""

@@ -32,7 +32,7 @@ from rtx.attention.engine import blocks, by_triton, dense, flex, indexed, native
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Terms
-from rtx.attention.packed import Part
+from rtx.attention.packed import Part, Reads
 
 TORCH = (dense, windows, indexed, blocks)
 """The engines of PyTorch's operations, which run anything between them."""
@@ -85,6 +85,8 @@ def attend(
     problems = [Problem(q_BHND, k_BHND, v_BHND, part, terms, by_member) for part in parts]
     if not v_BHND.numel() or not q_BHND.numel():
         out_RD = torch.zeros_like(v_BHND).flatten(0, 2)
+    elif is_joined_natively(problems, backend):
+        out_RD = native.attend_joined(problems[0])
     elif by_member:
         out_RD = attend_by_member(problems, backend)
     else:
@@ -99,6 +101,14 @@ def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, 
     if k_BHND is q_BHND:
         return contiguous_q_BHND, contiguous_q_BHND, v_BHND.contiguous()
     return contiguous_q_BHND, k_BHND.contiguous(), v_BHND.contiguous()
+
+
+def is_joined_natively(problems: list[Problem], backend: str) -> bool:
+    """Tell whether the compiled kernel itself joins what a row reads in several lists of one part."""
+    problem = problems[0]
+    if len(problems) > 1 or not problem.by_member or not isinstance(problem.part, Reads):
+        return False
+    return choose(problem, backend) is native
 
 
 def attend_by_member(problems: list[Problem], backend: str) -> Tensor:

@@ -15,6 +15,10 @@
 // and delta = sum_m P dP it is
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
 //
+// Ranges may be *joined*: out[row] is one softmax over the keys of all query members of the row. The
+// forward pass then has `row_lse`, the log-sums of rows; the backward pass has `delta`, and in lse
+// the log-sums of the members' rows.
+//
 // The ranges are worked on in three steps, of which the upper ones hold the lower ones:
 //     group     one head of one sequence. A thread takes whole groups, and computes each in one
 //               order: no result depends on the number of threads.
@@ -37,6 +41,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -57,6 +62,8 @@ struct Problem {
     const Int* index;                // [R, K]
     float *out, *lse;     // written by the forward pass, which adds to out (zeros at first)
     float *dq, *dk, *dv;  // written by the backward pass; dk may be dq, which is then their sum
+    const float* delta;   // [P], read by the backward pass of joined ranges, else null
+    float* row_lse;       // [R], written by the forward pass of joined ranges, else null
     Int G, R, P, M, X, K, D, Dv;
     float scale;
 };
@@ -187,6 +194,7 @@ struct Attention : Rooms {
         clear(p.dq, p.D);
         clear(p.dk, p.D);
         clear(p.dv, p.Dv);
+        if (p.row_lse) std::fill(p.row_lse + low, p.row_lse + high, -INFINITY);
         if (p.K >= 0)
             for (Int row = low; row < high; row++) index_row(row);
         else
@@ -283,10 +291,11 @@ struct Attention : Rooms {
         backward(first, count, end);
     }
 
-    // Outputs of the query members from `first` on, and their rows there: by row with weights, else
-    // by member (null).
-    template <class T> T* outputs(T* x, Int first) const { return p.weight ? x : x + first * p.Dv; }
-    const Int* output_rows(Int first) const { return p.weight ? p.query_row + first : nullptr; }
+    // Outputs of the query members from `first` on, and their rows there: by row with weights and
+    // where ranges are joined, else by member (null).
+    bool by_row() const { return p.weight || p.delta || p.row_lse; }
+    template <class T> T* outputs(T* x, Int first) const { return by_row() ? x : x + first * p.Dv; }
+    const Int* output_rows(Int first) const { return by_row() ? p.query_row + first : nullptr; }
 
     // Calls f for each of the keys key <= j < last and each vector v of queries: f(v, where their
     // scores with j lie, where their dP lies, which of them read j).
@@ -357,8 +366,22 @@ struct Attention : Rooms {
             p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
             if (starts[i] == stops[i] || sum == 0) continue;                // sum is 0 where all keys are hidden
             float* out = at_row(outputs(p.out, first), p.Dv, output_rows(first), i, count);
-            add(out, O.at(i), (p.weight ? p.weight[first + i] : 1) / sum, p.Dv);
+            if (p.row_lse)
+                join(out, O.at(i), sum, p.lse[first + i], p.row_lse[p.query_row[first + i]]);
+            else
+                add(out, O.at(i), (p.weight ? p.weight[first + i] : 1) / sum, p.Dv);
         }
+    }
+
+    // Joins what a query member reads to what its row has read so far: `out` and row_lse are then
+    // the output and the log-sum of both. x is the member's output times `sum`, lse its log-sum.
+    void join(float* out, const float* x, float sum, float lse, float& row_lse) const {
+        if (lse == -INFINITY) return;
+        const float most = std::max(row_lse, lse);
+        const float total = most + std::log(std::exp(row_lse - most) + std::exp(lse - most));
+        const float before = std::exp(row_lse - total), share = std::exp(lse - total) / sum;
+        for (Int d = 0; d < p.Dv; d++) out[d] = out[d] * before + x[d] * share;
+        row_lse = total;
     }
 
     // Adds the gradients of a block: first weights (in S), dP, delta and dv, then dS (in dP), dk
@@ -377,7 +400,10 @@ struct Attention : Rooms {
             scatter(key, ldv, S, O, dV);
         }
         // From here on `delta` is delta - dlse.
-        for (int v = 0; v < VECTORS; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
+        for (int v = 0; v < VECTORS; v++) {
+            const Int from = first + v * LANES, some = count - v * LANES;
+            delta[v] = p.delta ? load(p.delta + from, some) : delta[v] - load(p.dlse + from, some);
+        }
         for (Int key = begin; key < end; key += TALL) {
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
                 store(dp, keep(reads, load(s) * (load(dp) - delta[v])));

@@ -1,8 +1,8 @@
 """Attention and selection by clusters on a CPU, by C++ that is compiled on first use and cached in the user's home.
 
 Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position n of head g), D
-head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp` and
-`selection.cpp` say what is computed.
+head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp`,
+`selection.cpp` and `probing.cpp` say what is computed.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.once import derived_once
-from rtx.attention.packed import Hidden, Indexed, Reads
+from rtx.attention.packed import Hidden, Indexed, Packed, Reads
 from rtx.attention.ties import centroid_margin
 
-SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.cpp")]
+SOURCES = [Path(__file__).with_name(name) for name in ("probing.cpp", "selection.cpp", "native.cpp")]
 """What is compiled, and what that includes."""
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -fopenmp " + TUNING.get(platform.machine(), "")).split()
@@ -50,7 +50,7 @@ class AttentionArguments(ctypes.Structure):
     """The arguments of the kernel, in its order."""
 
     _fields_ = (
-        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv")),
+        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv", "delta", "row_lse")),
         *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "X", "K", "D", "Dv")),
         ("scale", ctypes.c_float),
     )
@@ -65,6 +65,27 @@ class SelectionArguments(ctypes.Structure):
         ("allocate", ALLOCATE),
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
     )
+
+
+class ProbingArguments(ctypes.Structure):
+    """The arguments of the kernel that probes clusters of keys, in its order."""
+
+    _fields_ = (
+        *((field, ctypes.c_void_p) for field in ("centroid", "q", "k")),
+        *((field, ctypes.c_void_p) for field in ("key_row", "key_count", "query_count", "index")),
+        ("allocate", ALLOCATE),
+        *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "M", "W", "first", "attend_self")),
+    )
+
+
+class Probed(NamedTuple):
+    """Clusters of keys, and the queries that probe each."""
+
+    key: Packed
+    query: Packed
+    start_P: Tensor
+    stop_P: Tensor
+    """Query member p reads the key members start_P[p] to stop_P[p] - 1."""
 
 
 def wanted(backend: str, length: int) -> bool:
@@ -99,6 +120,18 @@ def attend(problem: Problem) -> Result:
     name = f"native, by member {by_member}"
     reads = derived_once(part, name, lambda: kernel_ranges(part, len(q_RD), by_member))
     return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
+
+
+def attend_joined(problem: Problem) -> Tensor:
+    """Return outputs by row, `[R, D]`: one softmax over all that a row reads in the lists of a part."""
+    q_RD, k_RD, v_RD = problem.rows()
+    part = problem.part
+    assert isinstance(part, Reads)
+    rows = len(q_RD)
+    heads = rows // part.length
+    key_RD = None if problem.shared else k_RD
+    reads = derived_once(part, "native, by member True", lambda: kernel_ranges(part, rows, True))
+    return Joined.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
 
 
 def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
@@ -171,6 +204,50 @@ class Attention(torch.autograd.Function):
         dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
         dv_RD = torch.empty_like(v_RD)
         inputs = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse, "dout": dout, "dlse": dlse}
+        call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
+        none_of_others = [None] * (2 + len(reads))
+        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
+
+
+class Joined(torch.autograd.Function):
+    """Attention by ranges with one softmax over all that a row reads, and its gradients.
+
+    Of query members only log-sums are kept for the backward pass. `reads` are the tensors of
+    `RANGES`. Without keys (`k_RD` is None) the queries serve as keys.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor, scale: float, heads: int, *reads: Tensor
+    ) -> Tensor:
+        """Return outputs by row, zero where nothing is read."""
+        ctx.shared = k_RD is None
+        ctx.scale = scale
+        ctx.heads = heads
+        q_RD = q_RD.contiguous()
+        k_RD = q_RD if k_RD is None else k_RD.contiguous()
+        v_RD = v_RD.contiguous()
+        lse_P = q_RD.new_empty(len(reads[0]))
+        lse_R = q_RD.new_empty(len(q_RD))
+        out_RD = torch.zeros_like(v_RD)
+        call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse_P, row_lse=lse_R)
+        ctx.save_for_backward(q_RD, k_RD, v_RD, out_RD, lse_R, *reads)
+        return out_RD
+
+    @staticmethod
+    def backward(ctx: Any, dout_RD: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values; one for both where queries serve as
+        keys."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: this attention has first derivatives alone")
+        q_RD, k_RD, v_RD, out_RD, lse_R, *reads = ctx.saved_tensors
+        dout_RD = dout_RD.contiguous()
+        row_P = reads[0]
+        delta_P = (dout_RD * out_RD).sum(-1)[row_P]
+        dq_RD = torch.empty_like(q_RD)
+        dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
+        dv_RD = torch.empty_like(v_RD)
+        inputs = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse_R[row_P], "dout": dout_RD, "delta": delta_P}
         call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
         none_of_others = [None] * (2 + len(reads))
         return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
@@ -259,6 +336,89 @@ def select(
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     run("rtx_select", SelectionArguments(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
     return rows[0], count_L, nearest_BHN, moment_2BHC
+
+
+def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> Packed:
+    """Return the keys of each cluster, `[B * H * C]` lists: each key is in that of its nearest centroid."""
+    return run_probing(centroid_HCD, k_BHND)
+
+
+def probe(
+    centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, first: int, attend_self: bool
+) -> Probed:
+    """Return the clusters of keys that the queries from position `first` on probe.
+
+    In front of a head's clusters there is a list of the positions before it, which read all up to themselves.
+    """
+    q_BHND = q_BHND.detach().contiguous()
+    B, H = q_BHND.shape[:2]
+    query_count_L = torch.empty(B * H * (centroid_HCD.shape[1] + 1), dtype=torch.int64)
+    made: list[Tensor] = []
+
+    def allocate(members: int) -> int:
+        made.append(torch.empty(3, members, dtype=torch.int64))
+        return made[0].data_ptr()
+
+    keys = run_probing(
+        centroid_HCD,
+        k_BHND,
+        early=first,
+        more=1,
+        q=q_BHND.data_ptr(),
+        query_count=query_count_L.data_ptr(),
+        allocate=ALLOCATE(allocate),
+        M=candidates,
+        first=first,
+        attend_self=int(attend_self),
+    )
+    row_P, start_P, stop_P = made[0]
+    return Probed(keys, Packed(row_P, query_count_L), start_P, stop_P)
+
+
+def probe_best(
+    centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, window: int, attend_self: bool
+) -> Tensor:
+    """Return the rows `[R, W]` of the `window` best keys, by q k^T, of those that each query probes; -1 for none."""
+    q_BHND = q_BHND.detach().contiguous()
+    B, H, N, _ = q_BHND.shape
+    index_RW = torch.empty(B * H * N, window, dtype=torch.int64)
+    run_probing(
+        centroid_HCD,
+        k_BHND,
+        q=q_BHND.data_ptr(),
+        index=index_RW.data_ptr(),
+        M=candidates,
+        W=window,
+        attend_self=int(attend_self),
+    )
+    return index_RW
+
+
+def run_probing(centroid_HCD: Tensor, k_BHND: Tensor, early: int = 0, more: int = 0, **queries: Any) -> Packed:
+    """Run the kernel with what it is to do with queries, if anything; return the keys of each list.
+
+    `early`: keys of the list in front of a head's clusters, `more`: 1 where there is one.
+    """
+    B, H, N, D = k_BHND.shape
+    C = centroid_HCD.shape[1]
+    centroid_HCD = centroid_HCD.detach().float().contiguous()
+    k_BHND = k_BHND.detach().contiguous()
+    row_M = torch.empty(B * H * (N + early), dtype=torch.int64)
+    keys = Packed(row_M, torch.empty(B * H * (C + more), dtype=torch.int64))
+    problem = ProbingArguments(
+        centroid=centroid_HCD.data_ptr(),
+        k=k_BHND.data_ptr(),
+        key_row=keys.row_M.data_ptr(),
+        key_count=keys.count_L.data_ptr(),
+        G=B * H,
+        H=H,
+        C=C,
+        N=N,
+        D=D,
+        **queries,
+    )
+    run("rtx_probe", problem)
+    return keys
 
 
 def run(name: str, problem: ctypes.Structure) -> None:

@@ -1,0 +1,176 @@
+"""Probed keys: the worked example of their module, how their centroids move, and what they refuse."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import Case, drawn, run
+
+from rtx.attention import Probed, after_step
+from rtx.attention.centroid_update import SPREAD
+from rtx.attention.engine import native
+from rtx.attention.packed import Indexed
+from rtx.attention.routing import statistics_paused
+from rtx.training.hardware import has_compiler
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+
+
+def example(**options: int) -> tuple[Probed, torch.Tensor, torch.Tensor]:
+    """Return the pattern, the query at position 5 and the keys of the module's example; clusters lie along axes."""
+    pattern = Probed(1, 4, clusters=3, decay=0.9, **options).double().eval()
+    pattern.centroids.centroid_HCD.copy_(torch.eye(4)[:3])
+    k_1NC = torch.eye(4, dtype=torch.float64)[[0, 1, 0, 2, 0, 1]]
+    k_1NC[:, 3] = torch.tensor([0.3, 0.0, 0.1, 0.0, 0.15, 0.0])
+    q_D = torch.tensor([2.0, 1.0, 3.0, 5.0], dtype=torch.float64)  # c before a before b; late units choose among keys
+    return pattern, q_D.expand(6, 4)[None, None].contiguous(), k_1NC[None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [({"window": 3}, [0, 2, 3, 4]), ({"window": 2, "candidates": 3}, [0, 3]), ({"window": 4}, [0, 2, 3, 4])],
+)
+def test_the_worked_example(options: dict[str, int], read: list[int]) -> None:
+    pattern, q, k = example(**options)
+    assert pattern.rule(pattern.inputs(q, k, None), 0, False)[0, 5].nonzero()[:, 0].tolist() == read
+    v = torch.eye(6, dtype=torch.float64)[None, None]
+    assert pattern(q, k, v)[0][0, 0, 5].nonzero()[:, 0].tolist() == read
+
+
+def test_of_a_large_cluster_the_last_keys_are_read() -> None:
+    pattern, q, _ = example(window=2)
+    k = torch.eye(4, dtype=torch.float64)[[0, 0, 0, 0, 1, 2]][None, None]
+    q = q.clone()
+    q[..., 0] = 9.0
+    assert pattern.rule(pattern.inputs(q, k, None), 0, False)[0, 5].nonzero()[:, 0].tolist() == [2, 3]
+
+
+def test_centroids_start_at_keys_and_move_to_the_means_of_theirs() -> None:
+    pattern, here = drawn("probed", Case(B=2, N=20, C=3, W=4, D=4), torch.float32)
+    assert isinstance(pattern, Probed)
+    store, k = pattern.centroids, here["k"].detach()
+    assert store.seed_with_next
+    run(pattern.train(), here)
+    start = store.centroid_HCD.clone()
+    assert not store.seed_with_next
+    for head, centroid_CD in enumerate(start):
+        assert all((k[0, head] == centroid_D).all(-1).any() for centroid_D in centroid_CD)
+    after_step(pattern)
+    for head, centroid_CD in enumerate(start):
+        cluster_BN = (k[:, head] @ centroid_CD.T - centroid_CD.square().sum(-1) / 2).argmax(-1)
+        for c, centroid_D in enumerate(centroid_CD):
+            mean_D = k[:, head][cluster_BN == c].mean(0)
+            torch.testing.assert_close(store.centroid_HCD[head, c], 0.9 * centroid_D + 0.1 * mean_D)
+    before = store.centroid_HCD.clone()
+    with statistics_paused():
+        run(pattern, here)
+    run(pattern.eval(), here)
+    after_step(pattern)
+    assert torch.equal(store.centroid_HCD, before)  # nothing was gathered
+    given = pattern.train().inputs(here["q"], here["k"], None)
+    pattern.reads(given, False)
+    assert not any(bool(x.any()) for x in store.sums())  # who reads whom is no statistic
+
+
+def test_clusters_without_keys_share_those_of_the_largest_and_nan_moves_nothing() -> None:
+    pattern, here = drawn("probed", Case(B=1, H=1, N=20, C=5, W=4, D=4), torch.float32)
+    assert isinstance(pattern, Probed)
+    store = pattern.centroids
+    store.seed_with_next = False
+    k = torch.zeros(1, 1, 20, 4)
+    k[..., 0], k[:, :, 12:, 0] = 1.0, -1.0
+    here["k"] = k
+    store.centroid_HCD.copy_(torch.tensor([[1.0, 9, 9, -1, 9]])[..., None] * torch.eye(4)[0])
+    run(pattern.train(), here)
+    after_step(pattern)
+    moved = store.centroid_HCD[0, :, 0].tolist()
+    near = 1 + SPREAD
+    assert moved == pytest.approx([1.0, near, -near, -1.0, 1 + 2 * SPREAD])
+    before = store.centroid_HCD.clone()
+    here["k"] = k.masked_fill(torch.arange(20)[:, None] == 7, math.nan)
+    run(pattern, here)
+    after_step(pattern)
+    assert torch.equal(store.centroid_HCD, before)
+
+
+def test_centroids_of_a_checkpoint_do_not_start_anew() -> None:
+    pattern, here = drawn("probed", Case(), torch.float32)
+    other = copy.deepcopy(pattern)
+    assert isinstance(pattern, Probed) and isinstance(other, Probed)
+    other.load_state_dict(pattern.state_dict())
+    assert other.centroids.seed_with_next  # it has no keys yet
+    run(pattern.train(), here)
+    after_step(pattern)
+    other.load_state_dict(pattern.state_dict())
+    assert not other.centroids.seed_with_next
+    assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
+    assert pattern.bfloat16().centroids.centroid_HCD.dtype == torch.float32
+
+
+def members(pattern: Probed, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return how often each query reads each key, `[R, N]`."""
+    N = q.shape[2]
+    times_RN = torch.zeros(q.shape[:3].numel(), N, dtype=torch.int64)
+    for part in pattern.reads(pattern.inputs(q, k, None), False):
+        if isinstance(part, Indexed):
+            row_S, column_S = (part.index_RK >= 0).nonzero(as_tuple=True)
+            times_RN.index_put_((row_S, part.index_RK[row_S, column_S] % N), torch.tensor(1), accumulate=True)
+            continue
+        for row, start, stop in zip(
+            part.query.row_M.tolist(), part.start_P.tolist(), part.stop_P.tolist(), strict=True
+        ):
+            times_RN[row, part.key.row_M[start:stop].long() % N] += 1
+    return times_RN
+
+
+@needs_compiler
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("attend_self", [True, False])
+@pytest.mark.parametrize("candidates", [None, 40])
+@pytest.mark.parametrize("C, D", [(1, 6), (5, 64), (40, 33)])
+def test_the_kernel_probes_what_torch_probes(
+    C: int, D: int, candidates: int | None, attend_self: bool, returns: bool
+) -> None:
+    generator = torch.Generator().manual_seed(C)
+    N = 300
+    q, k = torch.randn(2, 2, 3, N, D, generator=generator)
+    if returns:  # few different vectors, up to rounding
+        unit_N = torch.randint(12, (N,), generator=generator)
+        q, k = q[:, :, unit_N], k[:, :, unit_N] * (1 + 1e-7 * torch.randn(2, 3, N, D, generator=generator))
+    of_rule = {"clusters": C, "decay": 0.9, "window": 9, "candidates": candidates, "attend_self": attend_self}
+    pattern = Probed(3, D, **of_rule).eval()  # type: ignore[arg-type]
+    pattern.centroids.seed_from([k])
+    pattern.centroids.centroid_HCD[:, -1] = pattern.centroids.centroid_HCD[:, 0]
+    found = []
+    backends = ("torch", "native", "triton") if pattern.reads_all else ("torch", "native")
+    for backend in backends:
+        pattern.backend = backend
+        found.append(members(pattern, q, k))
+    assert int(found[0].max()) == 1 and bool((found[0].sum(-1) > 0).all())
+    assert all(torch.equal(ours, found[0]) for ours in found[1:])
+
+
+@needs_compiler
+def test_the_kernel_gathers_what_torch_gathers() -> None:
+    x = torch.randn(2, 3, 200, 8)
+    centroid_HCD = torch.randn(3, 7, 8)
+    pattern = Probed(3, 8, clusters=7, decay=0.9, window=9, backend="torch")
+    pattern.centroids.centroid_HCD.copy_(centroid_HCD)
+    for ours, theirs in zip(native.cluster_keys(centroid_HCD, x), pattern.clustered_keys(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"candidates": 3}, "window=4: must be from 1 to candidates=3"),
+        ({"candidates": 0}, "candidates=0: must be at least 1"),
+        ({"clusters": 0}, "clusters=0: must be at least 1"),
+        ({"decay": 1.5}, "decay=1.5: must be from 0 to 1"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, float], said: str) -> None:
+    given = {"clusters": 2, "decay": 0.9, "window": 4} | options
+    with pytest.raises(ValueError, match=said):
+        Probed(1, 4, **given)  # type: ignore[arg-type]
