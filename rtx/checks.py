@@ -12,6 +12,7 @@ from typing import Any
 from rtx.config import (
     BASES,
     CENTROIDS,
+    CHOSEN,
     CLUSTERED,
     SELECTIONS,
     SPARSE,
@@ -44,6 +45,7 @@ READ_WITH = (
     ("routing.selection", CLUSTERED, "routing.merge"),
     ("routing.selection", CENTROIDS, "routing.decay"),
     ("routing.selection", CLUSTERED[:3], "routing.update routing.init routing.commitment"),
+    ("routing.selection", CHOSEN, "routing.qk_norm"),
     ("routing.selection", ("probed",), "routing.candidates"),
     ("routing.selection", ("causal",), "routing.threshold_rate"),
     ("routing.selection", ("blocks", "blocks_random"), "routing.block"),

@@ -51,6 +51,7 @@ KINDS_OF_HEADS = ("routed", "routing", "sparse", "random_blocks", "compressive",
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
 CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
+CHOSEN = ("exact", "probed", "indexer", "blocks", "blocks_random")  # selections of keys for each query
 CENTROIDS = ("causal", "topk", "nearest", "probed")  # selections by centroids that k-means moves
 ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")  # keys of routing that are no rules
 SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
@@ -67,7 +68,7 @@ YOUNGER = (
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
     *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True), ("model.attend_self", True)),
-    *(("routing.key_loss", 0.0), ("routing.merge", "mean"), ("routing.candidates", None)),
+    *(("routing.key_loss", 0.0), ("routing.merge", "mean"), ("routing.candidates", None), ("routing.qk_norm", False)),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -142,6 +143,8 @@ class RoutingConfig:
     """Clusters C of each routing head; unset: ceil(N / W)."""
     logit_scale: str = one_of("sqrt_d", "none", "unit")
     """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as its comment has)."""
+    qk_norm: bool = False
+    """Normalise queries and keys before all else, as heads of clusters do (exact, probed, indexer, blocks)."""
     attend_self: bool | None = None
     """Whether a position may always read itself; false: only where nothing else; unset: not where queries are keys."""
     merge: str = one_of("mean", "lse")

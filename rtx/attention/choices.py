@@ -17,7 +17,7 @@ from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.engine.softmax import Relative, recomputed
 from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern
-from rtx.attention.selection import MAX_SCORES, products
+from rtx.attention.selection import MAX_SCORES, normalise, products
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
 
@@ -26,12 +26,25 @@ class Choice(Pattern):
     """H heads whose queries each choose at most `window` keys of the prefix.
 
     Subclasses say what the choice reads, and override `best` where products of these are not the scores of keys.
+
+    Args:
+        window: W.
+        qk_norm: normalise queries and keys (LayerNorm without scale or bias), as heads with clusters of both do.
     """
 
-    def __init__(self, *, window: int, **given: Any) -> None:
+    configured = ("qk_norm",)
+
+    def __init__(self, *, window: int, qk_norm: bool = False, **given: Any) -> None:
         super().__init__(**given)
         check_positive(window=window)
         self.window = window
+        self.qk_norm = qk_norm
+
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+        q_BHND, k_BHND = super().prepare(q_BHND, k_BHND)
+        if not self.qk_norm:
+            return q_BHND, k_BHND
+        return normalise(q_BHND), normalise(k_BHND)
 
     @property
     def has_index(self) -> bool:

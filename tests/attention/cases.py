@@ -68,6 +68,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     clustered: dict[str, Any] = {"merge": case.merge} | own
     H, W, D, seed = case.H, case.W, case.D, case.seed
     length, summary, some = max(1, case.N), 1 + seed % W, {"window": W, "block": 1 + seed % min(W, 4)}
+    chosen = {**own, "qk_norm": bool(seed % 2)}
     hashed = {"window": W, "rounds": case.rounds, "buckets": 4, "seed": seed}
     how, _, keys = kind.partition("-")
     memory = W if keys else case.C - 1
@@ -85,14 +86,14 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "random": lambda: attention.Random(
             H, case.C, window=W, length=length, seed=seed, has_keys=bool(keys), **clustered
         ),
-        "exact": lambda: attention.Exact(window=W, **own),
-        "blocks": lambda: attention.Blocks(H, D, **some, **own),
-        "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **own),
-        "blocks_random": lambda: attention.RandomBlocks(H, D, seed=seed, **some, **own),
+        "exact": lambda: attention.Exact(window=W, **chosen),
+        "blocks": lambda: attention.Blocks(H, D, **some, **chosen),
+        "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **chosen),
+        "blocks_random": lambda: attention.RandomBlocks(H, D, seed=seed, **some, **chosen),
         "probed": lambda: attention.Probed(
-            H, D, clusters=case.C, decay=0.9, window=W, candidates=W + summary if keys else None, **own
+            H, D, clusters=case.C, decay=0.9, window=W, candidates=W + summary if keys else None, **chosen
         ),
-        "indexer": lambda: attention.Indexer(H, D, window=W, units=3, warmup=2 if keys else 0, **own),
+        "indexer": lambda: attention.Indexer(H, D, window=W, units=3, warmup=2 if keys else 0, **chosen),
     }
     if how in made:
         pattern = made[how]()
