@@ -13,12 +13,13 @@ from rtx.report.certainty import certainty
 from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergence
 from rtx.report.headline import Answer, answer
 from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
-from rtx.report.plots import Plot, bits_and_time, plots_of
+from rtx.report.plots import Plot, plots_of
 from rtx.report.run_records import Cell, Collection, Protocol, collect, without_scores
 from rtx.report.score_rows import Row, rows_by_protocol
 from rtx.report.score_tables import Kinds, Paces, departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, paces_of, views
 from rtx.report.tables import Column, Table, filled
+from rtx.report.time_plot import bits_and_time
 from rtx.report.times import all_runs, comparisons, tables_of
 from rtx.training.run_folder import shown
 

@@ -7,14 +7,11 @@ import io
 import itertools
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rtx.report.certainty import TWO_DEVIATIONS, bits_said, numbers, standard_error
-from rtx.errors import plural
-from rtx.report.curves import Curve
 from rtx.report.divergences import BOUND, newest_divergence, paper_spreads, spreads
 from rtx.report.paper import heads_label, kind_of
 from rtx.report.ranking import half_interval, mean
@@ -46,10 +43,6 @@ EQUAL_CONTRAST = math.sqrt(1.05 * 0.05)
 """Luminance (and 0.05) of a ground on which black and white are as readable."""
 AHEAD = " (sees the future)"
 GREY = "#767676"
-POINTS = 60
-"""Of a mean curve, at equal distances over log time."""
-NAMES_SHARE = 0.45
-"""Of the width of a plot over time, that names take at the right of its lines."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names are no formulas
@@ -151,80 +144,6 @@ def scores_and_speed(table: Table, unit: str) -> Plot | None:
     one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
     direct_labels(one, ends, AROUND)
     return finished("speed", "Scores beside speed, with 95% intervals", figure)
-
-
-def bits_and_time(
-    kinds: Mapping[str, Mapping[tuple[str, str], Curve]], ahead: Sequence[str], unit: str
-) -> Plot | None:
-    """Draw the bits of kinds of heads beside their seconds of training: means over seeds with 95% intervals.
-
-    `kinds`: curves by kind, seed and clock. Those of the most frequent clock are drawn, the others left out, as the
-    caption says. `ahead`: kinds that see the future, dashed.
-    """
-    clocks = Counter(clock for curves_of_kind in kinds.values() for _, clock in curves_of_kind)
-    if not clocks:
-        return None
-    common = clocks.most_common(1)[0][0]
-    drawn = {}
-    for kind, of_kind in kinds.items():
-        able = [curve for (_, clock), curve in of_kind.items() if clock == common and len(curve.seconds) > 1]
-        if able:
-            drawn[kind] = able
-    if not drawn:
-        return None
-    figure, (one,) = axes("seconds of training, log scale (optimizer steps alone)", f"{unit} (less is better)")
-    one.set_xscale("log")
-    ends, tops = {}, []
-    for kind, of_kind in drawn.items():
-        seconds, middle, half = mean_curve(of_kind)
-        ink = colour(kind)
-        one.plot(seconds, middle, color=ink, linestyle="--" if kind in ahead else "-")
-        low = [value - wide for value, wide in zip(middle, half, strict=True)]
-        high = [value + wide for value, wide in zip(middle, half, strict=True)]
-        one.fill_between(seconds, low, high, color=ink, alpha=0.15, linewidth=0)
-        ends[kind + AHEAD * (kind in ahead)] = (seconds[-1], middle[-1])
-        tops.append(middle[len(middle) // 4])
-    limits_of_time(one, [curve for of_kind in drawn.values() for curve in of_kind], ends, max(tops))
-    direct_labels(one, ends)
-    left_out = sum(clocks.values()) - clocks[common]
-    caption = "Bits beside seconds of training"
-    if left_out:
-        caption += f" ({plural(left_out, 'run')} with other machine, threads or engine left out)"
-    return finished("time", f"{caption}: means over seeds with 95% intervals", figure)
-
-
-def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds, mean bits and half their 95% intervals, from the last first validation to the first last one."""
-    import numpy as np
-
-    first = max(curve.seconds[0] for curve in curves)
-    last = min(curve.total for curve in curves)
-    seconds = np.geomspace(first, max(first, last), POINTS).tolist()
-    middle = []
-    half = []
-    for at in seconds:
-        values = [float(np.interp(math.log(at), np.log(curve.seconds), curve.bits)) for curve in curves]
-        middle.append(mean(values))
-        half.append(half_interval(values) or 0.0)
-    return seconds, middle, half
-
-
-def limits_of_time(
-    one: Axes, curves: Sequence[Curve], ends: Mapping[str, tuple[float, float]], highest: float
-) -> None:
-    """Leave room for names at the ends of lines, and mark round numbers of seconds; early bits may lie above."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    first = min(curve.seconds[0] for curve in curves)
-    last = max(x for x, _ in ends.values())
-    lowest = min(y for _, y in ends.values())
-    one.set_ylim(lowest - 0.08 * (highest - lowest) - 1e-6, highest + 1e-6)
-    one.set_xlim(0.95 * first, last * max(2.0, last / first) ** NAMES_SHARE)
-    powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    one.xaxis.set_major_locator(FixedLocator([mark for mark in marks if 0.95 * first <= mark <= 1.05 * last]))
-    one.xaxis.set_major_formatter(FuncFormatter(lambda mark, _: f"{mark:,g}"))
-    one.xaxis.set_minor_locator(NullLocator())
 
 
 def curves(

@@ -279,7 +279,7 @@ def ratio_span(finding: Finding) -> str:
 
 
 def gap_text(finding: Finding) -> str:
-    """Return `better −0.051 ± 0.020`, or a number without a verdict, or why there is no number."""
+    """Return a verdict and a difference, `better` and its bits, or a number without a verdict, or why there is no number."""
     if finding.middle is None:
         return finding.why
     middle = f"{finding.middle:+.3f}".replace("-", MINUS)
@@ -308,5 +308,3 @@ def duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.3g} min"
     return f"{seconds / 3600:.3g} h"
-
-
