@@ -279,7 +279,7 @@ def ratio_span(finding: Finding) -> str:
 
 
 def gap_text(finding: Finding) -> str:
-    """Return a verdict and a difference, `better` and its bits, or a number without a verdict, or why there is no number."""
+    """Return a verdict with a difference and its interval, or a number alone, or why there is none."""
     if finding.middle is None:
         return finding.why
     middle = f"{finding.middle:+.3f}".replace("-", MINUS)
