@@ -29,7 +29,7 @@ class Duel:
     """A contender against a rival.
 
     `loss`: the lowest loss that all its seeds have reached, and `time` the finding there, None where there is none.
-    `missed`: the next lower loss; `why`: why there is no `time`.
+    `missed`: the next lower loss, or the highest where none is reached; `why`: why there is no time to it.
     """
 
     contender: str
@@ -109,12 +109,12 @@ def duel_of(kind: str, rival: str, kinds: Kinds, found: Sequence[Against]) -> Du
         return Duel(kind, rival, kinds.unit, score, why="not compared")
     reached = [loss for loss in one.losses if one.times[kind, loss].middle is not None]
     loss = min(reached, default=None)
-    missed = [other for other in one.losses if loss is None or other < loss]
+    missed = max((other for other in one.losses if loss is None or other < loss), default=None)
     return Duel(
         *(kind, rival, kinds.unit, score, loss),
         time=None if loss is None else one.times[kind, loss],
-        missed=max(missed, default=None),
-        why="" if reached else one.times[kind, one.losses[0]].why,
+        missed=missed,
+        why="" if missed is None else one.times[kind, missed].why,
         gap=one.gaps[kind, BUDGETS[-1]],
         seconds=one.seconds[kind],
     )
@@ -187,7 +187,7 @@ def time_part(duel: Duel) -> str:
         assert duel.time.middle is not None
         return f"{duel.loss:.2f} bits in {math.exp(duel.time.middle):.2f} of its time ({FEW})"
     tied = ", no difference shown" if duel.time_verdict == "tied" else ""
-    missed = f", {duel.missed:.2f} not by all seeds" if duel.missed is not None else ""
+    missed = f", {duel.missed:.2f} {duel.why}" if duel.missed is not None else ""
     return f"{duel.loss:.2f} bits in {ratio_span(duel.time)} of its time{tied}{missed}"
 
 
