@@ -23,6 +23,7 @@ BUDGETS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 
 NOT_REACHED = "not reached"
 TOO_EARLY = "before a first validation"
+NO_VALIDATION = "no validation yet"
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ def times_to(loss: float, own: Runs, rival: Runs) -> Paired:
     missed = {seed for seed, curve, _ in pairs if not curve.reaches(loss)}
     seeds = {seed for seed, *_ in pairs}
     if missed:
-        part = "" if missed == seeds else f" by {len(missed)} of {len(seeds)} seeds"
-        return Paired(NOT_REACHED + part)
+        reached = f"reached by {len(seeds) - len(missed)} of {len(seeds)} seeds"
+        return Paired(NOT_REACHED if missed == seeds else reached)
     if any(curve.begins_below(loss) for _, *both in pairs for curve in both):
         return Paired(TOO_EARLY)
     ours = [(seed, math.log(curve.time_to(loss))) for seed, curve, _ in pairs]
@@ -162,7 +163,7 @@ def losses_after(seconds: float, own: Runs, rival: Runs) -> Paired:
         bits = curve.loss_at(seconds)
         bits_of_rival = other.loss_at(seconds)
         if bits is None or bits_of_rival is None:
-            return Paired(TOO_EARLY)
+            return Paired(NO_VALIDATION)
         ours.append((seed, bits))
         theirs.append((seed, bits_of_rival))
     errors = [

@@ -151,7 +151,7 @@ def verdict_on(duel: Duel) -> str:
         return f"{upper(own)} reaches {duel.loss:.2f} bits in {span} of {genitive(rival)} time{but}."
     if duel.falls_behind:
         return f"{upper(rival)} ends ahead; to {duel.loss:.2f} bits {own} takes {span} of its time."
-    return f"No difference in time shown: {own} reaches {duel.loss:.2f} bits in {span} of {genitive(rival)}."
+    return f"No difference in time shown: {own} reaches {duel.loss:.2f} bits in {span} of {genitive(rival)} time."
 
 
 def verdict_by_score(duel: Duel) -> str:

@@ -31,7 +31,7 @@ from rtx.report.run_records import Cell
 from rtx.report.score_rows import row_key
 from rtx.report.score_tables import Kinds, Pick
 from rtx.report.steps import StepRecord, TimedRow
-from rtx.report.tables import MINUS, Column, Table
+from rtx.report.tables import DASH, MINUS, Column, Table
 
 IN_TURN = "timed in turn"
 VALIDATIONS = ("data.length", "trainer.val_stride", "trainer.val_windows")
@@ -224,7 +224,7 @@ def time_table(one: Against, rows: Sequence[str], brief: bool) -> Table:
         entries.append(entry)
     columns = [Column("heads", "heads", brief=brief)]
     for number, loss in enumerate(one.losses):
-        columns.append(Column(f"loss_{number}", f"to {loss:.2f} bits", brief=brief))
+        columns.append(Column(f"loss_{number}", f"to {loss:.2f} bits", brief=brief and number > 0))
     lines = [
         f"Seconds of optimizer steps to a validation of so many bits, as a share of those of {one.rival}: below 1 is "
         "faster. Between validations bits are taken to fall in a straight line over log time. Ratios are geometric "
@@ -245,7 +245,8 @@ def gap_table(one: Against, rows: Sequence[str], constant: bool, brief: bool) ->
             entry |= numbers_of(finding, f"difference after {title}", float)
         entries.append(entry)
     columns = [Column("heads", "heads", brief=brief), Column("time", "equal time", brief=brief)]
-    columns += [Column(f"after_{title}", f"after {title} of it", brief=brief) for title in SHARES]
+    for title in SHARES:
+        columns.append(Column(f"after_{title}", f"after {title} of it", brief=brief and title != SHARES[0]))
     lines = [
         f"Bits less those of {one.rival} after equal seconds of optimizer steps, by the best validation so far: below "
         f"0 is better. The equal time is that of the shortest run of the two rows. Paired by seed; "
@@ -266,7 +267,7 @@ def ratio_text(finding: Finding) -> str:
     if finding.middle is None:
         return finding.why
     word = FASTER[finding.comparison.verdict]
-    return f"{word} {ratio_span(finding)}" if word else f"{math.exp(finding.middle):.2f}, {FEW}"
+    return f"{word} {ratio_span(finding).replace(' to ', DASH)}" if word else f"{math.exp(finding.middle):.2f}, {FEW}"
 
 
 def ratio_span(finding: Finding) -> str:
