@@ -58,7 +58,7 @@ def bits_and_time(kinds: Mapping[str, Mapping[tuple[str, str], Curve]], ahead: S
         ends[kind + AHEAD * (kind in ahead)] = (seconds[-1], middle[-1])
         lines += zip(seconds[:-1], middle[:-1], strict=True)
         tops.append(middle[len(middle) // 4])
-    limits_of_time(one, [curve for of_kind in drawn.values() for curve in of_kind], ends, max(tops))
+    limits_of_time(one, min(x for x, _ in lines), ends, max(tops))
     name_ends(one, ends, lines)
     left_out = sum(clocks.values()) - clocks[common]
     caption = "Bits beside seconds of training"
@@ -83,11 +83,10 @@ def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[
     return seconds, middle, half
 
 
-def limits_of_time(one: Axes, curves: Sequence[Curve], ends: Mapping[str, tuple[float, float]], highest: float) -> None:
+def limits_of_time(one: Axes, first: float, ends: Mapping[str, Point], highest: float) -> None:
     """Leave room for names at the ends of lines, and mark round numbers of seconds; early bits may lie above."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    first = min(curve.seconds[0] for curve in curves)
     last = max(x for x, _ in ends.values())
     lowest = min(y for _, y in ends.values())
     one.set_ylim(lowest - 0.08 * (highest - lowest) - 1e-6, highest + 1e-6)
