@@ -39,8 +39,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
     if report.answer:
-        print(terminal(replace(report.answer, lines=[report.opening]), width, strip=True), "", sep="\n")
-        print(*(printable(textwrap.fill(line, width)) for line in report.answer.lines), sep="\n")
+        print(*(printable(textwrap.fill(line, width)) for line in [report.headline, *report.lines]), "", sep="\n")
+        print(terminal(replace(report.answer, lines=[]), width, strip=True), "", sep="\n")
+        print(*(printable(textwrap.fill(line, width)) for line in [report.noise, *report.answer.lines]), sep="\n")
     else:
         print(printable(textwrap.fill(report.opening, width)))
     for table in (table for table in report.tables if table.shown(brief=True)):

@@ -11,13 +11,16 @@ from rtx.disk import replace_file
 from rtx.errors import DAMAGED, UserError, plural, printable
 from rtx.report.certainty import certainty
 from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergence
+from rtx.report.headline import Answer, answer
 from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
 from rtx.report.run_records import Cell, Collection, Protocol, collect, without_scores
 from rtx.report.score_rows import Row, rows_by_protocol
-from rtx.report.score_tables import Paces, departures, kinds_table, score_tables
-from rtx.report.steps import StepRecord, equal_time_tables, paces_of, views
+from rtx.report.score_tables import Kinds, Paces, departures, kinds_table, score_tables
+from rtx.report.steps import StepRecord, paces_of, views
 from rtx.report.tables import Column, Table, filled
+from rtx.report.time_plot import bits_and_time
+from rtx.report.times import all_runs, comparisons, tables_of
 from rtx.training.run_folder import shown
 
 
@@ -26,6 +29,7 @@ class Report:
     title: str
     problems: list[str]
     headline: str = ""  # what may be concluded, in a sentence or two, or why nothing may be
+    lines: Sequence[str] = ()  # one for each rival, and what else to know before the tables
     noise: str = ""  # what differences to mistrust, behind the headline
     answer: Table | None = None  # the kinds of heads, ranked
     tables: list[Table] = field(default_factory=list)
@@ -37,7 +41,7 @@ class Report:
 
     @property
     def opening(self) -> str:
-        """What stands before all else: the headline and the noise."""
+        """The headline and the noise of a report without lines between them."""
         return f"{self.headline} {self.noise}".strip()
 
 
@@ -60,18 +64,19 @@ def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> R
     report = Report(title, found.problems)
     compared = [protocol for protocol, rows in by_protocol if protocol and several_kinds(rows)]
     leading = compared[0] if compared else by_protocol[0][0]
+    made: list[Plot | None] = []
     for protocol, rows in by_protocol:
-        add_scores(report, protocol, rows, paces, leads=protocol == leading)
+        kinds = add_scores(report, protocol, rows, paces, leads=protocol == leading)
+        if kinds and protocol == leading:
+            made.append(add_times(report, kinds, records))
     if not found.cells:
         report.headline = "No scores here: step times alone."
-    for table, said in equal_time_tables(found.cells, records):
-        table.lines.insert(0, said)
-        report.tables.append(table)
     report.tables += [divergence_view(cell, one) for cell in found.cells if (one := newest_divergence(cell))]
     report.tables += [table for record in records for table in views(record)]
     report.tables += [one for one in (environment_table(found.cells), list_of_tables(found.cells)) if one.rows]
     protocol, rows = by_protocol[0]
-    report.plots = plots_of(report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits")
+    report.plots = [plot for plot in made if plot]
+    report.plots += plots_of(report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits")
     own = found.commands or [cell.command for cell in found.cells if cell.command]
     timed = [record.facts["command"] for record in records if record.facts["command"]]
     report.commands = [printable(command).replace("\n", " ") for command in dict.fromkeys([*own, *timed])]
@@ -89,26 +94,44 @@ def several_kinds(rows: Sequence[Row]) -> bool:
     return len({heads_label(row.config) for row in finished(rows)}) > 1
 
 
-def add_scores(report: Report, protocol: Protocol | None, rows: Sequence[Row], paces: Paces, leads: bool) -> None:
-    """Add the tables of a protocol to a report, and say before them how certain they are.
+def add_scores(
+    report: Report, protocol: Protocol | None, rows: Sequence[Row], paces: Paces, leads: bool
+) -> Kinds | None:
+    """Add the tables of a protocol to a report, and return its kinds of heads; None where there are not several.
 
-    `leads`: whether that is the headline of the report, and a table of kinds of heads its answer.
+    `leads`: whether the table of kinds of heads is the answer of the report, with a headline of its own to come. Other
+    tables say before them how certain they are.
     """
     ranked, tables = finished(rows), score_tables(protocol, rows, paces)
     unit = f"bits/{protocol.unit}" if protocol else "bits"
-    kinds, said = None, ""
+    kinds = None
+    said = Answer("", ())
     if protocol and several_kinds(rows):
-        kinds, said = kinds_table(protocol, ranked, paces)
+        kinds = kinds_table(protocol, ranked, paces)
+        said = answer(kinds, ())
         left_out = sum(len(row.scores) for row in rows) - sum(len(row.scores) for row in ranked)
-        kinds.lines += [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
-        tables = [kinds, *tables]
-    sure = certainty(ranked, unit, kinds, said)
+        kinds.table.lines += [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
+        tables = [kinds.table, *tables]
+    sure = certainty(ranked, unit, kinds.table if kinds else None, said.headline)
     if leads:
         report.headline, report.noise = sure.verdict, sure.noise
-        report.answer = tables.pop(0) if said else None
+        report.answer = tables.pop(0) if kinds else None
     elif tables:
-        tables[0].lines.insert(0, f"{sure.verdict} {sure.noise}".strip())
+        tables[0].lines[:0] = [f"{sure.verdict} {sure.noise}".strip(), *said.lines]
     report.tables += tables
+    return kinds
+
+
+def add_times(report: Report, kinds: Kinds, records: Sequence[StepRecord]) -> Plot | None:
+    """Add what seconds of training tell of the kinds of heads, headline and lines first; return the plot of it."""
+    runs, _ = all_runs(kinds, records)
+    found = comparisons(kinds, records)
+    said = answer(kinds, found)
+    report.headline, report.lines = said.headline, said.lines
+    constant = all(one.row.config["optimizer.schedule"] == "constant" for one in kinds.picked.values())
+    report.tables[:0] = tables_of(found, kinds, constant)
+    ahead = [kind for kind in kinds.picked if kind not in kinds.legal]
+    return bits_and_time({kind: of_kind.curves for kind, of_kind in runs.items()}, ahead, kinds.unit)
 
 
 def environment_table(cells: Sequence[Cell]) -> Table:
@@ -212,7 +235,8 @@ def no_formula(value: Any) -> Any:
 
 def as_json(report: Report) -> str:
     """Return tables and commands as JSON; numbers as they are, not rounded."""
-    said = {"title": report.title, "headline": report.headline, "noise": report.noise, "problems": report.problems}
+    said = {"title": report.title, "headline": report.headline, "lines": report.lines, "noise": report.noise}
+    said |= {"problems": report.problems}
     tables = [
         {"title": table.title, "lines": table.lines, "footnotes": table.notes, "rows": table.rows}
         for table in report.every_table()

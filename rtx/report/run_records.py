@@ -97,6 +97,8 @@ class Cell:
     scores: Sequence[Score] = ()  # of its evaluations: the best checkpoint's last
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # bits of them, by split and name
     curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # bits and units of validations, by step
+    trained: Mapping[int, float] = field(default_factory=dict)  # seconds of optimizer steps up to validations, by step
+    moved: bool = False  # whether it was resumed on another machine, or with other threads
     pace: float | None = None  # steps a second: the median over rows of metrics.jsonl but the first, which warms up
     peak_share: float | None = None  # of the GPU's peak, the median over the same rows; None where none is known
     analyses: Sequence[Mapping[str, Any]] = ()
@@ -206,6 +208,8 @@ def read_cell(folder: Path, found: Collection) -> Cell:
             curve={
                 row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row.get("val_bits") is not None
             },
+            trained={row["step"]: row["train_seconds"] for row in latest if row.get("train_seconds") is not None},
+            moved=has_moved(folder, environment),
             pace=statistics.median(paces[1:] or paces) / units if paces else None,
             peak_share=statistics.median(shares[1:] or shares) if shares else None,
             analyses=analyses,
@@ -213,6 +217,13 @@ def read_cell(folder: Path, found: Collection) -> Cell:
         )
     except DAMAGED as error:
         return without_scores(cell, error, found)
+
+
+def has_moved(folder: Path, environment: Mapping[str, Any]) -> bool:
+    """Tell whether a run was resumed on another machine, or with other threads, than it began on."""
+    rows = read_lines(folder / "resumes.jsonl", Collection())
+    same = [key for key in ("host", "gpu", "threads") if key in environment]
+    return any(row[key] != environment[key] for row in rows for key in same if key in row)
 
 
 def without_scores(cell: Cell, error: Exception, found: Collection) -> Cell:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rtx.errors import plural
 from rtx.report.paper import PaperTable, heads_label, setting_lines, table_of
-from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean
+from rtx.report.ranking import FEW, OPPOSITE, Comparison, Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import Protocol
 from rtx.report.score_rows import Row, differing_keys, row_key, values_read
 from rtx.report.tables import MINUS, Column, Table
@@ -14,7 +15,7 @@ from rtx.report.tables import MINUS, Column, Table
 Paces = Mapping[Any, tuple[float, float | None, str]]
 """Steps a second and half their interval, as timed in turn, and why they may not be those of training, by row."""
 
-AGAINST = ("local", "random", "random blocks")
+AGAINST = ("full", "local+full", "local", "random", "random blocks")
 """The kinds that the others are compared with; where there is none of them, it is the first by name."""
 
 CHOSE = "which chose it"
@@ -78,35 +79,94 @@ def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None, column: 
     return [{name: f"baseline: {best}", column: bits[best]}] if bits else []
 
 
-def kinds_table(
-    protocol: Protocol, rows: Sequence[Row], paces: Paces, errors: Mapping[Any, tuple[float, float]] | None = None
-) -> tuple[Table, str]:
-    """Return the kinds of heads, those that see no future ranked, and a sentence on what may be concluded.
+@dataclass(frozen=True)
+class Pick:
+    """The row that stands for a kind of heads, and the scores by seed that it is reported by.
 
-    Of several rows of a kind the best is taken, with its scores by other seeds than those that chose it. `errors` are
-    as `compare` has them, by the key of a row.
+    `values` are empty where every seed helped to choose the row. `note`: what it is the best of, of `rows` rows.
     """
+
+    kind: str
+    row: Row
+    values: Values
+    note: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of heads of a protocol, ranked.
+
+    `legal`: the scores by seed of the kinds that see no future; `against`: the rivals, the first one first; `compared`:
+    each kind with each rival; `order`: the kinds from the least bits on, those that see the future last.
+    """
+
+    table: Table
+    picked: Mapping[str, Pick]
+    legal: Mapping[str, Values]
+    against: Sequence[str]
+    compared: Mapping[tuple[str, str], Comparison]
+    order: Sequence[str]
+    unit: str
+    most_seeds: int
+    baseline: str  # the simple baseline that is ahead of every model, in words; empty: none
+
+
+def picked_kinds(rows: Sequence[Row]) -> dict[str, Pick]:
+    """Return the row that stands for each kind of heads."""
     kinds: dict[str, list[Row]] = {}
-    for row in (row for row in rows if row.config and row.scores):
-        kinds.setdefault(heads_label(row.config), []).append(row)
-    entries, legal, picked = {}, {}, {}
+    for row in rows:
+        if row.config and row.scores:
+            kinds.setdefault(heads_label(row.config), []).append(row)
+    found = {}
     for kind, alike in kinds.items():
         row, values, note = pick(alike)
-        picked[kind] = row
-        entries[kind] = {"heads": kind, **facts_of(row, values or row.values(), paces), "note": note}
-        if not values:  # those that chose the row are no fair sample of its scores
-            entries[kind] |= {"half": None, "seeds_remark": CHOSE}
-        entries[kind] |= {"of": len(alike)} if note else {}
-        if not row.sees_future:
-            legal[kind] = values
+        found[kind] = Pick(kind, row, values, note, len(alike))
+    return found
+
+
+def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
+    """Return the kinds of heads, those that see no future ranked.
+
+    Of several rows of a kind the best is taken, with its scores by other seeds than those that chose it.
+    """
+    picked = picked_kinds(rows)
+    legal = {kind: one.values for kind, one in picked.items() if not one.row.sees_future}
     against = [kind for kind in AGAINST if kind in legal] or sorted(legal)[:1]
     pairs = [(kind, other) for other in against for kind in legal if kind not in against[: against.index(other) + 1]]
-    known = {kind: row_key(picked[kind].config) for kind in legal} if errors else {}
-    found = compare(legal, pairs, {kind: errors[key] for kind, key in known.items()} if errors else None)
-    for kind, entry in entries.items():
+    compared = compare(legal, pairs)
+    entries = []
+    for kind, one in picked.items():
+        entry = {"heads": kind, **facts_of(one.row, one.values or one.row.values(), paces), "note": one.note}
+        if not one.values:  # those that chose the row are no fair sample of its scores
+            entry |= {"half": None, "seeds_remark": CHOSE}
+        entry |= {"of": one.rows} if one.note else {}
         for other in against:
-            entry[f"against_{other}"], entry[f"less_{other}"] = verdict(found, kind, other, kind in legal)
-    columns = [
+            entry[f"against_{other}"], entry[f"less_{other}"] = verdict(compared, kind, other, kind in legal)
+        entries.append(entry)
+    entries.sort(key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
+    simple = baseline("heads", rows, protocol)
+    how = HOW.format(plural(len(pairs), "comparison"))
+    lines = [f"{protocol.line(units_of(rows))}. {how}"]
+    lines[0] += said_of_paces({kind: one.row for kind, one in picked.items()}, paces)
+    lines += [f"{kind}: {one.note}." for kind, one in picked.items() if one.note]
+    columns = kinds_columns(protocol, against, figures(rows))
+    return Kinds(
+        table=Table(f"Which heads pay? {protocol.where}", columns, [*entries, *simple], lines),
+        picked=picked,
+        legal=legal,
+        against=against,
+        compared=compared,
+        order=[entry["heads"] for entry in entries],
+        unit=f"bits/{protocol.unit}",
+        most_seeds=max(len(row.values()) for row in rows if row.scores),
+        baseline=baseline_ahead(simple, entries, protocol),
+    )
+
+
+def kinds_columns(protocol: Protocol, against: Sequence[str], measures: Sequence[str]) -> list[Column]:
+    """Return the columns of the kinds of heads: against each rival, and with further measures."""
+    return [
         Column("heads", "heads"),
         Column("ours", f"bits/{protocol.unit}", 4, "half"),
         ERROR,
@@ -115,23 +175,22 @@ def kinds_table(
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         PEAK,
-        *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
+        *(Column(name, name, 3, brief="," not in name) for name in measures),
         *(Column(f"less_{kind}", f"less {kind}", brief=False) for kind in against),
         Column("of", "best of"),
     ]
-    order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
-    lowest, simple = min(entry["ours"] or math.inf for entry in order), baseline("heads", rows, protocol)
-    order += simple
-    how = HOW.format(plural(len(pairs), "comparison"))
-    table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {how}"])
-    table.lines[0] += said_of_paces(picked, paces)
-    table.lines += [f"{kind}: {entry['note']}." for kind, entry in entries.items() if entry["note"]]
-    most = max(len(row.values()) for alike in kinds.values() for row in alike)
-    said = conclusion(legal, against, found, [kind for kind in kinds if kind not in legal], most)
-    for row in (row for row in simple if row["ours"] < lowest):
-        name = row["heads"].partition(": ")[2]
-        said += f" The simple baseline {name} ({row['ours']:.3f} bits/{protocol.unit}) is ahead of every model."
-    return table, said
+
+
+def baseline_ahead(
+    simple: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Any]], protocol: Protocol
+) -> str:
+    """Return the simple baseline and its bits where it is ahead of every model, else an empty string."""
+    lowest = min(entry["ours"] or math.inf for entry in entries)
+    for row in simple:
+        if row["ours"] < lowest:
+            name = row["heads"].partition(": ")[2]
+            return f"{name} ({row['ours']:.3f} bits/{protocol.unit})"
+    return ""
 
 
 def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
@@ -155,51 +214,6 @@ def verdict(found: Mapping[tuple[str, str], Comparison], kind: str, other: str, 
     word = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
     chance = "p<0.001" if entry.chance < 0.001 else f"p={entry.chance:.2g}"
     return word, f"{sign * entry.difference:+.3f} ± {entry.half:.3f}, {chance}".replace("-", MINUS)
-
-
-def conclusion(
-    legal: Mapping[str, Values],
-    against: Sequence[str],
-    found: Mapping[tuple[str, str], Comparison],
-    unranked: Sequence[str],
-    most: int,
-) -> str:
-    """Return in a sentence or two what may be said of the kinds; `most`: seeds of the row that has the most."""
-    verbs = ("sees the future and is", "see the future and are")
-    seen = [f"{' and '.join(unranked)} {verbs[len(unranked) > 1]} not ranked"] if unranked else []
-    single = ["Not certain: 1 seed a row; no verdict"] if most == 1 else []
-    if len(legal) < 2:
-        alone = [] if single else ["Nothing to compare: one kind of heads has a score that sees no future"]
-        return "; ".join([*single, *alone, *seen]) + "."
-    same: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for number, other in enumerate(against):
-        kinds = [kind for kind in legal if kind not in against[:number]]  # compared with this one already
-        verdicts = {kind: verdict(found, kind, other)[0] for kind in kinds}
-        for word in dict.fromkeys(verdicts.values()):
-            same.setdefault((word, tuple(kind for kind in kinds if verdicts[kind] == word)), []).append(other)
-    texts = {"better": "better than {}", "behind": "behind {}", "tied": "no difference from {} shown"}
-    every = [
-        (text.format(" and ".join(others)), kinds)
-        for word, text in texts.items()
-        for (verdict_of, kinds), others in same.items()
-        if verdict_of == word
-    ]
-    said = ["; ".join(f"{text}: {', '.join(kinds)}" for text, kinds in every)] if every else []
-    few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
-    if single:
-        said += single
-    elif not any(legal.values()):
-        said.append("not certain: of several rows of a kind one is chosen, and no seeds are left to report it by")
-    elif len(few) == len(legal):
-        lowest = min(legal, key=lambda kind: mean(legal[kind].values()) if legal[kind] else math.inf)
-        numbers = sorted(set(few.values()))
-        are = f"{'is' if numbers == [1] else 'are'} {' or '.join(map(str, numbers))}"
-        why = f"a verdict takes {SEEDS} seeds, and here {are}"
-        said.append(f"not certain: {lowest} heads have the lowest mean, but {why}")
-    elif few:
-        said.append(f"no verdict on {', '.join(few)}: fewer than {SEEDS} seeds")
-    text = "; ".join([*said, *seen]) or "no difference shown"
-    return text[0].upper() + text[1:] + "."
 
 
 def units_of(rows: Sequence[Row]) -> int | None:

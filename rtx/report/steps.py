@@ -1,36 +1,33 @@
-"""Step times that `benchmarks/steps.py` recorded, beside the paper's, and what rows score after equal time.
+"""Step times that `benchmarks/steps.py` recorded, beside the paper's.
 
 A record is outputs/<name>/bench/steps-<key>.json; nothing here imports torch.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rtx.compose import flat
+from rtx.config import all_fields
 from rtx.errors import plural
 from rtx.report.paper import (
     Config,
     PaperTable,
-    heads_label,
     kind_of,
     numbered,
     setting_lines,
     table_of,
 )
 from rtx.report.ranking import half_interval, mean
-from rtx.report.run_records import Cell, Collection, Score, read_object
+from rtx.report.run_records import Cell, Collection, read_object
 from rtx.report.score_rows import Row, name_rows, row_key
-from rtx.report.score_tables import kinds_table
 from rtx.report.tables import Column, Table
 
 WHAT = "training steps in turn"  # what a record says it is
-SAME = ("data.length", "trainer.val_stride", "trainer.val_windows")
-"""What rows share, beside their data, for their validations to be of the same units in the same context."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,13 @@ class TimedRow:
     def speed(self) -> float:
         """Steps a second: of the geometric mean over turns, whose errors are multiples; 0 where there are none."""
         return 1e3 / math.exp(mean(np.log(self.turns))) if self.turns else 0.0
+
+    @property
+    def log_error(self) -> tuple[float, float] | None:
+        """Standard error of the logarithm of the speed, and its degrees of freedom; None of a single turn."""
+        if len(self.turns) < 2:
+            return None
+        return float(np.std(np.log(self.turns), ddof=1)) / math.sqrt(len(self.turns)), len(self.turns) - 1.0
 
     @property
     def half(self) -> float | None:
@@ -83,8 +87,9 @@ def read_record(content: Mapping[str, Any]) -> StepRecord:
     """Return a record from its JSON; one of the errors that `read_records` knows where it is none."""
     if content["what"] != WHAT:
         raise ValueError(content["what"])
+    defaults = {key: known.default for key, known in all_fields().items()}  # of keys that are newer than the record
     rows = [
-        TimedRow(flat(row["config"]), row["ms_turns"], row["reason"] or "", row["parameters"])
+        TimedRow({**defaults, **flat(row["config"])}, row["ms_turns"], row["reason"] or "", row["parameters"])
         for row in content["rows"]
     ]
     facts = {key: content[key] for key in ("bench", "device", "ids", "time")}
@@ -164,66 +169,3 @@ def local_row(row: TimedRow, rows: Sequence[TimedRow]) -> TimedRow | None:
     same = ("data.length", "trainer.batch_size", "hardware.threads", "hardware.precision", "hardware.compile")
     able = (other for other in rows if kind_of(other.config) == "local" and other.turns)
     return next((other for other in able if all(row.config[key] == other.config[key] for key in same)), None)
-
-
-def equal_time_tables(cells: Sequence[Cell], records: Sequence[StepRecord]) -> list[tuple[Table, str]]:
-    """Return what each kind had reached when the first had taken all its steps, with the error of paces in verdicts.
-
-    That needs a learning rate that stays constant after its warm-up: then a validation on the way is the score of a run
-    of that length. Paces are those of the newest record that has all rows, which were timed in turn.
-    """
-    groups: dict[Any, dict[Any, Row]] = {}
-    for cell in cells:
-        if cell.state == "done" and cell.final and cell.curve and cell.config["optimizer.schedule"] == "constant":
-            terms = (cell.final.protocol.fingerprint, *(cell.config[key] for key in SAME))
-            groups.setdefault(terms, {}).setdefault(row_key(cell.config), Row([])).cells.append(cell)
-    return [made for rows in groups.values() if (made := equal_time(list(rows.values()), records))]
-
-
-def equal_time(rows: Sequence[Row], records: Sequence[StepRecord]) -> tuple[Table, str] | None:
-    """Return the table of some rows, and what it allows to say; None where they are not several with a pace."""
-    keys = [row_key(row.config) for row in rows]
-    timed = [(record, {row_key(row.config): row for row in record.rows if row.turns}) for record in records]
-    record, speeds = next(((one, found) for one, found in timed if found.keys() >= set(keys)), (None, {}))
-    sure = [(row, speeds[key]) for key, row in zip(keys, rows, strict=True) if record and not speeds[key].reason]
-    if not record or len(sure) < 2:
-        return None
-    seconds = min(row.step / pace.speed for row, pace in sure)
-    errors = {row_key(row.config): score_after(seconds, row, pace) for row, pace in sure}
-    scored = [row for row, _ in sure if row.scores]
-    if len(scored) < 2:
-        return None
-    name_rows(scored)
-    table, said = kinds_table(scored[0].scores[0].protocol, scored, paces_of([record]), errors=errors)
-    table.title = f"Equal time: {seconds / 60:,.1f} minutes of training steps"
-    table.lines[0] += (
-        f" Paces as timed in turn ({record.facts['device']}); their error is in the verdicts. "
-        "Between two validations bits are taken to fall in a straight line; the learning rate is constant."
-    )
-    table.lines += [f"Left out: {heads_label(row.config)} ({row.reason})." for row in speeds.values() if row.reason]
-    return table, said
-
-
-def score_after(seconds: float, row: Row, pace: TimedRow) -> tuple[float, float]:
-    """Score the runs of a row as they were after so long; return what the error of its pace makes of that in bits.
-
-    The error is a standard error with its degrees of freedom, as `compare` has it.
-    """
-    steps, logs = min(seconds * pace.speed, row.step), np.log(pace.turns)
-    row.cells = [cell for cell in row.cells if min(cell.curve) <= steps]
-    row.scores = [score_at(cell, steps) for cell in row.cells]
-    if len(logs) < 2 or not row.cells:
-        return 0.0, 1.0
-    fewer = steps * math.exp(-float(np.std(logs, ddof=1)) / math.sqrt(len(logs)))
-    return mean(score_at(cell, fewer).bits - score_at(cell, steps).bits for cell in row.cells), len(logs) - 1.0
-
-
-def score_at(cell: Cell, step: float) -> Score:
-    """Return the score of a run at some step, on a straight line between the validations before and after it."""
-    assert cell.final
-    steps = sorted(cell.curve)
-    bits = float(np.interp(step, steps, [cell.curve[at][0] for at in steps]))
-    protocol = replace(cell.final.protocol, fingerprint="", stamps=(), windows=cell.config["trainer.val_windows"])
-    units = cell.curve[steps[0]][1]
-    unknown: dict[str, Any] = {"figures": {}, "error": None, "windows": None}  # those of the closing score
-    return replace(cell.final, protocol=protocol, bits=bits, units=units, **unknown)

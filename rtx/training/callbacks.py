@@ -20,6 +20,7 @@ from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
 from rtx.training.module import TrainingModule, learning_rate, seed_everything
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped, state_after
+from rtx.training.step_clock import StepClock
 
 FINAL_SECONDS = 30.0  # that the closing score may take whatever the training took
 
@@ -74,8 +75,10 @@ class Watch(Callback):
         self.streams: dict[str, Any] = {"torch": torch} | ({"cuda": torch.cuda} if torch.cuda.is_available() else {})
         self.meter = meter or Meter(0.0, None)
         self.units_per_step = self.plan.batch_size * module.config.data.length
-        self.began = self.mark = time.monotonic()
+        self.began = time.monotonic()
+        self.clock = StepClock(data.step)
         self.row_step, self.waited, self.pace, self.bits = data.step, 0.0, 0.0, math.nan
+        self.row_elapsed = 0.0  # of the clock, at the last row
         self.validated = 0.0  # seconds that the last validation took
         self.saved = data.step or None  # step of the checkpoint that a run in need may go back to
         self.kept: dict[str, Any] = {"seconds": 0.0, "ranks": []}
@@ -91,7 +94,8 @@ class Watch(Callback):
         states = {name: stream.get_rng_state() for name, stream in self.streams.items()}
         sums, memory = self.module.sums.tolist(), self.module.kept_memory()
         ranks = self.ranks.gather({"rng": states, "sums": sums, "memory": memory})
-        return {"seconds": self.seconds, "best": self.best, "ranks": ranks}
+        clock = self.clock.state(self.module.global_step)
+        return {"seconds": self.seconds, "clock": clock, "best": self.best, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         match state_dict:
@@ -99,6 +103,8 @@ class Watch(Callback):
                 self.kept, self.best = state_dict, best
             case _:
                 raise TypeError("its time, best score or random streams")
+        if "clock" in state_dict:  # checkpoints of earlier versions have none
+            self.clock.restore(state_dict["clock"])
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Restore streams, sums and memories, hold signals from here on, and validate where that is still due."""
@@ -114,26 +120,28 @@ class Watch(Callback):
         else:
             seed_everything(self.module.config.seed, 1 + rank + world * step)
         self.signals.hold()
-        self.began = self.mark = time.monotonic()
+        self.began = time.monotonic()
         trainer.should_stop = step >= self.plan.steps
         if not trainer.should_stop and (line := self.module.compile_now()):
             self.say(line)
-            self.mark = time.monotonic()
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
+        self.clock.go()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Look around, if due, and write what is; `RunFailed` where a number is not finite, `Stopped` by a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return  # within a step
         step, plan = trainer.global_step, self.plan
+        units = (step - self.row_step) * self.units_per_step
         look = 8 if pl_module.device.type == "cuda" else 1  # each look at numbers makes the CPU wait for the device
         steps = plan.log_every, plan.val_every, plan.checkpoint_every, look
         due = math.isnan(self.bits) or any(step % every == 0 for every in steps)  # a run's first step has no bits yet
         stop = self.agree(trainer) if due or step >= plan.steps else 0
-        self.pace = (step - self.row_step) * self.units_per_step / max(1e-9, time.monotonic() - self.mark)
+        self.clock.end_of_step()
+        self.pace = units / max(1e-9, self.clock.elapsed - self.row_elapsed)
         if step % plan.log_every == 0 or trainer.should_stop:
             self.write_train_row(trainer)
         self.leave_if(stop, trainer)
@@ -165,9 +173,9 @@ class Watch(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Replace last.ckpt; `RunFailed` where the disk is full: the old one stays."""
-        began = time.monotonic()
-        trainer.save_checkpoint(self.last)
-        self.saved, self.mark = trainer.global_step, self.mark + time.monotonic() - began  # which was no stepping
+        with self.clock.halted():
+            trainer.save_checkpoint(self.last)
+        self.saved = trainer.global_step
         self.record(step=self.saved, saved=self.saved, write=True)
 
     def last_good(self) -> str:
@@ -199,20 +207,28 @@ class Watch(Callback):
 
     def write_train_row(self, trainer: Trainer) -> None:
         nats, right, passes = self.ranks.total(*self.module.sums.tolist())
-        share = (self.data.seconds - self.waited) / max(1e-9, time.monotonic() - self.mark)
+        share = (self.data.seconds - self.waited) / max(1e-9, self.clock.elapsed - self.row_elapsed)
+        self.clock.halt()
         rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
         values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
+        values |= self.train_seconds(trainer)
         values |= {} if self.module.answers is None else {"accuracy": right / passes}
         speed: dict[str, Any] = {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
         self.write_row(trainer, "train", values | speed | self.telemetry(self.module.model))
         self.record(step=trainer.global_step, steps=self.plan.steps, **speed)
         self.module.sums.zero_()
-        self.row_step, self.waited, self.mark = trainer.global_step, self.data.seconds, time.monotonic()
+        self.row_step, self.waited, self.row_elapsed = trainer.global_step, self.data.seconds, self.clock.elapsed
+        self.clock.go()
+
+    def train_seconds(self, trainer: Trainer) -> dict[str, float]:
+        """Return the seconds of optimizer steps alone, by the name of their field; nothing where they are not known."""
+        seconds = self.clock.seconds(trainer.global_step)
+        return {} if seconds is None else {"train_seconds": seconds}
 
     def write_score(self, trainer: Trainer, kind: str) -> None:
         score: Any = self.module.score
-        values = {"bits": score.bits, "units": score.units, "se": score.standard_error}
+        values = {"bits": score.bits, "units": score.units, "se": score.standard_error, **self.train_seconds(trainer)}
         self.write_row(trainer, kind, values | ({} if score.accuracy is None else {"accuracy": score.accuracy}))
 
     def write_row(self, trainer: Trainer, kind: str, values: dict[str, Any]) -> None:
@@ -221,14 +237,15 @@ class Watch(Callback):
 
     def on_validation_start(self, *_: Any) -> None:
         self.signals.hold()  # in the closing score Lightning has set a handler again
-        self.mark, self.validated = self.mark - (now := time.monotonic()), now
+        self.clock.halt()
+        self.validated = time.monotonic()
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.leave_if(self.ranks.largest(self.signals.requested)[0], trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the score of a validation during training, and keep the weights if it is the best so far."""
-        self.mark, self.validated = self.mark + (now := time.monotonic()), now - self.validated  # no stepping
+        self.validated = time.monotonic() - self.validated
         if trainer.state.fn != "fit":
             return
         score, step, windows = pl_module.score, trainer.global_step, len(pl_module.score.units_K)
@@ -243,6 +260,8 @@ class Watch(Callback):
         self.record(step=step, best=self.best)
         if trainer.should_stop:
             self.save(trainer)
+        else:
+            self.clock.go()
 
 
 class Progress(TQDMProgressBar):

@@ -28,6 +28,8 @@ GOES_ON = "going on with metrics.jsonl alone"
 QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
 KINDS = {"train": ("train", ""), "val": ("valid", "val_"), "final": ("final", "val_")}
 """By the first part of a row's keys: its kind in metrics.jsonl, and what the keys begin with there."""
+OF_ANY_KIND = ("train_seconds",)
+"""Fields of one name in rows of all kinds."""
 LOCAL: dict[str, Callable[[Path], Logger]] = {
     "csv": partial(CSVLogger, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
     "tensorboard": partial(TensorBoardLogger, name="", version="tensorboard", default_hp_metric=False, purge_step=0),
@@ -90,8 +92,10 @@ class JsonlLogger(Logger):
         (part,) = {key.partition("/")[0] for key in metrics}
         kind, prefix = KINDS[part]
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        keys = {prefix + key.partition("/")[2]: value for key, value in known.items()}
-        row = {"kind": kind, "step": step, "time": utc_now(), **keys}
+        row = {"kind": kind, "step": step, "time": utc_now()}
+        for key, value in known.items():
+            field = key.partition("/")[2]
+            row[field if field in OF_ANY_KIND else prefix + field] = value
         self.file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self.file.flush()
 

@@ -25,7 +25,7 @@ from rtx.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TIME_FIELDS = frozenset({"time", "seconds", "tokens_per_second", "mfu", "data_share", "memory_bytes"})
+TIME_FIELDS = frozenset({"time", "seconds", "train_seconds", "tokens_per_second", "mfu", "data_share", "memory_bytes"})
 """Fields of a row that are measured by clock or machine; all others repeat exactly after a resume."""
 
 SIZES = (
@@ -262,7 +262,8 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
     """Return the first thing in which a checkpoint differs; `ignoring`: groups of the configuration that may."""
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
-        content.get("callbacks", {}).get("Watch", {}).pop("seconds", None)
+        for measured in ("seconds", "clock"):
+            content.get("callbacks", {}).get("Watch", {}).pop(measured, None)
         del content["config"]["hardware"]["workers"]
         content["data"].pop("folder", None)
         for group in ignoring:

@@ -176,6 +176,7 @@ def craft(path: Path, place: list[Any], value: Any = None) -> None:
 
 PARTS = [
     *(["optimizer_states"], ["callbacks"], ["callbacks", "Watch"], ["callbacks", "Watch", "best"]),
+    *(["callbacks", "Watch", "clock"], ["callbacks", "Watch", "clock", "seconds"]),
     *(["callbacks", "Watch", "seconds"], ["callbacks", "Watch", "ranks"], ["lr_schedulers"], ["global_step"]),
     *(["optimizer_states", 0], ["optimizer_states", 0, "param_groups"], ["optimizer_states", 0, "state", 0]),
     *(["optimizer_states", 0, "state", 0, "exp_avg"], ["callbacks", "Watch", "ranks", 0, "sums"], ["epoch"]),

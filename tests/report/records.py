@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from rtx.compose import compose, digest, to_dict
 from rtx.config import flat
+from rtx.report.steps import WHAT
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}
@@ -49,22 +51,27 @@ def write_run(
     speed: float = 8.0,
     step: int = 2000,
     error: float = 0.02,
+    curve: Mapping[int, tuple[float, float]] | None = None,
+    environment: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Path:
     """Write the records of a run below a folder, and return its own; `more` is of its closing score.
 
-    `error`: the standard error of that score.
+    `error`: the standard error of that score; `curve`: train_seconds and bits of validations by step.
     """
     run, data = folder / digest(flat(made)), data or DATA
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
-    (run / "environment.json").write_text(json.dumps({**ENVIRONMENT, "data": data}))
+    (run / "environment.json").write_text(json.dumps({**ENVIRONMENT, "data": data, **(environment or {})}))
     final = None if bits is None else {"bits": bits, "unit": data["unit"], "units": 1000, **more}
     status = {"state": state, "reason": reason, "step": step, "steps": 200_000, "final": final, "host": "h", "pid": 1}
     (run / "status.json").write_text(json.dumps({**status, "heartbeat": "2020-01-01T00:00:00Z"}))
     pace = speed * made["trainer"]["batch_size"] * made["data"]["length"]
     with open(run / "metrics.jsonl", "w") as file:
-        for at in range(1, 21):
+        for at, (seconds, bits_then) in (curve or {}).items():
+            row = {"kind": "valid", "step": at, "val_bits": bits_then, "val_units": 500, "train_seconds": seconds}
+            file.write(json.dumps(row) + "\n")
+        for at in range(1, 1 if curve else 21):
             value = (bits or 4.0) + 5.0 / at
             for row in (
                 {"kind": "train", "step": at * 100, "bits": value, "tokens_per_second": pace},
@@ -99,3 +106,22 @@ def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", leng
     record |= {"analyze": {"split": "test", "draws": 10, "sequences": 1}, "length": length}
     (run / "analysis").mkdir(exist_ok=True)
     (run / "analysis" / f"divergence-{checkpoint}.json").write_text(json.dumps(record))
+
+
+def timed_row(
+    milliseconds: float, experiment: str = "cifar10", reason: str | None = None, **values: Any
+) -> dict[str, Any]:
+    turns = [milliseconds, milliseconds * 1.01, milliseconds * 0.99]
+    return {"config": config(experiment, **values), "ms_turns": turns, "parameters": 1000, "reason": reason}
+
+
+def steps_record(*rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    how = {"bench": {"turns": 3, "per_turn": 2, "warmup": 2}, "ids": "training batches", "device": "CPU, 1 thread"}
+    return {"what": WHAT, **how, "time": "2026", "rows": rows, **facts}
+
+
+def write_record(folder: Path, content: Any, name: str = "a") -> Path:
+    (folder / "bench").mkdir(exist_ok=True, parents=True)
+    path = folder / "bench" / f"steps-{name}.json"
+    path.write_text(json.dumps(content))
+    return path

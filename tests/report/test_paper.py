@@ -283,7 +283,7 @@ def test_the_reformer_is_published_as_it_is_and_marked(tmp_path: Path) -> None:
     for name in ("imagenet64_reformer", "imagenet64_lsh", "imagenet64"):
         write_run(tmp_path, config(name), data={**IMAGES, "name": "imagenet64"})
     report = build(collect([tmp_path]), "")
-    assert report.answer and report.headline.endswith("see the future and are not ranked.")
+    assert report.answer and report.lines[0].endswith("see the future and are not ranked.")
     sights = {row["heads"]: row["sees_future"] for row in report.answer.rows}
     assert sights == {"lsh (reformer)": "yes", "lsh (causal)": "no", "routing (topk)": "yes"}
 

@@ -55,7 +55,7 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
     monkeypatch.setenv("COLUMNS", "110")
     assert cli.main(["report", str(write_kinds(tmp_path))]) == 0
     lines = capsys.readouterr().out.splitlines()[:25]
-    assert max(map(len, lines)) <= 110 and lines[1].startswith("Better than local and random: routing")
+    assert max(map(len, lines)) <= 110 and lines[0].startswith("routing (causal) reaches 3.67 bits in 0.45")
     for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
         assert part in "\n".join(lines), part
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -65,8 +65,9 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
     assert (causal["against_local"], local["against_local"], topk["against_local"]) == ("better", "", "not ranked")
     assert random["against_local"] in ("tied", "behind") and local["less_local"] == topk["less_local"] == ""
     assert re.fullmatch(r"\N{MINUS SIGN}0\.\d{3} ± 0\.\d{3}, p<0\.001", causal["less_local"])
-    assert report["headline"].startswith("Better than local and random: routing (causal); no difference from local")
-    assert report["headline"].endswith("routing (topk) sees the future and is not ranked.")
+    assert report["headline"].endswith("of local's time.")
+    assert [line.partition(",")[0] for line in report["lines"][:-1]] == ["Against local", "Against random"]
+    assert report["lines"][-1] == "routing (topk) sees the future and is not ranked."
 
 
 def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_path: Path) -> None:
@@ -201,7 +202,9 @@ def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     page = (runs / "report" / "report.html").read_text()
     assert len(page) < 2 * 2**20 and "http" not in page.replace("http://www.w3.org", "")
     assert "lossy JPEG, not comparable, scaled to 16x16" in page
-    assert {path.name for path in (runs / "report").glob("*.png")} == {"speed.png", "heads-by-layers.png", "curves.png"}
+    assert {path.name for path in (runs / "report").glob("*.png")} == {
+        *("time.png", "speed.png", "heads-by-layers.png", "curves.png")
+    }
     monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
     assert cli.main(["report"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -247,7 +250,7 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     assert "order-2" not in report.headline
     for run in runs:
         write_eval(run, 2.5, baselines={"xz": 1.5})
-    assert built(tmp_path).headline.endswith(" The simple baseline xz (1.500 bits/byte) is ahead of every model.")
+    assert built(tmp_path).lines[-1] == ("The simple baseline xz (1.500 bits/byte) is ahead of every model.")
 
 
 MANNERS = [{"mode": "streaming", "selection_sees_future": False}, {"data": {**DATA, "fingerprint": "beef" * 4}}]

@@ -3,11 +3,13 @@
 import math
 import re
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, difference
+from small_runs import Workshop, difference, read_metrics
 from torch import nn
 
 from rtx.attention.routing import after_step
@@ -15,6 +17,7 @@ from rtx.compose import compose, load_run_config
 from rtx.config import Config, OptimizerConfig, TrainerConfig
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import TrainingItems
+from rtx.evaluation.scores import score_batch
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
 from rtx.training.module import build_model, build_optimizer, learning_rate, seed_everything, set_learning_rate
 from rtx.training.run_folder import read_status
@@ -86,6 +89,24 @@ def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_c
         assert failed.wait() == 1 and read_checkpoint(last(process.run))["step"] == 8, failed.log.read_text()
         workshop.command("resume", str(process.run))
         assert difference(process.run, whole) == ""
+
+
+def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: Any) -> torch.Tensor:
+        time.sleep(0.5)
+        return score_batch(*arguments)
+
+    monkeypatch.setattr("rtx.training.module.score_batch", slow)
+    run = workshop.train("slow", "trainer.steps=8", "optimizer.schedule=constant")
+    workshop.command("resume", str(run), "trainer.steps=12")
+    rows = read_metrics(run / "metrics.jsonl")
+    seconds = [row["train_seconds"] for row in rows if row["kind"] == "valid"]
+    assert 0 < seconds[0] < seconds[1] < seconds[2], "the resumed run does not begin at zero"
+    assert rows[-1]["kind"] == "final" and rows[-1]["train_seconds"] == seconds[2]
+    (whole,) = [row["seconds"] for row in rows if row["kind"] == "train" and row["step"] == 12]
+    assert seconds[2] < whole - 3 * 0.5, "three validations do not count"
 
 
 def scheduled(schedule: str, warmup: int) -> Config:

@@ -1,0 +1,287 @@
+"""Time to a loss and loss at equal time: interpolation, what is not compared, the first lines of a report, and
+verdicts by simulation: seldom false where rows are equal, and what they find where one is faster.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from records import CAUSAL, FULL, LOCAL, config, steps_record, timed_row, write_record, write_run
+
+from rtx import cli
+from rtx.report.contents import Report, build
+from rtx.report.curves import (
+    BUDGETS,
+    NO_VALIDATION,
+    NOT_REACHED,
+    TOO_EARLY,
+    Curve,
+    Finding,
+    Runs,
+    budgets_of,
+    judged,
+    losses_after,
+    losses_of,
+    times_to,
+)
+from rtx.report.run_records import Collection, collect
+from rtx.report.steps import read_records
+from rtx.report.tables import Table
+
+RANDOM = {"routing__selection": "random"}
+
+
+def built(folder: Path) -> Report:
+    found = collect([folder])
+    return build(found, "a report", read_records([folder], Collection()))
+
+
+def table_of(report: Report, start: str) -> Table:
+    return next(table for table in report.tables if table.title.startswith(start))
+
+
+def cells(table: Table, heads: str) -> list[str]:
+    """Return the texts of a row."""
+    row = next(row for row in table.rows if row["heads"] == heads)
+    return [row[column.key] for column in table.columns[1:]]
+
+
+def write_row(
+    folder: Path, values: dict[str, Any], pace: float, above: float = 0.0, seeds: int = 5, **facts: Any
+) -> None:
+    """Write runs whose step takes `pace` seconds; bits are 2 + 1/√(step/100), and `above` more, by seed."""
+    for seed in range(seeds):
+        moved = above + 0.002 * (seed * 3 % 5)
+        curve = {step: (pace * step, 2.0 + moved + (step / 100) ** -0.5) for step in range(100, 2001, 100)}
+        made = config("far_text_causal", seed=seed, **values)
+        write_run(folder, made, bits=curve[2000][1], curve=curve, **facts)
+
+
+def test_between_validations_bits_fall_in_a_straight_line_over_log_time() -> None:
+    curve = Curve([10.0, 1000.0], [4.0, 2.0])
+    assert curve.time_to(3.0) == pytest.approx(100.0) and curve.loss_at(100.0) == pytest.approx(3.0)
+    assert curve.time_to(4.0) == 10.0 and curve.time_to(2.0) == pytest.approx(1000.0)
+    assert curve.loss_at(9.9) is None and curve.loss_at(5000.0) == 2.0
+    bumpy = Curve([1.0, 2.0, 4.0, 8.0], [4.0, 3.0, 3.5, 2.0])
+    assert bumpy.best == [4.0, 3.0, 3.0, 2.0]
+    assert bumpy.time_to(3.0) == 2.0, "the first time counts, not the last"
+    assert bumpy.loss_at(4.0) == 3.0
+    slower = Curve([3 * seconds for seconds in bumpy.seconds], bumpy.bits)
+    assert slower.time_to(2.6) == pytest.approx(3 * bumpy.time_to(2.6))
+
+
+def test_losses_lie_between_a_tenth_of_the_time_and_what_all_seeds_reach() -> None:
+    curve = Curve([1.0, 10.0, 100.0], [6.0, 5.0, 3.0])
+    worse = Curve([1.0, 10.0, 100.0], [6.0, 5.0, 3.004])
+    rival = Runs({("0", "c"): curve, ("1", "c"): worse})
+    assert losses_of(rival) == [4.51, 4.01, 3.51, 3.01]
+    assert losses_of(Runs({("0", "c"): Curve([1.0], [6.0])})) == [6.0]
+    never = Runs({("0", "c"): Curve([1.0, 100.0], [9.0, 8.0]), ("1", "c"): curve})
+    assert times_to(4.01, never, rival).why == "reached by 1 of 2 seeds"
+    assert times_to(4.01, Runs({("0", "c"): Curve([1.0], [9.0])}), rival).why == NOT_REACHED
+    assert times_to(4.01, Runs({("0", "c"): Curve([1.0], [3.0])}), rival).why == TOO_EARLY
+    assert losses_after(0.5, rival, rival).why == NO_VALIDATION
+    assert budgets_of(rival, rival) == [12.5, 25.0, 50.0, 100.0]
+
+
+def test_a_seed_that_ran_twice_counts_once_and_few_seeds_give_a_number_without_a_verdict() -> None:
+    fast, slow = Curve([1.0, 10.0], [4.0, 2.0]), Curve([2.0, 20.0], [4.0, 2.0])
+    rival = Runs({(seed, clock): slow for seed in "0123" for clock in "ab"})
+    own = Runs({(seed, clock): fast for seed in "0123" for clock in "ab"})
+    found = judged({("x", 3.0): times_to(3.0, own, rival)})["x", 3.0]
+    assert found.middle == pytest.approx(math.log(0.5)) and found.comparison.verdict == "too few seeds"
+
+
+def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_row(tmp_path, FULL, pace=1.0)
+    write_row(tmp_path, CAUSAL, pace=0.4, above=0.02)
+    write_row(tmp_path, LOCAL, pace=0.3, above=0.5)
+    write_row(tmp_path, RANDOM, pace=0.4, above=0.6)
+    report = built(tmp_path)
+    assert report.answer is not None
+    assert report.headline.startswith("routing (causal) reaches 2.36 bits in 0.45") and len(report.lines) == 3
+    assert report.headline.endswith("of full attention's time, but ends behind.")
+    first, *others = report.lines
+    assert first.startswith("Against full attention, routing (causal): 2.36 bits in 0.45")
+    assert "of its time, 2.24 not reached; after 13.3 min of each" in first and first.endswith(
+        "0.020 ± 0.000 bits behind."
+    )
+    assert [line.partition(",")[0] for line in others] == ["Against local", "Against random"]
+    times = table_of(report, "Time to a loss, against full")
+    assert [column.title for column in times.columns] == ["heads", *(f"to {bits} bits" for bits in BITS)]
+    said = [text.partition(" ")[0] for text in cells(times, "routing (causal)")]
+    assert said == ["faster", "faster", "faster", "not"], "it ends above what full attention reaches"
+    assert cells(times, "local")[-2:] == ["not reached"] * 2
+    row = next(row for row in times.rows if row["heads"] == "routing (causal)")
+    low, ratio, high = (row[f"share of time to 2.36{end}"] for end in (", low", "", ", high"))
+    assert low <= ratio <= high
+    equal = table_of(report, "Loss at equal time, against full")
+    assert cells(equal, "routing (causal)")[0] == "13.3 min"
+    assert cells(equal, "routing (causal)")[-1].startswith("better \N{MINUS SIGN}0.")
+    assert [plot.name for plot in report.plots] == ["time", "curves"]
+    assert cli.main(["report", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith(" ".join([report.headline, *report.lines]))
+    page = (tmp_path / "report" / "report.md").read_text()
+    places = [page.index(part) for part in (report.headline, report.lines[-1], "](time.png)", "## Which heads pay")]
+    assert places == sorted(places)
+    exported = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert exported["lines"] == report.lines
+
+
+BITS = ("2.60", "2.48", "2.36", "2.24")
+"""What full attention reaches between a tenth of its time and its end, evenly spread."""
+
+
+def write_speeds(folder: Path, causal: float, above: float, seeds: int = 5, **facts: Any) -> None:
+    write_row(folder, FULL, pace=1.0, seeds=seeds)
+    write_row(folder, CAUSAL, pace=causal, above=above, seeds=seeds, **facts)
+
+
+@pytest.mark.parametrize(
+    ("causal", "above", "said"),
+    [
+        (0.5, -0.1, "routing (causal) reaches 2.24 bits in 0.2"),
+        (2.0, -0.1, "routing (causal) reaches"),
+        (2.0, 0.05, "Full attention is ahead: routing (causal) takes 2."),
+        (0.9, 1.0, "Full attention is ahead of routing (causal) by 1.000"),
+    ],
+)
+def test_headlines_say_who_is_ahead_in_twenty_words(tmp_path: Path, causal: float, above: float, said: str) -> None:
+    write_speeds(tmp_path, causal, above)
+    headline = built(tmp_path).headline
+    assert headline.startswith(said) and len(headline.split()) <= 20, headline
+
+
+def test_too_few_seeds_have_numbers_and_no_verdict(tmp_path: Path) -> None:
+    write_speeds(tmp_path, 0.5, 0.0, seeds=4)
+    report = built(tmp_path)
+    assert report.headline.startswith("Not certain: ") and "a verdict takes 5 seeds; here 4" in report.headline
+    assert "2.24 bits in 0.50 of its time (too few seeds)" in report.lines[0]
+    assert cells(table_of(report, "Time to a loss"), "routing (causal)") == ["0.50, too few seeds"] * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "facts", "why"),
+    [
+        ({}, {"threads": 4}, "other threads"),
+        ({}, {"host": "elsewhere"}, "other machine"),
+        ({"hardware__attention": "torch"}, {}, "other attention engine"),
+        ({"trainer__val_windows": 8}, {}, "other validation windows"),
+    ],
+)
+def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
+    tmp_path: Path, values: dict[str, Any], facts: dict[str, Any], why: str
+) -> None:
+    write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
+    write_row(tmp_path, LOCAL, pace=0.5, above=0.1, environment={"host": "here"})
+    write_row(tmp_path, {**CAUSAL, **values}, pace=0.5, environment={"host": "here", **facts})
+    report = built(tmp_path)
+    times = table_of(report, "Time to a loss, against full")
+    assert cells(times, "routing (causal)") == ["no ratio"] * 4
+    assert f"routing (causal): no ratio, {why} than full." in times.lines
+    assert cells(times, "local")[0].startswith("slower") or cells(times, "local")[0].startswith("faster")
+    assert "times not compared" in report.lines[0]
+    assert "5 runs with other machine, threads or engine left out" in report.plots[0].caption
+
+
+def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) -> None:
+    write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
+    write_row(tmp_path, CAUSAL, pace=0.5, seeds=6, environment={"host": "here"})
+    moved = next(cell for cell in collect([tmp_path]).cells if cell.seed == "3" and cell.config["routing.heads"])
+    (moved.folder / "resumes.jsonl").write_text(json.dumps({"host": "there", "changed": {}}) + "\n")
+    times = table_of(built(tmp_path), "Time to a loss")
+    assert cells(times, "routing (causal)") == ["0.50, too few seeds"] * 4
+    assert times.lines[-1].startswith("routing (causal): 2 runs without a run of full of like seed, machine")
+
+
+def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_verdicts(tmp_path: Path) -> None:
+    for values, above in ((FULL, 0.0), (CAUSAL, 0.3)):
+        for seed in range(5):
+            made = config("far_text_causal", seed=seed, **values)
+            speed = 4.0 if values is FULL else 12.0
+            write_run(tmp_path, made, bits=2.0 + above + 0.01 * (seed * 3 % 5), speed=speed)
+    times = table_of(built(tmp_path), "Time to a loss")
+    assert "Seconds were not recorded: they are steps over the median pace of each run." in times.lines
+    at_own_pace = cells(times, "routing (causal)")[0]
+    assert at_own_pace.startswith("faster 0.3")
+    rows = [timed_row(100.0, "far_text_causal", **FULL), timed_row(200.0, "far_text_causal", **CAUSAL)]
+    del rows[0]["config"]["routing"]["merge"]  # as of a version without this key
+    write_record(tmp_path, steps_record(*rows))
+    times = table_of(built(tmp_path), "Time to a loss")
+    assert "steps over a pace timed in turn (CPU, 1 thread); its error is in the verdicts." in times.lines[1]
+    assert cells(times, "routing (causal)")[0].startswith("slower 2.")
+    rows[1]["ms_turns"] = [20.0, 200.0, 2000.0]
+    write_record(tmp_path, steps_record(*rows, time="2027"), "b")
+    assert cells(table_of(built(tmp_path), "Time to a loss"), "routing (causal)")[0].startswith("tied 2.")
+    rows[1]["reason"] = "ids drawn at random"
+    write_record(tmp_path, steps_record(*rows, time="2028"), "c")
+    assert "routing (causal): no ratio, timed in another way than full." in (
+        table_of(built(tmp_path), "Time to a loss").lines
+    )
+
+
+def test_a_rate_that_decays_is_told_beside_losses_at_equal_time(tmp_path: Path) -> None:
+    for values in (FULL, CAUSAL):
+        write_row(tmp_path, {**values, "optimizer__schedule": "cosine"}, pace=1.0)
+    assert "The learning rate is not constant" in table_of(built(tmp_path), "Loss at equal time").lines[0]
+
+
+def simulated(rng: np.random.Generator, rows: int, seeds: int, paired: bool, faster: float = 1.0) -> list[Runs]:
+    """Return rows of like curves: bits fall as a power of the step, seeds and rows move them and their paces.
+
+    Paired rows share what a seed does to all. Row 1 may take `faster` times as long for a step.
+    """
+    shared = rng.normal(size=seeds) * paired
+    steps = np.arange(1, 11) / 10
+    found = []
+    for row in range(rows):
+        curves = {}
+        for seed in range(seeds):
+            level = 2 + 0.03 * (shared[seed] + rng.normal())
+            bits = level + 0.6 * (steps ** -(0.5 + 0.05 * rng.normal()) - 1) + 0.01 * rng.normal(size=len(steps))
+            pace = math.exp(0.1 * rng.normal()) * (faster if row == 1 else 1.0)
+            curves[str(seed), "here"] = Curve((100 * pace * steps).tolist(), bits.tolist())
+        found.append(Runs(curves))
+    return found
+
+
+def tables(runs: list[Runs]) -> list[dict[tuple[str, float], Finding]]:
+    """Return the findings of both tables of all rows against the first."""
+    rival, *others = runs
+    times = {}
+    gaps = {}
+    for number, own in enumerate(others, start=1):
+        for loss in losses_of(rival):
+            times[str(number), loss] = times_to(loss, own, rival)
+        for share, seconds in zip(BUDGETS, budgets_of(own, rival), strict=True):
+            gaps[str(number), share] = losses_after(seconds, own, rival)
+    return [judged(times), judged(gaps)]
+
+
+@pytest.mark.parametrize("seeds", [5, 10])
+@pytest.mark.parametrize(("rows", "count"), [(2, 600), (5, 200)])
+@pytest.mark.parametrize("paired", [True, False], ids=["shared", "apart"])
+def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
+    rows: int, count: int, seeds: int, paired: bool
+) -> None:
+    rng = np.random.default_rng(rows + seeds)
+    false = np.zeros(2)
+    power = np.zeros(2)
+    for _ in range(count):
+        for at, table in enumerate(tables(simulated(rng, rows, seeds, paired))):
+            false[at] += any(one.comparison.verdict in ("better", "behind") for one in table.values())
+        for at, table in enumerate(tables(simulated(rng, rows, seeds, paired, faster=0.5))):
+            power[at] += any(table[key].comparison.verdict == "better" for key in table if key[0] == "1")
+    shares = ", ".join(
+        f"{wrong:.1%} false, {right:.0%} found" for wrong, right in zip(false / count, power / count, strict=True)
+    )
+    print(f"{rows} rows, {seeds} seeds (time to a loss; loss at equal time, half the time): {shares}")
+    bound = 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
+    assert max(false / count) <= bound and min(power / count) > 0.5
