@@ -25,7 +25,7 @@ from .journal import Found, Row, said_of
 
 LENGTHS = (8192, 65_536, 4096, 32_768, 16_384, 131_072, 2048)
 """Those of the goals first."""
-OURS = ("full", "local", "causal", "topk", "nearest", "random")
+OURS = ("full", "local", "causal", "topk", "probed", "nearest", "random")
 SELECTION = "topk_selection"
 """What of topk comes before attention: scores, members, lists, statistics."""
 PEERS = ("flex_window", "flash_window")
@@ -109,6 +109,8 @@ def pattern_of(name: str, leaves: list[Tensor], window: int, backend: str) -> Pa
         pattern = attention.Local(window=window, **options)
     elif name == "random":
         pattern = attention.Random(H, clusters, window=window, length=N, seed=0, **options)
+    elif name == "probed":
+        pattern = attention.Probed(H, D, clusters=4 * clusters, decay=0.99, window=window, qk_norm=True, **options)
     else:
         rate = 0.1 if name == "causal" else 0.0
         rule = "nearest" if name == "topk" else "members"

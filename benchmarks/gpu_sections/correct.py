@@ -23,7 +23,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest norm of a difference, in relation to the norm of what is right."""
 COMPILED_TOLERANCE = 0.05
 """The same of gradients of a model in bfloat16: compiled and eager round in other places."""
-INDEXED = ("exact", "blocks", "indexer")
+INDEXED = ("exact", "blocks", "indexer", "probed", "probed-best")
 """Patterns that choose by rounded numbers: in a narrow type the oracle chooses other keys."""
 DISTANCES = 40
 """Rows of Shaw's tables."""
@@ -101,6 +101,9 @@ def makers(shape: Shape) -> dict[str, Callable[[], Pattern]]:
     for selection in ("topk", "causal", "nearest"):
         for keys in ("shared", "separate"):
             found[f"{selection}-{keys}"] = functools.partial(routing, shape, selection, keys)
+    probed = functools.partial(attention.Probed, H, D, clusters=C, decay=0.99)
+    found["probed"] = lambda: probed(window=W, qk_norm=True)
+    found["probed-best"] = lambda: probed(window=W // 2, candidates=W, qk_norm=True)
     found["exact"] = lambda: attention.Exact(window=W)
     found["blocks"] = lambda: attention.Blocks(H, D, window=W, block=max(1, W // 4))
     found["indexer"] = lambda: attention.Indexer(H, D, window=W)

@@ -36,7 +36,7 @@ VOCABULARY = 256
 WARM_UP = 3
 SECONDS, MOST_STEPS = 1.5, 30
 """How long steps are timed, and how many of them at the most."""
-ROUTED = ("causal", "topk")
+ROUTED = ("causal", "topk", "probed")
 ALONE = ("full", "local")
 HEADS = (*ROUTED, *ALONE)
 
@@ -87,6 +87,8 @@ SIZES = {
 """Layers, width, window and heads of models that are no preset."""
 SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", *ALONE)}
 """Models for checks, with heads of 64 units."""
+PROBED_CLUSTERS = 4
+"""How many clusters probed keys have for each of the other selections."""
 TINY = {"base": "2x128", "length": 64}
 """What every model is in a dry run."""
 
@@ -100,6 +102,9 @@ def sizes_of(variant: Variant) -> list[str]:
     if variant.heads in ALONE:
         return words
     clusters = variant.length // window
+    if variant.heads == "probed":
+        # Finer clusters than those of the other selections, and as many keys a query in all.
+        clusters *= PROBED_CLUSTERS
     words += [f"routing.layers={layers}", f"routing.heads={heads // 2}", f"routing.window={window}"]
     return [*words, f"routing.clusters={clusters}"]
 
