@@ -144,7 +144,12 @@ def check(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool)
 def made(kind: str, shape: Shape) -> Pattern:
     """Return a pattern, in training mode, the same at every call."""
     torch.manual_seed(0)
-    return makers(shape)[kind]().train()
+    pattern = makers(shape)[kind]().train()
+    if isinstance(pattern, attention.Probed):
+        # Its centroids would start at keys of the first pass, and the oracle makes none.
+        keys = drawn(shape, torch.float32, has_keys=True, shaw=False)["k"]
+        pattern.centroids.seed_from([pattern.inputs(keys, keys, None).turned_k_BHND])
+    return pattern
 
 
 def drawn(shape: Shape, dtype: torch.dtype, has_keys: bool, shaw: bool) -> dict[str, Tensor]:
