@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rtx.errors import plural
-from rtx.report.curves import BUDGETS, Finding
+from rtx.report.curves import BUDGETS, TOO_EARLY, Finding
 from rtx.report.ranking import FEW, SEEDS, Comparison, mean
 from rtx.report.score_tables import Kinds
 from rtx.report.tables import MINUS
 from rtx.report.times import Against, duration, ratio_span
 
 FULL = {"full": "full attention", "local+full": "local+full attention"}
+
+ALREADY = "already at a first validation, no time known"
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,9 @@ def verdict_on(duel: Duel) -> str:
         return f"{upper(own)} reaches {duel.loss:.2f} bits in {span} of {genitive(rival)} time{but}."
     if duel.falls_behind:
         return f"{upper(rival)} ends ahead; to {duel.loss:.2f} bits {own} takes {span} of its time."
+    if duel.score and duel.score.verdict == "better":
+        apart = f"{abs(duel.score.difference or 0.0):.3f} ± {duel.score.half:.3f} bits"
+        return f"{upper(own)} ends {apart} ahead of {rival}; no difference in time to {duel.loss:.2f} bits shown."
     return f"No difference in time shown: {own} reaches {duel.loss:.2f} bits in {span} of {genitive(rival)} time."
 
 
@@ -182,7 +187,9 @@ def line_of(duel: Duel) -> str:
 def time_part(duel: Duel) -> str:
     """Return how long the contender takes to the lowest loss that it reaches, and the next one that it does not."""
     if duel.time is None or duel.loss is None:
-        return f"times {duel.why}" if not duel.missed else f"{duel.missed:.2f} bits {duel.why}"
+        if duel.missed is None:
+            return f"times {duel.why}"
+        return f"{duel.missed:.2f} bits {ALREADY if duel.why == TOO_EARLY else duel.why}"
     if duel.time_verdict == FEW:
         assert duel.time.middle is not None
         return f"{duel.loss:.2f} bits in {math.exp(duel.time.middle):.2f} of its time ({FEW})"

@@ -203,10 +203,6 @@ def tables_of(found: Sequence[Against], kinds: Kinds, constant: bool) -> list[Ta
     tables = []
     for number, one in enumerate(found):
         rows = [kind for kind in kinds.order if kind in kinds.legal and kind not in kinds.against[: number + 1]]
-        if not one.times and not one.gaps:
-            lines = ["Not compared.", *one.notes]
-            tables.append(Table(f"Time to a loss, against {one.rival}", [], [], lines))
-            continue
         tables.append(time_table(one, rows, brief=number == 0))
         tables.append(gap_table(one, rows, constant, brief=number == 0))
     return tables

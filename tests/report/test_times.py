@@ -285,3 +285,30 @@ def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
     print(f"{rows} rows, {seeds} seeds (time to a loss; loss at equal time, half the time): {shares}")
     bound = 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
     assert max(false / count) <= bound and min(power / count) > 0.5
+
+
+def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
+    for seed in range(5):
+        for values, above in ((LOCAL, 0.0), (CAUSAL, -0.2)):
+            pace = 1.0 + 3.0 * ((seed + len(values)) % 3)  # of a busy machine
+            curve = {step: (pace * step, 2.0 + above + (step / 100) ** -0.5) for step in range(100, 2001, 100)}
+            made = config("far_text_causal", seed=seed, **values)
+            write_run(tmp_path, made, bits=curve[2000][1] + 0.002 * (seed * 3 % 5), curve=curve)
+    headline = built(tmp_path).headline
+    assert headline.startswith("routing (causal) ends 0.200 ± ") and len(headline.split()) <= 20
+    assert headline.endswith("bits ahead of local; no difference in time to 2.23 bits shown.")
+
+
+def test_runs_that_share_no_machine_have_tables_without_a_ratio_in_every_format(tmp_path: Path) -> None:
+    write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
+    write_row(tmp_path, CAUSAL, pace=0.5, above=0.1, environment={"host": "there"})
+    assert cli.main(["report", str(tmp_path)]) == 0
+    report = built(tmp_path)
+    assert (
+        report.headline
+        == "Full attention is ahead of routing (causal) by 0.100 ± 0.000 bits/byte in the closing score."
+    )
+    for start in ("Time to a loss, against full", "Loss at equal time, against full"):
+        table = table_of(report, start)
+        assert {text for text in cells(table, "routing (causal)") if text} == {"no ratio"}
+        assert "routing (causal): no ratio, other machine than full." in table.lines
