@@ -21,6 +21,7 @@ from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.block import Memory
 from rtx.model.transformer import Transformer, compile_loss
+from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, tensor_problem
 from rtx.training.distributed import Ranks, is_part, shard, whole
 
@@ -257,7 +258,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
     The weights of linear layers decay, and `output_VS` where it is not the embedding table; all else does not.
-    Adafactor is torch's own: as Shazeer and Stern (2018), but that the step size is min(lr, 1 / sqrt(step)), and for
+    Adafactor is torch's (`rtx.training.adafactor`): as Shazeer and Stern (2018), but that the step size is min(lr, 1 / sqrt(step)), and for
     1e-30 in each square 1e-18 under their mean: 1e-7, torch's default, would hide the gradients of large models.
     """
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -267,7 +268,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         (decaying if is_matrix else exempt).append(parameter)
     groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     if config.name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=(1e-18, 1e-3), d=1.0)
+        return Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=(1e-18, 1e-3), d=1.0)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 

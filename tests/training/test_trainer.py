@@ -19,6 +19,7 @@ from rtx.data.catalog import open_data
 from rtx.data.datamodule import TrainingItems
 from rtx.evaluation.scores import score_batch
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
+from rtx.training.adafactor import Adafactor
 from rtx.training.module import build_model, build_optimizer, learning_rate, seed_everything, set_learning_rate
 from rtx.training.run_folder import read_status
 
@@ -135,6 +136,27 @@ def test_only_matrices_decay() -> None:
     assert {"bias", "weight", "table_VS", "start_S"} <= {
         names[id(each)].rpartition(".")[2] for each in exempt["params"]
     }
+
+
+def test_adafactor_does_what_torchs_does_without_a_wait_for_the_device() -> None:
+    generator = torch.Generator().manual_seed(3)
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (5,), ())]
+    options: dict[str, Any] = {"lr": 0.02, "eps": (1e-18, 1e-3), "weight_decay": 0.1}
+    results = []
+    for kind in (Adafactor, torch.optim.Adafactor):
+        weights = [nn.Parameter(x.clone()) for x in start]
+        optimizer = kind(weights, **options)
+        for step in range(5):
+            for weight in weights:
+                weight.grad = torch.sin(weight.detach() * (step + 1)) * 10.0 ** (step - 2)
+            optimizer.step()
+        results.append([*weights, *optimizer.state[weights[0]].values(), *optimizer.state[weights[1]].values()])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+    on_device = [nn.Parameter(x.to("meta")) for x in start]  # where a number read back raises
+    optimizer = Adafactor(on_device, **options)
+    for weight in on_device:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
