@@ -102,10 +102,10 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def tiles(part: Reads) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the members in the query slots `[G, Q]` and key slots `[G, K]` of tiles.
+    """Return the members in the query slots `[G, Q]` and in the key slots `[G, K]` of all tiles.
 
-    A query slot with a number of P or more is empty, and so is a key slot with a number outside 0
-    to M - 1.
+    Members are given by their numbers. A query slot with a number of P or more is empty, and so is
+    a key slot with a number outside 0 to M - 1.
 
     Where queries and keys share their lists, query member p reads key members from p - most + 1 to
     p alone, so a tile of TILE queries needs TILE + most - 1 key slots. Where they have lists of
