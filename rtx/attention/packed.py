@@ -1,10 +1,23 @@
 """Who reads whom, as packed lists: every query reads a contiguous range of one list of keys.
 
-The rows are the positions of all sequences and heads, row = (b * H + h) * N + n. A list holds rows of one sequence and
-head in order of position; lists stand one behind the other, in the order of their sequences and heads.
+A *row* is a position of one sequence and head: row = (b * H + h) * N + n. A *list* holds rows of
+one sequence and head, in order of position. Lists follow one another in one tensor, in the order of
+their sequences and heads. For example, one sequence of one head with six positions (rows 0 to 5) in
+two lists, where every query reads the last two keys of its list:
 
-Shapes: B sequences, H heads, C lists of a head, N positions, R = B * H * N rows, L lists, P query members and M key
-members of all lists together, K keys of a query at the most.
+    list              0      1
+    row_M           0 2 3  1 4 5
+    member number   0 1 2  3 4 5
+    start_P         0 0 1  3 3 4
+    stop_P          1 2 3  4 5 6
+
+A *member* is one place in one list; members are numbered over all lists. *Query member* 2 is row 3;
+it reads the *key members* 1 and 2 (start_P[2] to stop_P[2] - 1), which are the rows 2 and 3. A row
+in two lists is two members.
+
+Shapes: B sequences, H heads, X = B * H, C lists of a head, N positions, R = B * H * N rows, L lists
+of all heads, P query members and M key members of all lists together, K keys of a query at the
+most.
 """
 
 from __future__ import annotations
@@ -19,11 +32,12 @@ class Packed(NamedTuple):
     """Lists of rows."""
 
     row_M: Tensor
+    """The row of each member, list after list."""
     count_L: Tensor
-    """Members of each list."""
+    """The number of members of each list."""
 
     def first_L(self) -> Tensor:
-        """Return where in M each list begins."""
+        """Return the number of each list's first member."""
         return self.count_L.cumsum(0) - self.count_L
 
     def list_M(self) -> Tensor:
@@ -32,14 +46,19 @@ class Packed(NamedTuple):
         return torch.repeat_interleave(number_L, self.count_L, output_size=len(self.row_M))
 
     def keep(self, kept_R: Tensor) -> Packed:
-        """Return the lists without the rows that are not kept."""
-        kept_M = kept_R[self.row_M]
-        count_L = torch.bincount(self.list_M()[kept_M], minlength=len(self.count_L))
-        return Packed(self.row_M[kept_M], count_L)
+        """Return the lists with those members alone whose row is true in `kept_R`, bool."""
+        remains_M = kept_R[self.row_M]
+        count_L = torch.bincount(self.list_M()[remains_M], minlength=len(self.count_L))
+        return Packed(self.row_M[remains_M], count_L)
 
 
 class Hidden(NamedTuple):
-    """What is not read of ranges: by p not m where low_XP[x, p] <= value_XM[x, m] < high_XP[x, p] for any x."""
+    """Exceptions from ranges, by X conditions (X here is no number of heads).
+
+    Query member p does not read key member m, although it is in its range, if for any condition x
+
+        low_XP[x, p] <= value_XM[x, m] < high_XP[x, p].
+    """
 
     value_XM: Tensor
     low_XP: Tensor
@@ -53,72 +72,105 @@ class Window(NamedTuple):
     """N, the memory included."""
     keys: int
     memory: int
-    """Positions in front that are read, but do not read."""
+    """The number of positions in front of the sequence that are read, but read nothing."""
 
 
 class Reads(NamedTuple):
-    """Query member p reads the key members start_P[p] to stop_P[p] - 1, in its list; neither falls from p to p + 1."""
+    """Who reads whom by ranges: query member p reads the key members start_P[p] to stop_P[p] - 1.
+
+    A range lies within the list of its query member. No start is below the start of the query
+    member before, and no stop below its stop. A range with start = stop is empty.
+    """
 
     query: Packed
     key: Packed
+    """The same object as `query` where queries and keys share their lists."""
     start_P: Tensor
     stop_P: Tensor
     length: int
     """N."""
     hidden: Hidden | None = None
-    """What of the ranges is not read; nowhere all of a range, where outputs are means over lists."""
+    """Key members within the ranges that are not read. Where outputs are means over lists, it hides
+    no range entirely: `times_R` counts the ranges that are not empty."""
     most: int | None = None
-    """Keys of a range at the most, as far as shapes tell."""
+    """A bound on the number of keys in a range that follows from shapes; None without one."""
     window: Window | None = None
-    """Set where the lists are whole sequences with a window."""
+    """Set where the lists are whole sequences with a window, and nothing is hidden."""
     derived: dict[str, Any] | None = None
-    """What engines derive from the lists, by name, where these serve many passes, or made with them; else None."""
+    """What engines derive from the lists, by name: a dictionary where lists serve several passes
+    (`rtx.attention.once` fills it), or where it is made together with the lists. None: engines
+    derive it anew for every pass."""
 
     def times_R(self, rows: int) -> Tensor:
-        """Return in how many lists each row has a range."""
+        """Return in how many lists each row has a range that is not empty."""
         times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
         return times_R.index_add_(0, self.query.row_M, (self.stop_P > self.start_P).long())
 
 
 class Indexed(NamedTuple):
-    """Row r reads the rows index_RK[r] of its head, each once and none behind itself; -1 stands for none."""
+    """Who reads whom by an index: row r reads the rows index_RK[r].
+
+    They are rows of its own sequence and head, each named once, at positions up to that of r. An
+    entry of -1 names no row.
+    """
 
     index_RK: Tensor
     length: int
+    """N."""
 
 
 Part = Reads | Indexed
 
 
 def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> Packed:
-    """Return the lists of positions that each belong to one list of their head, or to none (-1).
+    """Return packed lists, where every position belongs to one list of its head, or to none.
 
     Args:
-        complete: every position belongs to a list. The number of members then follows from shapes.
+        list_BHN: the position's list, 0 to C - 1; -1: none.
+        lists: C.
+        complete: no position has -1. The number of members then follows from shapes, so that the
+            CPU does not wait for a GPU.
     """
     B, H, N = list_BHN.shape
     head_X1 = torch.arange(B * H, device=list_BHN.device)[:, None]
     list_XN = list_BHN.reshape(B * H, N)
-    # Positions of no list are counted as a last one of their head, and cut off. Short numbers are sorted faster.
+    # Positions of no list are counted as a last one of their head, and cut off. Short numbers are
+    # sorted faster.
     number_R = (torch.where(list_XN < 0, lists, list_XN) + head_X1 * (lists + 1)).flatten()
-    few = B * H * (lists + 1) < 1 << 15
-    number_M, row_M = number_R.to(torch.int16 if few else torch.int64).sort(stable=True)
-    bound_L = torch.arange(B * H * (lists + 1) + 1, device=list_BHN.device, dtype=number_M.dtype)
+    numbers = B * H * (lists + 1)
+    dtype = torch.int16 if numbers < 1 << 15 else torch.int64
+    number_M, row_M = number_R.to(dtype).sort(stable=True)
+    bound_L = torch.arange(numbers + 1, device=list_BHN.device, dtype=dtype)
     count_XL = torch.searchsorted(number_M, bound_L).diff().view(B * H, lists + 1)
     if not complete and bool((list_XN < 0).any()):
         row_M = row_M[(list_XN >= 0).flatten()[row_M]]
     return Packed(row_M, count_XL[:, :lists].flatten())
 
 
-def members_read(queries: Packed, keys: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
-    """Every query reads the last `window` keys of its list up to its position; without `attend_self` others alone.
+def order(members: Packed, length: int) -> Tensor:
+    """Return list * N + position of each member, `[M]`, which ascends from member to member."""
+    return members.list_M() * length + members.row_M % max(1, length)
 
-    Itself only where there is no other among them.
+
+def members_read(
+    queries: Packed,
+    keys: Packed,
+    length: int,
+    window: int,
+    attend_self: bool = True,
+) -> Reads:
+    """Return ranges: every query reads the last `window` keys of its list up to its position.
+
+    Args:
+        length: N.
+        attend_self: False: of these keys a query does not read itself, unless it would read
+            nothing.
     """
     if queries is keys:
         stop_P = torch.arange(1, len(keys.row_M) + 1, device=keys.row_M.device)
     else:
-        key_order_M, query_order_P = (x.list_M() * length + x.row_M % max(1, length) for x in (keys, queries))
+        key_order_M = order(keys, length)
+        query_order_P = order(queries, length)
         stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
     start_P = keys.first_L()[queries.list_M()].maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
@@ -129,23 +181,43 @@ def members_read(queries: Packed, keys: Packed, length: int, window: int, attend
 
 
 def without_self(parts: list[Reads], rows: int) -> list[Reads]:
-    """Let no row read itself, the last of a range, but where it reads nothing else in any part."""
+    """Return parts in which no row reads itself, unless it reads nothing else in any part.
+
+    Args:
+        parts: their ranges end with the query itself, if it is among the keys that are read.
+        rows: R.
+    """
     read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
     for part in parts:
         read_R.index_add_(0, part.query.row_M, part.stop_P - part.start_P)
-    found = []
+    others = []
     for part in parts:
-        row_P, some_P = part.query.row_M, part.stop_P > part.start_P
+        row_P = part.query.row_M
+        leaves_out_P = part.stop_P > part.start_P
         if len(part.key.row_M):
-            some_P = some_P & (part.key.row_M[(part.stop_P - 1).clamp(min=0)] == row_P) & (read_R[row_P] > 1)
-        found.append(part._replace(stop_P=part.stop_P - some_P.long()))
-    return found
+            last_is_self_P = part.key.row_M[(part.stop_P - 1).clamp(min=0)] == row_P
+            leaves_out_P = leaves_out_P & last_is_self_P & (read_R[row_P] > 1)
+        others.append(part._replace(stop_P=part.stop_P - leaves_out_P.long()))
+    return others
 
 
-def bounded_read(queries: Packed, keys: Packed, length: int, since_N: Tensor, until_N: Tensor) -> Reads:
-    """Every query at position n reads the keys of its list at the positions since_N[n] to until_N[n] - 1."""
-    key_order_M = keys.list_M() * length + keys.row_M % max(1, length)
-    base_P, position_P = queries.list_M() * length, queries.row_M % max(1, length)
+def bounded_read(
+    queries: Packed,
+    keys: Packed,
+    length: int,
+    since_N: Tensor,
+    until_N: Tensor,
+) -> Reads:
+    """Return ranges: a query at position n reads keys from since_N[n] to until_N[n] - 1.
+
+    These are positions; the keys are those of the query's list.
+
+    Args:
+        length: N.
+    """
+    key_order_M = order(keys, length)
+    base_P = queries.list_M() * length
+    position_P = queries.row_M % max(1, length)
     start_P = torch.searchsorted(key_order_M, base_P + since_N[position_P].clamp(0, length))
     stop_P = torch.searchsorted(key_order_M, base_P + until_N[position_P].clamp(0, length))
     return Reads(queries, keys, start_P, stop_P.maximum(start_P), length)

@@ -440,6 +440,22 @@ def test_same_as_torch_s_kernels(by_distance: bool) -> None:
         assert differ(x, y.double()) <= 2e-6
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_and_infinity_are_not_hidden(value: float, joined: bool) -> None:
+    sizes = Sizes()
+    part = clusters(sizes, attend_self=True)
+    q, v = draw(2, 2, sizes.N, 16).detach(), draw(2, 2, sizes.N, 16)
+    row = int(part.query.row_M[5])
+    q.view(-1, 16)[row] = value
+    lists = kernel_lists(part, sizes.rows)
+    out, lse_P = packed_attention.attend(q, q, v, lists, Terms(0.25), joined)
+    bad_P = part.query.row_M == row
+    assert out[bad_P].isnan().all() if joined else out[row].isnan().all()
+    assert not (lse_P[bad_P] == -math.inf).any()
+
+
 def test_same_bits_twice() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))

@@ -20,7 +20,7 @@ problem.py). All engines compute the same:
 | indexed | indexed.py | indexes anywhere |
 
 Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, P query members of a
-part (problem.py explains members by an example).
+part (`rtx.attention.packed` explains rows, lists and members by an example).
 """
 
 from types import ModuleType
@@ -78,7 +78,9 @@ def attend(
     Raises:
         ValueError: no engine of the backend can run a part.
     """
-    if q_BHND.is_cpu:  # copied once here; else `Problem.rows` would copy for each part
+    if q_BHND.is_cpu:
+        # Engines for CPUs read rows, which are views of contiguous tensors: so there is one copy
+        # for all parts. Kernels for GPUs read tensors of any strides.
         q_BHND, k_BHND, v_BHND = contiguous(q_BHND, k_BHND, v_BHND)
     terms = terms._replace(heads=q_BHND.shape[1])
     by_member = merge != "mean" or len(parts) > 1
@@ -104,7 +106,10 @@ def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, 
 
 
 def is_joined_natively(problems: list[Problem], backend: str) -> bool:
-    """Tell whether the compiled kernel itself joins what a row reads in several lists of one part."""
+    """Tell whether the native engine makes one softmax of all that a row reads in a part's lists.
+
+    Then no output of a query member is written, and `combine` has nothing to do.
+    """
     problem = problems[0]
     if len(problems) > 1 or not problem.by_member or not isinstance(problem.part, Reads):
         return False
@@ -141,14 +146,15 @@ def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
 
 
 def choose(problem: Problem, backend: str) -> ModuleType:
-    """Return the engine that runs the problem, chosen by shapes and types alone, never by numbers
-    in tensors.
+    """Return the engine that runs the problem.
 
-    On a CPU `auto` tries `native` first where sequences are long enough (`native.wanted`), then the
-    engines of PyTorch's operations.
+    Shapes and types alone decide, never numbers in tensors. On a CPU `auto` tries `native` first
+    where sequences are long enough (`native.wanted`), then the engines of PyTorch's operations.
 
     Raises:
-        ValueError: all engines of the backend refuse; the reason is that of the first.
+        ValueError: all engines of the backend refuse. This cannot happen for "auto" and "torch";
+            of other backends the first engine is the one that the user means, so the message has
+            its reason.
     """
     engines = ENGINES[backend]
     if backend == "auto" and problem.q_BHND.is_cpu:

@@ -90,7 +90,7 @@ def attend(problem: Problem) -> Result:
     assert isinstance(part, Reads)
     on_cpu = problem.q_BHND.is_cpu
     by_torch = torch_computes(problem)
-    triangles = by_torch and not part.hidden
+    triangles = by_torch and part.hidden is None
     forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
     pieces: list[Blocks] = []
     for form in forms:
@@ -109,15 +109,16 @@ def torch_computes(problem: Problem) -> bool:
 
 
 def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
-    """Return how many blocks of a form one call gets, at least one, by the limits above."""
-    scores = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
-    least = 1
+    """Return how many blocks of a form one call gets, at least one.
+
+    In calls of torch's kernels where every block has a mask, the masks bound it; else the scores.
+    """
+    scores_of_block = form.query_GQ.shape[1] * form.key_GK.shape[1]
     if by_torch and form.has_masks:
-        scores = MAX_MASK
-    elif by_torch:
-        least = MIN_BLOCKS
-    slots = form.query_GQ.shape[1] * form.key_GK.shape[1]
-    return max(least, scores // slots)
+        return max(1, MAX_MASK // scores_of_block)
+    scores = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
+    least = MIN_BLOCKS if by_torch else 1
+    return max(least, scores // scores_of_block)
 
 
 def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Result:
@@ -272,13 +273,15 @@ class Runs(NamedTuple):
 def cut(part: Reads, triangles: bool) -> list[Blocks]:
     """Return the lists, cut into blocks of few forms.
 
-    With `triangles`, a list in which every query may read from the list's first member on is one
-    square block, for which torch's causal kernel needs no mask. All other lists are cut into runs
-    of queries, whose keys reach from the first that one of them reads to the last.
+    With `triangles`, a list in which every query reads from the list's first member on is one
+    square block. If every query also reads up to itself, torch's causal kernel needs no mask for
+    it. All other lists are cut into runs of queries, whose keys reach from the first that one of
+    them reads to the last.
 
-    Squares are rounded up to quarters of the longest range, runs and their keys to the same or to
-    MAX_STEP: about four forms of squares, and four of runs (more of them where a range is longer
-    than 4 * MAX_STEP).
+    The sides of squares are rounded up to whole quarters of the longest range. A run has a step of
+    queries, and its keys are rounded up to whole steps; a step is such a quarter, or MAX_STEP if
+    that is less. So there are about four forms of squares, and four of runs (more of them where a
+    range is longer than 4 * MAX_STEP).
     """
     count_L = part.query.count_L
     longest = int((part.stop_P - part.start_P).max()) if len(part.start_P) else 0
@@ -312,8 +315,8 @@ def read_from_the_first(part: Reads) -> Tensor:
 def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Blocks]:
     """Return the first `count_L` queries of each list, cut into blocks of `step` query slots.
 
-    There is one form for each width.
-    A width is the number of keys from the first that a run reads to the last, rounded up to `step`.
+    There is one form for each width: the number of keys from the first that a run reads to the
+    last, rounded up to whole steps.
     """
     runs = runs_of(part, count_L, step)
     high_G = part.stop_P[runs.begin_G + runs.count_G - 1]
@@ -338,22 +341,26 @@ def runs_of(part: Reads, count_L: Tensor, step: int) -> Runs:
 
 
 def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
-    """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on."""
+    """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on.
+
+    Query slots of equal number often read the same key slots in all blocks. Then one mask serves
+    all of them, or none is needed.
+    """
     slot_Q = torch.arange(queries, device=runs.begin_G.device)
-    slot_K = torch.arange(keys, device=runs.begin_G.device)
     low_G1 = runs.low_G[:, None]
     count_G1 = runs.count_G[:, None]
     query_GQ = runs.begin_G[:, None] + slot_Q.minimum(count_G1 - 1)
     inside_GQ = slot_Q < count_G1
+    slot_K = torch.arange(keys, device=runs.begin_G.device)
     key_GK = (low_G1 + slot_K).clamp(max=len(part.key.row_M) - 1)
-    # The key slots that each query reads, `[G, Q]`, or `[Q]` where all blocks read alike.
+    # The key slots start to stop - 1 are read: `[G, Q]`, or `[Q]` where they are the same in all
+    # blocks.
     start = part.start_P[query_GQ] - low_G1
     stop = part.stop_P[query_GQ] - low_G1
     start_Q = common_slots(start, inside_GQ)
     stop_Q = common_slots(stop, inside_GQ)
-    # Alike: every query reads from the largest start among the blocks to the largest stop.
-    alike = (~inside_GQ | ((start == start_Q) & (stop == stop_Q))).all()
-    if bool(alike):
+    are_same = ~inside_GQ | ((start == start_Q) & (stop == stop_Q))
+    if bool(are_same.all()):
         start = start_Q
         stop = stop_Q
         if part.hidden is None and queries == keys and is_triangle(start_Q, stop_Q):
@@ -369,7 +376,11 @@ def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
 
 
 def common_slots(slot_GQ: Tensor, inside_GQ: Tensor) -> Tensor:
-    """Return the largest key slot among the blocks with a query in a query slot, `[Q]`; else -1."""
+    """Return for each query slot the largest of its key slots in all blocks, `[Q]`.
+
+    Empty query slots do not count. Where all blocks have the same, it is that one; -1 where the
+    query slot is empty in all blocks.
+    """
     return torch.where(inside_GQ, slot_GQ, -1).amax(0)
 
 
@@ -393,11 +404,10 @@ def not_hidden(mask: Tensor, hidden: Hidden, query_GQ: Tensor, key_GK: Tensor) -
     return mask
 
 
-class Gather(torch.autograd.Function):
-    """The rows `[G, Q, D]` of several tensors `[G, Q]` of row numbers.
+class TakeRows(torch.autograd.Function):
+    """Returns what `take` does, and adds all gradients to one tensor `[R, D]`.
 
-    Its backward pass adds all gradients to one tensor `[R, D]`; indexing would make such a tensor
-    for each of them, and add these.
+    Indexing would make such a tensor for each tensor of row numbers, and add these.
     """
 
     @staticmethod
@@ -421,13 +431,14 @@ class Gather(torch.autograd.Function):
 def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
     """Return the rows `[G, Q, D]` of each tensor `[G, Q]` of row numbers.
 
-    Without gradients each is gathered when it is wanted. With gradients, on a CPU, they are views
-    of x if the numbers are those of all rows in order, as in a single list of whole sequences.
+    Without gradients they are copied one tensor at a time, when the caller comes to it. With
+    gradients, on a CPU, they are views of x if the numbers are those of all rows in order, as where
+    every list is a whole sequence of the same form.
     """
     if not rows or not x_RD.requires_grad or not torch.is_grad_enabled():
         return (x_RD[row_GQ] for row_GQ in rows)
     if not x_RD.is_cpu or not are_all_in_order(rows, len(x_RD)):
-        return Gather.apply(x_RD, *rows)
+        return TakeRows.apply(x_RD, *rows)
     pieces = x_RD.split([row_GQ.numel() for row_GQ in rows])
     return [x_SD.unflatten(0, row_GQ.shape) for x_SD, row_GQ in zip(pieces, rows, strict=True)]
 

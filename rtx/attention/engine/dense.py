@@ -40,7 +40,7 @@ def refusal(problem: Problem) -> str | None:
     if q_BHND.dtype == torch.float64:
         return "it computes in float32 or narrower"
     if reads_everything(part.window):
-        return None
+        return None  # scaled_dot_product_attention runs anywhere
     return flash_refusal(q_BHND, problem.v_BHND, terms.dropout)
 
 

@@ -28,8 +28,95 @@ from rtx.attention.packed import Reads
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask."""
+MIN_SIZE = 16
+"""The least head size of FlexAttention's kernels."""
 FORMS = 64
 """Forms of masks (types, head sizes, hidden ranges) that a process may compile."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why FlexAttention cannot run the problem; None where it can."""
+    terms = problem.terms
+    q_BHND = problem.q_BHND
+    sizes = q_BHND.shape[-1], problem.v_BHND.shape[-1]
+    if not isinstance(problem.part, Reads):
+        return "its keys are an index, not ranges of lists"
+    if terms.dropout or terms.by_distance:
+        return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
+    if q_BHND.dtype == torch.float64 or min(sizes) < MIN_SIZE:
+        return f"it computes in float32 or narrower, with heads of {MIN_SIZE} units or more"
+    return None
+
+
+def attend(problem: Problem) -> Result:
+    """Return outputs and log-sums, see `Result`.
+
+    The CPU waits for the GPU: which blocks the mask names depends on the lists.
+    """
+    q_RD, k_RD, v_RD = problem.rows()
+    part = problem.part
+    assert isinstance(part, Reads)
+    out_PD, sum_P = attend_members(part, q_RD, k_RD, v_RD, problem.terms.scale)
+    if problem.by_member:
+        return out_PD, sum_P
+    row_P = part.query.row_M
+    share_P = (part.stop_P > part.start_P) / part.times_R(len(q_RD)).clamp(min=1)[row_P]
+    out_RD = v_RD.new_zeros(v_RD.shape)
+    return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P
+
+
+def attend_members(
+    part: Reads,
+    q_RD: Tensor,
+    k_RD: Tensor,
+    v_RD: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[P, D]` and log-sums `[P]` of query members."""
+    row_P = part.query.row_M
+    row_M = part.key.row_M
+    if not len(row_P) or not len(row_M):
+        sum_P = q_RD.new_full(row_P.shape, -math.inf, dtype=torch.float32)
+        return v_RD.new_zeros(len(row_P), v_RD.shape[1]), sum_P
+    q_11PD = q_RD.index_select(0, row_P)[None, None]
+    v_11MD = v_RD.index_select(0, row_M)[None, None]
+    if k_RD is q_RD and part.key is part.query:
+        # Another tensor object: torch.compile refuses the same one for two inputs.
+        k_11MD = q_11PD.view(q_11PD.shape)
+    else:
+        k_11MD = k_RD.index_select(0, row_M)[None, None]
+    out_PD, sum_P = attend_packed(q_11PD, k_11MD, v_11MD, block_mask(part), scale)
+    # FlexAttention's results for a query that reads nothing are not those of `Result`.
+    reads_nothing_P = part.stop_P <= part.start_P
+    out_PD = out_PD.masked_fill(reads_nothing_P[:, None], 0)
+    return out_PD, sum_P.masked_fill(reads_nothing_P, -math.inf)
+
+
+def attend_packed(
+    q_11PD: Tensor,
+    k_11MD: Tensor,
+    v_11MD: Tensor,
+    mask: BlockMask,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return FlexAttention's outputs `[P, D]` and log-sums `[P]` of packed members.
+
+    On a CPU, for tests, it is not compiled.
+    """
+    attention = flex_attention if q_11PD.is_cpu else compiled()
+    auxiliary = AuxRequest(lse=True)
+    # In torch 2.11 torch.compile has no argument for this limit.
+    with torch._dynamo.config.patch(recompile_limit=FORMS):
+        out_11PD, results = attention(
+            q_11PD,
+            k_11MD,
+            v_11MD,
+            block_mask=mask,
+            scale=scale,
+            return_aux=auxiliary,
+        )
+    assert results.lse is not None
+    return out_11PD[0, 0], results.lse[0, 0]
 
 
 @functools.cache
@@ -109,77 +196,15 @@ def pair_mask(part: Reads):
     """Return the function that tells FlexAttention whether query member i reads key member j."""
     start_P = part.start_P
     stop_P = part.stop_P
+    conditions = []
+    if part.hidden is not None:
+        conditions = list(zip(*part.hidden, strict=True))
 
     def reads(b, h, i, j):
         is_read = (j >= start_P[i]) & (j < stop_P[i])
-        for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
+        for value_M, low_P, high_P in conditions:
             value = value_M[j]
             is_read = is_read & ((value < low_P[i]) | (value >= high_P[i]))
         return is_read
 
     return reads
-
-
-def refusal(problem: Problem) -> str | None:
-    """Return why FlexAttention cannot run the problem; None where it can."""
-    terms, q_BHND, v_BHND = problem.terms, problem.q_BHND, problem.v_BHND
-    if not isinstance(problem.part, Reads):
-        return "its keys are an index, not ranges of lists"
-    if terms.dropout or terms.by_distance:
-        return "it has no dropout, Shaw's terms or adaptive spans"
-    if q_BHND.dtype == torch.float64 or min(q_BHND.shape[-1], v_BHND.shape[-1]) < 16:
-        return "it computes in float32 or narrower, with heads of 16 units or more"
-    return None
-
-
-def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, see `Result`.
-
-    The CPU waits for the GPU: which blocks the mask names depends on the lists.
-    """
-    q_RD, k_RD, v_RD = problem.rows()
-    part = problem.part
-    assert isinstance(part, Reads)
-    row_P = part.query.row_M
-    row_M = part.key.row_M
-    out_RD = v_RD.new_zeros(v_RD.shape)
-    if not len(row_P) or not len(row_M):
-        sum_P = q_RD.new_full(row_P.shape, -math.inf)
-        if problem.by_member:
-            return v_RD.new_zeros(len(row_P), v_RD.shape[1]), sum_P
-        return out_RD, sum_P
-    q_11PD = q_RD.index_select(0, row_P)[None, None]
-    v_11MD = v_RD.index_select(0, row_M)[None, None]
-    if problem.shared and part.key is part.query:
-        # Another tensor object: torch.compile refuses the same one for two inputs.
-        k_11MD = q_11PD.view(q_11PD.shape)
-    else:
-        k_11MD = k_RD.index_select(0, row_M)[None, None]
-    out_PD, sum_P = attend_packed(q_11PD, k_11MD, v_11MD, block_mask(part), problem.terms.scale)
-    reads_P = part.stop_P > part.start_P
-    out_PD = out_PD.masked_fill(~reads_P[:, None], 0)
-    sum_P = sum_P.masked_fill(~reads_P, -math.inf)
-    if problem.by_member:
-        return out_PD, sum_P
-    share_P = reads_P / part.times_R(len(q_RD)).clamp(min=1)[row_P]
-    return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P
-
-
-def attend_packed(
-    q_11PD: Tensor, k_11MD: Tensor, v_11MD: Tensor, mask: BlockMask, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's outputs `[P, D]` and log-sums `[P]` of packed members."""
-    attention = flex_attention if q_11PD.is_cpu else compiled()
-    auxiliary = AuxRequest(lse=True)
-    # In torch 2.11 torch.compile has no argument for this limit.
-    with torch._dynamo.config.patch(recompile_limit=FORMS):
-        out_11PD, results = attention(
-            q_11PD,
-            k_11MD,
-            v_11MD,
-            block_mask=mask,
-            scale=scale,
-            return_aux=auxiliary,
-        )
-    assert results.lse is not None
-    return out_11PD[0, 0], results.lse[0, 0]

@@ -5,8 +5,8 @@ does not name. Gathering the keys of each query instead would take longer, excep
 sequences. For example, the index row [0, 3, -1] of position 4 becomes the mask 1 0 0 1 0.
 
 Scores are computed in pieces: some heads at a time (of all sequences), then some queries at a time.
-A CPU leaves out positions at which no head reads anything, and keys behind the last query of a
-piece.
+A CPU leaves out positions at which no head reads anything. Either leaves out the keys behind the
+last query of a piece.
 
 Shapes: B sequences, H heads, X = B * H heads of all sequences, G some of them, N positions,
 R = X * N rows, K keys that a query names, T the positions that read, Q some of these, D head size.
@@ -56,17 +56,19 @@ def attend(problem: Problem) -> Result:
     heads = problem.q_BHND.shape[:2].numel()
     on_cpu = problem.q_BHND.is_cpu
     most = blocks.MAX_SCORES_CPU if on_cpu else blocks.MAX_SCORES_GPU
-    position_T = positions_that_read(part.index_RK.view(heads, N, -1))
-    every = all_heads(problem, position_T)
+    index_XNK = part.index_RK.unflatten(0, (heads, N))
+    position_T = positions_that_read(index_XNK)
+    every = all_heads(problem, index_XNK, position_T)
     queries = max(1, most // N)
     if on_cpu:
         # At least four pieces: the keys behind the last query of a piece are left out.
         queries = min(queries, whole_pieces(N, 4))
-    few = heads * N * N <= blocks.MAX_SCORES_CPU  # then all scores can be kept
+    # All scores take little memory then, and the backward pass need not compute them again.
+    are_few = heads * N * N <= blocks.MAX_SCORES_CPU
     outs = []
     sums = []
     for some in every.split(max(1, most // N**2)):
-        out_GTD, sum_GT = attend_heads(some, position_T, queries, problem.terms, kept=few)
+        out_GTD, sum_GT = attend_heads(some, position_T, queries, problem.terms, store=are_few)
         outs.append(out_GTD)
         sums.append(sum_GT)
     out_XTD = torch.cat(outs)
@@ -80,15 +82,12 @@ def attend(problem: Problem) -> Result:
     return out_XND.flatten(0, 1), sum_XN.flatten()
 
 
-def all_heads(problem: Problem, position_T: Tensor) -> Heads:
+def all_heads(problem: Problem, index_XNK: Tensor, position_T: Tensor) -> Heads:
     """Return the inputs of the heads of all sequences, with the queries at some positions."""
-    part = problem.part
-    assert isinstance(part, Indexed)
-    N = part.length
+    N = index_XNK.shape[1]
     rows = problem.rows()
     q_XND, k_XND, v_XND = (x_RD.unflatten(0, (-1, N)) for x_RD in rows)
     head_X = torch.arange(len(q_XND), device=q_XND.device) % problem.terms.heads
-    index_XNK = part.index_RK.unflatten(0, (-1, N))
     if len(position_T) < N:
         q_XND = q_XND.index_select(1, position_T)
         index_XNK = index_XNK.index_select(1, position_T)
@@ -111,11 +110,14 @@ def attend_heads(
     position_T: Tensor,
     queries: int,
     terms: Terms,
-    kept: bool,
+    store: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `[G, T, D]` and log-sums `[G, T]`, computed for some queries at a time.
+    """Return outputs `[G, T, D]` and log-sums `[G, T]`, computed for `queries` at a time.
 
-    `kept`: scores are kept for the backward pass, which otherwise computes them again.
+    No query reads a key behind itself, so a piece needs the keys up to its last query alone.
+
+    Args:
+        store: store the scores for the backward pass, which otherwise computes them again.
     """
     outs = []
     sums = []
@@ -130,9 +132,10 @@ def attend_heads(
         if position_T.is_cpu:
             key_stop = max(position_Q.tolist(), default=0) + 1
         else:
-            key_stop = min(N, key_stop + queries)  # positions are all of 0 to N - 1
+            # All positions 0 to N - 1 read, so that their number tells without a wait for the GPU.
+            key_stop = min(N, key_stop + queries)
         tensors = heads.head_G, heads.k_GND, heads.v_GND, position_Q, q_GQD, index_GQK
-        out_GQD, sum_GQ = recomputed(attend_queries, terms, key_stop, *tensors, kept=kept)
+        out_GQD, sum_GQ = recomputed(attend_queries, terms, key_stop, *tensors, store=store)
         outs.append(out_GQD)
         sums.append(sum_GQ)
     return torch.cat(outs, 1), torch.cat(sums, 1)

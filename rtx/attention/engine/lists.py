@@ -16,6 +16,9 @@ itself and the one before it in its list. Members are p as queries and m as keys
     low_M                   0  1  2   3  4      key member 1 is read by the query members
     high_M                  2  3  3   5  5      low = 1 to high - 1 = 2
 
+Numbers of rows and members are int32, so R, P and M must be below 2^31: about 16,000 heads of all
+sequences at 131,072 positions.
+
 Both start and stop ascend. Therefore the query members that read one key member are neighbours,
 too, and a range from low to high - 1 names them. The kernel of the keys' gradients loops over it.
 
@@ -32,7 +35,7 @@ low = high = P, which are empty and keep the bounds ascending; `RowMembers` does
 `count_2` has the numbers of real members. The attention kernels do not read it: they need no more
 than that the other ranges are empty.
 
-Shapes: R rows, P query members, M key members.
+Shapes: R rows, R1 = R + 1, P query members, M key members.
 """
 
 from typing import NamedTuple

@@ -15,9 +15,9 @@
 // and delta = sum_m P dP it is
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
 //
-// Ranges may be *joined*: out[row] is one softmax over the keys of all query members of the row. The
-// forward pass then has `row_lse`, the log-sums of rows; the backward pass has `delta`, and in lse
-// the log-sums of the members' rows.
+// Ranges may be *joined*: out[row] is one softmax over the keys of all query members of the row.
+// The forward pass then has `row_lse`, the log-sums of rows; the backward pass has `delta`, and in
+// lse the log-sums of the members' rows.
 //
 // The ranges are worked on in three steps, of which the upper ones hold the lower ones:
 //     group     one head of one sequence. A thread takes whole groups, and computes each in one
@@ -32,9 +32,9 @@
 //     query  0 1 2 3 4 5
 //     key 0  x x . . . .
 //     key 1  x x x . . .
-//     key 2  . x x x . .     Keys are worked on in tiles of TALL. With TALL = 2 the keys 2 and 3 are
-//     key 3  . . x x x .     a tile, which the queries 1 to 4 read (`first_reader`, `last_reader`).
-//     key 4  . . . . x x
+//     key 2  . x x x . .     Keys are worked on in tiles of TALL. With TALL = 2 the keys 2 and 3
+//     key 3  . . x x x .     are a tile, which the queries 1 to 4 read (`first_reader`,
+//     key 4  . . . . x x     `last_reader`).
 
 #include <algorithm>
 #include <atomic>
@@ -58,7 +58,7 @@ struct Problem {
     const Int *query_row, *key_row;  // [P], [M]
     const Int *start, *stop;         // [P]
     const Int* head_begin;           // [G + 1]: the first query member of each group, and P
-    const Int *value, *low, *high;   // [X, M], [X, P], [X, P]
+    const Int *value, *low, *high;   // [X, M], [X, P], [X, P]: numbers that int32 holds
     const Int* index;                // [R, K]
     float *out, *lse;     // written by the forward pass, which adds to out (zeros at first)
     float *dq, *dk, *dv;  // written by the backward pass; dk may be dq, which is then their sum
@@ -95,14 +95,17 @@ struct Matrix {
 
 constexpr Int padded(Int n, Int to) { return (n + to - 1) / to * to; }
 
-inline Vec load(const float* x, Int n = LANES) {  // the first n floats, zeros behind them
+// The first n floats, and zeros behind them.
+inline Vec load(const float* x, Int n = LANES) {
     Vec y{};
     std::memcpy(&y, x, n >= LANES ? sizeof y : std::max<Int>(0, n) * sizeof(float));
     return y;
 }
 
 inline void store(float* x, Vec y) { std::memcpy(x, &y, sizeof y); }
-inline Vec keep(IntVec where, Vec x) { return (Vec)((IntVec)x & where); }  // zeros elsewhere, also for NaN
+
+// x where `where` is set; zeros elsewhere, also for NaN.
+inline Vec keep(IntVec where, Vec x) { return (Vec)((IntVec)x & where); }
 
 inline float dot(const float* x, const float* y, Int n) {
     Vec sums{};
@@ -114,36 +117,45 @@ inline void add(float* __restrict y, const float* __restrict x, float factor, In
     for (Int d = 0; d < n; d++) y[d] += factor * x[d];
 }
 
-// e^x to the last bits for x up to 80; NaN stays NaN. x = n log(2) + r, n whole, so e^x = 2^n e^r, and e^r
-// is a polynomial (the constants are those of expf in Cephes). Zero below -64: beside a weight of 1
-// such weights are lost in any sum, and products with them may be denormal, which is slow.
+constexpr float POLYNOMIAL[] = {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                5.0000001201e-1f, 1.f,              1.f};
+
+// e^x to the last bits for x up to 80; NaN stays NaN. x = n log(2) + r, n whole, so e^x = 2^n e^r,
+// and e^r is a polynomial (the constants are those of expf in Cephes). Zero below -64: beside a
+// weight of 1 such weights are lost in any sum, and products with them may be denormal, which is
+// slow.
 inline Vec exponential(Vec x) {
     const Vec shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: n in the last bits
-    const Vec n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    const Vec n = shifted - 12582912.f;
+    const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    for (float c : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f}) y = y * r + c;
+    for (float c : POLYNOMIAL) y = y * r + c;
     return keep(~(x < -64.f), y * (Vec)(((BitVec)shifted << 23) + 0x3f800000u));  // times 2^n
 }
 
 // c = a b, or c += a b if `more`, for TALL rows of c and whole multiples of COLUMNS columns; b is
 // [depth, columns], and a is [TALL, depth], or [depth, TALL] if TURNED.
 template <bool TURNED>
-__attribute__((noinline)) void product(Int columns, Int depth, Matrix a, Matrix b, Matrix c, bool more = false) {
+__attribute__((noinline)) void product(Int columns, Int depth, Matrix a, Matrix b, Matrix c,
+                                       bool more = false) {
     for (Int d = 0; d < columns; d += COLUMNS) {
         Vec sums[TALL][WIDE], row[WIDE];
         UNROLL for (int i = 0; i < TALL; i++)
-            UNROLL for (int n = 0; n < WIDE; n++) sums[i][n] = more ? load(c.at(i, d + n * LANES)) : Vec{};
+            UNROLL for (int n = 0; n < WIDE; n++)
+                sums[i][n] = more ? load(c.at(i, d + n * LANES)) : Vec{};
         for (Int k = 0; k < depth; k++) {
             UNROLL for (int n = 0; n < WIDE; n++) row[n] = load(b.at(k, d + n * LANES));
             UNROLL for (int i = 0; i < TALL; i++)
-                UNROLL for (int n = 0; n < WIDE; n++) sums[i][n] += (TURNED ? *a.at(k, i) : *a.at(i, k)) * row[n];
+                UNROLL for (int n = 0; n < WIDE; n++)
+                    sums[i][n] += (TURNED ? *a.at(k, i) : *a.at(i, k)) * row[n];
         }
         UNROLL for (int i = 0; i < TALL; i++)
             UNROLL for (int n = 0; n < WIDE; n++) store(c.at(i, d + n * LANES), sums[i][n]);
     }
 }
 
-// y = x^T for the BLOCK rows of x. Eight rows at a time, as compilers make vectors of such a loop.
+// y = x^T for the BLOCK rows of x and its first `columns` columns. Eight rows at a time, as
+// compilers make vectors of such a loop.
 void transpose(Int columns, Matrix x, Matrix y) {
     for (Int i = 0; i < BLOCK; i += 8)
         for (Int d = 0; d < columns; d++)
@@ -168,7 +180,7 @@ struct Attention : Rooms {
     const Problem& p;
     const Int ldk = padded(p.D, COLUMNS), ldv = padded(p.Dv, COLUMNS);
     // Of the group: its rows.
-    Int low = 0, high = 0;
+    Int low = 0, high = 0;  // low <= row < high
     // Of the segment: its key members base <= m < base + keys, packed; all key numbers below count
     // from base.
     Int base = 0, keys = 0;
@@ -215,21 +227,25 @@ struct Attention : Rooms {
 
     // Copies rows of x to a matrix, each times its factor (null: each times `scale`), and fills the
     // matrix up to `all` rows with zeros.
-    void pack(Matrix to, Int all, const float* x, Int width, const Int* rows, Int count, float scale = 1,
-              const float* factor = nullptr) const {
+    void pack(Matrix to, Int all, const float* x, Int width, const Int* rows, Int count,
+              float scale = 1, const float* factor = nullptr) const {
         for (Int i = 0; i < count; i++) {
-            const float *from = at_row(x, width, rows, i, count), times = factor ? factor[i] : scale;
-            for (Int d = 0; d < width; d += LANES) store(to.at(i, d), load(from + d, width - d) * times);
+            const float* from = at_row(x, width, rows, i, count);
+            const float times = factor ? factor[i] : scale;
+            for (Int d = 0; d < width; d += LANES)
+                store(to.at(i, d), load(from + d, width - d) * times);
         }
         std::fill(to.at(count), to.at(all), 0.f);
     }
 
     // Adds packed rows, times a factor, to the rows of x that they belong to.
-    void unpack(Matrix from, float* x, Int width, const Int* rows, Int count, float factor = 1) const {
-        for (Int i = 0; i < count; i++) add(at_row(x, width, rows, i, count), from.at(i), factor, width);
+    void unpack(Matrix from, float* x, Int width, const Int* rows, Int count,
+                float factor = 1) const {
+        for (Int i = 0; i < count; i++)
+            add(at_row(x, width, rows, i, count), from.at(i), factor, width);
     }
 
-    // Packs the keys and values that the query members first <= p < last read, and computes their
+    // Packs the keys and values that the query members first <= i < last read, and computes their
     // blocks. Starts and stops never fall, so those keys are all from the first start to the last
     // stop.
     void segment(Int first, Int last) {
@@ -237,7 +253,8 @@ struct Attention : Rooms {
         keys = p.stop[last - 1] - base;
         const Int all = keys + TALL;  // the last tile of keys may reach beyond the last key
         const Int* rows = p.key_row + base;
-        if (base < 0 || keys < 0 || base + keys > p.M) throw std::out_of_range("a range beyond the key members");
+        if (base < 0 || keys < 0 || base + keys > p.M)
+            throw std::out_of_range("a range beyond the key members");
         K = room(0, all, ldk);
         V = room(1, all, ldv);
         pack(K, all, p.k, p.D, rows, keys);
@@ -297,8 +314,9 @@ struct Attention : Rooms {
     template <class T> T* outputs(T* x, Int first) const { return by_row() ? x : x + first * p.Dv; }
     const Int* output_rows(Int first) const { return by_row() ? p.query_row + first : nullptr; }
 
-    // Calls f for each of the keys key <= j < last and each vector v of queries: f(v, where their
-    // scores with j lie, where their dP lies, which of them read j).
+    // Calls f for each key j, key <= j < last, and each vector of queries, the v-th of the block.
+    // The arguments of f are v, pointers to these queries' scores with j and to their dP, and which
+    // of them read j.
     template <class F>
     void each(Int key, Int last, F f) const {
         IntVec start[VECTORS], stop[VECTORS], reads[VECTORS];
@@ -308,7 +326,8 @@ struct Attention : Rooms {
             float *s = S.at(key - begin), *dp = dP.at(key - begin);
             const IntVec at = IntVec{} + (std::int32_t)key;
             UNROLL for (int v = 0; v < VECTORS; v++) reads[v] = (start[v] <= at) & (at < stop[v]);
-            for (Int x = 0, m = std::min(base + key, p.M - 1); x < p.X; x++) {
+            const Int m = std::min(base + key, p.M - 1);  // a tile may reach beyond the last member
+            for (Int x = 0; x < p.X; x++) {
                 const IntVec value = IntVec{} + (std::int32_t)p.value[x * p.M + m];
                 UNROLL for (int v = 0; v < VECTORS; v++)
                     reads[v] &= (value < lows[x * VECTORS + v]) | (value >= highs[x * VECTORS + v]);
@@ -320,28 +339,33 @@ struct Attention : Rooms {
     // y[query, :] = sum over keys of scores[key, query] x[key, :], for TALL queries at a time, over
     // the keys that one of them reads. Scores of pairs that are not read must be zeros.
     void gather(Int width, Matrix scores, Matrix x, Matrix y) const {
-        for (Int i = 0; i < BLOCK; i += TALL)
-            product<true>(width, stops[i + TALL - 1] - starts[i], scores.from(starts[i] - begin, i), x.from(starts[i]),
-                          y.from(i));
+        for (Int i = 0; i < BLOCK; i += TALL) {
+            const Int start = starts[i], count = stops[i + TALL - 1] - start;
+            product<true>(width, count, scores.from(start - begin, i), x.from(start), y.from(i));
+        }
     }
 
-    // The queries first_reader <= i < last_reader are all that read one of TALL keys (some between
-    // them may not).
+    // The queries first_reader <= i < last_reader are all that read one of TALL keys from `key` on
+    // (some between them may not).
     Int first_reader(Int key) const { return std::upper_bound(stops, stops + BLOCK, key) - stops; }
-    Int last_reader(Int key) const { return std::lower_bound(starts, starts + BLOCK, key + TALL) - starts; }
+    Int last_reader(Int key) const {
+        return std::lower_bound(starts, starts + BLOCK, key + TALL) - starts;
+    }
 
     // scores[key, query] = x[key, :] . y[:, query] for TALL keys and the queries that read one of
     // them, which are rounded to whole COLUMNS. Other scores stay as they were.
     void score(Int key, Int width, Matrix x, Matrix y, Matrix scores) const {
-        const Int from = first_reader(key) / COLUMNS * COLUMNS, to = last_reader(key);
-        product<false>(to - from, width, x.from(key), y.from(0, from), scores.from(key - begin, from));
+        const Int from = first_reader(key) / COLUMNS * COLUMNS, columns = last_reader(key) - from;
+        const Matrix to = scores.from(key - begin, from);
+        product<false>(columns, width, x.from(key), y.from(0, from), to);
     }
 
     // y[key, :] += sum over queries of scores[key, query] x[query, :], for TALL keys, over the
     // queries that read one of them.
     void scatter(Int key, Int width, Matrix scores, Matrix x, Matrix y) const {
         const Int from = first_reader(key), count = last_reader(key) - from;
-        product<false>(width, count, scores.from(key - begin, from), x.from(from), y.from(key), true);
+        const Matrix of_readers = scores.from(key - begin, from);
+        product<false>(width, count, of_readers, x.from(from), y.from(key), true);
     }
 
     // Writes outputs and log-sums of a block: scores and their maximum, then weights and their sum,
@@ -352,7 +376,8 @@ struct Attention : Rooms {
         for (Int key = begin; key < end; key += TALL) {
             score(key, p.D, K, QT, S);
             each(key, key + TALL, [&](int v, float* s, float*, IntVec reads) {
-                most[v] = (reads & (load(s) > most[v])) ? load(s) : most[v];  // passes over NaN, which the sum keeps
+                // Passes over NaN, which the sum below then is.
+                most[v] = (reads & (load(s) > most[v])) ? load(s) : most[v];
             });
         }
         each(begin, end, [&](int v, float* s, float*, IntVec reads) {
@@ -363,8 +388,9 @@ struct Attention : Rooms {
         gather(ldv, S, V, O);
         for (Int i = 0; i < count; i++) {
             const float sum = total[i / LANES][i % LANES];
-            p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
-            if (starts[i] == stops[i] || sum == 0) continue;                // sum is 0 where all keys are hidden
+            // -inf where nothing is read.
+            p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);
+            if (starts[i] == stops[i] || sum == 0) continue;  // sum is 0 where all keys are hidden
             float* out = at_row(outputs(p.out, first), p.Dv, output_rows(first), i, count);
             if (p.row_lse)
                 join(out, O.at(i), sum, p.lse[first + i], p.row_lse[p.query_row[first + i]]);
@@ -388,7 +414,8 @@ struct Attention : Rooms {
     // and dq.
     void backward(Int first, Int count, Int end) {
         Vec lse[VECTORS], delta[VECTORS] = {};
-        for (int v = 0; v < VECTORS; v++) lse[v] = load(p.lse + first + v * LANES, count - v * LANES);
+        for (int v = 0; v < VECTORS; v++)
+            lse[v] = load(p.lse + first + v * LANES, count - v * LANES);
         for (Int key = begin; key < end; key += TALL) {
             score(key, p.D, K, QT, S);
             score(key, p.Dv, V, OT, dP);
@@ -422,14 +449,20 @@ struct Attention : Rooms {
         const Int *index = reads.data(), count = reads.size();
         const float *q = p.q + row * p.D, *dout = p.dout ? p.dout + row * p.Dv : nullptr;
         float *s = room(0, 1, count + LANES).data, *dp = room(1, 1, count + LANES).data;
-        for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
-        // Subtracted from logits: the log-sum, in the forward pass the largest logit.
-        const float less = p.dout ? p.lse[row] : count ? *std::max_element(s, s + count) : 0;
+        for (Int j = 0; j < count; j++)
+            s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
+        // Subtracted from logits: in the forward pass the largest of them, then the log-sum.
+        float less = 0;
+        if (p.dout)
+            less = p.lse[row];
+        else if (count)
+            less = *std::max_element(s, s + count);
         for (Int j = 0; j < count; j += LANES) store(s + j, exponential(load(s + j) - less));
         if (!p.dout) {
             const float total = std::accumulate(s, s + count, 0.f);
             p.lse[row] = less + std::log(total);
-            for (Int j = 0; j < count; j++) add(p.out + row * p.Dv, p.v + index[j] * p.Dv, s[j] / total, p.Dv);
+            for (Int j = 0; j < count; j++)
+                add(p.out + row * p.Dv, p.v + index[j] * p.Dv, s[j] / total, p.Dv);
             return;
         }
         for (Int j = 0; j < count; j++) dp[j] = dot(dout, p.v + index[j] * p.Dv, p.Dv);
@@ -462,4 +495,6 @@ int in_threads(Problem& problem, int threads) {
 
 }  // namespace
 
-extern "C" int rtx_attend(const Problem* p, int threads) { return in_threads<Attention>(*p, threads); }
+extern "C" int rtx_attend(const Problem* p, int threads) {
+    return in_threads<Attention>(*p, threads);
+}

@@ -1,8 +1,12 @@
-"""Attention and selection by clusters on a CPU, by C++ that is compiled on first use and cached in the user's home.
+"""Attention and selection by clusters on a CPU, by C++ kernels.
 
-Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position n of head g), D
-head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp`,
-`selection.cpp` and `probing.cpp` say what is computed.
+They are compiled on first use and cached in the user's home (`library`). `native.cpp`,
+`selection.cpp` and `probing.cpp` say what they compute. This module passes tensors to them by
+pointers, and checks their shapes and types before: a kernel would read beyond a tensor's end.
+
+Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position
+n of head g), D head size, C clusters, K columns of an index, W members of a cluster; L lists, P
+query members and M key members of all lists together.
 """
 
 import contextlib
@@ -27,10 +31,24 @@ from rtx.attention.once import derived_once
 from rtx.attention.packed import Hidden, Indexed, Packed, Reads
 from rtx.attention.ties import centroid_margin
 
-SOURCES = [Path(__file__).with_name(name) for name in ("probing.cpp", "selection.cpp", "native.cpp")]
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / "probing.cpp", FOLDER / "selection.cpp", FOLDER / "native.cpp"]
 """What is compiled, and what that includes."""
-TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -fopenmp " + TUNING.get(platform.machine(), "")).split()
+TUNING = {
+    "x86_64": ["-march=native", "-mprefer-vector-width=512"],
+    "aarch64": ["-mcpu=native"],
+    "arm64": ["-mcpu=native"],
+}
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-w",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+    *TUNING.get(platform.machine(), []),
+]
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
 """Inputs of the attention kernel in float32, in its order; native.cpp says what each is."""
 RANGES = ("query_row", "key_row", "start", "stop", "head_begin", "value", "low", "high")
@@ -40,17 +58,17 @@ MIN_LENGTH = 1024
 """Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 """A function that a kernel calls for memory, once it knows for how many members."""
-Pair = tuple[Tensor, Tensor]
-"""Outputs and log-sums."""
 Selected = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """What `select` returns."""
 
 
 class AttentionArguments(ctypes.Structure):
-    """The arguments of the kernel, in its order."""
+    """The arguments of the attention kernel, in its order."""
 
     _fields_ = (
-        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv", "delta", "row_lse")),
+        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS)),
+        *((field, ctypes.c_void_p) for field in ("out", "lse", "dq", "dk", "dv")),
+        *((field, ctypes.c_void_p) for field in ("delta", "row_lse")),
         *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "X", "K", "D", "Dv")),
         ("scale", ctypes.c_float),
     )
@@ -89,49 +107,57 @@ class Probed(NamedTuple):
 
 
 def wanted(backend: str, length: int) -> bool:
-    """Tell whether a backend takes the kernels for sequences of a length; the first call may
-    compile them.
+    """Tell whether a backend takes the kernels for sequences of a length.
 
-    "native" always does, "auto" from `MIN_LENGTH` positions on if the kernels can be loaded or
-    compiled.
+    "native" always does, "auto" from `MIN_LENGTH` positions on, if the kernels can be loaded or
+    compiled; the first call may compile them.
     """
-    return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and library() is not None)
+    if backend == "native":
+        return True
+    return backend == "auto" and length >= MIN_LENGTH and library() is not None
 
 
 def refusal(problem: Problem) -> str | None:
     """Return why the compiled kernel cannot run the problem; None where it can."""
-    q_BHND, terms = problem.q_BHND, problem.terms
-    if q_BHND.device.type != "cpu" or q_BHND.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+    q_BHND = problem.q_BHND
+    terms = problem.terms
+    if not q_BHND.is_cpu or q_BHND.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return "it computes in float32 on a CPU"
     if terms.by_distance or terms.dropout:
-        return "it has no dropout, Shaw's terms or adaptive spans"
+        return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
     return None
 
 
 def attend(problem: Problem) -> Result:
     """Return outputs and log-sums, see `Result`."""
-    q_RD, k_RD, v_RD = problem.rows()
-    part = problem.part
-    heads = len(q_RD) // part.length
-    key_RD = None if problem.shared else k_RD
-    if isinstance(part, Indexed):
-        return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, part.index_RK)
-    by_member = problem.by_member
-    name = f"native, by member {by_member}"
-    reads = derived_once(part, name, lambda: kernel_ranges(part, len(q_RD), by_member))
-    return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
+    return Attention.apply(*inputs_of(problem))
 
 
 def attend_joined(problem: Problem) -> Tensor:
-    """Return outputs by row, `[R, D]`: one softmax over all that a row reads in the lists of a part."""
+    """Return outputs by row, `[R, D]`: one softmax over all that a row reads in a part's lists.
+
+    The part has lists, and `problem.by_member` is true.
+    """
+    return Joined.apply(*inputs_of(problem))
+
+
+def inputs_of(problem: Problem) -> tuple[Any, ...]:
+    """Return the arguments of `Attention` and `Joined`."""
     q_RD, k_RD, v_RD = problem.rows()
-    part = problem.part
-    assert isinstance(part, Reads)
-    rows = len(q_RD)
-    heads = rows // part.length
     key_RD = None if problem.shared else k_RD
-    reads = derived_once(part, "native, by member True", lambda: kernel_ranges(part, rows, True))
-    return Joined.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
+    heads = len(q_RD) // problem.part.length
+    return q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads_of(problem)
+
+
+def reads_of(problem: Problem) -> list[Tensor]:
+    """Return the tensors that say who reads whom, see `named`."""
+    part = problem.part
+    by_member = problem.by_member
+    if isinstance(part, Indexed):
+        return [part.index_RK]
+    rows = problem.q_BHND.shape[:3].numel()
+    name = f"native, by member {by_member}"
+    return derived_once(part, name, lambda: kernel_ranges(part, rows, by_member))
 
 
 def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
@@ -144,11 +170,14 @@ def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
     row_P = part.query.row_M
     row_M = part.key.row_M
     heads = rows // part.length
-    # Query members are in the order of heads: those of head g are head_begin[g] to head_begin[g +
-    # 1] - 1.
+    # The query members head_begin[g] to head_begin[g + 1] - 1 are those of head g.
     head_begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (row_M, row_P, row_P)))
-    reads = [row_P, row_M, part.start_P, part.stop_P, head_begin, *(x.contiguous() for x in hidden)]
+    hidden = part.hidden
+    if hidden is None:
+        nothing_0P = row_P.new_zeros(0, len(row_P))
+        hidden = Hidden(row_M.new_zeros(0, len(row_M)), nothing_0P, nothing_0P)
+    reads = [row_P, row_M, part.start_P, part.stop_P, head_begin]
+    reads += [x.contiguous() for x in hidden]
     if not by_member:
         reads.append(1 / part.times_R(rows).clamp(min=1)[row_P].float())
     return reads
@@ -174,8 +203,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor, scale: float, heads: int, *reads: Tensor
-    ) -> Pair:
+        ctx: Any,
+        q_RD: Tensor,
+        k_RD: Tensor | None,
+        v_RD: Tensor,
+        scale: float,
+        heads: int,
+        *reads: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Return outputs and log-sums, -inf where nothing is read."""
         ctx.shared = k_RD is None
         ctx.scale = scale
@@ -199,12 +234,25 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: this attention has first derivatives alone")
         q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
-        dout, dlse = (x.contiguous() for x in gradients)
+        dout = gradients[0].contiguous()
+        dlse = gradients[1].contiguous()
         dq_RD = torch.empty_like(q_RD)
         dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
         dv_RD = torch.empty_like(v_RD)
-        inputs = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse, "dout": dout, "dlse": dlse}
-        call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
+        call(
+            ctx.scale,
+            ctx.heads,
+            reads,
+            q=q_RD,
+            k=k_RD,
+            v=v_RD,
+            lse=lse,
+            dout=dout,
+            dlse=dlse,
+            dq=dq_RD,
+            dk=dk_RD,
+            dv=dv_RD,
+        )
         none_of_others = [None] * (2 + len(reads))
         return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
 
@@ -218,7 +266,13 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor, scale: float, heads: int, *reads: Tensor
+        ctx: Any,
+        q_RD: Tensor,
+        k_RD: Tensor | None,
+        v_RD: Tensor,
+        scale: float,
+        heads: int,
+        *reads: Tensor,
     ) -> Tensor:
         """Return outputs by row, zero where nothing is read."""
         ctx.shared = k_RD is None
@@ -247,8 +301,20 @@ class Joined(torch.autograd.Function):
         dq_RD = torch.empty_like(q_RD)
         dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
         dv_RD = torch.empty_like(v_RD)
-        inputs = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse_R[row_P], "dout": dout_RD, "delta": delta_P}
-        call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
+        call(
+            ctx.scale,
+            ctx.heads,
+            reads,
+            q=q_RD,
+            k=k_RD,
+            v=v_RD,
+            lse=lse_R[row_P],
+            dout=dout_RD,
+            delta=delta_P,
+            dq=dq_RD,
+            dk=dk_RD,
+            dv=dv_RD,
+        )
         none_of_others = [None] * (2 + len(reads))
         return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
 
@@ -289,8 +355,11 @@ def sizes_of(tensors: dict[str, Tensor]) -> Sizes:
 
 
 def check(tensors: dict[str, Tensor], sizes: Sizes) -> None:
-    """Raise a ValueError for a tensor that the kernel would misread, or leave at its end."""
-    R, P, M, X = sizes[:4]
+    """Raise a ValueError for a tensor that the kernel would misread, or read beyond its end."""
+    R = sizes.R
+    P = sizes.P
+    M = sizes.M
+    X = sizes.X
     shapes = {"k": (R, sizes.D), "v": (R, sizes.Dv), "index": (R, sizes.K)}
     shapes |= {"start": (P,), "stop": (P,), "weight": (P,)}
     shapes |= {"value": (X, M), "low": (X, P), "high": (X, P)}
@@ -303,10 +372,15 @@ def check(tensors: dict[str, Tensor], sizes: Sizes) -> None:
 
 
 def select(
-    centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, *, window: int, nearest: bool
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor | None,
+    *,
+    window: int,
+    nearest: bool,
 ) -> Selected:
-    """Return which positions are members of which cluster, by the dot products (scores) of
-    centroids with vectors.
+    """Return which positions are members of which cluster, by scores: dot products of centroids
+    with vectors.
 
     With thresholds a position joins every cluster whose threshold its score reaches, and in any
     case the cluster whose threshold it exceeds most, or misses least. Without thresholds the
@@ -325,17 +399,39 @@ def select(
     nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
     moment_2BHC = None if threshold_HC is None else torch.empty(2, B, H, C, dtype=torch.float64)
     margin_HC = centroid_margin(centroid_HCD, torch.float32)
-    floats = [None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC)]
-    tensors = [*floats, margin_HC, count_L, nearest_BHN, moment_2BHC]  # alive until the kernel has run
+    centroid_HCD = centroid_HCD.detach().float().contiguous()
+    x_BHND = x_BHND.detach().float().contiguous()
+    if threshold_HC is not None:
+        threshold_HC = threshold_HC.detach().float().contiguous()
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:
         rows.append(torch.empty(members, dtype=torch.int64))
         return rows[0].data_ptr()
 
-    pointers = (None if x is None else x.data_ptr() for x in tensors)
-    run("rtx_select", SelectionArguments(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
+    arguments = SelectionArguments(
+        centroid=centroid_HCD.data_ptr(),
+        x=x_BHND.data_ptr(),
+        threshold=pointer(threshold_HC),
+        margin=margin_HC.data_ptr(),
+        count=count_L.data_ptr(),
+        nearest=pointer(nearest_BHN),
+        moment=pointer(moment_2BHC),
+        allocate=ALLOCATE(allocate),
+        G=B * H,
+        H=H,
+        C=C,
+        N=N,
+        D=D,
+        W=window,
+    )
+    run("rtx_select", arguments)
     return rows[0], count_L, nearest_BHN, moment_2BHC
+
+
+def pointer(x: Tensor | None) -> int | None:
+    """Return where a tensor's numbers are in memory; None, a null pointer, for None."""
+    return None if x is None else x.data_ptr()
 
 
 def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> Packed:
@@ -464,22 +560,26 @@ def place() -> Path:
     Its name is a hash of all that the copy depends on: sources, flags, compiler, and the machine,
     as several machines may share a home.
     """
-    made_of = f"{[path.read_text() for path in SOURCES]} {FLAGS} {platform.machine()} {platform.libc_ver()}"
+    sources = [path.read_text() for path in SOURCES]
+    made_of = f"{sources} {FLAGS} {platform.machine()} {platform.libc_ver()}"
     made_of += os.environ.get("CXX", "")
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
-        made_of += str(sorted({x for x in lines if x.startswith(("flags", "features", "model name", "cpu part"))}))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rtx"
-    return folder / f"attention-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+        words = ("flags", "features", "model name", "cpu part")
+        made_of += str(sorted({line for line in lines if line.startswith(words)}))
+    digest = hashlib.sha256(made_of.encode()).hexdigest()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "rtx" / f"attention-{digest[:16]}.so"
 
 
 def compiled(path: Path) -> ctypes.CDLL:
-    """Compile the kernels, copy them to the path in the cache if it can be written, and load them."""
+    """Compile the kernels, copy them to a path in the cache if it can be written, and load them."""
     command = compiler()
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="rtx-") as folder:
         made = Path(folder, path.name)
-        subprocess.run([*command, *FLAGS, str(SOURCES[0]), "-o", str(made)], check=True, capture_output=True, text=True)
+        command += [*FLAGS, str(SOURCES[0]), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
         with contextlib.suppress(OSError):
             made = into_cache(made, path)
         return ctypes.CDLL(str(made))
@@ -495,7 +595,10 @@ def compiler() -> list[str]:
 
 
 def into_cache(made: Path, path: Path) -> Path:
-    """Copy a file to a path in the cache and return that; others see the whole file there or none."""
+    """Copy a file to a path in the cache and return that.
+
+    Other processes see the whole file there or none: the last step is a rename.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)  # fails where it is somebody else's
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:

@@ -16,6 +16,8 @@ entry for each pair either:
 - values: kernels add up the weights of each query member by distance, weight_table[p, t], and
   weight_table @ values is added to the outputs.
 
+These tables have R * T and P * T entries, so T should be far less than N.
+
 `packed_attention` and `packed_attention_backward` are custom operators of torch. The shapes of
 their outputs follow from the shapes of their inputs, so `torch.compile` takes them into one graph.
 
@@ -45,7 +47,7 @@ from rtx.attention.engine.softmax import Terms
 
 
 def has_compiler() -> bool:
-    """Return whether there is a C compiler: Triton compiles the code that launches kernels."""
+    """Tell whether there is a C compiler: Triton compiles the code that launches kernels."""
     names = ["gcc", "clang"]
     if os.environ.get("CC"):
         names.append(os.environ["CC"])
@@ -78,7 +80,7 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def can_run(device: torch.device) -> bool:
-    """Return whether kernels can run on a device."""
+    """Tell whether kernels can run on a device."""
     return device_refusal(device) is None
 
 
@@ -190,8 +192,8 @@ def packed_attention(
         lists: `ListTensors`.
         hidden: the tensors of `rtx.attention.packed.Hidden`, or none.
     """
-    terms = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
-    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
+    options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
+    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
@@ -254,19 +256,21 @@ def packed_attention_backward(
 
     Args:
         dout_GE: by row if there is a `share_R`, else by member.
+        dlse_P: None where nothing depends on the log-sums.
+        out_PE, lse_P, share_R: of the forward pass; `share_R` is None where that was `by_member`.
     """
-    terms = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
-    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *terms)
+    options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
+    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
+    by_member = share_R is None
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if share_R is not None:
             # A row's mean passes this share of its gradient on to each member.
             dout_GE = dout_GE * share_R[:, None]
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
-        by_member = share_R is None
-        found = member_gradients(x, dout_GE, dlse_P, out_PE, lse_P, by_member)
-        dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, found, queries_are_keys=k_BHND is None)
-        dkeys_HTD, dbias_HT = logit_table_gradients(x, found.dlogit_table_PT, dq_BHND)
-        dvalues_TE = values_gradient(x, found.weight_table_PT, dout_GE, by_member)
+        of_members = member_gradients(x, dout_GE, dlse_P, out_PE, lse_P, by_member)
+        dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, of_members, queries_are_keys=k_BHND is None)
+        dkeys_HTD, dbias_HT = logit_table_gradients(x, of_members.dlogit_table_PT, dq_BHND)
+        dvalues_TE = values_gradient(x, of_members.weight_table_PT, dout_GE, by_member)
         return dq_BHND, dk_BHND, dv_BHNE, dkeys_HTD, dbias_HT, dvalues_TE
 
 
@@ -330,7 +334,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None)
     lists = others[: ctx.list_count]
     hidden = others[ctx.list_count :]
     if ctx.by_member:
-        share_R = None
+        share_R = None  # an empty tensor, see `packed_attention`
     if dout_GE is None:
         outputs = len(out_PE) if share_R is None else len(share_R)
         dout_GE = out_PE.new_zeros(outputs, out_PE.shape[1])
@@ -456,7 +460,7 @@ def member_gradients(
     by_member: bool,
 ) -> MemberGradients:
     """Return gradients by member; `dout_GE` is by member or by row."""
-    found = MemberGradients(
+    written = MemberGradients(
         dq_PD=dout_GE.new_empty(x.P, x.D),
         dk_MD=dout_GE.new_empty(x.M, x.D),
         dv_ME=dout_GE.new_empty(x.M, x.E),
@@ -467,7 +471,7 @@ def member_gradients(
     dweight_table_GT = None
     if x.values_TE is not None:
         dweight_table_GT = dout_GE @ x.values_TE.to(dout_GE.dtype).mT
-    shared = {
+    both = {
         "lse": lse_P,
         "dout": dout_GE,
         "delta": torch.empty_like(lse_P),  # "dq" writes it, "dkv" reads it
@@ -479,27 +483,27 @@ def member_gradients(
         "dq",
         x,
         table_RT,
-        **shared,
+        **both,
         start=x.lists.start_P,
         stop=x.lists.stop_P,
         out=out_PE,
         dlse=None if dlse_P is None else dlse_P.contiguous(),
-        dq=found.dq_PD,
-        dlogit_table=found.dlogit_table_PT,
-        weight_table=found.weight_table_PT,
+        dq=written.dq_PD,
+        dlogit_table=written.dlogit_table_PT,
+        weight_table=written.weight_table_PT,
         HAS_DLSE=dlse_P is not None,
     )
     launch(
         "dkv",
         x,
         table_RT,
-        **shared,
+        **both,
         low=x.lists.low_M,
         high=x.lists.high_M,
-        dk=found.dk_MD,
-        dv=found.dv_ME,
+        dk=written.dk_MD,
+        dv=written.dv_ME,
     )
-    return found
+    return written
 
 
 def row_gradients(

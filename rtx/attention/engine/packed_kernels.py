@@ -138,11 +138,15 @@ def masked_logits(
     A pair is read where it is `in_range` and none of the HIDDEN conditions hides it.
     """
     s = tl.where(in_range, products * (scale * LOG2E), float("-inf"))
-    for condition in tl.static_range(HIDDEN):
-        value_m = tl.load(hidden_value + condition * M + m, real_m, 0)
-        low_p = tl.load(hidden_low + condition * P + p, real_p, 0)
-        high_p = tl.load(hidden_high + condition * P + p, real_p, 0)
+    for _ in tl.static_range(HIDDEN):
+        value_m = tl.load(hidden_value + m, real_m, 0)
+        low_p = tl.load(hidden_low + p, real_p, 0)
+        high_p = tl.load(hidden_high + p, real_p, 0)
         s = tl.where(is_within(value_m, low_p, high_p), float("-inf"), s)
+        # The next condition. As a number, HIDDEN * M might exceed int32.
+        hidden_value += M
+        hidden_low += P
+        hidden_high += P
     return s
 
 
@@ -303,7 +307,7 @@ def attend_kernel(
         out_QE *= factor_Q[:, None]
         out_QE = tl.dot(w_QK, v_KE, out_QE, input_precision="ieee")
 
-    reads_Q = total_Q > 0
+    reads_Q = total_Q != 0  # also where the total is NaN: then the output is
     total_Q = tl.where(reads_Q, total_Q, 1.0)
     store_rows(out, p_Q, real_Q, out_QE / total_Q[:, None], E, E_PADDED)
     lse_Q = (top_Q + tl.log2(total_Q)) / LOG2E
@@ -520,7 +524,7 @@ def by_row_kernel(
         has_S = turn < members_S
         p_S = tl.load(member + first_S + turn, has_S, 0)
         if MEAN:
-            has_S = has_S & (tl.load(lse + p_S, has_S, float("-inf")) > float("-inf"))
+            has_S = has_S & (tl.load(lse + p_S, has_S, float("-inf")) != float("-inf"))
             counted_S += has_S.to(tl.float32)
         at_SW = p_S.to(tl.int64)[:, None] * WIDTH + column_W[None, :]
         mask_SW = has_S[:, None] & (column_W < WIDTH)[None, :]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.engine.lists import KernelLists, RowMembers
+from rtx.attention.engine.rounding import power_of_two, whole_pieces
 
 ROWS_OF_SUM = 32
 """Rows of a program of `by_row_kernel`."""
@@ -179,7 +180,10 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
     """
     by_distance = logit_table_RT is not None
     tile = tile_of(name, max(x.D, x.E), x.q_BHND.dtype, by_distance)
-    programs = ceil_div(x.M, tile.keys) if name == "dkv" else ceil_div(x.P, tile.queries)
+    if name == "dkv":
+        programs = whole_pieces(x.M, tile.keys)
+    else:
+        programs = whole_pieces(x.P, tile.queries)
     if programs == 0:
         return
     kernel = getattr(kernels(), f"{name}_kernel")
@@ -257,17 +261,7 @@ def number_arguments(x: KernelInputs) -> dict[str, int | float]:
 
 def head_sizes(D: int, E: int) -> dict[str, int]:
     """Return head sizes and the powers of 2 they are padded to, by their names in a kernel."""
-    return {"D": D, "E": E, "D_PADDED": power_of_2(D), "E_PADDED": power_of_2(E)}
-
-
-def power_of_2(size: int) -> int:
-    """Return the least power of 2 that is not less than `size`."""
-    return 1 << (size - 1).bit_length()
-
-
-def ceil_div(x: int, y: int) -> int:
-    """Return x / y, rounded up."""
-    return -(-x // y)
+    return {"D": D, "E": E, "D_PADDED": power_of_two(D), "E_PADDED": power_of_two(E)}
 
 
 def sum_by_row(
@@ -307,8 +301,8 @@ def by_row(
     R, W = out_RW.shape
     if R == 0:
         return
-    columns = min(MAX_COLUMNS_OF_SUM, power_of_2(W))
-    grid = ceil_div(R, ROWS_OF_SUM), ceil_div(W, columns)
+    columns = min(MAX_COLUMNS_OF_SUM, power_of_two(W))
+    grid = whole_pieces(R, ROWS_OF_SUM), whole_pieces(W, columns)
     kernel: Any = kernels().by_row_kernel
     kernel[grid](
         x=x,

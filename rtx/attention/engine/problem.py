@@ -1,18 +1,8 @@
 """What an engine computes and what it returns.
 
-The words of this folder, by an example: one sequence of one head, six positions (rows 0 to 5) in
-two lists, where every query reads the last two keys of its list.
-
-    list              0      1
-    row_M           0 2 3  1 4 5
-    member number   0 1 2  3 4 5
-    start_P         0 0 1  3 3 4
-    stop_P          1 2 3  4 5 6
-
-A *member* is one place in one list. *Query member* 2 is row 3; it reads the *key members* 1 and 2
-(start_P[2] to stop_P[2] - 1), which are the rows 2 and 3. A row in two lists is two members, and
-either gets an output. An index (`rtx.attention.packed.Indexed`) has no lists: every row is one
-query member, and names the rows that it reads.
+`rtx.attention.packed` explains rows, lists and members by an example. A row in two lists is two
+query members, and each of them gets an output. An index (`rtx.attention.packed.Indexed`) has no
+lists: every row is one query member, and names the rows that it reads.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, D head size (that of
 values may differ from that of queries and keys).

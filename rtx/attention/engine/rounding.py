@@ -1,4 +1,4 @@
-"""Division of whole numbers that rounds up, of integers and of tensors of integers."""
+"""Rounding up of whole numbers."""
 
 from typing import TypeVar
 
@@ -10,3 +10,8 @@ Count = TypeVar("Count", int, Tensor)
 def whole_pieces(count: Count, size: int) -> Count:
     """Return in how many pieces of at most `size` a count can be cut: count / size, rounded up."""
     return -(-count // size)
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()

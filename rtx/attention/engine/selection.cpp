@@ -23,7 +23,7 @@ struct Selection {
     Int* count;                 // written: numbers of members [G, C]
     Int* nearest;    // written, or null: the centroid that scores a position highest [G, N]
     double* moment;  // written with thresholds: sums of scores [G, C], then those of squares
-    Int* (*allocate)(Int);      // returns room for the rows of so many members, those of all groups
+    Int* (*allocate)(Int);      // called once, with the number of all members: room for their rows
     Int G, H, C, N, D, W;
 };
 
@@ -115,7 +115,8 @@ struct Chooser : Rooms {
     }
 
     // Drops all keys below `low`, and of those from `low` to `high`, which count as equal, all but
-    // the first `equals`. The order stays. Without branches: `length` moves on where an entry stays.
+    // the first `equals`. The order stays. There are no branches: each entry is written, and
+    // `length` moves on where it stays.
     static void keep_best(Members& list, std::uint32_t low, std::uint32_t high, Int equals) {
         Int length = 0;
         for (std::size_t i = 0; i < list.key.size(); i++) {
@@ -154,18 +155,21 @@ struct Chooser : Rooms {
     void block(Int g, Int first, Int count) {
         const IntVec real = IntVec{} + (std::int32_t)count;
         IntVec lane, nearest[VECTORS], above[VECTORS];
-        for (Int i = 0; i < count; i++) std::copy_n(p.x + (g * p.N + first + i) * p.D, p.D, X.at(i));
+        for (Int i = 0; i < count; i++)
+            std::copy_n(p.x + (g * p.N + first + i) * p.D, p.D, X.at(i));
         for (int i = 0; i < LANES; i++) lane[i] = i;
         transpose(p.D, X, XT);
-        for (Int c = 0; c < p.C; c += TALL) product<false>(BLOCK, p.D, centroid.from(c), XT, S.from(c));
+        for (Int c = 0; c < p.C; c += TALL)
+            product<false>(BLOCK, p.D, centroid.from(c), XT, S.from(c));
         if (p.nearest) highest(zeros.data(), nearest);
         if (p.threshold) highest(threshold.data(), above);
         for (Int c = 0; c < p.C && p.W; c++) {
             for (std::int32_t v = 0; v < VECTORS; v++) {
                 const Vec s = load(S.at(c, v * LANES));
                 const IntVec inside = lane + v * (std::int32_t)LANES < real;
-                const IntVec joins = p.threshold ? (s >= bar[c]) | (above[v] == (std::int32_t)c) : ~(s < bar[c]);
+                IntVec joins = ~(s < bar[c]);
                 if (p.threshold) {
+                    joins = (s >= bar[c]) | (above[v] == (std::int32_t)c);
                     const WideVec wide = __builtin_convertvector(keep(inside, s), WideVec);
                     sums[c] += wide;
                     squares[c] += wide * wide;
@@ -174,21 +178,23 @@ struct Chooser : Rooms {
             }
             if (!p.threshold && lists[c].key.size() >= lists[c].room) trim(c);
         }
-        for (Int i = 0; p.nearest && i < count; i++) p.nearest[g * p.N + first + i] = nearest[i / LANES][i % LANES];
+        if (!p.nearest) return;
+        for (Int i = 0; i < count; i++)
+            p.nearest[g * p.N + first + i] = nearest[i / LANES][i % LANES];
     }
 
-    // Writes for each position the cluster whose score is highest above that cluster's bar; of
-    // equals the first.
-    void highest(const float* bars, IntVec* whose) const {
+    // Writes for each position of the block the cluster where score - less[cluster] is highest; of
+    // clusters that count as equal, the first.
+    void highest(const float* less, IntVec* whose) const {
         for (Int v = 0; v < VECTORS; v++) {
             Vec most = Vec{} - INFINITY;
             whose[v] = IntVec{};
             for (Int c = 0; c < p.C; c++) {
-                const Vec over = load(S.at(c, v * LANES)) - bars[c];
+                const Vec over = load(S.at(c, v * LANES)) - less[c];
                 most = over > most ? over : most;
             }
             for (Int c = p.C; c-- > 0;) {
-                const Vec over = load(S.at(c, v * LANES)) - bars[c];
+                const Vec over = load(S.at(c, v * LANES)) - less[c];
                 whose[v] = over + margin[c] >= most ? IntVec{} + (std::int32_t)c : whose[v];
             }
         }

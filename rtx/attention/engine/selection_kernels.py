@@ -78,7 +78,7 @@ def first_that_reaches(reach_nc, c, best_n):
 
 @triton.jit
 def take_in(value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n):
-    """Return what is known of the best cluster after 32 more clusters.
+    """Return the state of the search for each position's cluster after 32 more clusters.
 
     The aim is `ties.highest`: the first cluster whose *reach*, its value + margin, is at least the
     best value of all clusters. The clusters come 32 at a time, so a later best value may be out of
@@ -87,9 +87,9 @@ def take_in(value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n):
     Example, margin 1. Clusters 0 to 31 have the best value 5 at cluster 7; cluster 2 has 4.5 and is
     the first (reach 5.5), and cluster 7 is the best rival (reach 6). Then cluster 40 has the value
     5.8. It is out of the reach of cluster 2, but not of cluster 7. The first cluster is now cluster
-    7, or one between 2 and 7: only `rival_n`, the highest reach, is kept of these, so that which
-    one is *unsure*. With the value 7 at cluster 40, no earlier cluster would reach it, and the
-    first one is found among the 32 new ones.
+    7, or one between 2 and 7. The state cannot tell which, as it has but the highest reach of these
+    (`rival_n`): the first cluster is *unsure*. With the value 7 at cluster 40, no earlier cluster
+    would reach it, and the first one is among the 32 new ones.
 
     Returns:
         best_n: the best value so far.
@@ -142,7 +142,7 @@ def score_kernel(
     threshold += head * C
     words = tl.cdiv(C, CLUSTERS)
 
-    # What `take_in` knows of values, and with NEAREST of scores, before the first cluster.
+    # The state of `take_in` before the first cluster: of values, and with NEAREST of scores.
     lowest_n = tl.full([BN], float("-inf"), tl.float32)
     zero_n = tl.zeros([BN], tl.int32)
     best_n = lowest_n

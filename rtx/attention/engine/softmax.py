@@ -38,7 +38,8 @@ class Relative(NamedTuple):
     """Added to the product of query and key before that is scaled."""
 
     def of_heads(self, head: Tensor | int) -> tuple[Tensor, Tensor | None]:
-        """Return the keys `[M, D]`, or of some heads `[G, M, D]`, and the bias of these heads."""
+        """Return the keys of heads `[G, M, D]`, or those that all share `[M, D]`, and the bias
+        `[G, M]`."""
         keys = self.keys_MD if self.keys_MD.dim() == 2 else self.keys_MD[head]
         bias = None if self.bias_HM is None else self.bias_HM[head]
         return keys, bias
@@ -95,12 +96,11 @@ def soft_attend(
         q_GQD = q_GQD.to(wide) * terms.scale
         k_GKD = k_GKD.to(wide)
         v_GKD = v_GKD.to(wide)
-        slot_GQK = None
+        entry_GQK = None
         if relative is not None:
             assert distance_GQK is not None
-            slot_GQK = slots_of(distance_GQK, relative.keys_MD.shape[-2])
-            slot_GQK = slot_GQK.expand(-1, -1, k_GKD.shape[1])
-        logits_GQK = products(q_GQD, k_GKD, slot_GQK, head_G, terms)
+            entry_GQK = entries_of(distance_GQK, relative.keys_MD.shape[-2])
+        logits_GQK = products(q_GQD, k_GKD, entry_GQK, head_G, terms)
         if terms.bias_HM is not None:
             assert distance_GQK is not None and head_G is not None
             bias_GQK = bias_by_distance(terms.bias_HM, distance_GQK, head_G, wide)
@@ -111,37 +111,40 @@ def soft_attend(
         weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
         out_GQD = weight_GQK @ v_GKD
         if relative is not None and relative.values_MD is not None:
-            assert slot_GQK is not None
-            out_GQD = out_GQD + values_by_distance(weight_GQK, slot_GQK, relative.values_MD)
+            assert entry_GQK is not None
+            out_GQD = out_GQD + values_by_distance(weight_GQK, entry_GQK, relative.values_MD)
+    # Logits of pairs that are read are not this low.
     reads_nothing_GQ1 = top_GQ1 <= unread / 2
     sum_GQ1 = sum_GQ1.masked_fill(reads_nothing_GQ1, float("-inf"))
     return out_GQD.masked_fill(reads_nothing_GQ1, 0.0), sum_GQ1[..., 0]
 
 
-def slots_of(distance_GQK: Tensor, rows: int) -> Tensor:
-    """Return the rows of distances in a table of that many rows."""
+def entries_of(distance_GQK: Tensor, rows: int) -> Tensor:
+    """Return which row of a table is for each distance; the table has `rows` rows."""
     return distance_GQK.clamp(0, rows - 1)
 
 
 def products(
     q_GQD: Tensor,
     k_GKD: Tensor,
-    slot_GQK: Tensor | None,
+    entry_GQK: Tensor | None,
     head_G: Tensor | None,
     terms: Terms,
 ) -> Tensor:
-    """Return the logits without `terms.bias_HM`, `[G, Q, K]`, of queries that are scaled already.
+    """Return the logits without `terms.bias_HM`, `[G, Q, K]`.
 
-    `slot_GQK` is the row of each pair in the tables of `terms.relative`.
+    Args:
+        q_GQD: queries, already scaled.
+        entry_GQK: the row of each pair in the tables of `terms.relative`; None without tables.
     """
     if terms.relative is None:
         return q_GQD @ k_GKD.mT
-    assert slot_GQK is not None
+    assert entry_GQK is not None
     keys, bias_GM = terms.relative.of_heads(0 if head_G is None else head_G)
     by_distance_GQM = q_GQD @ keys.to(q_GQD.dtype).mT
     if bias_GM is not None:
         by_distance_GQM = by_distance_GQM + bias_GM.to(q_GQD.dtype)[:, None] * terms.scale
-    return torch.baddbmm(by_distance_GQM.gather(-1, slot_GQK), q_GQD, k_GKD.mT)
+    return torch.baddbmm(by_distance_GQM.gather(-1, entry_GQK), q_GQD, k_GKD.mT)
 
 
 def bias_by_distance(
@@ -153,7 +156,7 @@ def bias_by_distance(
     """Return what `Terms.bias_HM` adds to the logits, `[G, Q, K]`."""
     bias_G1M = bias_HM.to(dtype)[head_G][:, None]
     bias_GQM = bias_G1M.expand(-1, distance_GQK.shape[1], -1)
-    return bias_GQM.gather(-1, slots_of(distance_GQK, bias_HM.shape[-1]))
+    return bias_GQM.gather(-1, entries_of(distance_GQK, bias_HM.shape[-1]))
 
 
 def log_sums(logits_GQK: Tensor, weight_GQK: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,27 +170,26 @@ def log_sums(logits_GQK: Tensor, weight_GQK: Tensor) -> tuple[Tensor, Tensor]:
     return top_GQ1 - weight_GQK.gather(-1, best_GQ1).log(), top_GQ1
 
 
-def values_by_distance(weight_GQK: Tensor, slot_GQK: Tensor, values_MD: Tensor) -> Tensor:
+def values_by_distance(weight_GQK: Tensor, entry_GQK: Tensor, values_MD: Tensor) -> Tensor:
     """Return what values by distance add to the outputs, `[G, Q, D]`.
 
     Weights are summed by distance first: a table is short.
     """
     weight_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(values_MD))
-    weight_GQM = weight_GQM.scatter_add(-1, slot_GQK, weight_GQK)
+    weight_GQM = weight_GQM.scatter_add(-1, entry_GQK, weight_GQK)
     return weight_GQM @ values_MD.to(weight_GQK.dtype)
 
 
-def recomputed(function: Callable[..., Any], *inputs: Any, kept: bool = False) -> Any:
-    """Return function(*inputs), and let the backward pass compute it again instead of keeping its
-    intermediates.
+def recomputed(function: Callable[..., Any], *inputs: Any, store: bool = False) -> Any:
+    """Return function(*inputs), whose intermediates the backward pass computes again.
 
     Dropout draws the same mask again. Pass every large tensor among `inputs`: one that the function
     reaches in another way (as a variable of an enclosing function) stays in memory until the
     backward pass, even inside a larger block that is recomputed.
 
     Args:
-        kept: keep the intermediates all the same.
+        store: store the intermediates instead, as without this function.
     """
-    if torch.is_grad_enabled() and not kept:
+    if torch.is_grad_enabled() and not store:
         return checkpoint(function, *inputs, use_reentrant=False)
     return function(*inputs)

@@ -66,39 +66,6 @@ class Selected(NamedTuple):
     without thresholds."""
 
 
-class Ranges(NamedTuple):
-    """Member m reads the members start_M[m] to stop_M[m] - 1.
-
-    The members low_M[m] to high_M[m] - 1 read member m.
-    """
-
-    start_M: Tensor
-    stop_M: Tensor
-    low_M: Tensor
-    high_M: Tensor
-
-
-def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tensor) -> KernelLists:
-    """Return lists whose key members are their query members.
-
-    Args:
-        ranges: the members' ranges, int32.
-        by_row: the members of each row.
-        count: the number of filled slots, int32 `[1]`.
-    """
-    return KernelLists(
-        query_row_P=row_M,
-        key_row_M=row_M,
-        start_P=ranges.start_M,
-        stop_P=ranges.stop_M,
-        low_M=ranges.low_M,
-        high_M=ranges.high_M,
-        query_members=by_row,
-        key_members=by_row,
-        count_2=count.expand(2).contiguous(),
-    )
-
-
 def by_thresholds(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
@@ -133,7 +100,7 @@ def by_thresholds(
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     decided = decide_all(centroid_HCD, x_BHND, threshold_HC, margin_HC, room=room, nearest=nearest)
-    row_M = row_of_score(decided.score_M, C, N)
+    row_M = row_of_entry(decided.entry_M, C, N)
     count_L = decided.count_XC.flatten()
     nearest_BHN = None
     if decided.nearest_XN is not None:
@@ -154,8 +121,8 @@ def by_thresholds(
 class Decided(NamedTuple):
     """What the scores of all heads decide."""
 
-    score_M: Tensor
-    """The place of each member's score in the scores `[X, C, N]`, flattened; 0 in empty slots."""
+    entry_M: Tensor
+    """Where each member's score is in the scores `[X, C, N]`, flattened; 0 in empty slots."""
     count_XC: Tensor
     members: Tensor
     """The number of all members, int64 `[1]`; it may exceed the room."""
@@ -176,7 +143,7 @@ def decide_all(
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     device = x_BHND.device
-    score_M1 = torch.zeros(room + 1, dtype=torch.int64, device=device)
+    entry_M1 = torch.zeros(room + 1, dtype=torch.int64, device=device)
     members = torch.zeros(1, dtype=torch.int64, device=device)
     count_XC = torch.zeros(B * H, C, dtype=torch.int64, device=device)
     nearest_XN = torch.zeros(B * H, N, dtype=torch.int32, device=device) if nearest else None
@@ -192,12 +159,12 @@ def decide_all(
         margin_XC = margin_HC[head_X]
         joins_XCN = memberships(score_XCN, threshold_XC, margin_XC)
         count_XC[first:last] = joins_XCN.sum(-1)
-        members = collect(joins_XCN.flatten(), first * C * N, score_M1, members)
+        members = collect(joins_XCN.flatten(), first * C * N, entry_M1, members)
         if nearest_XN is not None:
             nearest_XN[first:last] = highest(score_XCN, margin_XC).int()
         if moment_2XC is not None:
             moment_2XC[:, first:last] = moments(score_XCN)
-    return Decided(score_M1[:room], count_XC, members, nearest_XN, moment_2XC)
+    return Decided(entry_M1[:room], count_XC, members, nearest_XN, moment_2XC)
 
 
 def scores_of(centroid_XCD: Tensor, x_XND: Tensor) -> Tensor:
@@ -227,25 +194,28 @@ def moments(score_XCN: Tensor) -> Tensor:
     return torch.stack([wide_XCN.sum(-1), wide_XCN.square().sum(-1)])
 
 
-def row_of_score(score_M: Tensor, C: int, N: int) -> Tensor:
-    """Return the rows, int32, of scores by their places in `[X, C, N]`, flattened."""
-    head_M = score_M // max(1, C * N)
-    position_M = score_M % max(1, N)
+def row_of_entry(entry_M: Tensor, C: int, N: int) -> Tensor:
+    """Return the rows, int32, of entries of the scores `[X, C, N]`, flattened."""
+    head_M = entry_M // max(1, C * N)
+    position_M = entry_M % max(1, N)
     return (head_M * N + position_M).int()
 
 
 def collect(takes_S: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
-    """Append `offset + s` to a list for every s where `takes_S` is true; return its new length.
+    """Append the number `offset + s` to `number_M1` for every s where `takes_S` is true.
 
-    Example: takes_S = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1. There is room for
-    M = 2 numbers. This writes 11 into slot 1, finds no room for 12, and returns 3.
+    Example: takes_S = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1: one number is there,
+    and there is room for M = 2. This writes 11 into slot 1, finds no room for 12, and returns 3.
 
     Args:
         takes_S: bool.
-        number_M1: the list, int64, written in place. Its last slot is no part of the list: it takes
-            every write that is not wanted or finds no room.
-        done: the length of the list, int64 `[1]`. It may exceed the room: numbers without room are
-            counted, too.
+        number_M1: numbers, int64, written in place. The last slot is not for numbers: it takes every
+            write that is not wanted or finds no room.
+        done: how many numbers have been appended before, int64 `[1]`. It may exceed the room, as
+            numbers without room are counted, too.
+
+    Returns:
+        `done` with those of this call.
     """
     room = len(number_M1) - 1
     slot_S = done + takes_S.cumsum(0) - 1
@@ -255,6 +225,18 @@ def collect(takes_S: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Te
     return done + takes_S.sum()
 
 
+class Ranges(NamedTuple):
+    """Member m reads the members start_M[m] to stop_M[m] - 1.
+
+    The members low_M[m] to high_M[m] - 1 read member m.
+    """
+
+    start_M: Tensor
+    stop_M: Tensor
+    low_M: Tensor
+    high_M: Tensor
+
+
 def lists_of_members(
     row_M: Tensor,
     count_L: Tensor,
@@ -262,7 +244,7 @@ def lists_of_members(
     window: int,
     attend_self: bool,
 ) -> KernelLists:
-    """Return lists in which queries stand for keys: members read members of the same list.
+    """Return lists in which queries serve as keys: members read members of their own list.
 
     Args:
         row_M, count_L: see `Selected`.
@@ -282,6 +264,27 @@ def lists_of_members(
     # Empty slots get a row that does not exist: they are members of no row.
     by_row = row_members(torch.where(is_filled_M, row_M, rows), rows)
     return shared_lists(row_M, ranges, by_row, bound_L1[-1:].int())
+
+
+def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tensor) -> KernelLists:
+    """Return lists whose key members are their query members.
+
+    Args:
+        ranges: the members' ranges, int32.
+        by_row: the members of each row.
+        count: the number of filled slots, int32 `[1]`.
+    """
+    return KernelLists(
+        query_row_P=row_M,
+        key_row_M=row_M,
+        start_P=ranges.start_M,
+        stop_P=ranges.stop_M,
+        low_M=ranges.low_M,
+        high_M=ranges.high_M,
+        query_members=by_row,
+        key_members=by_row,
+        count_2=count.expand(2).contiguous(),
+    )
 
 
 def bounds(count_L: Tensor, room: int) -> Tensor:
@@ -409,7 +412,8 @@ def key_ranges(
 
 
 Earliest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function with the arguments and the result of `earliest`."""
+"""A function with the arguments and the result of `earliest`: that one, or its Triton kernel. The
+functions whose names end with `_with` take either."""
 
 
 def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
@@ -427,7 +431,7 @@ def top_members_with(
     margin_XC: Tensor,
     window: int,
 ) -> Tensor:
-    """Return what `top_members` does, by that implementation of `earliest`."""
+    """Return what `top_members` does, by an implementation of `earliest`."""
     score_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
 
     def margin_of_cluster(_: Tensor) -> Tensor:
@@ -439,12 +443,13 @@ def top_members_with(
 def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the places of the `count` best along the last dimension, ascending, int64.
 
-    All places of a dimension that is no longer. The rule for ties is that of `ties.best_places`; of
-    equal infinities, or of NaN, which is better than every score here, the earliest are taken.
+    Where the dimension is no longer than that, all places. The rule for ties is that of
+    `ties.best_places`; of equal infinities, or of NaN, which is better than every score here, the
+    earliest are taken.
 
     Args:
-        margin: takes places `[..., 1]` and returns the margins of their scores, in a shape that
-            broadcasts to theirs.
+        margin: a function that takes places `[..., 1]` and returns within which margins scores are
+            tied with the scores there, in a shape that broadcasts to that of the places.
     """
     return best_places_with(earliest, score, count, margin)
 
@@ -452,7 +457,7 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
 def best_places_with(
     choose_earliest: Earliest, score: Tensor, count: int, margin: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return what `best_places` does, by that implementation of `earliest`."""
+    """Return what `best_places` does, by an implementation of `earliest`."""
     N = score.shape[-1]
     if count >= N:
         return torch.arange(N, device=score.device).expand(score.shape)
@@ -507,7 +512,7 @@ def places_taken(takes_XN: Tensor, count: int) -> Tensor:
 
 
 def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool) -> KernelLists:
-    """Return lists of W members each, in which queries stand for keys; no slot is empty.
+    """Return lists of W members each, in which queries serve as keys; no slot is empty.
 
     Args:
         position_XCW: the members' ascending positions. X may be one dimension, or two, B and H.

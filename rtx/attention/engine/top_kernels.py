@@ -28,8 +28,8 @@ import triton.language as tl
 def compare(score_n, last, floor, bar):
     """Return which scores are better than the last one taken, and which are tied with it.
 
-    Tied are those from `floor` (last - near) to `bar` (last + near). NaN is better than every
-    score; if the last one taken is NaN, no score is better, and all NaN are tied.
+    Tied are those from `floor`, which is last - near, to `bar`, which is last + near. NaN is better
+    than every score; if the last one taken is NaN, no score is better, and all NaN are tied.
     """
     is_nan_n = score_n != score_n
     last_n = tl.broadcast_to(last, score_n.shape)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.engine.lists import RowMembers
+from rtx.attention.engine.rounding import power_of_two, whole_pieces
 from rtx.attention.engine.static_selection import (
     Ranges,
     Selected,
@@ -66,16 +67,6 @@ def precision(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "ieee"
     return "tf32x3"
-
-
-def tiles_of(length: int, tile: int) -> int:
-    """Return how many tiles cover a length."""
-    return -(-length // tile)
-
-
-def power_of_two(number: int) -> int:
-    """Return the least power of two that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
 
 
 # Members by thresholds.
@@ -263,9 +254,9 @@ def launch_score(
     module = kernels()
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
-    tiles = tiles_of(N, TILE)
+    tiles = whole_pieces(N, TILE)
     has_thresholds = threshold_HC is not None
-    words = tiles_of(C, int(module.CLUSTERS.value)) if has_thresholds else 0
+    words = whole_pieces(C, int(module.CLUSTERS.value)) if has_thresholds else 0
     bits = x_BHND.new_empty(B * H, words, N, dtype=torch.int32)
     highest_BHN = x_BHND.new_empty(B, H, N, dtype=torch.int32)
     nearest_BHN = x_BHND.new_empty((B, H, N) if nearest else (0,), dtype=torch.int32)
@@ -295,7 +286,7 @@ def chunk_of(size: int, exactness: str) -> int:
 def launch_tally(scored: Scored, C: int, has_thresholds: bool) -> Tensor:
     """Return how many members each list has in each tile of `MEMBER_TILE` positions, `[L, T]`."""
     B, H, N = scored.highest_BHN.shape
-    tiles = tiles_of(N, MEMBER_TILE)
+    tiles = whole_pieces(N, MEMBER_TILE)
     count_LT = scored.bits.new_empty(B * H * C, tiles)
     kernels().tally_kernel[(B * H, tiles)](
         scored.bits, scored.highest_BHN, count_LT, N, C,
@@ -379,7 +370,7 @@ def launch_order(written: Written, total: Tensor) -> Ordered:
         lost=total.new_empty(1),
     )
     # One program at least: it writes the counts, also without any slot.
-    programs = max(1, tiles_of(room, ORDER_TILE))
+    programs = max(1, whole_pieces(room, ORDER_TILE))
     kernels().order_kernel[(programs,)](
         written.row_M, written.start_M, written.stop_M, written.low_M, written.high_M,
         written.rank_M, first_R1, total, ordered.member_M, ordered.count, ordered.lost, room,
@@ -442,8 +433,8 @@ def sampled(length: int, window: int) -> tuple[int, int]:
     Example: for length 65,536 and window 256 the step is 16. The rank is 17 + 6 * 4 + 8 = 49, about
     784 candidates are expected, and there is room for 2,048.
     """
-    step = max(1, tiles_of(length, SAMPLE))
-    rank = tiles_of(window + 1, step)
+    step = max(1, whole_pieces(length, SAMPLE))
+    rank = whole_pieces(window + 1, step)
     if step > 1:
         rank += 6 * math.isqrt(rank) + 8
     return rank, power_of_two(2 * rank * step)
@@ -526,7 +517,7 @@ def sums_by_kernel(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
     if L and len(row_M):
         chunk = min(128, max(16, power_of_two(D)))
         bound_L1 = bounds(count_L, len(row_M)).int()
-        kernels().sum_kernel[(L, tiles_of(D, chunk))](
+        kernels().sum_kernel[(L, whole_pieces(D, chunk))](
             x_RD.contiguous(), row_M.contiguous(), bound_L1, total_LD,
             D=D, CHUNK=chunk, BM=32, num_warps=4,
         )  # fmt: skip

@@ -67,6 +67,7 @@ def attend(problem: Problem) -> Result:
         return out_PD, sum_P
     row_P = part.query.row_M
     rows = v_BHND.shape[:3].numel()
+    # A mean over the lists in which the row reads something: its other members have no share.
     lists_of_row_P = part.times_R(rows).clamp(min=1)[row_P]
     share_P = (sum_P > float("-inf")).to(wide) / lists_of_row_P
     out_RD = out_PD.new_zeros(rows, v_BHND.shape[-1])
@@ -101,15 +102,15 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def tiles(part: Reads) -> tuple[Tensor, Tensor]:
-    """Return the query members in the query slots `[G, Q]` and the key members in the key slots
-    `[G, K]` of all tiles.
+    """Return the members in the query slots `[G, Q]` and in the key slots `[G, K]` of all tiles.
 
-    A query slot with a number of P or more is empty, and so is a key slot with a number outside 0
-    to M - 1.
+    Members are given by their numbers. A query slot with a number of P or more is empty, and so is
+    a key slot with a number outside 0 to M - 1.
 
-    Where queries and keys are the same lists, query member p reads none before key member p - most
-    + 1 and none behind p, so a tile of TILE queries needs TILE + most - 1 key slots. Elsewhere each
-    query is a tile of its own, with `most` key slots.
+    Where queries and keys share their lists, query member p reads key members from p - most + 1 to
+    p alone, so a tile of TILE queries needs TILE + most - 1 key slots. Where they have lists of
+    their own, neighbouring queries may read keys that are far apart: each query is a tile of its
+    own, with `most` key slots.
     """
     assert part.most is not None
     P = len(part.start_P)
@@ -129,10 +130,9 @@ def tiles(part: Reads) -> tuple[Tensor, Tensor]:
 
 
 def tiles_of_sequences(P: int, length: int, device: torch.device) -> Tensor:
-    """Return the query members of tiles `[G, Q]` where each list is a sequence of `length`; no tile
-    holds two.
+    """Return the query members of tiles `[G, Q]` where each list is a sequence of `length`.
 
-    The last tile of each list is filled up with empty slots.
+    No tile holds members of two lists: the last tile of each is filled up with empty slots.
     """
     begin_T1 = torch.arange(0, length, TILE, device=device)[:, None]
     position_TQ = begin_T1 + torch.arange(TILE, device=device)
