@@ -781,6 +781,10 @@ def ranked(cluster_BHN: Tensor, count_BHC: Tensor) -> tuple[Tensor, Tensor]:
     return rank_R.view(cluster_BHN.shape), count_BHC + lists.count_L.view(B, H, C)
 
 
+NOT_STARTED = -1
+"""The number of steps of centroids that have not yet started at keys."""
+
+
 class KeyCentroids(Centroids):
     """C centroids of the keys of each of H heads, of any norm, in float32: k-means over training.
 
@@ -796,11 +800,12 @@ class KeyCentroids(Centroids):
         super().__init__(heads, clusters, size, window=1, length=clusters, decay=decay)
         self.update_rule = SPLIT
         self.seed_with_next = True
-        self.register_load_state_dict_post_hook(KeyCentroids.seed_unless_begun)
+        self.steps.fill_(NOT_STARTED)
+        self.register_load_state_dict_post_hook(KeyCentroids.seed_unless_started)
 
-    def seed_unless_begun(self, _: object) -> None:
-        """Start at keys only where those of a checkpoint have taken no step yet."""
-        self.seed_with_next = int(self.steps) == 0
+    def seed_unless_started(self, _: object) -> None:
+        """Start at keys of the next batch only where the loaded centroids did not start at keys."""
+        self.seed_with_next = int(self.steps) == NOT_STARTED
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
@@ -813,4 +818,5 @@ class KeyCentroids(Centroids):
         if not k_BHND.numel():
             return
         self.centroid_HCD.copy_(self.drawn_from(k_BHND[0]).float())
+        self.steps.clamp_(min=0)
         self.seed_with_next = False

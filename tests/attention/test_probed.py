@@ -101,9 +101,13 @@ def test_centroids_of_a_checkpoint_do_not_start_anew() -> None:
     other.load_state_dict(pattern.state_dict())
     assert other.centroids.seed_with_next  # it has no keys yet
     run(pattern.train(), here)
-    after_step(pattern)
+    for _ in range(2):  # before the first step, and after it
+        other.centroids.seed_with_next = True
+        other.load_state_dict(pattern.state_dict())
+        assert not other.centroids.seed_with_next
+        assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
+        after_step(pattern)
     other.load_state_dict(pattern.state_dict())
-    assert not other.centroids.seed_with_next
     assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
     assert pattern.bfloat16().centroids.centroid_HCD.dtype == torch.float32
 
