@@ -248,27 +248,32 @@ class Probed(Choice):
         return Reads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=early)
 
     def dynamic_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> Reads:
-        """Return what the queries from position `early` on read of the clusters' lists.
+        """Return what the queries from position `early` on read of the clusters' lists."""
+        N = q_BHND.shape[2]
+        number_P, keys = self.numbered(q_BHND, k_BHND, early)
+        list_P = number_P // N
+        position_P = number_P % N
+        row_P = list_P // self.clusters * N + position_P
+        queries = Packed(row_P, torch.bincount(list_P, minlength=len(keys.count_L)))
+        start_P, stop_P = self.ranges(keys, list_P, position_P, N)
+        return Reads(queries, keys, start_P, stop_P, N, most=self.target(N))
 
-        A member of a list as a query has the number list * N + position: members in the order of
-        numbers are in the order of lists, and of positions within a list.
+    def numbered(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> tuple[Tensor, Packed]:
+        """Return the members of the clusters' lists: numbers of those as queries, and the keys.
+
+        A member has the number list * N + position. Members in the order of numbers are in the
+        order of lists, and of positions within a list.
         """
         B, H, N, _ = q_BHND.shape
-        C = self.clusters
         numbers = []
         clusters = []
         for heads, piece in self.pieces(q_BHND, k_BHND):
             is_probed_XCN = self.probed_from(early, piece)
-            numbers.append(is_probed_XCN.flatten().nonzero()[:, 0] + heads.start * C * N)
+            number_S = is_probed_XCN.flatten().nonzero()[:, 0]
+            numbers.append(number_S + heads.start * self.clusters * N)
             clusters.append(piece.cluster_XN)
-        number_P = torch.cat(numbers)
-        list_P = number_P // N
-        position_P = number_P % N
-        row_P = list_P // C * N + position_P
-        queries = Packed(row_P, torch.bincount(list_P, minlength=B * H * C))
-        keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
-        start_P, stop_P = self.ranges(keys, list_P, position_P, N)
-        return Reads(queries, keys, start_P, stop_P, N, most=self.target(N))
+        keys = pack(torch.cat(clusters).view(B, H, N), self.clusters, complete=True)
+        return torch.cat(numbers), keys
 
     def probed_from(self, early: int, piece: Searched) -> Tensor:
         """Return which queries from position `early` on probe which clusters, `[X, C, N]`."""
@@ -316,13 +321,16 @@ class Probed(Choice):
         """Return the room of the lists: `room_factor` times a guess of their members as queries.
 
         The guess is that a query probes a cluster, and up to four more the larger m is beside C.
+        Clusters of equal size hold i / C keys at position i, so a query there probes m C / i of
+        them: m C / N log(N / m) on average. Where that is more than the room, members are lost
+        until `make_room` has doubled it often enough.
         """
         m = max(1, self.target(rows))
         probed = 1 + min(self.clusters, 4) * m / (m + self.clusters)
         return self.room_factor * math.ceil(rows * probed)
 
     def collected(self, q_BHND: Tensor, k_BHND: Tensor, early: int, room: int) -> Members:
-        """Return the members of the lists, those as queries in room for a fixed number."""
+        """Return what `numbered` does, in room for a fixed number of members as queries."""
         B, H, N, _ = q_BHND.shape
         number_P1 = torch.zeros(room + 1, dtype=torch.int64, device=q_BHND.device)
         count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
@@ -375,18 +383,9 @@ class Probed(Choice):
     def best_of_probed(self, q_BHND: Tensor, k_BHND: Tensor) -> Indexed:
         """Return the rows of the W best keys, by q k^T, of those that each query probes."""
         B, H, N, _ = q_BHND.shape
-        W = self.most_keys(N)
         if N and self.by_native(k_BHND):
-            index_RW = native.probe_best(
-                self.centroids.centroid_HCD,
-                q_BHND,
-                k_BHND,
-                candidates=self.target(N),
-                window=W,
-                attend_self=self.attend_self,
-            )
-            return Indexed(index_RW, N)
-        index_XNW = torch.full((B * H, N, W), -1, device=q_BHND.device)
+            return self.native_index(q_BHND, k_BHND)
+        index_XNW = torch.full((B * H, N, self.most_keys(N)), -1, device=q_BHND.device)
         for heads, piece in self.pieces(q_BHND, k_BHND):
             head_X = torch.arange(heads.start, heads.stop, device=q_BHND.device)
             first_row_X11 = head_X[:, None, None] * N
@@ -394,6 +393,19 @@ class Probed(Choice):
                 row_XQW = torch.where(position_XQW < 0, -1, first_row_X11 + position_XQW)
                 index_XNW[heads, queries] = row_XQW
         return Indexed(index_XNW.flatten(0, 1), N)
+
+    def native_index(self, q_BHND: Tensor, k_BHND: Tensor) -> Indexed:
+        """Return what `best_of_probed` does, by the compiled kernel."""
+        N = q_BHND.shape[2]
+        index_RW = native.probe_best(
+            self.centroids.centroid_HCD,
+            q_BHND,
+            k_BHND,
+            candidates=self.target(N),
+            window=self.most_keys(N),
+            attend_self=self.attend_self,
+        )
+        return Indexed(index_RW, N)
 
     def best_positions(self, piece: Searched) -> Iterator[tuple[slice, Tensor]]:
         """Yield the positions `[X, Q, W]` that some queries at a time read, -1 for none."""

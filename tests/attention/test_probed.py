@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import Case, drawn, run
+from cases import Case, drawn, run, stream
 
 from rtx.attention import Probed, after_step
 from rtx.attention.centroid_update import SPREAD
@@ -153,6 +153,17 @@ def test_the_kernel_probes_what_torch_probes(
         found.append(members(pattern, q, k))
     assert int(found[0].max()) == 1 and bool((found[0].sum(-1) > 0).all())
     assert all(torch.equal(ours, found[0]) for ours in found[1:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_more_candidates_than_positions_take_no_more_memory(backend: str) -> None:
+    pattern, here = drawn("exact", Case(N=20, W=5), torch.float32, backend=backend)
+    expected = run(pattern, here)
+    of_rule = {"window": 5, "candidates": 10**12, "qk_norm": pattern.qk_norm}
+    pattern = Probed(2, 4, clusters=3, decay=0.9, backend=backend, **of_rule).eval()  # type: ignore[arg-type]
+    torch.testing.assert_close(run(pattern, here), expected)
+    torch.testing.assert_close(stream(pattern, here, 7), expected)
 
 
 @needs_compiler
