@@ -21,7 +21,8 @@ Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster
 of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
 Shapes: Y layers with the same rule, H routing heads, C clusters, D head size; V is 2 where keys
-have memberships of their own (queries, keys), else 1; T numbers in a layer's row of statistics.
+have memberships of their own (queries, keys), else 1, or 0 without thresholds; T numbers in a
+layer's row of statistics.
 """
 
 import math

@@ -809,11 +809,16 @@ class KeyCentroids(Centroids):
     configured = ()
 
     def __init__(self, heads: int, clusters: int, size: int, *, decay: float) -> None:
+        # The window and the length are those of thresholds, which a nearest centroid does not need.
         super().__init__(heads, clusters, size, window=1, length=clusters, decay=decay)
+        del self.threshold_HC
         self.update_rule = SPLIT
         self.seed_with_next = True
         self.steps.fill_(NOT_STARTED)
         self.register_load_state_dict_post_hook(KeyCentroids.seed_unless_started)
+
+    def thresholds(self) -> list[Tensor]:
+        return []
 
     def seed_unless_started(self, _: object) -> None:
         """Start at keys of the next batch only where the loaded centroids did not start at keys."""

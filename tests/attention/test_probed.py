@@ -108,6 +108,7 @@ def test_centroids_of_a_checkpoint_do_not_start_anew() -> None:
         assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
         after_step(pattern)
     other.load_state_dict(pattern.state_dict())
+    assert set(pattern.state_dict()) == {"centroids.centroid_HCD", "centroids.steps"}
     assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
     assert pattern.bfloat16().centroids.centroid_HCD.dtype == torch.float32
 
