@@ -179,13 +179,13 @@ class Probed(Choice):
             mask_NN[i, read] = True
         return mask_NN[None]
 
-    def best_by_rule(self, q_D: Tensor, k_ND: Tensor, probed: list[int]) -> list[int]:
+    def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_K: list[int]) -> list[int]:
         """Return the positions, of those that a query probes, whose W logits are the largest."""
-        k_KD = k_ND[probed]
+        k_KD = k_ND[position_K]
         logit_K = (q_D @ k_KD.T).tolist()
         margin_K = self.margins(q_D, k_KD).tolist()
         best = oracle.best(logit_K, margin_K, self.window)
-        return [probed[slot] for slot in best]
+        return [position_K[slot] for slot in best]
 
     # The batch form.
 
@@ -278,7 +278,12 @@ class Probed(Choice):
     def probed_from(self, early: int, piece: Searched) -> Tensor:
         """Return which queries from position `early` on probe which clusters, `[X, C, N]`."""
         target = self.target(piece.cluster_XN.shape[1])
-        is_probed_XNC = probed(piece.score_XNC, piece.margin_XN1, piece.count_XNC, target)
+        is_probed_XNC = probed_clusters(
+            piece.score_XNC,
+            piece.margin_XN1,
+            piece.count_XNC,
+            target,
+        )
         is_probed_XNC[:, :early] = False
         return is_probed_XNC.mT
 
@@ -326,8 +331,8 @@ class Probed(Choice):
         until `make_room` has doubled it often enough.
         """
         m = max(1, self.target(rows))
-        probed = 1 + min(self.clusters, 4) * m / (m + self.clusters)
-        return self.room_factor * math.ceil(rows * probed)
+        guess = 1 + min(self.clusters, 4) * m / (m + self.clusters)
+        return self.room_factor * math.ceil(rows * guess)
 
     def collected(self, q_BHND: Tensor, k_BHND: Tensor, early: int, room: int) -> Members:
         """Return what `numbered` does, in room for a fixed number of members as queries."""
@@ -413,7 +418,7 @@ class Probed(Choice):
         head_X11 = torch.arange(X, device=piece.q_XND.device)[:, None, None]
         m = self.target(N)
         K = self.most_probed(N)
-        is_probed_XNC = probed(piece.score_XNC, piece.margin_XN1, piece.count_XNC, m)
+        is_probed_XNC = probed_clusters(piece.score_XNC, piece.margin_XN1, piece.count_XNC, m)
         order_XN = piece.order_XN()
         # The numbers held for each probed key: its vector, its score, and some of twice the width.
         size = max(1, MAX_SCORES // max(1, X * K * (D + 8)))
@@ -537,14 +542,19 @@ def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
     return (score_XNC >= least_XN1).to(torch.uint8).argmax(-1)
 
 
-def probed(score_XNC: Tensor, margin_XN1: Tensor, count_XNC: Tensor, target: int) -> Tensor:
+def probed_clusters(
+    score_XNC: Tensor,
+    margin_XN1: Tensor,
+    count_XNC: Tensor,
+    target: int,
+) -> Tensor:
     """Return which clusters each query probes, `[X, N, C]`, bool.
 
     Example: the scores of the clusters 0 to 2 are 5, 6.9999 and 7, and the margin is 0.001. Sorted
     they are 7, 6.9999, 5. The steps between them are 0.0001 and 1.9999, of which the second is a
     cut, so the groups are 0, 0, 1. With C = 3 the numbers group * C + cluster are 2, 1, 3; sorted
-    they are 1, 2, 3, which are the clusters 1, 2, 0. If these hold 2, 0 and 4 keys, a query with a
-    target of 3 probes 1 and 0.
+    they are 1, 2, 3, which are the clusters 1, 2, 0. If these hold 2, 1 and 4 keys, a query with a
+    target of 3 probes 1 and 2.
 
     Args:
         score_XNC, margin_XN1: by centroids, and how far apart scores are equal.
@@ -771,11 +781,11 @@ class ProbedCache(RowCache):
         centroid_XCD = pattern.centroids.centroid_HCD.to(q_BH1D.dtype).repeat(len(q_BH1D), 1, 1)
         score_X1C = products(q_X1D, centroid_XCD)
         margin_X11 = query_margins(centroid_XCD, q_X1D)
-        is_probed_XC = probed(score_X1C, margin_X11, readable_XC[:, None], m)[:, 0]
+        is_probed_X1C = probed_clusters(score_X1C, margin_X11, readable_XC[:, None], m)
         cluster_XN, rank_XN = self.filed_BHS2[:, :, :length].flatten(0, 1).unbind(-1)
         stop_XN = readable_XC.gather(-1, cluster_XN)
         is_last_XN = (rank_XN >= stop_XN - m) & (rank_XN < stop_XN)
-        return is_probed_XC.gather(-1, cluster_XN) & is_last_XN
+        return is_probed_X1C[:, 0].gather(-1, cluster_XN) & is_last_XN
 
 
 def ranked(cluster_BHN: Tensor, count_BHC: Tensor) -> tuple[Tensor, Tensor]:
