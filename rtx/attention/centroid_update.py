@@ -7,6 +7,7 @@ A centroid c moves towards the vectors that the step gathered for it (their sum 
 
     update="members", "nearest":   c <- to_sphere(decay c + (1 - decay) s / n)
     update="sum" (Algorithm 1):    c <- decay c + (1 - decay) s / (number of sequences)
+    update="split" (of keys):      c <- decay c + (1 - decay) s / n; without vectors c starts anew
 
 A cluster's threshold t moves so that the cluster gets `window` of `length` positions:
 
@@ -20,7 +21,8 @@ Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster
 of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
 Shapes: Y layers with the same rule, H routing heads, C clusters, D head size; V is 2 where keys
-have memberships of their own (queries, keys), else 1; T numbers in a layer's row of statistics.
+have memberships of their own (queries, keys), else 1, or 0 without thresholds; T numbers in a
+layer's row of statistics.
 """
 
 import math
@@ -33,16 +35,16 @@ from torch import Tensor
 MAX_EXCESS = 3.0
 """The most that a cluster counts as too full: fuller ones than 4 times the wanted move alike."""
 SPLIT = "split"
-"""The update of centroids of keys: means of any norm; clusters without members share those of others."""
+"""The update of centroids of keys, see `split_centroids`."""
 SPREAD = 2.0**-10
-"""How far beside another such a centroid starts, as a share of each number of it."""
+"""How far beside another one such a centroid starts anew, as a share of each of its numbers."""
 
 
 class Rule(NamedTuple):
     """What layers that move together have in common; `routing.Centroids` documents the options."""
 
     update: str
-    """"members", "nearest" or "sum"."""
+    """"members", "nearest", "sum" or "split"."""
     keys: str
     """"shared", "separate" or "projected"."""
     decay: float
@@ -185,24 +187,39 @@ def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tenso
 def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return centroids moved towards the means of their members, of any norm.
 
-    Centroids without members start anew beside others: the first of them beside that of the largest
-    cluster, the second beside that of the second largest, and so on.
+    A centroid without members starts anew beside another one: at that centroid, each number times
+    1 + SPREAD or 1 - SPREAD in turn, so that it points elsewhere. Which one: see `sources`.
     """
     count_YHC = statistics.count_HC
-    has_members_YHC = count_YHC > 0
     mean_YHCD = statistics.sum_HCD / count_YHC[..., None].clamp_min(1)
     moved_YHCD = rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD
-    by_size_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
-    filled_YH1 = has_members_YHC.sum(-1, keepdim=True).clamp_min(1)
-    number_YHC = ((~has_members_YHC).cumsum(-1) - 1).clamp_min(0)
-    beside_YHC = by_size_YHC.gather(-1, number_YHC % filled_YH1)
-    # Several that start beside one centroid are spread more and more.
-    times_YHC1 = (1 + number_YHC // filled_YH1)[..., None]
+    source_YHC, turn_YHC = sources(count_YHC)
     D = old_YHCD.shape[-1]
     sign_D = 1 - 2 * (torch.arange(D, device=old_YHCD.device) % 2)
-    beside_YHCD = moved_YHCD.gather(-2, beside_YHC[..., None].expand(*beside_YHC.shape, D))
-    split_YHCD = beside_YHCD * (1 + SPREAD * times_YHC1 * sign_D)
-    return torch.where(has_members_YHC[..., None], moved_YHCD, split_YHCD)
+    source_YHCD = moved_YHCD.gather(-2, source_YHC[..., None].expand(*source_YHC.shape, D))
+    split_YHCD = source_YHCD * (1 + SPREAD * turn_YHC[..., None] * sign_D)
+    return torch.where(count_YHC[..., None] > 0, moved_YHCD, split_YHCD)
+
+
+def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return beside which cluster each cluster without members starts anew, and in which turn.
+
+    The first of them starts beside the largest cluster, the second beside the second largest, and
+    so on. Where they are more than the clusters with members, these are gone through in several
+    turns; in turn t a centroid starts t times SPREAD away.
+
+    Example: clusters 0 to 4 have 5, 0, 9, 0 and 0 members. By size they are 2 and 0, so 1 starts
+    beside 2 and 3 beside 0 in turn 1, and 4 beside 2 in turn 2.
+
+    Returns:
+        Clusters and turns, `[Y, H, C]`, any numbers for clusters that have members.
+    """
+    is_empty_YHC = count_YHC == 0
+    by_size_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
+    filled_YH1 = (~is_empty_YHC).sum(-1, keepdim=True).clamp_min(1)
+    number_YHC = (is_empty_YHC.cumsum(-1) - 1).clamp_min(0)
+    source_YHC = by_size_YHC.gather(-1, number_YHC % filled_YH1)
+    return source_YHC, 1 + number_YHC // filled_YH1
 
 
 class ScoreMoments(NamedTuple):

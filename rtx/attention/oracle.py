@@ -122,7 +122,8 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
 def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
     """The places of the `count` best scores; NaN is the worst.
 
-    Scores no further than its margin from the last of these are equal to it, and of equals the earlier is the better.
+    Scores within the margin of the last of these are equal to it, and of equals the earlier is the
+    better. `margin_N` has the margin around each score.
     """
     score_N = [-inf if isnan(score) else score for score in score_N]
     order = sorted(range(len(score_N)), key=lambda j: -score_N[j])
@@ -226,22 +227,39 @@ def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: boo
     return mask_NN[None]
 
 
-def probed(score_C: list[float], margin: float, members: dict[int, list[int]], enough: int) -> list[int]:
-    """The members, ascending, of clusters in the order of their scores, until these are enough; of each the last ones.
+def probed(
+    score_C: list[float],
+    margin: float,
+    members: dict[int, list[int]],
+    target: int,
+) -> list[int]:
+    """The positions, ascending, of the keys that a query probes.
 
-    Scores that a chain of steps no larger than the margin links are equal, and of equals the first cluster comes first.
+    Clusters are taken in the order of their scores, of equal ones the first, until they hold
+    `target` keys; of each the last `target` keys.
     """
+    # Differences of finite scores are numbers; NaN is the worst.
     score_C = [-MOST if isnan(score) else min(max(score, -MOST), MOST) for score in score_C]
-    found: list[int] = []
+    positions: list[int] = []
     left = sorted(members)
-    while left and len(found) < enough:
-        equal = [max(left, key=lambda c: score_C[c])]
-        while near := [c for c in left if c not in equal and min(score_C[e] for e in equal) - score_C[c] <= margin]:
-            equal += near
-        for c in sorted(equal):
-            found += members[c][-enough:] if len(found) < enough else []
+    while left and len(positions) < target:
+        equal = equal_to_best(score_C, margin, left)
+        for c in equal:
+            if len(positions) < target:
+                positions += members[c][-target:]
         left = [c for c in left if c not in equal]
-    return sorted(found)
+    return sorted(positions)
+
+
+def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
+    """Those of some clusters, ascending, that steps no larger than the margin link to the best."""
+    by_score = sorted(clusters, key=lambda c: -score_C[c])
+    equal = by_score[:1]
+    for c in by_score[1:]:
+        if score_C[equal[-1]] - score_C[c] > margin:
+            break
+        equal.append(c)
+    return sorted(equal)
 
 
 def best_blocks(score_NG: Tensor, margin_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:

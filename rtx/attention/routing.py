@@ -610,13 +610,27 @@ def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
 
 def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:
     """Return what layers of one rule have, and what each has gathered, `[Y, T]`, in new tensors."""
-    thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
     state = State(
         torch.stack([layer.centroid_HCD for layer in layers]),
-        torch.stack(thresholds).unflatten(0, (len(layers), -1)),
+        stacked_thresholds(layers),
         torch.stack([layer.steps for layer in layers]),
     )
     return state, torch.stack([layer.total_T for layer in layers])
+
+
+def stacked_thresholds(layers: list[Centroids]) -> Tensor:
+    """Return the thresholds of layers of one rule, `[Y, V, H, C]`; V is 0 where they have none."""
+    thresholds = thresholds_of(layers)
+    if not thresholds:
+        centroid_HCD = layers[0].centroid_HCD
+        H, C, _ = centroid_HCD.shape
+        return centroid_HCD.new_empty(len(layers), 0, H, C)
+    return torch.stack(thresholds).unflatten(0, (len(layers), -1))
+
+
+def thresholds_of(layers: list[Centroids]) -> list[Tensor]:
+    """Return the thresholds of some layers, layer after layer."""
+    return [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
 
 
 def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, State, Tensor], State]) -> None:
@@ -625,10 +639,10 @@ def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, Sta
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total_YT)
     after = move(rule, state, total_YT)
-    thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
     # torch's operations on lists of tensors, one launch for all layers, have no public names.
     torch._foreach_copy_([layer.centroid_HCD for layer in layers], list(after.centroid_YHCD.unbind()))  # type: ignore[attr-defined]
-    torch._foreach_copy_(thresholds, list(after.threshold_YVHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
+    if thresholds := thresholds_of(layers):
+        torch._foreach_copy_(thresholds, list(after.threshold_YVHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
     torch._foreach_copy_([layer.steps for layer in layers], list(after.steps_Y.unbind()))  # type: ignore[attr-defined]
     torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
 

@@ -1,13 +1,13 @@
-"""Probed keys: the worked example of their module, how their centroids move, and what they refuse."""
+"""Probed keys: the worked example of their module, the kernel, centroids, and what is refused."""
 
 import copy
 import math
 
 import pytest
 import torch
-from cases import Case, drawn, run
+from cases import Case, drawn, run, stream
 
-from rtx.attention import Probed, after_step
+from rtx.attention import Exact, Probed, after_step
 from rtx.attention.centroid_update import SPREAD
 from rtx.attention.engine import native
 from rtx.attention.packed import Indexed
@@ -18,22 +18,32 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
 
 
 def example(**options: int) -> tuple[Probed, torch.Tensor, torch.Tensor]:
-    """Return the pattern, the query at position 5 and the keys of the module's example; clusters lie along axes."""
+    """Return the pattern, queries and keys of the module's example.
+
+    The centroids of a, b and c are the units 0, 1 and 2; unit 3 and small numbers tell keys of one
+    cluster apart.
+    """
     pattern = Probed(1, 4, clusters=3, decay=0.9, **options).double().eval()
     pattern.centroids.centroid_HCD.copy_(torch.eye(4)[:3])
     k_1NC = torch.eye(4, dtype=torch.float64)[[0, 1, 0, 2, 0, 1]]
     k_1NC[:, 3] = torch.tensor([0.3, 0.0, 0.1, 0.0, 0.15, 0.0])
-    q_D = torch.tensor([2.0, 1.0, 3.0, 5.0], dtype=torch.float64)  # c before a before b; late units choose among keys
+    # By the first three numbers c comes before a, and a before b.
+    q_D = torch.tensor([2.0, 1.0, 3.0, 5.0], dtype=torch.float64)
     return pattern, q_D.expand(6, 4)[None, None].contiguous(), k_1NC[None, None]
 
 
 @pytest.mark.parametrize(
     ("options", "read"),
-    [({"window": 3}, [0, 2, 3, 4]), ({"window": 2, "candidates": 3}, [0, 3]), ({"window": 4}, [0, 2, 3, 4])],
+    [
+        ({"window": 3}, [0, 2, 3, 4]),
+        ({"window": 2, "candidates": 3}, [0, 3]),
+        ({"window": 4}, [0, 2, 3, 4]),
+    ],
 )
 def test_the_worked_example(options: dict[str, int], read: list[int]) -> None:
     pattern, q, k = example(**options)
-    assert pattern.rule(pattern.inputs(q, k, None), 0, False)[0, 5].nonzero()[:, 0].tolist() == read
+    mask_1NN = pattern.rule(pattern.inputs(q, k, None), 0, False)
+    assert mask_1NN[0, 5].nonzero()[:, 0].tolist() == read
     v = torch.eye(6, dtype=torch.float64)[None, None]
     assert pattern(q, k, v)[0][0, 0, 5].nonzero()[:, 0].tolist() == read
 
@@ -43,7 +53,8 @@ def test_of_a_large_cluster_the_last_keys_are_read() -> None:
     k = torch.eye(4, dtype=torch.float64)[[0, 0, 0, 0, 1, 2]][None, None]
     q = q.clone()
     q[..., 0] = 9.0
-    assert pattern.rule(pattern.inputs(q, k, None), 0, False)[0, 5].nonzero()[:, 0].tolist() == [2, 3]
+    mask_1NN = pattern.rule(pattern.inputs(q, k, None), 0, False)
+    assert mask_1NN[0, 5].nonzero()[:, 0].tolist() == [2, 3]
 
 
 def test_centroids_start_at_keys_and_move_to_the_means_of_theirs() -> None:
@@ -101,9 +112,14 @@ def test_centroids_of_a_checkpoint_do_not_start_anew() -> None:
     other.load_state_dict(pattern.state_dict())
     assert other.centroids.seed_with_next  # it has no keys yet
     run(pattern.train(), here)
-    after_step(pattern)
+    for _ in range(2):  # before the first step, and after it
+        other.centroids.seed_with_next = True
+        other.load_state_dict(pattern.state_dict())
+        assert not other.centroids.seed_with_next
+        assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
+        after_step(pattern)
     other.load_state_dict(pattern.state_dict())
-    assert not other.centroids.seed_with_next
+    assert set(pattern.state_dict()) == {"centroids.centroid_HCD", "centroids.steps"}
     assert torch.equal(other.centroids.centroid_HCD, pattern.centroids.centroid_HCD)
     assert pattern.bfloat16().centroids.centroid_HCD.dtype == torch.float32
 
@@ -115,11 +131,11 @@ def members(pattern: Probed, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     for part in pattern.reads(pattern.inputs(q, k, None), False):
         if isinstance(part, Indexed):
             row_S, column_S = (part.index_RK >= 0).nonzero(as_tuple=True)
-            times_RN.index_put_((row_S, part.index_RK[row_S, column_S] % N), torch.tensor(1), accumulate=True)
+            position_S = part.index_RK[row_S, column_S] % N
+            times_RN.index_put_((row_S, position_S), torch.tensor(1), accumulate=True)
             continue
-        for row, start, stop in zip(
-            part.query.row_M.tolist(), part.start_P.tolist(), part.stop_P.tolist(), strict=True
-        ):
+        ranges_P3 = torch.stack([part.query.row_M, part.start_P, part.stop_P], dim=-1)
+        for row, start, stop in ranges_P3.tolist():
             times_RN[row, part.key.row_M[start:stop].long() % N] += 1
     return times_RN
 
@@ -137,18 +153,46 @@ def test_the_kernel_probes_what_torch_probes(
     q, k = torch.randn(2, 2, 3, N, D, generator=generator)
     if returns:  # few different vectors, up to rounding
         unit_N = torch.randint(12, (N,), generator=generator)
-        q, k = q[:, :, unit_N], k[:, :, unit_N] * (1 + 1e-7 * torch.randn(2, 3, N, D, generator=generator))
-    of_rule = {"clusters": C, "decay": 0.9, "window": 9, "candidates": candidates, "attend_self": attend_self}
-    pattern = Probed(3, D, **of_rule).eval()  # type: ignore[arg-type]
+        rounding = 1 + 1e-7 * torch.randn(2, 3, N, D, generator=generator)
+        q = q[:, :, unit_N]
+        k = k[:, :, unit_N] * rounding
+    pattern = Probed(
+        3,
+        D,
+        clusters=C,
+        decay=0.9,
+        window=9,
+        candidates=candidates,
+        attend_self=attend_self,
+    ).eval()
     pattern.centroids.seed_from([k])
     pattern.centroids.centroid_HCD[:, -1] = pattern.centroids.centroid_HCD[:, 0]
-    found = []
-    backends = ("torch", "native", "triton") if pattern.reads_all else ("torch", "native")
-    for backend in backends:
+    pattern.backend = "torch"
+    expected_RN = members(pattern, q, k)
+    assert int(expected_RN.max()) == 1 and bool((expected_RN.sum(-1) > 0).all())
+    for backend in ("native", "triton") if pattern.reads_all else ("native",):
         pattern.backend = backend
-        found.append(members(pattern, q, k))
-    assert int(found[0].max()) == 1 and bool((found[0].sum(-1) > 0).all())
-    assert all(torch.equal(ours, found[0]) for ours in found[1:])
+        assert torch.equal(members(pattern, q, k), expected_RN)
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_more_candidates_than_positions_take_no_more_memory(backend: str) -> None:
+    pattern, here = drawn("exact", Case(N=20, W=5), torch.float32, backend=backend)
+    expected = run(pattern, here)
+    assert isinstance(pattern, Exact)
+    pattern = Probed(
+        2,
+        4,
+        clusters=3,
+        decay=0.9,
+        window=5,
+        candidates=10**12,
+        qk_norm=pattern.qk_norm,
+        backend=backend,
+    ).eval()
+    torch.testing.assert_close(run(pattern, here), expected)
+    torch.testing.assert_close(stream(pattern, here, 7), expected)
 
 
 @needs_compiler
@@ -157,12 +201,14 @@ def test_the_kernel_gathers_what_torch_gathers() -> None:
     centroid_HCD = torch.randn(3, 7, 8)
     pattern = Probed(3, 8, clusters=7, decay=0.9, window=9, backend="torch")
     pattern.centroids.centroid_HCD.copy_(centroid_HCD)
-    for ours, theirs in zip(native.cluster_keys(centroid_HCD, x), pattern.clustered_keys(x), strict=True):
-        assert torch.equal(ours, theirs)
+    by_kernel = native.cluster_keys(centroid_HCD, x)
+    by_torch = pattern.clustered_keys(x)
+    assert torch.equal(by_kernel.row_M, by_torch.row_M)
+    assert torch.equal(by_kernel.count_L, by_torch.count_L)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"candidates": 3}, "window=4: must be from 1 to candidates=3"),
         ({"candidates": 0}, "candidates=0: must be at least 1"),
@@ -170,7 +216,7 @@ def test_the_kernel_gathers_what_torch_gathers() -> None:
         ({"decay": 1.5}, "decay=1.5: must be from 0 to 1"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, float], said: str) -> None:
-    given = {"clusters": 2, "decay": 0.9, "window": 4} | options
-    with pytest.raises(ValueError, match=said):
-        Probed(1, 4, **given)  # type: ignore[arg-type]
+def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
+    arguments = {"clusters": 2, "decay": 0.9, "window": 4} | options
+    with pytest.raises(ValueError, match=message):
+        Probed(1, 4, **arguments)  # type: ignore[arg-type]

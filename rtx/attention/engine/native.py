@@ -92,12 +92,13 @@ class ProbingArguments(ctypes.Structure):
         *((field, ctypes.c_void_p) for field in ("centroid", "q", "k")),
         *((field, ctypes.c_void_p) for field in ("key_row", "key_count", "query_count", "index")),
         ("allocate", ALLOCATE),
-        *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "M", "W", "first", "attend_self")),
+        *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "M", "W")),
+        *((field, ctypes.c_int64) for field in ("early", "attend_self")),
     )
 
 
-class Probed(NamedTuple):
-    """Clusters of keys, and the queries that probe each."""
+class ProbedLists(NamedTuple):
+    """Lists of keys, and of the queries that read in each; see packed.py."""
 
     key: Packed
     query: Packed
@@ -260,8 +261,10 @@ class Attention(torch.autograd.Function):
 class Joined(torch.autograd.Function):
     """Attention by ranges with one softmax over all that a row reads, and its gradients.
 
-    Of query members only log-sums are kept for the backward pass. `reads` are the tensors of
-    `RANGES`. Without keys (`k_RD` is None) the queries serve as keys.
+    A row may have several query members, each with a range of its own. The kernel joins their
+    outputs as it goes, so outputs and log-sums are by row, and nothing by member is saved for the
+    backward pass. `reads` are the tensors of `RANGES`. Without keys (`k_RD` is None) the queries
+    serve as keys.
     """
 
     @staticmethod
@@ -281,7 +284,7 @@ class Joined(torch.autograd.Function):
         q_RD = q_RD.contiguous()
         k_RD = q_RD if k_RD is None else k_RD.contiguous()
         v_RD = v_RD.contiguous()
-        lse_P = q_RD.new_empty(len(reads[0]))
+        lse_P = q_RD.new_empty(len(reads[0]))  # the kernel writes it on its way to lse_R
         lse_R = q_RD.new_empty(len(q_RD))
         out_RD = torch.zeros_like(v_RD)
         call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse_P, row_lse=lse_R)
@@ -435,18 +438,29 @@ def pointer(x: Tensor | None) -> int | None:
 
 
 def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> Packed:
-    """Return the keys of each cluster, `[B * H * C]` lists: each key is in that of its nearest centroid."""
+    """Return the keys of each cluster, in `[B * H * C]` lists: a key is in that of its nearest
+    centroid."""
     return run_probing(centroid_HCD, k_BHND)
 
 
 def probe(
-    centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, first: int, attend_self: bool
-) -> Probed:
-    """Return the clusters of keys that the queries from position `first` on probe.
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    *,
+    candidates: int,
+    early: int,
+    attend_self: bool,
+) -> ProbedLists:
+    """Return lists in which each query reads the keys that it probes, in `[B * H * (C + 1)]` lists.
 
-    In front of a head's clusters there is a list of the positions before it, which read all up to themselves.
+    The first list of a head has the positions before `early`, each of which reads all up to itself.
+    The others are the clusters of its keys, and the queries from position `early` on that probe
+    each.
+
+    Args:
+        candidates: m; see `rtx.attention.probed`.
     """
-    q_BHND = q_BHND.detach().contiguous()
     B, H = q_BHND.shape[:2]
     query_count_L = torch.empty(B * H * (centroid_HCD.shape[1] + 1), dtype=torch.int64)
     made: list[Tensor] = []
@@ -458,30 +472,37 @@ def probe(
     keys = run_probing(
         centroid_HCD,
         k_BHND,
-        early=first,
-        more=1,
-        q=q_BHND.data_ptr(),
+        q_BHND,
+        early=early,
         query_count=query_count_L.data_ptr(),
         allocate=ALLOCATE(allocate),
         M=candidates,
-        first=first,
         attend_self=int(attend_self),
     )
     row_P, start_P, stop_P = made[0]
-    return Probed(keys, Packed(row_P, query_count_L), start_P, stop_P)
+    return ProbedLists(keys, Packed(row_P, query_count_L), start_P, stop_P)
 
 
 def probe_best(
-    centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, *, candidates: int, window: int, attend_self: bool
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    *,
+    candidates: int,
+    window: int,
+    attend_self: bool,
 ) -> Tensor:
-    """Return the rows `[R, W]` of the `window` best keys, by q k^T, of those that each query probes; -1 for none."""
-    q_BHND = q_BHND.detach().contiguous()
-    B, H, N, _ = q_BHND.shape
-    index_RW = torch.empty(B * H * N, window, dtype=torch.int64)
+    """Return the rows `[R, W]` that each query reads, -1 for none: of the keys that it probes the
+    `window` best by q k^T.
+
+    Args:
+        candidates: m; see `rtx.attention.probed`.
+    """
+    index_RW = torch.empty(q_BHND.shape[:3].numel(), window, dtype=torch.int64)
     run_probing(
         centroid_HCD,
         k_BHND,
-        q=q_BHND.data_ptr(),
+        q_BHND,
         index=index_RW.data_ptr(),
         M=candidates,
         W=window,
@@ -490,17 +511,37 @@ def probe_best(
     return index_RW
 
 
-def run_probing(centroid_HCD: Tensor, k_BHND: Tensor, early: int = 0, more: int = 0, **queries: Any) -> Packed:
-    """Run the kernel with what it is to do with queries, if anything; return the keys of each list.
+def run_probing(
+    centroid_HCD: Tensor,
+    k_BHND: Tensor,
+    q_BHND: Tensor | None = None,
+    early: int | None = None,
+    **more: Any,
+) -> Packed:
+    """Run the probing kernel, and return the keys of each list.
 
-    `early`: keys of the list in front of a head's clusters, `more`: 1 where there is one.
+    Args:
+        q_BHND: None where keys alone are sorted into clusters.
+        early: how many positions the list in front of a head's clusters has; None: there is none.
+        more: other fields of `ProbingArguments`, for what is done with queries.
     """
     B, H, N, D = k_BHND.shape
     C = centroid_HCD.shape[1]
     centroid_HCD = centroid_HCD.detach().float().contiguous()
     k_BHND = k_BHND.detach().contiguous()
-    row_M = torch.empty(B * H * (N + early), dtype=torch.int64)
-    keys = Packed(row_M, torch.empty(B * H * (C + more), dtype=torch.int64))
+    assert k_BHND.dtype == torch.float32
+    if q_BHND is not None:
+        assert q_BHND.shape == k_BHND.shape and q_BHND.dtype == k_BHND.dtype
+        q_BHND = q_BHND.detach().contiguous()
+        more["q"] = q_BHND.data_ptr()
+    members = B * H * N
+    lists = B * H * C
+    if early is not None:
+        more["early"] = early
+        members += B * H * early
+        lists += B * H
+    row_M = torch.empty(members, dtype=torch.int64)
+    keys = Packed(row_M, torch.empty(lists, dtype=torch.int64))
     problem = ProbingArguments(
         centroid=centroid_HCD.data_ptr(),
         k=k_BHND.data_ptr(),
@@ -511,7 +552,7 @@ def run_probing(centroid_HCD: Tensor, k_BHND: Tensor, early: int = 0, more: int 
         C=C,
         N=N,
         D=D,
-        **queries,
+        **more,
     )
     run("rtx_probe", problem)
     return keys

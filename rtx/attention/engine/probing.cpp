@@ -1,89 +1,105 @@
-// Which clusters of keys each query reads, float32, on a CPU: what `nearest_clusters`, `probes` and `best_candidates` of
-// probed.py do, with the scores of a block of positions at a time, which stay in the nearest cache.
+// Which clusters of keys each query probes, and which keys of these it reads: float32, on a CPU.
+// probed.py explains the method; this is what `nearest_clusters`, `probed_clusters` and
+// `best_of_keys` of that file do, in one pass over the positions of a head. Scores of BLOCK
+// positions with all centroids are computed at a time, so that they stay in the nearest cache.
 
 #include <cfloat>
 
 #include "selection.cpp"
 
-// G groups of N positions, in sequences of H heads. A key belongs to its nearest centroid. A query from `first` on probes
-// clusters until these have M members among the positions that it may read. With `index` the W best of these keys go there.
-// Without, lists come out: of the keys of each cluster, and of the queries that probe it. In front of a head's clusters
-// there is then one list more, of the positions before `first`, which read all positions up to themselves. Queries come by
-// `allocate`: rows, starts and stops, one array behind the other. A head has L lists and K keys in them.
+// G groups (heads of all sequences) of N positions; H heads of a sequence, C clusters of a head, D
+// the head size. There are three uses:
+//     without q     the keys are sorted into clusters: key_row, key_count.
+//     with index    each query reads the W best of the keys that it probes: index.
+//     else          each query reads all keys that it probes, by lists. The first list of a head
+//                   has the positions before `early`, each of which reads all up to itself. The
+//                   others are its clusters: their keys (key_row, key_count), and the queries from
+//                   `early` on that probe them (query_count, and what `allocate` gets).
 struct Probing {
-    const float *centroid, *q, *k;     // [H, C, D], [G, N, D]; without q keys alone are assigned
-    Int *key_row, *key_count;          // keys by list, in order of position [G, K], and how many each has [G, L]
-    Int *query_count, *index;          // queries of each list [G, L]; rows that are read [G, N, W]
+    const float *centroid, *q, *k;  // [H, C, D], [G, N, D], [G, N, D]
+    Int *key_row, *key_count;       // written: rows of the key members; how many each list has
+    Int* query_count;               // written for lists: how many query members each has
+    Int* index;                     // written: rows that are read, -1 for none [G, N, W]
+    // Returns room for three numbers of each of so many query members: their rows [P], the starts
+    // of their ranges [P], and the stops [P].
     Int* (*allocate)(Int);
-    Int G, H, C, N, D, M, W, first, attend_self;
+    Int G, H, C, N, D;
+    Int M;                   // a query probes clusters until it has so many keys
+    Int W, early, attend_self;
 };
 
 namespace {
 constexpr float EQUAL = 64 * FLT_EPSILON;  // ties.py
 
+// A query in a list, and the range of the keys that it reads there. A range counts from the first
+// key member of the group.
 struct Entry {
-    std::int32_t list, position, start, stop;  // the last two count from the group's first key
+    std::int32_t list, position, start, stop;
 };
 
-struct Found : Probing {
-    std::vector<std::vector<Entry>> entries;             // of each group, in order of position
-    const Int early = q && !index ? first : 0;           // members of the list in front
-    const Int lists = C + (q && !index), keys = N + early;  // L and K
+struct ProbingTask : Probing {
+    std::vector<std::vector<Entry>> entries;  // of each group, in order of position
+    const bool by_lists = q && !index;
+    const Int front = by_lists ? 1 : 0;                // lists in front of a group's clusters
+    const Int front_keys = by_lists ? early : 0;       // and their key members
+    const Int lists = front + C, keys = front_keys + N;  // of a group
 };
 
 // One thread's probing, group after group.
 struct Prober : Rooms {
-    Found& p;
-    const Int ld = padded(p.D, COLUMNS), all = padded(p.C, COLUMNS);
-    const Matrix centroids = room(0, ld, all), X = room(1, BLOCK, ld), S = room(2, BLOCK, all);
-    Matrix keys{};                                                // LANES of them side by side, in slots
-    std::vector<Int> slot = std::vector<Int>(p.C + 1);            // where clusters begin in these, at multiples of LANES
-    std::vector<float> half = std::vector<float>(all);            // of the squared norms
-    std::vector<std::int32_t> count = std::vector<std::int32_t>(all);  // members that a query may read
-    std::vector<Int> base = std::vector<Int>(p.C + 1);            // where clusters begin
-    std::vector<std::int32_t> cluster = std::vector<std::int32_t>(p.N), member_position = cluster;
-    std::vector<float> key_norm = std::vector<float>(p.N);        // by member
-    std::vector<Entry> probed;                                    // by one query
-    const Int room_of_candidates = p.index ? 2 * p.M + 2 * LANES : 0;
-    std::vector<float> score = std::vector<float>(room_of_candidates);  // of its candidates
-    std::vector<std::uint32_t> score_key = std::vector<std::uint32_t>(room_of_candidates);
-    std::vector<std::int32_t> candidate = std::vector<std::int32_t>(room_of_candidates);  // their members
-    Int candidates = 0;
-    std::vector<std::int32_t> equal;                              // positions whose scores equal the last one taken
-    float widest = 0;                                             // the largest norm of a centroid
+    ProbingTask& p;
+    const Int ld = padded(p.D, COLUMNS);   // floats from one vector to the next
+    const Int all = padded(p.C, COLUMNS);  // centroids, rounded up
+    const Matrix centroids = room(0, ld, all);               // [D, centroid]
+    const Matrix X = room(1, BLOCK, ld);                     // the vectors of a block
+    const Matrix S = room(2, BLOCK, all);                    // their scores [position, centroid]
+    std::vector<float> half = std::vector<float>(all);       // of the centroids' squared norms
+    float widest = 0;                                        // the largest norm of a centroid
 
-    explicit Prober(Found& p) : p(p) {}
+    // The keys of a group in the order of clusters: place m holds the key of place_position[m], and
+    // cluster c has the places base[c] to base[c + 1] - 1.
+    std::vector<std::int32_t> cluster = std::vector<std::int32_t>(p.N);  // of each position
+    std::vector<std::int32_t> place_position = cluster;
+    std::vector<Int> base = std::vector<Int>(p.C + 1);
+
+    // The state at one query.
+    std::vector<std::int32_t> count = std::vector<std::int32_t>(all);  // keys that it may read
+    std::vector<Entry> probed;                                         // the clusters it probes
+
+    // With an index: the keys side by side, LANES in a slot, so that one vector has the products of
+    // a query with LANES keys. Cluster c begins at slot[c], a multiple of LANES.
+    Matrix keys{};
+    std::vector<Int> slot = std::vector<Int>(p.C + 1);
+    std::vector<float> key_norm = std::vector<float>(p.N);  // by place
+    // And the candidates of one query: at most 2 M - 1, and what a whole vector writes behind them.
+    const Int most_candidates = p.index ? std::min(2 * p.M, p.N) + 2 * LANES : 0;
+    Int candidates = 0;
+    std::vector<float> score = std::vector<float>(most_candidates);
+    std::vector<std::uint32_t> score_key = std::vector<std::uint32_t>(most_candidates);  // `key_of`
+    std::vector<std::int32_t> candidate = std::vector<std::int32_t>(most_candidates);  // by place
+    std::vector<std::int32_t> equal;  // positions whose scores count as equal to the last one taken
+
+    explicit Prober(ProbingTask& p) : p(p) {}
 
     void group(Int g) {
         load_centroids(g % p.H);
         for (Int n = 0; n < p.N; n += BLOCK) assign(g, n, std::min(BLOCK, p.N - n));
-        pack_keys(g);
+        sort_keys(g);
         if (!p.q) return;
         if (p.index) lay_out_keys(g);
-        for (Int n = 0; n < p.early; n++)
+        for (Int n = 0; n < p.front_keys; n++)
             p.entries[g].push_back({0, (std::int32_t)n, 0, (std::int32_t)readable(n)});
-        std::fill(count.begin(), count.end(), 0);
-        Int seen = 0;
-        for (Int n = p.first / BLOCK * BLOCK; n < p.N; n += BLOCK) {
-            const Int some = std::min(BLOCK, p.N - n);
-            multiply(p.q + (g * p.N + n) * p.D, some);
-            for (Int i = 0; i < some; i++) {
-                while (seen < readable(n + i)) count[cluster[seen++]]++;
-                if (n + i < p.first) continue;
-                probe(i, n + i);
-                if (p.index)
-                    choose(g, i, n + i);
-                else
-                    p.entries[g].insert(p.entries[g].end(), probed.begin(), probed.end());
-            }
-        }
-        if (p.index) return;
-        std::fill_n(p.query_count + g * p.lists, p.lists, 0);
-        for (const Entry& entry : p.entries[g]) p.query_count[g * p.lists + entry.list]++;
+        probe_all(g);
+        if (!p.by_lists) return;
+        Int* counts = p.query_count + g * p.lists;
+        std::fill_n(counts, p.lists, 0);
+        for (const Entry& entry : p.entries[g]) counts[entry.list]++;
     }
 
     // How many positions, from the first on, a query may read.
-    Int readable(Int position) const { return p.attend_self ? position + 1 : std::max<Int>(1, position); }
+    Int readable(Int position) const {
+        return p.attend_self ? position + 1 : std::max<Int>(1, position);
+    }
 
     void load_centroids(Int head) {
         widest = 0;
@@ -96,13 +112,14 @@ struct Prober : Rooms {
         }
     }
 
-    // Scores of some vectors by all centroids, a row for each vector.
+    // Computes the scores of some vectors with all centroids.
     void multiply(const float* x, Int some) {
         for (Int i = 0; i < some; i++) std::copy_n(x + i * p.D, p.D, X.at(i));
-        for (Int i = 0; i < some; i += TALL) product<false>(all, p.D, X.from(i), centroids, S.from(i));
+        for (Int i = 0; i < some; i += TALL)
+            product<false>(all, p.D, X.from(i), centroids, S.from(i));
     }
 
-    // NaN is worse than every score, and infinite scores are finite, so that differences are numbers.
+    // Finite scores, so that differences are numbers; NaN is worse than all others.
     static Vec sound(Vec x) {
         x = x == x ? x : Vec{} - FLT_MAX;
         x = x < FLT_MAX ? x : Vec{} + FLT_MAX;
@@ -117,29 +134,40 @@ struct Prober : Rooms {
         return *std::max_element((float*)&best, (float*)&best + LANES);
     }
 
+    // Finds the cluster of each of some keys, from position n on: the first of those whose scores
+    // are within the margin of the best.
     void assign(Int g, Int n, Int some) {
         multiply(p.k + (g * p.N + n) * p.D, some);
         for (Int i = 0; i < some; i++) {
             float* s = S.at(i);
-            for (Int c = 0; c < all; c += LANES) store(s + c, sound(load(s + c) - load(&half[c])));
+            for (Int c = 0; c < all; c += LANES)
+                store(s + c, sound(load(s + c) - load(&half[c])));
             std::fill(s + p.C, s + all, -INFINITY);
             const float norm = std::sqrt(dot(X.at(i), X.at(i), p.D));
             const float least = most(s) - finite(EQUAL * widest * (norm + widest));
-            cluster[n + i] = (std::int32_t)(std::find_if(s, s + p.C, [&](float x) { return x >= least; }) - s);
+            const auto is_nearest = [&](float x) { return x >= least; };
+            cluster[n + i] = (std::int32_t)(std::find_if(s, s + p.C, is_nearest) - s);
         }
     }
 
-    void pack_keys(Int g) {
-        Int *front = p.key_count + g * p.lists, *counts = front + (p.lists - p.C), *rows = p.key_row + g * p.keys;
+    // Sorts the keys by cluster, and writes the key members: by counting, so that positions ascend.
+    void sort_keys(Int g) {
+        Int* front = p.key_count + g * p.lists;
+        Int* counts = front + p.front;
         std::fill_n(front, p.lists, 0);
-        if (p.lists > p.C) front[0] = p.early;
+        if (p.front) front[0] = p.front_keys;
         for (Int n = 0; n < p.N; n++) counts[cluster[n]]++;
         base[0] = 0;
         for (Int c = 0; c < p.C; c++) base[c + 1] = base[c] + counts[c];
         std::vector<Int> next(base);
-        for (Int n = 0; n < p.N; n++) member_position[next[cluster[n]]++] = (std::int32_t)n;
-        for (Int n = 0; n < p.early; n++) *rows++ = g * p.N + n;
-        for (Int m = 0; m < p.N; m++) *rows++ = g * p.N + member_position[m];
+        for (Int n = 0; n < p.N; n++) {
+            const Int place = next[cluster[n]]++;
+            place_position[place] = (std::int32_t)n;
+        }
+        Int* rows = p.key_row + g * p.keys;
+        for (Int n = 0; n < p.front_keys; n++) rows[n] = g * p.N + n;
+        rows += p.front_keys;
+        for (Int m = 0; m < p.N; m++) rows[m] = g * p.N + place_position[m];
     }
 
     void lay_out_keys(Int g) {
@@ -149,13 +177,36 @@ struct Prober : Rooms {
         for (Int c = 0; c < p.C; c++)
             for (Int m = base[c]; m < base[c + 1]; m++) {
                 const Int at = slot[c] + m - base[c];
-                const float* from = p.k + (g * p.N + member_position[m]) * p.D;
+                const float* from = p.k + (g * p.N + place_position[m]) * p.D;
                 for (Int d = 0; d < p.D; d++) *keys.at(at / LANES * p.D + d, at % LANES) = from[d];
                 key_norm[m] = std::sqrt(dot(from, from, p.D));
             }
     }
 
-    // Finds which clusters a query probes. Scores that a chain of steps no larger than the margin links are equal.
+    // Probes for each query behind the early ones. `count` follows the positions: at each query it
+    // has the keys that this may read.
+    void probe_all(Int g) {
+        std::fill(count.begin(), count.end(), 0);
+        Int seen = 0;
+        for (Int first = p.front_keys / BLOCK * BLOCK; first < p.N; first += BLOCK) {
+            const Int some = std::min(BLOCK, p.N - first);
+            multiply(p.q + (g * p.N + first) * p.D, some);
+            for (Int i = 0; i < some; i++) {
+                const Int position = first + i;
+                for (; seen < readable(position); seen++) count[cluster[seen]]++;
+                if (position < p.front_keys) continue;
+                probe(i, position);
+                if (p.index)
+                    choose(g, i, position);
+                else
+                    p.entries[g].insert(p.entries[g].end(), probed.begin(), probed.end());
+            }
+        }
+    }
+
+    // Finds the clusters that query i of the block probes. Their scores are taken from the highest
+    // down, all those at once that a chain of steps no larger than the margin links: these are
+    // equal, and the first cluster comes first.
     void probe(Int i, Int position) {
         float* s = S.at(i);
         const float margin = finite(EQUAL * widest * std::sqrt(dot(X.at(i), X.at(i), p.D)));
@@ -167,27 +218,20 @@ struct Prober : Rooms {
         probed.clear();
         Int members = 0;
         while (members < p.M) {
-            float low = most(s);
-            if (low == -INFINITY) return;
-            for (float next = low; (next = lowest(s, low, margin)) < low;) low = next;
-            for (Int c = 0; c < all && members < p.M; c += LANES) take(s, c, low, position, members);
+            const float high = most(s);
+            if (high == -INFINITY) return;
+            const float low = end_of_chain(s, high, margin);
+            for (Int c = 0; c < all && members < p.M; c += LANES)
+                take(s, c, low, position, members);
         }
     }
 
-    // Probes those of LANES clusters whose scores are no lower than `low`, while members are fewer than M.
-    void take(float* s, Int first, float low, Int position, Int& members) {
-        const auto narrow = __builtin_convertvector(load(s + first) >= low, Bytes);
-        for (Int part = 0; part < LANES; part += 8) {
-            std::uint64_t ones;
-            std::memcpy(&ones, (const char*)&narrow + part, 8);
-            for (ones &= 0x0101010101010101; ones && members < p.M; ones &= ones - 1) {
-                const Int c = first + part + __builtin_ctzll(ones) / 8;
-                const Int begin = p.early + base[c], stop = begin + count[c], start = std::max(begin, stop - p.M);
-                const Int list = c + p.lists - p.C;
-                probed.push_back({(std::int32_t)list, (std::int32_t)position, (std::int32_t)start, (std::int32_t)stop});
-                members += stop - start;
-                s[c] = -INFINITY;
-            }
+    // The lowest score that steps no larger than the margin reach from `low`.
+    float end_of_chain(const float* s, float low, float margin) const {
+        while (true) {
+            const float next = lowest(s, low, margin);
+            if (!(next < low)) return low;
+            low = next;
         }
     }
 
@@ -201,7 +245,27 @@ struct Prober : Rooms {
         return *std::min_element((float*)&least, (float*)&least + LANES);
     }
 
-    // Writes the W best of the members that a query has probed; of equals of the last of them the earlier.
+    // Probes those of LANES clusters whose scores are no lower than `low`, while members are fewer
+    // than M; `join` of selection.cpp explains how their lanes are walked.
+    void take(float* s, Int first, float low, Int position, Int& members) {
+        const auto narrow = __builtin_convertvector(load(s + first) >= low, Bytes);
+        for (Int part = 0; part < LANES; part += 8) {
+            std::uint64_t ones;
+            std::memcpy(&ones, (const char*)&narrow + part, 8);
+            for (ones &= 0x0101010101010101; ones && members < p.M; ones &= ones - 1) {
+                const Int c = first + part + __builtin_ctzll(ones) / 8;
+                const Int begin = p.front_keys + base[c], stop = begin + count[c];
+                const Int start = std::max(begin, stop - p.M);
+                probed.push_back({(std::int32_t)(p.front + c), (std::int32_t)position,
+                                  (std::int32_t)start, (std::int32_t)stop});
+                members += stop - start;
+                s[c] = -INFINITY;
+            }
+        }
+    }
+
+    // Writes the rows of the W best keys that query i of the block has probed: all that are better
+    // than the W-th best by more than the margin, then the earliest of those equal to it.
     void choose(Int g, Int i, Int position) {
         const float* q = X.at(i);
         candidates = 0;
@@ -210,50 +274,59 @@ struct Prober : Rooms {
         if (candidates > p.W) {
             const float last = last_taken();
             const Int at = std::find(&score[0], &score[candidates], last) - &score[0];
-            const float margin = finite(EQUAL * std::sqrt(dot(q, q, p.D)) * key_norm[candidate[at]]);
-            low = last - margin, high = last + margin;
+            const float norms = std::sqrt(dot(q, q, p.D)) * key_norm[candidate[at]];
+            const float margin = finite(EQUAL * norms);
+            low = last - margin;
+            high = last + margin;
         }
         Int* to = p.index + (g * p.N + position) * p.W;
         Int taken = 0;
         equal.clear();
         for (Int j = 0; j < candidates; j++) {
             if (score[j] > high)
-                to[taken++] = g * p.N + member_position[candidate[j]];
+                to[taken++] = g * p.N + place_position[candidate[j]];
             else if (score[j] >= low)
-                equal.push_back(member_position[candidate[j]]);
+                equal.push_back(place_position[candidate[j]]);
         }
         std::sort(equal.begin(), equal.end());
-        for (std::size_t j = 0; taken < p.W && j < equal.size(); j++) to[taken++] = g * p.N + equal[j];
+        for (std::size_t j = 0; taken < p.W && j < equal.size(); j++)
+            to[taken++] = g * p.N + equal[j];
         std::fill(to + taken, to + p.W, -1);
     }
 
-    // Scores the members of a cluster that a query has probed. A whole vector is stored, and the next begins where the
-    // members of this one end.
+    // Adds the keys of a range to the candidates, with their scores. A vector has the scores of one
+    // slot, of which the range may begin in the middle: those before it are skipped. A whole vector
+    // is stored, and the next one begins where the keys of this one end.
     void add_candidates(const float* q, const Entry& entry) {
         const Int c = entry.list, shift = slot[c] - base[c];
         IntVec lane;
         for (int l = 0; l < LANES; l++) lane[l] = l;
         for (Int m = entry.start; m < entry.stop;) {
-            const Int skipped = (m + shift) % LANES, count = std::min<Int>(LANES - skipped, entry.stop - m);
+            const Int skipped = (m + shift) % LANES;
+            const Int some = std::min<Int>(LANES - skipped, entry.stop - m);
             const Vec x = products(q, (m + shift) / LANES);
-            const Vec best = x == x ? x + 0.f : Vec{} + INFINITY;  // NaN is the best, and there is no -0
-            const BitVec bits = (BitVec)best, key = (IntVec)bits < 0 ? ~bits : bits | 1u << 31;
-            const IntVec member = lane + (std::int32_t)m;
+            const Vec best = x == x ? x + 0.f : Vec{} + INFINITY;  // NaN is the best; -0 becomes 0
+            const BitVec bits = (BitVec)best;
+            const BitVec key = (IntVec)bits < 0 ? ~bits : bits | 1u << 31;  // `key_of`
+            const IntVec place = lane + (std::int32_t)m;
             if (skipped) {
-                std::memcpy(&score[candidates], (const float*)&best + skipped, count * sizeof(float));
-                std::memcpy(&score_key[candidates], (const float*)&key + skipped, count * sizeof(float));
+                const Int size = some * sizeof(float);
+                std::memcpy(&score[candidates], (const float*)&best + skipped, size);
+                std::memcpy(&score_key[candidates], (const float*)&key + skipped, size);
             } else {
                 std::memcpy(&score[candidates], &best, sizeof best);
                 std::memcpy(&score_key[candidates], &key, sizeof key);
             }
-            std::memcpy(&candidate[candidates], &member, sizeof member);
-            candidates += count, m += count;
+            std::memcpy(&candidate[candidates], &place, sizeof place);
+            candidates += some;
+            m += some;
         }
     }
 
-    Vec products(const float* q, Int block) const {
+    // The products of a query with the LANES keys of a slot.
+    Vec products(const float* q, Int which) const {
         Vec sums[4] = {};
-        const float* x = keys.at(block * p.D);
+        const float* x = keys.at(which * p.D);
         Int d = 0;
         for (; d + 4 <= p.D; d += 4)
             UNROLL for (int j = 0; j < 4; j++) sums[j] += q[d + j] * load(x + (d + j) * LANES);
@@ -261,7 +334,7 @@ struct Prober : Rooms {
         return (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 
-    // The W-th best score: the largest number that W keys reach, bit by bit.
+    // The W-th best score; see `last_of` of selection.cpp.
     float last_taken() const {
         std::uint32_t last = 0;
         for (std::uint32_t bit = 1u << 31; bit; bit >>= 1) {
@@ -273,27 +346,37 @@ struct Prober : Rooms {
         return score_of(last);
     }
 };
+
+// Writes the query members of a group, from member `first` on of `total`: the entries sorted by
+// list, by counting, so that positions ascend within a list.
+void write_members(const ProbingTask& p, Int g, Int first, Int total, Int* rows) {
+    Int* starts = rows + total;
+    Int* stops = starts + total;
+    const Int* counts = p.query_count + g * p.lists;
+    std::vector<Int> next(p.lists, first);
+    for (Int l = 1; l < p.lists; l++) next[l] = next[l - 1] + counts[l - 1];
+    for (const Entry& entry : p.entries[g]) {
+        const Int at = next[entry.list]++;
+        rows[at] = g * p.N + entry.position;
+        starts[at] = g * p.keys + entry.start;
+        stops[at] = g * p.keys + entry.stop;
+    }
+}
 }  // namespace
 
+// Writes the results of a probing; returns what `in_threads` does.
 extern "C" int rtx_probe(const Probing* p, int threads) try {
-    Found found{*p, std::vector<std::vector<Entry>>(p->G)};
-    if (const int status = in_threads<Prober>(found, threads)) return status;
-    if (!p->q || p->index) return 0;
+    ProbingTask task{*p, std::vector<std::vector<Entry>>(p->G)};
+    if (const int status = in_threads<Prober>(task, threads)) return status;
+    if (!task.by_lists) return 0;
     Int total = 0;
-    for (const auto& some : found.entries) total += some.size();
+    for (const auto& some : task.entries) total += some.size();
     Int* rows = p->allocate(total);
     if (total && !rows) return 2;
-    Int begin = 0;
+    Int first = 0;
     for (Int g = 0; g < p->G; g++) {
-        std::vector<Int> next(found.lists, begin);
-        for (Int l = 1; l < found.lists; l++) next[l] = next[l - 1] + p->query_count[g * found.lists + l - 1];
-        for (const Entry& entry : found.entries[g]) {
-            const Int at = next[entry.list]++;
-            rows[at] = g * p->N + entry.position;
-            rows[total + at] = g * found.keys + entry.start;
-            rows[2 * total + at] = g * found.keys + entry.stop;
-        }
-        begin += found.entries[g].size();
+        write_members(task, g, first, total, rows);
+        first += task.entries[g].size();
     }
     return 0;
 } catch (const std::bad_alloc&) {
