@@ -59,11 +59,12 @@ def test_a_process_that_ends_within_its_first_step_adds_nothing(
     time = Time(monkeypatch)
     first = StepClock()
     steps(first, time, 60.0, 2.0, 2.0)
+    first.stop()
     second = StepClock(3)
     second.restore(first.state(3))
     second.start()
     time.now += 70.0
-    assert second.state(3) == first.state(3)
+    assert second.state(3) == first.state(3) == {"seconds": 4.0, "steps": 2}
     third = StepClock(3)
     third.restore(second.state(3))
     steps(third, time, 50.0)
