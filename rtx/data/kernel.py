@@ -101,8 +101,8 @@ def inputs_of(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"data.path={path}: expected {wanted()}, found none")
     if not path.name.endswith(TARBALLS):
-        found = f"a file that ends in none of {', '.join(TARBALLS)}"
-        raise UserError(f"data.path={path}: expected {wanted()}, found {found}")
+        actual = f"a file that ends in none of {', '.join(TARBALLS)}"
+        raise UserError(f"data.path={path}: expected {wanted()}, found {actual}")
     return [path]
 
 
@@ -210,8 +210,8 @@ def damage_as_user_error(path: Path) -> Iterator[None]:
     except UserError:  # a ValueError, too
         raise
     except (*DAMAGE, *HOSTILE) as error:
-        found = f"another file, or a part of one ({reason_of(error)}); get it anew"
-        raise UserError(f"data.path={path}: expected a whole tarball, found {found}") from error
+        actual = f"another file, or a part of one ({reason_of(error)}); get it anew"
+        raise UserError(f"data.path={path}: expected a whole tarball, found {actual}") from error
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 def bits_and_time(
     runs: Mapping[str, RunCurves],
-    ahead: Sequence[str],
+    see_future: Sequence[str],
     unit: str,
 ) -> Plot | None:
     """Draw the bits of kinds of heads over their seconds of training, or None without curves.
@@ -52,7 +52,7 @@ def bits_and_time(
 
     Args:
         runs: curves by kind, then by seed and clock.
-        ahead: kinds that see the future, whose lines are dashed.
+        see_future: kinds that do, whose lines are dashed.
     """
     clocks = Counter(clock for curves in runs.values() for _, clock in curves)
     if not clocks:
@@ -68,8 +68,8 @@ def bits_and_time(
     points: list[Point] = []
     highest = -math.inf
     for kind, curves in drawn.items():
-        mean_line = draw_mean(plane, kind, curves, dashed=kind in ahead)
-        name = kind + AHEAD if kind in ahead else kind
+        mean_line = draw_mean(plane, kind, curves, dashed=kind in see_future)
+        name = kind + AHEAD if kind in see_future else kind
         ends[name] = mean_line[-1]
         points += mean_line[:-1]
         highest = max(highest, mean_line[POINTS // 4][1])
