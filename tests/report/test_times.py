@@ -355,6 +355,7 @@ PARTLY = "reached by 4 of 5 seeds"
 
 
 RIVAL = "local+full attention"
+ONE = "routing (causal)"
 SCORED = "0.200 ± 0.010 bits/byte"
 AT_END = "0.100 ± 0.010 bits/byte"
 
@@ -362,23 +363,23 @@ AT_END = "0.100 ± 0.010 bits/byte"
 @pytest.mark.parametrize(
     ("one", "start", "end"),
     [
-        (duel(FASTER, -0.2), "routing (causal) wins: 2.31 bits in 0.45 (0.41", f"of {RIVAL}'s time"),
-        (duel(FASTER, 0.0, why=NOT_REACHED), "routing (causal) reaches", ", but misses 1.99"),
-        (duel(FASTER, 0.0, why=PARTLY), "routing (causal) reaches", ", but sometimes misses 1.99"),
-        (duel(FASTER, 0.2, why=NOT_REACHED), "routing (causal) reaches", ", but ends 0.200 bits behind"),
-        (duel(FASTER, 0.0, gap=0.1), "routing (causal) reaches", ", but ends 0.100 bits behind"),
-        (duel(SLOWER, 0.2), f"{RIVAL} wins: routing (causal) takes 2.23 (2.01", " as long to 2.31 bits"),
-        (duel(SLOWER, -0.2, gap=0.1), f"{RIVAL} wins: routing (causal) takes", "to 2.31 bits"),
-        (duel(SLOWER, -0.2), f"routing (causal) ends {SCORED} ahead of {RIVAL},", "2.31 bits (2.23)"),
-        (duel(EQUAL, 0.2), f"{RIVAL} wins: routing (causal) ends {SCORED} behind", "2.31 bits tied"),
-        (duel(EQUAL, -0.2, gap=0.1), f"{RIVAL} wins: routing", f"ends {AT_END} behind at equal time"),
-        (duel(EQUAL, -0.2), f"routing (causal) ends {SCORED} ahead of", "; time to 2.31 bits tied"),
-        (duel(EQUAL, 0.0, gap=-0.1), f"routing (causal) ends {AT_END} ahead of", "at equal time"),
-        (duel(EQUAL, 0.0), "no winner shown: routing (causal) reaches", f"of {RIVAL}'s time"),
-        (duel(EQUAL, 0.0, why=PARTLY), "no winner: routing (causal)", "time, sometimes misses 1.99"),
-        (duel(None, 0.0), "no winner shown: closing scores of routing (causal) and", "bits/byte apart"),
-        (duel(None, -0.2), f"routing (causal) wins by {SCORED} in the closing score", f"over {RIVAL}"),
-        (duel(None, 0.2), f"{RIVAL} wins by {SCORED} in the closing score", "over routing (causal)"),
+        (duel(FASTER, -0.2), f"{ONE} wins: 2.31 bits in 0.45 (0.41", f"of {RIVAL}'s time"),
+        (duel(FASTER, 0.0, why=NOT_REACHED), f"{ONE} reaches", ", but misses 1.99"),
+        (duel(FASTER, 0.0, why=PARTLY), f"{ONE} reaches", ", but sometimes misses 1.99"),
+        (duel(FASTER, 0.2, why=NOT_REACHED), f"{ONE} reaches", "but ends 0.200 bits behind"),
+        (duel(FASTER, 0.0, gap=0.1), f"{ONE} reaches", "but ends 0.100 bits behind"),
+        (duel(SLOWER, 0.2), f"{RIVAL} wins: {ONE} takes 2.23 (2.01", " as long to 2.31 bits"),
+        (duel(SLOWER, -0.2, gap=0.1), f"{RIVAL} wins: {ONE} takes", "to 2.31 bits"),
+        (duel(SLOWER, -0.2), f"{ONE} ends {SCORED} ahead of {RIVAL},", "2.31 bits (2.23)"),
+        (duel(EQUAL, 0.2), f"{RIVAL} wins: {ONE} ends {SCORED} behind", "2.31 bits tied"),
+        (duel(EQUAL, -0.2, gap=0.1), f"{RIVAL} wins: {ONE} ends", f"{AT_END} behind at equal time"),
+        (duel(EQUAL, -0.2), f"{ONE} ends {SCORED} ahead of", "; time to 2.31 bits tied"),
+        (duel(EQUAL, 0.0, gap=-0.1), f"{ONE} ends {AT_END} ahead of", "at equal time"),
+        (duel(EQUAL, 0.0), f"no winner shown: {ONE} reaches", f"of {RIVAL}'s time"),
+        (duel(EQUAL, 0.0, why=PARTLY), f"no winner: {ONE}", "time, sometimes misses 1.99"),
+        (duel(None, 0.0), f"no winner shown: closing scores of {ONE} and", "bits/byte apart"),
+        (duel(None, -0.2), f"{ONE} wins by {SCORED} in the closing score", f"over {RIVAL}"),
+        (duel(None, 0.2), f"{RIVAL} wins by {SCORED} in the closing score", f"over {ONE}"),
     ],
 )
 def test_every_verdict_names_a_winner_or_none_in_seventeen_words(
