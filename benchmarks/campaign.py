@@ -1,12 +1,14 @@
-"""Train models beside full attention on one GPU, a few minutes at a time: `python benchmarks/campaign.py --text FILE`.
+"""Train models beside full attention on one GPU, a few minutes at a time.
 
-A list of runs in order of worth (`campaign()`), each an ordinary `rtx train` in a folder of its own. The command
-begins with the first run that is not done, and ends when --minutes are over: the run that is then training saves and
-stops, and the next call goes on with it. A run that is done has its records, without weights, in OUT/records; a call
-with the same --out, or with these records in --records, leaves it out. `rtx report OUT/records` compares the rows.
+`python benchmarks/campaign.py --text FILE` goes through a list of runs in order of worth
+(`campaign()`). Each is an ordinary `rtx train` in a folder of its own, below --work. When --minutes
+are over, the run that is training saves and stops; the next call goes on with it.
 
-On a machine that was lent afresh the checkpoints in --work are gone: there a run that was not done begins anew, and one
-for which the time that is left does not suffice is not begun.
+The records of each run, without weights, are copied to OUT/records. A later call skips the runs
+that are done there or in --records. `rtx report OUT/records` compares the rows.
+
+On a fresh machine, without --work of earlier calls, a run that was not done begins anew. A run for
+which the rest of --minutes does not suffice is not begun.
 
 --dry trains tiny models for some steps on a CPU. Packages: see gpu.py.
 """
@@ -18,13 +20,14 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ending import end_with_children
 from gpu_sections.runs import Place, kill, start
@@ -35,10 +38,11 @@ RECORDS = HERE.parent / "docs" / "results" / "records" / "long_text_gpu"
 KEEP = HERE.parent / "docs" / "results" / "keep.py"
 ROWS = ("full", "causal", "probed", "local")
 SEEDS = range(5)
-AROUND = 75.0
-"""Seconds that a run takes beside its training: start, compilation, validations, closing score."""
-TO_STOP = 40.0
-"""Seconds that a run has to save and stop when the time is up."""
+OTHER_SECONDS = 75.0
+"""Of a run beside its training: start, compilation, validations, closing score."""
+STOP_SECONDS = 40.0
+"""In which a run has to save and stop when the time is up."""
+DRY_STEPS = 6
 
 
 class Planned(NamedTuple):
@@ -46,29 +50,26 @@ class Planned(NamedTuple):
 
     variant: Variant
     seed: int
-    minutes: float
-    """Of training."""
+    minutes: float  # of training
 
     @property
     def name(self) -> str:
         return f"{self.variant.base}-{self.variant.length}-{self.variant.heads}-seed{self.seed}"
 
     def words(self, dry: bool) -> list[str]:
-        """Return the words behind `rtx train`."""
+        """Return the overrides of `rtx train`."""
         words = [*self.variant.words("cpu" if dry else "gpu"), f"seed={self.seed}", "logger=jsonl"]
-        words += [f"name={self.variant.base}-{self.variant.length}", f"model.name={self.variant.heads}"]
+        words.append(f"name={self.variant.base}-{self.variant.length}")
+        words.append(f"model.name={self.variant.heads}")
         # A constant rate: the loss at any second is that of a run of this length.
-        words += ["optimizer=adamw", "optimizer.lr=1e-3", "optimizer.schedule=constant", "optimizer.warmup=100"]
+        words += ["optimizer=adamw", "optimizer.lr=1e-3"]
+        words += ["optimizer.schedule=constant", "optimizer.warmup=100"]
         if dry:
-            return [
-                *words,
-                "trainer.steps=6",
-                "trainer.val_every=3",
-                "trainer.val_windows=2",
-                "trainer.final_windows=2",
-            ]
+            words += [f"trainer.steps={DRY_STEPS}", "trainer.val_every=3", "trainer.log_every=1"]
+            return [*words, "trainer.val_windows=2", "trainer.final_windows=2"]
         words += [f"trainer.max_minutes={self.minutes:g}", "trainer.steps=1000000"]
-        return [*words, "trainer.val_every=50", "trainer.val_windows=8", "trainer.final_windows=32"]
+        words += ["trainer.val_every=50", "trainer.val_windows=8"]
+        return [*words, "trainer.final_windows=32"]
 
 
 def campaign(dry: bool) -> list[Planned]:
@@ -87,13 +88,17 @@ def campaign(dry: bool) -> list[Planned]:
 
 def arguments() -> argparse.Namespace:
     """Return the words of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out = HERE.parent / "outputs" / "campaign"
+    work = Path(tempfile.gettempdir()) / "rtx-campaign"
     parser.add_argument("--minutes", type=float, default=9.0, help="when to end")
-    parser.add_argument("--text", type=Path, help="file that models are trained on, 20 MB or more")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "outputs" / "campaign", help="folder of records")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of earlier calls' records")
-    work_folder = Path(tempfile.gettempdir()) / "rtx-campaign"
-    parser.add_argument("--work", type=Path, default=work_folder, help="folder of runs and their checkpoints")
+    parser.add_argument("--text", type=Path, help="file to train on, 20 MB or more")
+    parser.add_argument("--out", type=Path, default=out, help="folder of records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="records of earlier calls")
+    parser.add_argument("--work", type=Path, default=work, help="folder of runs and checkpoints")
     parser.add_argument("--dry", action="store_true", help="tiny models on a CPU")
     args = parser.parse_args()
     if args.text is None and not args.dry:
@@ -116,28 +121,39 @@ def state_of(run: Path) -> str:
         return ""
 
 
+def can_resume(run: Path) -> bool:
+    """Tell whether a run was cut behind its first checkpoint."""
+    return state_of(run) != "done" and (run / "checkpoints" / "last.ckpt").exists()
+
+
 def train(planned: Planned, place: Place, end: float) -> str:
-    """Begin a run, or go on with it, until it is through or the time is up; return its state."""
-    if state_of(place.folder / planned.name):
-        process = start(place, planned.name, "resume", str(place.folder / planned.name))
+    """Begin a run, or go on with it, until it is done or the time is up; return its state."""
+    run = place.folder / planned.name
+    if can_resume(run):
+        process = start(place, planned.name, "resume", str(run))
     else:
+        shutil.rmtree(run, ignore_errors=True)
         process = start(place, planned.name, "train", *planned.words(place.dry))
     try:
-        output, _ = process.communicate(timeout=max(1.0, end - time.time()))
+        output, _ = process.communicate(timeout=max(0.0, end - time.time()))
+        is_cut = False
     except subprocess.TimeoutExpired:
-        output = stopped(process)
-    state = state_of(place.folder / planned.name)
-    if process.returncode and state != "interrupted":
+        output = stop(process)
+        is_cut = True
+    if process.returncode and not is_cut:
         print(output[-2000:])
-    return state or f"ended with {process.returncode} before it began"
+    return state_of(run) or f"ended with {process.returncode} before it began"
 
 
-def stopped(process: subprocess.Popen[str]) -> str:
-    """Let a run save and stop, as Ctrl-C does; kill what does not; return what it printed."""
+def stop(process: subprocess.Popen[str]) -> str:
+    """Let a run save and stop; kill one that does not; return what it printed.
+
+    By SIGTERM: a process that a shell has started in the background ignores SIGINT.
+    """
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM)
     try:
-        return process.communicate(timeout=TO_STOP)[0]
+        return process.communicate(timeout=STOP_SECONDS)[0]
     except subprocess.TimeoutExpired:
         kill(process)
         return "killed: it did not stop"
@@ -145,20 +161,28 @@ def stopped(process: subprocess.Popen[str]) -> str:
 
 def keep(planned: Planned, place: Place, out: Path) -> None:
     """Copy the records of a run, without its weights."""
-    run = place.folder / planned.name
-    subprocess.run([sys.executable, str(KEEP), str(run), str(out / "records" / planned.name)], check=True)
+    run = str(place.folder / planned.name)
+    target = str(out / "records" / planned.name)
+    subprocess.run([sys.executable, str(KEEP), run, target], check=True)
 
 
 def line_of(planned: Planned, state: str, run: Path) -> str:
     """Return a run's last validation as a line."""
-    rows = []
-    if (run / "metrics.jsonl").exists():
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scored = [row for row in rows if row["kind"] == "valid"]
-    if not scored:
+    validations = [row for row in rows_of(run / "metrics.jsonl") if row["kind"] == "valid"]
+    if not validations:
         return f"{planned.name:<36} {state}"
-    last = scored[-1]
+    last = validations[-1]
     return f"{planned.name:<36} {state:<12} step {last['step']:>7,}  {last['val_bits']:.4f} bits"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run; the last one may be half written."""
+    rows = []
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def main() -> int:
@@ -169,29 +193,41 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     text = args.text or dry_text(args.work)
     place = Place(args.work.resolve(), str(text.resolve()), args.dry)
-    missing = [one for one in campaign(args.dry) if not is_done(one, [args.out / "records", args.records])]
-    failed = 0
-    while missing:
+    folders = [args.out / "records", args.records]
+    missing = [planned for planned in campaign(args.dry) if not is_done(planned, folders)]
+    failed: list[str] = []
+    while missing and is_time_for(missing[0], place, end):
         planned = missing[0]
-        need = 0.0 if args.dry else 60 * planned.minutes + AROUND
-        begun = state_of(place.folder / planned.name) == "interrupted"
-        if time.time() + need + TO_STOP > end and not begun:
-            break
-        state = train(planned, place, end - TO_STOP)
-        print(line_of(planned, state, place.folder / planned.name), flush=True)
-        if (place.folder / planned.name).exists():
+        run = place.folder / planned.name
+        state = train(planned, place, end - STOP_SECONDS)
+        print(line_of(planned, state, run), flush=True)
+        if run.exists():
             keep(planned, place, args.out)
-        if state == "interrupted":
+        if state != "done" and time.time() >= end - STOP_SECONDS:
             break
-        failed += state != "done"
+        if state != "done":
+            failed.append(planned.name)
         missing = missing[1:]
-    print(f"not reached: {', '.join(one.name for one in missing) or 'nothing'}", flush=True)
+    not_done = [planned.name for planned in missing]
+    print(f"not done: {', '.join(not_done) or 'nothing'}", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
     return 1 if failed else 0
 
 
+def is_time_for(planned: Planned, place: Place, end: float) -> bool:
+    """Tell whether there is time for a run: all of it, or for one that was cut the next part."""
+    needed = STOP_SECONDS
+    if not place.dry and not can_resume(place.folder / planned.name):
+        needed += 60 * planned.minutes + OTHER_SECONDS
+    return time.time() + needed <= end
+
+
 def dry_text(folder: Path) -> Path:
-    """Write a small text of random words."""
+    """Return a small text of random words, written where it is missing."""
     path = folder / "words.txt"
+    if path.exists():
+        return path
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 7))) for _ in range(500)]
     path.write_text(" ".join(draw.choices(words, k=20_000)))

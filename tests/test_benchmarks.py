@@ -140,3 +140,55 @@ def test_gpu_keeps_rows_behind_half_a_line_and_repeats_errors_when_told(
     assert known["wrong"]["error"] == "ZeroDivisionError: division by zero" and known["wrong"]["where"]
     assert first.missing(rows) == [] and journal.Journal(tmp_path, dry=True).missing(rows) == rows
     assert journal.Journal(tmp_path, dry=False, retry_before=time.time() + 1).missing(rows) == rows[1:]
+
+
+def test_a_campaign_goes_on_with_the_run_that_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    campaign = importlib.import_module("campaign")
+    planned = campaign.campaign(dry=True)[:1]
+    run = tmp_path / "work" / planned[0].name
+    started: list[str] = []
+    start = campaign.start
+
+    def start_and_wait(place: object, name: str, *words: str) -> subprocess.Popen[str]:
+        """Start a run, and where it is new return when it has made a step."""
+        started.append(words[0])
+        process = start(place, name, *words)
+        if words[0] == "train":
+            while process.poll() is None and not campaign.rows_of(run / "metrics.jsonl"):
+                time.sleep(0.02)
+        return process
+
+    monkeypatch.setattr(campaign, "campaign", lambda dry: planned)
+    monkeypatch.setattr(campaign, "start", start_and_wait)
+    monkeypatch.setattr(campaign, "end_with_children", lambda: None)
+    monkeypatch.setattr(campaign, "DRY_STEPS", 200)
+    folders = [f"--out={tmp_path}", f"--work={tmp_path / 'work'}", f"--records={tmp_path / 'none'}"]
+
+    def call(seconds: float) -> list[str]:
+        minutes = (campaign.STOP_SECONDS + seconds) / 60
+        monkeypatch.setattr(sys, "argv", ["campaign.py", "--dry", f"--minutes={minutes}", *folders])
+        assert campaign.main() == 0
+        return capfd.readouterr().out.splitlines()
+
+    *_, cut, left = call(seconds=1.0)
+    assert "preempted" in cut and left == f"not done: {planned[0].name}"
+    *_, ended, left = call(seconds=600.0)
+    assert " done " in ended and " 200 " in ended and left == "not done: nothing"
+    records = tmp_path / "records" / planned[0].name
+    assert campaign.state_of(records) == "done"
+    assert call(seconds=600.0) == ["not done: nothing"] and started == ["train", "resume"]
+
+
+def test_a_campaign_reads_the_rows_before_half_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    campaign = importlib.import_module("campaign")
+    path = tmp_path / "metrics.jsonl"
+    assert campaign.rows_of(path) == []
+    path.write_text('{"kind": "valid", "step": 3, "val_bits": 2.5}\n{"kind": "va')
+    assert campaign.rows_of(path) == [{"kind": "valid", "step": 3, "val_bits": 2.5}]

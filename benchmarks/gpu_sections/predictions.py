@@ -1,9 +1,9 @@
-"""What a roofline expects of a GPU, for the rows that goals read: `python benchmarks/gpu.py --predict`.
+"""Times that a roofline predicts for a GPU, for all goals: `python benchmarks/gpu.py --predict`.
 
-It runs nothing on a GPU. Peaks, shares and bandwidth are those by which `rtx plan` expects the time
-of a step (`rtx/analysis/rates.json`); the constants below are of attention alone, forward and
-backward, 8 heads of 64 units in bfloat16. Full attention by torch has the times that were measured
-on an H100 (`benchmarks/results/attention-gpu.json`), and where there are none those of its products.
+Nothing runs on a GPU. Peaks, shares of them and bandwidth are those of `rtx plan`
+(`rtx/analysis/rates.json`). The constants below are of attention alone, forward and backward,
+8 heads of 64 units in bfloat16. Full attention by torch has the times that were measured on an H100
+(`benchmarks/results/attention-gpu.json`), at other lengths those of its products.
 """
 
 from __future__ import annotations
@@ -21,36 +21,44 @@ from .whole_steps import VOCABULARY, Variant, composed
 HEADS, SIZE, WINDOW = 8, 64, 256
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "attention-gpu.json"
 FLASH_PRODUCTS = 7
-"""Products of queries and keys, or as large: 2 forward, 5 backward."""
+"""Products of the size of queries times keys in torch's attention: 2 forward, 5 backward."""
 OUR_PRODUCTS = 9
-"""Of our kernels, whose backward pass computes logits and their gradients twice: 2 and 7."""
+"""The same in our kernels: 2 forward, and 7 backward, as they compute logits twice."""
 PASSES_OF_ROWS = 18
 """How often a tensor `[H, N, D]` is read or written, gathers and sums over lists included."""
 KERNEL_SECONDS = 3e-6
-"""The least that a kernel takes in a CUDA graph, with the gap to the next."""
+"""The least time of a kernel in a CUDA graph, with the gap to the next."""
 KERNELS = {"local": 10, "causal": 15, "topk": 15}
+"""Kernels of attention: the operations that torch starts on tensors without data, and the kernels
+inside our operators."""
 SELECTION_KERNELS = {"causal": 27, "topk": 70}
-"""Kernels of attention and of its selection, statistics included: the operations that torch starts
-where tensors have shapes alone, and the kernels inside our operators."""
+"""Kernels of the selection and its statistics, counted in the same way."""
 SELECTION_PRODUCTS = {"causal": 1, "topk": 2}
 """How often scores of centroids are computed, in float32; by topk once more for statistics."""
 PASSES_OF_SCORES = {"causal": 0, "topk": 4}
 """How often all scores `[H, C, N]` are read or written, 4 bytes each."""
 LENGTHS = (4096, 8192, 65_536)
-STEPS = (("6x512", 8192, 1), ("6x512", 32_768, 1), ("6x512", 65_536, 1), ("rt12", 8192, 2), ("rt24", 8192, 2))
-"""Base, length and sequences of the models whose steps the goals read."""
+STEPS = (
+    ("6x512", 8192, 1),
+    ("6x512", 32_768, 1),
+    ("6x512", 65_536, 1),
+    ("rt12", 8192, 2),
+    ("rt24", 8192, 2),
+)
+"""Base, length and sequences a step of the models whose steps are in goals."""
 
 
 def predicted() -> list[Found]:
-    """Return each goal with what the roofline expects; None for what it cannot tell."""
+    """Return each goal with the predicted number; None where the goal is of something else."""
     rows = {**attention_rows(), **step_rows()}
-    found = []
+    predictions: list[Found] = []
     for goal in goals():
         value = goal.measure(rows)
         sign = "<=" if goal.at_most else ">="
+        target = f"{sign} {goal.target:g}"
         rounded = None if value is None else round(value, 2)
-        found.append({"goal": goal.name, "target": f"{sign} {goal.target:g}", "predicted": rounded})
-    return found
+        predictions.append({"goal": goal.name, "target": target, "predicted": rounded})
+    return predictions
 
 
 def attention_rows() -> Rows:
@@ -84,7 +92,7 @@ def pattern_ms(kind: str, N: int) -> float:
 
 
 def selection_ms(kind: str, N: int) -> float:
-    """Return the milliseconds in which members are chosen."""
+    """Return the milliseconds of a selection: scores of centroids, and what is chosen by them."""
     roofline = rates()["roofline"]
     scores = HEADS * N * (N // WINDOW)
     peak = rates()["peaks"]["devices"][roofline["device"]]["fp32"]
@@ -95,7 +103,7 @@ def selection_ms(kind: str, N: int) -> float:
 
 
 def products_seconds(pairs: float, products: int) -> float:
-    """Return the seconds of so many products for all pairs of a head."""
+    """Return the seconds of some products for `pairs` of a query and a key in each head."""
     roofline = rates()["roofline"]
     peak = rates()["peaks"]["devices"][roofline["device"]]["bf16"]
     operations = HEADS * pairs * 2 * SIZE * products
@@ -103,7 +111,10 @@ def products_seconds(pairs: float, products: int) -> float:
 
 
 def step_rows() -> Rows:
-    """Return the expected milliseconds and shares of the peak of whole steps, eager and compiled alike."""
+    """Return the expected milliseconds and shares of the peak of whole steps.
+
+    Eager and compiled steps have the same.
+    """
     rows: Rows = {}
     for base, N, batch in STEPS:
         for heads in ("full", "causal"):

@@ -34,11 +34,22 @@ TABLES: list[str] = FACTS["kernel"]["tables"]
 """Files and folders that are left out: character sets, fonts and test vectors, all in numbers."""
 SUFFIXES = (".c", ".h")
 MAKEFILE = "Makefile"  # says which release it is
-HELD_OUT_PERCENT = 2  # of the files, in each of valid and test
+HELD_OUT_PERCENT = 2  # of the files are valid, and as many test
 MOST_BYTES = 1 << 30  # of the files that are read: about 14 times as many as release 6.12 has
+MOST_HEADER_BYTES = 1 << 20  # of a long name or of pax records, which tarfile holds in memory
 COMPRESSED: dict[str, Callable[[IO[bytes]], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 TARBALLS = (".tar.xz", ".tar.gz", ".tar")
-BROKEN = (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError)
+HEADERS_WITH_CONTENT = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+"""Types of members that tell of the next one, or of all later ones."""
+DAMAGE = (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError)
+HOSTILE = (ValueError, IndexError, RecursionError, OverflowError, MemoryError)
+"""What else tarfile raises for headers that no tar writes."""
 
 Files = dict[str, bytes]
 """Contents by path below the top folder, such as fs/ext4/inode.c."""
@@ -81,7 +92,7 @@ def is_published(path: Path) -> bool:
 
 
 def inputs_of(path: Path) -> list[Path]:
-    """Return the files to read for data.path: a tarball, or those of an unpacked folder.
+    """Return the files that data.path stands for: one tarball, or the C files of a folder.
 
     UserError for anything else.
     """
@@ -90,19 +101,19 @@ def inputs_of(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"data.path={path}: expected {wanted()}, found none")
     if not path.name.endswith(TARBALLS):
-        found = f"a file that ends in none of {', '.join(TARBALLS)}"
-        raise UserError(f"data.path={path}: expected {wanted()}, found {found}")
+        actual = f"a file that ends in none of {', '.join(TARBALLS)}"
+        raise UserError(f"data.path={path}: expected {wanted()}, found {actual}")
     return [path]
 
 
 def folder_inputs(folder: Path) -> list[Path]:
     """Return the files to read of an unpacked folder; UserError where it lacks one of FOLDERS."""
-    lacking = [name for name in FOLDERS if not is_folder(folder / name)]
-    refuse_lacking(folder, lacking)
+    missing = [name for name in FOLDERS if not is_folder(folder / name)]
+    refuse_without(folder, missing)
     paths = [folder / MAKEFILE]
     for name in FOLDERS:
         paths += walk(folder / name)
-    return [path for path in paths if is_taken(name_below(folder, path)) and is_file(path)]
+    return [path for path in paths if is_read(name_below(folder, path)) and is_file(path)]
 
 
 def is_folder(path: Path) -> bool:
@@ -126,14 +137,14 @@ def wanted() -> str:
     return f"{KERNEL.name}, another release's tarball, or its unpacked folder, with {folders}"
 
 
-def refuse_lacking(path: Path, lacking: list[str]) -> None:
-    """Raise UserError where `path` lacks folders that are read."""
-    if lacking:
-        missing = ", ".join(f"{name}/" for name in lacking)
-        raise UserError(f"data.path={path}: expected {wanted()}; found no {missing}")
+def refuse_without(path: Path, missing: list[str]) -> None:
+    """Raise UserError where folders that are read are missing in `path`."""
+    if missing:
+        names = ", ".join(f"{name}/" for name in missing)
+        raise UserError(f"data.path={path}: expected {wanted()}; found no {names}")
 
 
-def is_taken(name: str) -> bool:
+def is_read(name: str) -> bool:
     """Tell whether a file is read, by its path below the top folder: C files, and the Makefile.
 
     Hidden files are not, nor is what leads out of the top folder.
@@ -161,18 +172,21 @@ def tarball_files(path: Path) -> Files:
     contents: Files = {}
     tops: set[str] = set()
     size = 0
-    with told_broken(path), uncompressed(path) as stream, streamed(stream) as archive:
+    with damage_as_user_error(path), uncompressed(path) as stream, streamed(stream) as archive:
         for member in archive:
+            if member.size < 0:
+                raise tarfile.ReadError("a negative size")
             top, _, name = PurePosixPath(member.name).as_posix().partition("/")
             tops.add(top)
-            if member.isreg() and is_taken(name):
+            if member.isreg() and is_read(name):
                 size += member.size
                 check_size(path, size)
                 contents[name] = cast(IO[bytes], archive.extractfile(member)).read()
+        read_to_end(stream)
     if len(tops) != 1:
-        found = ", ".join(sorted(tops)[:5]) or "nothing"
-        raise UserError(f"data.path={path}: expected one folder at its top, found {found}")
-    refuse_lacking(path, [name for name in FOLDERS if not has_folder(contents, name)])
+        names = ", ".join(sorted(tops)[:5]) or "nothing"
+        raise UserError(f"data.path={path}: expected one folder at its top, found {names}")
+    refuse_without(path, [name for name in FOLDERS if not has_folder(contents, name)])
     return contents
 
 
@@ -189,18 +203,23 @@ def check_size(path: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def told_broken(path: Path) -> Iterator[None]:
+def damage_as_user_error(path: Path) -> Iterator[None]:
     """Raise UserError, in one line, where a tarball is damaged or cannot be read."""
     try:
         yield
-    except BROKEN as error:
-        found = f"another file, or a part of one ({reason_of(error)}); get it anew"
-        raise UserError(f"data.path={path}: expected a whole tarball, found {found}") from error
+    except UserError:  # a ValueError, too
+        raise
+    except (*DAMAGE, *HOSTILE) as error:
+        actual = f"another file, or a part of one ({reason_of(error)}); get it anew"
+        raise UserError(f"data.path={path}: expected a whole tarball, found {actual}") from error
 
 
 @contextlib.contextmanager
 def uncompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a tarball so that reading it decompresses it; EOFError at the end of one that is cut."""
+    """Open a tarball so that reading it decompresses it.
+
+    Reading raises EOFError where compressed data end before their end mark.
+    """
     with open_regular(path) as file:
         opener = COMPRESSED.get(path.suffix)
         if opener is None:
@@ -210,17 +229,60 @@ def uncompressed(path: Path) -> Iterator[IO[bytes]]:
             yield stream
 
 
+class WholeStream:
+    """A stream that raises EOFError at its end.
+
+    A whole tarball ends with blocks of zeros, behind which tarfile reads nothing. A cut one it
+    would take for a shorter one, and in a member that claims to be huge it would read for ever.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+
+    def read(self, size: int) -> bytes:
+        content = self.stream.read(size)
+        if not content:
+            raise EOFError("unexpected end of data")
+        return content
+
+
+class CheckedHeader(tarfile.TarInfo):
+    """A header of a member, whose damage is an error: tarfile alone would end the archive there."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> CheckedHeader:
+        """Return a header; ReadError for a damaged one, and for too long a name or records."""
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            is_end_mark = not any(buf)
+            if is_end_mark:
+                raise
+            raise tarfile.ReadError(str(error)) from error
+        if header.type in HEADERS_WITH_CONTENT and header.size > MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {header.size:,} bytes")
+        return header
+
+
 def streamed(stream: IO[bytes]) -> tarfile.TarFile:
     """Return a tar archive that is read from its beginning to its end, without seeking."""
-    return tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 20)
+    whole = cast(Any, WholeStream(stream))
+    return tarfile.open(fileobj=whole, mode="r|", bufsize=1 << 20, tarinfo=CheckedHeader)
+
+
+def read_to_end(stream: IO[bytes]) -> None:
+    """Read what follows an archive: only at its end are compressed data checked by their sum."""
+    while stream.read(1 << 20):
+        pass
 
 
 def release_of(makefile: bytes) -> str:
-    """Return the release that the kernel's Makefile says, as 6.12.0."""
-    line = rb"^(VERSION|PATCHLEVEL|SUBLEVEL|EXTRAVERSION) *= *(\S*)"
-    said = {key.decode(): value.decode() for key, value in re.findall(line, makefile, re.MULTILINE)}
-    numbers = [said.get(key, "?") for key in ("VERSION", "PATCHLEVEL", "SUBLEVEL")]
-    return ".".join(numbers) + said.get("EXTRAVERSION", "")
+    """Return the release that the kernel's Makefile names, as 6.12.0."""
+    line = rb"^(VERSION|PATCHLEVEL|SUBLEVEL|EXTRAVERSION) *= *([\w.+-]*)"
+    pairs = re.findall(line, makefile, re.MULTILINE)
+    values = {key.decode(): value.decode() for key, value in pairs}
+    numbers = [values.get(key) or "?" for key in ("VERSION", "PATCHLEVEL", "SUBLEVEL")]
+    return ".".join(numbers) + values.get("EXTRAVERSION", "")
 
 
 def documents_of(contents: Files, split: str) -> Iterator[tuple[bytes, bool]]:

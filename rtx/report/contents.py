@@ -20,7 +20,7 @@ from rtx.report.score_tables import Kinds, Paces, departures, kinds_table, score
 from rtx.report.steps import StepRecord, paces_of, views
 from rtx.report.tables import Column, Table, filled
 from rtx.report.time_plot import bits_and_time
-from rtx.report.times import all_runs, comparisons, tables_of
+from rtx.report.times import all_findings, all_runs, tables_of
 from rtx.training.run_folder import shown
 
 
@@ -125,11 +125,12 @@ def add_scores(
 def add_times(report: Report, kinds: Kinds, records: Sequence[StepRecord]) -> Plot | None:
     """Add what seconds of training tell of the kinds of heads, headline and lines first; return the plot of it."""
     runs, _ = all_runs(kinds, records)
-    found = comparisons(kinds, records)
-    said = answer(kinds, found)
-    report.headline, report.lines = said.headline, said.lines
+    findings = all_findings(kinds, records)
+    conclusion = answer(kinds, findings)
+    report.headline = conclusion.headline
+    report.lines = conclusion.lines
     constant = all(one.row.config["optimizer.schedule"] == "constant" for one in kinds.picked.values())
-    report.tables[:0] = tables_of(found, kinds, constant)
+    report.tables[:0] = tables_of(findings, kinds, constant)
     ahead = [kind for kind in kinds.picked if kind not in kinds.legal]
     return bits_and_time({kind: of_kind.curves for kind, of_kind in runs.items()}, ahead, kinds.unit)
 

@@ -98,7 +98,8 @@ class Kinds:
     """The kinds of heads of a protocol, ranked.
 
     `legal`: the scores by seed of the kinds that see no future; `against`: the rivals, the first one first; `compared`:
-    each kind with each rival; `order`: the kinds from the least bits on, those that see the future last.
+    each kind with each rival; `order`: the kinds from the least bits on, those that see the future last; `length`:
+    units of a window that is scored.
     """
 
     table: Table
@@ -108,6 +109,7 @@ class Kinds:
     compared: Mapping[tuple[str, str], Comparison]
     order: Sequence[str]
     unit: str
+    length: int
     most_seeds: int
     baseline: str  # the simple baseline that is ahead of every model, in words; empty: none
 
@@ -159,6 +161,7 @@ def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
         compared=compared,
         order=[entry["heads"] for entry in entries],
         unit=f"bits/{protocol.unit}",
+        length=protocol.length,
         most_seeds=max(len(row.values()) for row in rows if row.scores),
         baseline=baseline_ahead(simple, entries, protocol),
     )

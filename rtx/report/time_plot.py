@@ -1,4 +1,4 @@
-"""The first plot of a report: bits beside seconds of training, a line for each kind of heads."""
+"""The first plot of a report: bits over seconds of training, a line for each kind of heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rtx.errors import plural
 from rtx.report.curves import Curve
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
+RunCurves = Mapping[tuple[str, str], Curve]
+"""The curves of a kind of heads by seed and clock."""
 
 POINTS = 60
 """Of a mean curve, at equal distances over log time."""
@@ -25,50 +27,90 @@ NAMES_SHARE = 0.45
 SIDES = ((1, 0), (0, -1), (0, 1))
 """Where a name may stand beside the end of a line: right, below, above."""
 DISTANCES = range(0, 33, 3)
+SIGNED_DISTANCES = (*DISTANCES, *(-distance for distance in DISTANCES[1:]))
 """Points by which a name may be moved away from the end of its line, or up and down beside it."""
 
 
-def bits_and_time(kinds: Mapping[str, Mapping[tuple[str, str], Curve]], ahead: Sequence[str], unit: str) -> Plot | None:
-    """Draw the bits of kinds of heads beside their seconds of training: means over seeds with 95% intervals.
+class Place(NamedTuple):
+    """Where a name may stand: what it covers, and how it is written there."""
 
-    `kinds`: curves by kind, seed and clock. Those of the most frequent clock are drawn, the others left out, as the
-    caption says. `ahead`: kinds that see the future, dashed.
+    cost: float
+    side: tuple[int, int]
+    offset: Point
+    box: Any
+
+
+def bits_and_time(
+    runs: Mapping[str, RunCurves],
+    see_future: Sequence[str],
+    unit: str,
+) -> Plot | None:
+    """Draw the bits of kinds of heads over their seconds of training, or None without curves.
+
+    Lines are means over seeds with 95% intervals. Only runs of the most frequent clock are drawn;
+    the caption counts the others.
+
+    Args:
+        runs: curves by kind, then by seed and clock.
+        see_future: kinds that do, whose lines are dashed.
     """
-    clocks = Counter(clock for curves_of_kind in kinds.values() for _, clock in curves_of_kind)
+    clocks = Counter(clock for curves in runs.values() for _, clock in curves)
     if not clocks:
         return None
-    common = clocks.most_common(1)[0][0]
-    drawn = {}
-    for kind, of_kind in kinds.items():
-        able = [curve for (_, clock), curve in of_kind.items() if clock == common and len(curve.seconds) > 1]
-        if able:
-            drawn[kind] = able
+    usual = clocks.most_common(1)[0][0]
+    drawn = curves_of_clock(runs, usual)
     if not drawn:
         return None
-    figure, (one,) = axes("seconds of training, log scale (optimizer steps alone)", f"{unit} (less is better)")
-    one.set_xscale("log")
-    ends, tops, lines = {}, [], []
-    for kind, of_kind in drawn.items():
-        seconds, middle, half = mean_curve(of_kind)
-        ink = colour(kind)
-        one.plot(seconds, middle, color=ink, linestyle="--" if kind in ahead else "-")
-        low = [value - wide for value, wide in zip(middle, half, strict=True)]
-        high = [value + wide for value, wide in zip(middle, half, strict=True)]
-        one.fill_between(seconds, low, high, color=ink, alpha=0.15, linewidth=0)
-        ends[kind + AHEAD * (kind in ahead)] = (seconds[-1], middle[-1])
-        lines += zip(seconds[:-1], middle[:-1], strict=True)
-        tops.append(middle[len(middle) // 4])
-    limits_of_time(one, min(x for x, _ in lines), ends, max(tops))
-    name_ends(one, ends, lines)
-    left_out = sum(clocks.values()) - clocks[common]
-    caption = "Bits beside seconds of training"
+    x_title = "seconds of training, log scale (optimizer steps alone)"
+    figure, (plane,) = axes(x_title, f"{unit} (less is better)")
+    plane.set_xscale("log")
+    ends: dict[str, Point] = {}
+    points: list[Point] = []
+    highest = -math.inf
+    for kind, curves in drawn.items():
+        mean_line = draw_mean(plane, kind, curves, dashed=kind in see_future)
+        name = kind + AHEAD if kind in see_future else kind
+        ends[name] = mean_line[-1]
+        points += mean_line[:-1]
+        highest = max(highest, mean_line[POINTS // 4][1])
+    first = min(seconds for seconds, _ in points)
+    limits_of_time(plane, first, ends, highest)
+    name_ends(plane, ends, points)
+    caption = "Bits over seconds of training"
+    left_out = sum(clocks.values()) - clocks[usual]
     if left_out:
-        caption += f" ({plural(left_out, 'run')} with other machine, threads or engine left out)"
+        other = "with other machine, threads or engine left out"
+        caption += f" ({plural(left_out, 'run')} {other})"
     return finished("time", f"{caption}: means over seeds with 95% intervals", figure)
 
 
+def curves_of_clock(runs: Mapping[str, RunCurves], wanted: str) -> dict[str, list[Curve]]:
+    """Return the curves of one clock that have a line, by kind."""
+    drawn: dict[str, list[Curve]] = {}
+    for kind, curves in runs.items():
+        for (_, clock), curve in curves.items():
+            if clock == wanted and len(curve.seconds) > 1:
+                drawn.setdefault(kind, []).append(curve)
+    return drawn
+
+
+def draw_mean(plane: Axes, kind: str, curves: Sequence[Curve], dashed: bool) -> list[Point]:
+    """Draw the mean of curves with its interval, and return the points of its line."""
+    seconds, middle, half = mean_curve(curves)
+    ink = colour(kind)
+    plane.plot(seconds, middle, color=ink, linestyle="--" if dashed else "-")
+    low = [value - width for value, width in zip(middle, half, strict=True)]
+    high = [value + width for value, width in zip(middle, half, strict=True)]
+    plane.fill_between(seconds, low, high, color=ink, alpha=0.15, linewidth=0)
+    return list(zip(seconds, middle, strict=True))
+
+
 def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds, mean bits and half their 95% intervals, from the last first validation to the first last one."""
+    """Return seconds, the mean bits there, and half their 95% intervals.
+
+    They span the time that all curves cover: from the last of their first validations to the first
+    of their last ones.
+    """
     import numpy as np
 
     first = max(curve.seconds[0] for curve in curves)
@@ -76,58 +118,75 @@ def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[
     seconds = np.geomspace(first, max(first, last), POINTS).tolist()
     middle = []
     half = []
-    for at in seconds:
-        values = [float(np.interp(math.log(at), np.log(curve.seconds), curve.bits)) for curve in curves]
+    for now in seconds:
+        values = []
+        for curve in curves:
+            values.append(float(np.interp(math.log(now), np.log(curve.seconds), curve.bits)))
         middle.append(mean(values))
         half.append(half_interval(values) or 0.0)
     return seconds, middle, half
 
 
-def limits_of_time(one: Axes, first: float, ends: Mapping[str, Point], highest: float) -> None:
-    """Leave room for names at the ends of lines, and mark round numbers of seconds; early bits may lie above."""
+def limits_of_time(plane: Axes, first: float, ends: Mapping[str, Point], highest: float) -> None:
+    """Leave room for names at the ends of lines, and mark seconds.
+
+    `highest`: the largest bits that are shown; those of the very first validations may lie above.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    last = max(x for x, _ in ends.values())
-    lowest = min(y for _, y in ends.values())
-    one.set_ylim(lowest - 0.08 * (highest - lowest) - 1e-6, highest + 1e-6)
-    one.set_xlim(0.95 * first, last * max(2.0, last / first) ** NAMES_SHARE)
+    last = max(seconds for seconds, _ in ends.values())
+    lowest = min(bits for _, bits in ends.values())
+    plane.set_ylim(lowest - 0.08 * (highest - lowest) - 1e-6, highest + 1e-6)
+    plane.set_xlim(0.95 * first, last * max(2.0, last / first) ** NAMES_SHARE)
+    plane.xaxis.set_major_locator(FixedLocator(marks_of_time(first, last)))
+    plane.xaxis.set_major_formatter(FuncFormatter(lambda mark, _: f"{mark:,.3g}"))
+    plane.xaxis.set_minor_locator(NullLocator())
+
+
+def marks_of_time(first: float, last: float) -> list[float]:
+    """Return the round numbers in a span of seconds; its ends where there are none."""
     powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    one.xaxis.set_major_locator(FixedLocator([mark for mark in marks if 0.95 * first <= mark <= 1.05 * last]))
-    one.xaxis.set_major_formatter(FuncFormatter(lambda mark, _: f"{mark:,g}"))
-    one.xaxis.set_minor_locator(NullLocator())
+    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    inside = [mark for mark in round_numbers if 0.95 * first <= mark <= 1.05 * last]
+    return inside or [first, last]
 
 
-def name_ends(one: Axes, ends: Mapping[str, Point], lines: Sequence[Point]) -> None:
+def name_ends(plane: Axes, ends: Mapping[str, Point], points: Sequence[Point]) -> None:
     """Write names beside the ends of their lines, in their colours.
 
-    A name covers no other one and no end, and of the points of `lines` as few as may be.
+    Of all places beside an end a name takes the one that covers the fewest points of lines, and no
+    other name or end; where there is none such, the first.
     """
     from matplotlib.transforms import Bbox
 
-    one.figure.canvas.draw()
-    points = [tuple(point) for point in one.transData.transform(lines)]
-    taken = [Bbox([end, end]).padded(4) for end in one.transData.transform(list(ends.values()))]
+    plane.figure.canvas.draw()
+    pixels = [tuple(point) for point in plane.transData.transform(points)]
+    ends_in_pixels = plane.transData.transform(list(ends.values()))
+    taken = [Bbox([end, end]).padded(4) for end in ends_in_pixels]
     for name, end in sorted(ends.items(), key=lambda item: item[1][1]):
-        best: tuple[float, Point, Any] | None = None
-        for side, distance in itertools.product(SIDES, (*DISTANCES, *(-far for far in DISTANCES[1:]))):
+        places: list[Place] = []
+        for side, distance in itertools.product(SIDES, SIGNED_DISTANCES):
             offset = offset_of(side, distance)
-            text = write_name(one, name, end, side, offset)
+            text = write_name(plane, name, end, side, offset)
             box = text.get_window_extent()
             text.remove()
-            inside = one.bbox.x0 < box.x0 and box.x1 < one.figure.bbox.x1 and one.bbox.y0 < box.y0
-            if not inside or any(box.overlaps(other) for other in taken):
+            if not is_inside(box, plane) or any(box.overlaps(other) for other in taken):
                 continue
-            covered = sum(box.contains(*point) for point in points)
+            covered = sum(box.contains(*pixel) for pixel in pixels)
             cost = covered + abs(distance) / 2 + 3 * (side != SIDES[0])
-            if best is None or cost < best[0]:
-                best = (cost, offset, (side, box))
-        if best:
-            _, offset, (side, box) = best
-            write_name(one, name, end, side, offset)
-            taken.append(box)
-        else:
-            write_name(one, name, end, SIDES[0], (8, 0))
+            places.append(Place(cost, side, offset, box))
+        if not places:
+            write_name(plane, name, end, SIDES[0], (8, 0))
+            continue
+        best = min(places, key=lambda place: place.cost)
+        write_name(plane, name, end, best.side, best.offset)
+        taken.append(best.box)
+
+
+def is_inside(box: Any, plane: Axes) -> bool:
+    """Tell whether a box lies right of the left axis, above the lower one and in the figure."""
+    in_width = plane.bbox.x0 < box.x0 and box.x1 < plane.figure.bbox.x1
+    return in_width and plane.bbox.y0 < box.y0
 
 
 def offset_of(side: tuple[int, int], distance: int) -> Point:
@@ -138,8 +197,14 @@ def offset_of(side: tuple[int, int], distance: int) -> Point:
     return distance, 11 * up
 
 
-def write_name(one: Axes, name: str, end: Point, side: tuple[int, int], offset: Point) -> Any:
+def write_name(plane: Axes, name: str, end: Point, side: tuple[int, int], offset: Point) -> Any:
     """Write a name beside the end of its line, and return the text."""
-    align = "left" if side[0] else "center"
-    ink = colour(name.removesuffix(AHEAD))
-    return one.annotate(name, end, offset, textcoords="offset points", va="center", ha=align, color=ink)
+    return plane.annotate(
+        name,
+        end,
+        offset,
+        textcoords="offset points",
+        va="center",
+        ha="left" if side[0] else "center",
+        color=colour(name.removesuffix(AHEAD)),
+    )

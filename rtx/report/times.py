@@ -1,7 +1,8 @@
-"""Two questions that need seconds of training: how long a row takes to a loss, and which row is ahead at equal time.
+"""Tables of times to a loss and of losses at equal time, for each rival of the kinds of heads.
 
-Seconds are those of optimizer steps alone, which a run records beside its validations. Of older runs they are their
-steps over a pace. Only runs of one machine, with like threads, engine and validations, are compared.
+Seconds are those of optimizer steps alone, which a run records with each validation. For runs that
+did not record them they are steps divided by steps a second. Seconds are compared only between runs
+of one machine, with equal threads, precision, engine and validation windows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from rtx.report.curves import (
     Finding,
     Runs,
     budgets_of,
-    judged,
+    findings_of,
     losses_after,
     losses_of,
     pairs_of,
@@ -35,18 +36,25 @@ from rtx.report.tables import DASH, MINUS, Column, Table
 
 IN_TURN = "timed in turn"
 VALIDATIONS = ("data.length", "trainer.val_stride", "trainer.val_windows")
-"""What rows share, beside their data, for their validations to be of the same units in the same context."""
+"""Keys by which validations on the same data score the same units in the same context."""
 
 FASTER = {"better": "faster", "behind": "slower", "tied": "tied", FEW: ""}
-SHARES = ("1/8", "1/4", "1/2", "all")
-"""The titles of `BUDGETS`."""
+"""Verdicts on times, in words."""
+BUDGET_TITLES = ("1/8", "1/4", "1/2", "all")
+"""Of `BUDGETS`."""
+
+MOST_LOG_RATIO = 700.0
+"""Of which the exponential is still a float."""
+NO_RATIO = Finding("no ratio")
 
 
 @dataclass(frozen=True)
-class Against:
-    """All kinds of heads against a rival: findings by kind and loss, and by kind and share of the time.
+class TimeFindings:
+    """All kinds of heads against one rival.
 
-    `seconds`: the time that is shared out, the shortest of a kind's runs and of the rival's, by kind.
+    `times`: findings by kind and loss; `gaps`: by kind and share of the equal time; `seconds`: the
+    equal time by kind, that of the shortest run of the kind and the rival. Kinds that share no
+    clock and seed with the rival are in none of them.
     """
 
     rival: str
@@ -58,244 +66,327 @@ class Against:
 
 
 def curve_of(cell: Cell, pace: float | None) -> Curve | None:
-    """Return the curve of a run by the seconds that it recorded, else by its steps over a pace; None: no validation."""
+    """Return the curve of a run by the seconds that it recorded, or by steps over a pace.
+
+    None where there is no validation with seconds. A validation whose seconds do not rise is left
+    out: the estimate for the first step of a process moves with the mean of the others.
+    """
     steps = sorted(step for step in cell.curve if step > 0)
     if cell.trained:
-        points = [(cell.trained[step], cell.curve[step][0]) for step in steps if step in cell.trained]
+        seconds_by_step = cell.trained
     else:
-        points = [(step / pace, cell.curve[step][0]) for step in steps if pace]
-    rising: list[tuple[float, float]] = []
-    for seconds, bits in points:
-        if seconds > 0 and math.isfinite(bits) and (not rising or seconds > rising[-1][0]):
-            rising.append((seconds, bits))
-    return Curve([seconds for seconds, _ in rising], [bits for _, bits in rising]) if rising else None
+        seconds_by_step = {step: step / pace for step in steps if pace}
+    seconds: list[float] = []
+    bits: list[float] = []
+    latest = 0.0
+    for step in steps:
+        now = seconds_by_step.get(step, math.nan)
+        value = cell.curve[step][0]
+        if math.isfinite(now) and math.isfinite(value) and now > latest:
+            seconds.append(now)
+            bits.append(value)
+            latest = now
+    return Curve(seconds, bits) if seconds else None
 
 
 def clock_of(cell: Cell, record: StepRecord | None) -> str:
-    """Return what two runs share whose seconds may be compared, as JSON of its parts by their names.
+    """Return what is equal in two runs whose seconds may be compared, as JSON by its names.
 
-    `record`: the record of steps timed in turn that the pace comes from; the machine of the run does not matter then.
+    `record`: where the pace of the run comes from, if its steps were timed in turn with those of
+    others; then the machine that trained it does not matter.
     """
-    facts = cell.environment.get("hardware", {})
-    clock: dict[str, Any] = {"validation windows": [cell.data.get("fingerprint")]}
-    clock["validation windows"] += [cell.config[key] for key in VALIDATIONS]
+    windows = [cell.data.get("fingerprint"), *(cell.config[key] for key in VALIDATIONS)]
+    clock: dict[str, Any] = {"validation windows": windows}
     if record:
-        return json.dumps({**clock, IN_TURN: record.facts["time"]}, sort_keys=True)
+        clock[IN_TURN] = record.facts["time"]
+        return json.dumps(clock, sort_keys=True)
+    hardware = cell.environment.get("hardware", {})
     gpu = cell.environment.get("gpu")
-    clock["machine"] = cell.environment.get("host")
+    clock["machine"] = f"several, of {cell.name}" if cell.moved else cell.environment.get("host")
     clock["GPU"] = gpu
     clock["threads"] = None if gpu else cell.environment.get("threads")
-    clock["processes"] = [facts.get("devices", 1), facts.get("nodes", 1)]
+    clock["processes"] = [hardware.get("devices", 1), hardware.get("nodes", 1)]
     clock["precision"] = cell.config["hardware.precision"]
     clock["compilation"] = cell.config["hardware.compile"]
     clock["attention engine"] = cell.config["hardware.attention"]
-    if cell.moved:
-        clock["machine"] = f"several, of {cell.name}"
     return json.dumps(clock, sort_keys=True)
 
 
-def other_clock(own: Runs, rival: Runs) -> str:
-    """Return in what the clock of most of a row's runs differs from the rival's, in words."""
-    (mine, _), *_ = Counter(clock for _, clock in own.curves).most_common()
-    (theirs, _), *_ = Counter(clock for _, clock in rival.curves).most_common()
-    ours = json.loads(mine)
-    others = json.loads(theirs)
-    if (IN_TURN in ours) != (IN_TURN in others):
-        return "timed in another way"
-    named = [name for name in sorted({*ours, *others}) if ours.get(name) != others.get(name)]
-    return f"other {' and '.join(named)}" if named else "no seed in common"
+def why_no_pair(row: Runs, rival: Runs, name: str) -> str:
+    """Return why no run of a row is paired with one of a rival, by the clocks that most have."""
+    clock = json.loads(usual_clock(row))
+    clock_of_rival = json.loads(usual_clock(rival))
+    if (IN_TURN in clock) != (IN_TURN in clock_of_rival):
+        return f"timed in another way than {name}"
+    names = sorted({*clock, *clock_of_rival})
+    other = [part for part in names if clock.get(part) != clock_of_rival.get(part)]
+    if not other:
+        return f"no seed in common with {name}"
+    return f"other {' and '.join(other)} than {name}"
+
+
+def usual_clock(runs: Runs) -> str:
+    """Return the clock of most runs."""
+    clocks = Counter(clock for _, clock in runs.curves)
+    return clocks.most_common(1)[0][0]
 
 
 def record_of(picks: Sequence[Pick], records: Sequence[StepRecord]) -> StepRecord | None:
-    """Return the newest record that has timed all rows in turn whose runs did not record their seconds."""
-    keys = {row_key(pick.row.config) for pick in picks if not all(cell.trained for cell in pick.row.cells)}
+    """Return the newest record with all rows whose runs did not record their seconds."""
+    needed = set()
+    for pick in picks:
+        if not all(cell.trained for cell in pick.row.cells):
+            needed.add(row_key(pick.row.config))
+    if not needed:
+        return None
     for record in records:
-        if keys and keys <= {row_key(row.config) for row in record.rows if row.turns}:
+        timed = {row_key(row.config) for row in record.rows if row.turns}
+        if needed <= timed:
             return record
     return None
 
 
-def runs_of(pick: Pick, record: StepRecord | None) -> tuple[Runs, str]:
-    """Return the curves of a row's seeds, and a sentence on its seconds where its runs did not record them."""
-    timed = row_of(record, pick) if record else None
-    curves = {}
-    derived = False
-    for cell in pick.row.cells:
-        in_turn = timed if not cell.trained else None
-        curve = curve_of(cell, in_turn.speed if in_turn else cell.pace)
-        if curve and cell.seed in pick.values:
-            curves[cell.seed, clock_of(cell, record if in_turn else None)] = curve
-            derived = derived or not cell.trained
-    if not derived:
-        return Runs(curves), ""
-    pace = f"a pace {IN_TURN}" if timed else "the median pace of each run"
-    return Runs(curves, timed.log_error if timed else None), pace
-
-
-def row_of(record: StepRecord, pick: Pick) -> TimedRow | None:
-    """Return the row of a record that has timed a kind in training."""
+def timed_row(record: StepRecord | None, pick: Pick) -> TimedRow | None:
+    """Return the row of a record that has timed a kind as it trains."""
+    if record is None:
+        return None
     key = row_key(pick.row.config)
-    able = (row for row in record.rows if row.turns and not row.reason)
-    return next((row for row in able if row_key(row.config) == key), None)
+    for row in record.rows:
+        if row.turns and not row.reason and row_key(row.config) == key:
+            return row
+    return None
+
+
+def runs_of(pick: Pick, record: StepRecord | None) -> tuple[Runs, str]:
+    """Return the curves of the seeds that a kind is reported by, and where their pace is from.
+
+    That is empty where all runs recorded their seconds.
+    """
+    timed = timed_row(record, pick)
+    curves = {}
+    without_seconds = False
+    for cell in pick.row.cells:
+        if cell.seed not in pick.values:
+            continue
+        if cell.trained:
+            curve = curve_of(cell, None)
+            clock = clock_of(cell, None)
+        elif timed:
+            curve = curve_of(cell, timed.speed)
+            clock = clock_of(cell, record)
+        else:
+            curve = curve_of(cell, cell.pace)
+            clock = clock_of(cell, None)
+        if curve:
+            curves[cell.seed, clock] = curve
+            without_seconds = without_seconds or not cell.trained
+    if not without_seconds:
+        return Runs(curves), ""
+    if timed:
+        return Runs(curves, timed.log_error), f"a pace {IN_TURN}"
+    return Runs(curves), "the median pace of each run"
 
 
 def all_runs(kinds: Kinds, records: Sequence[StepRecord]) -> tuple[dict[str, Runs], list[str]]:
-    """Return the curves of all kinds that have any, and sentences on seconds that were not recorded."""
+    """Return the curves of all kinds that have any, and sentences on seconds not recorded."""
     picks = [pick for pick in kinds.picked.values() if pick.values]
     record = record_of(picks, records)
-    found: dict[str, Runs] = {}
-    derived: dict[str, list[str]] = {}
+    runs_by_kind: dict[str, Runs] = {}
+    kinds_by_pace: dict[str, list[str]] = {}
     for pick in picks:
         runs, pace = runs_of(pick, record)
         if runs.curves:
-            found[pick.kind] = runs
-        if runs.curves and pace:
-            derived.setdefault(pace, []).append(pick.kind)
+            runs_by_kind[pick.kind] = runs
+            kinds_by_pace.setdefault(pace, []).append(pick.kind)
     notes = []
-    for pace, names in derived.items():
-        of = "" if len(names) == len(found) else f" of {', '.join(names)}"
-        device = f" ({record.facts['device']}); its error is in the verdicts" if record and IN_TURN in pace else ""
-        notes.append(f"Seconds{of} were not recorded: they are steps over {pace}{device}.")
-    return found, notes
+    for pace, names in kinds_by_pace.items():
+        if not pace:
+            continue
+        of = "" if len(names) == len(runs_by_kind) else f" of {', '.join(names)}"
+        note = f"Seconds{of} were not recorded: they are steps over {pace}"
+        if record and IN_TURN in pace:
+            note += f" ({record.facts['device']}); its error is in the verdicts"
+        notes.append(f"{note}.")
+    return runs_by_kind, notes
 
 
-def comparisons(kinds: Kinds, records: Sequence[StepRecord]) -> list[Against]:
+def compared_with(rival: str, kinds: Kinds, names: Sequence[str]) -> list[str]:
+    """Return those of some kinds that are compared with a rival: all but it and those before it."""
+    first_rivals = kinds.against[: list(kinds.against).index(rival) + 1]
+    return [name for name in names if name not in first_rivals]
+
+
+def all_findings(kinds: Kinds, records: Sequence[StepRecord]) -> list[TimeFindings]:
     """Return the findings against each rival that has curves, in the order of the rivals."""
     runs, notes = all_runs(kinds, records)
-    legal = {kind: runs[kind] for kind in kinds.legal if kind in runs}
-    found = []
-    for number, rival in enumerate(kinds.against):
-        others = {kind: own for kind, own in legal.items() if kind not in kinds.against[: number + 1]}
-        if rival in legal and others:
-            found.append(against(rival, legal[rival], others, notes))
-    return found
+    legal = [kind for kind in kinds.legal if kind in runs]
+    results = []
+    for rival in kinds.against:
+        names = compared_with(rival, kinds, legal)
+        if rival in legal and names:
+            others = {name: runs[name] for name in names}
+            results.append(findings_against(rival, runs[rival], others, notes))
+    return results
 
 
-def against(rival: str, runs: Runs, others: Mapping[str, Runs], notes: Sequence[str]) -> Against:
+def findings_against(
+    rival: str,
+    rival_runs: Runs,
+    others: Mapping[str, Runs],
+    notes: Sequence[str],
+) -> TimeFindings:
     """Return the findings on some kinds against a rival."""
-    losses = losses_of(runs)
+    losses = losses_of(rival_runs)
     times = {}
     gaps = {}
     seconds = {}
-    told = list(notes)
-    for kind, own in others.items():
-        pairs = pairs_of(own, runs)
+    all_notes = list(notes)
+    for kind, runs in others.items():
+        pairs = pairs_of(runs, rival_runs)
         if not pairs:
-            told.append(f"{kind}: no ratio, {other_clock(own, runs)} than {rival}.")
+            all_notes.append(f"{kind}: no ratio, {why_no_pair(runs, rival_runs, rival)}.")
             continue
-        if len(pairs) < len(own.curves):
-            left_out = plural(len(own.curves) - len(pairs), "run")
-            told.append(f"{kind}: {left_out} without a run of {rival} of like seed, machine, threads and engine.")
-        budgets = budgets_of(own, runs)
+        if len(pairs) < len(runs.curves):
+            left_out = plural(len(runs.curves) - len(pairs), "run")
+            equal = "of like seed, machine, threads and engine"
+            all_notes.append(f"{kind}: {left_out} without a run of {rival} {equal}.")
+        budgets = budgets_of(runs, rival_runs)
         seconds[kind] = budgets[-1]
         for loss in losses:
-            times[kind, loss] = times_to(loss, own, runs)
+            times[kind, loss] = times_to(loss, runs, rival_runs)
         for share, budget in zip(BUDGETS, budgets, strict=True):
-            gaps[kind, share] = losses_after(budget, own, runs)
-    return Against(rival, losses, judged(times), judged(gaps), seconds, told)
+            gaps[kind, share] = losses_after(budget, runs, rival_runs)
+    return TimeFindings(rival, losses, findings_of(times), findings_of(gaps), seconds, all_notes)
 
 
-def tables_of(found: Sequence[Against], kinds: Kinds, constant: bool) -> list[Table]:
+def tables_of(results: Sequence[TimeFindings], kinds: Kinds, constant: bool) -> list[Table]:
     """Return two tables for each rival; a terminal shows those of the first.
 
     `constant`: whether the learning rate stays constant in all rows.
     """
+    legal = [kind for kind in kinds.order if kind in kinds.legal]
     tables = []
-    for number, one in enumerate(found):
-        rows = [kind for kind in kinds.order if kind in kinds.legal and kind not in kinds.against[: number + 1]]
-        tables.append(time_table(one, rows, brief=number == 0))
-        tables.append(gap_table(one, rows, constant, brief=number == 0))
+    for number, result in enumerate(results):
+        names = compared_with(result.rival, kinds, legal)
+        tables.append(time_table(result, names, brief=number == 0))
+        tables.append(gap_table(result, names, constant, brief=number == 0))
     return tables
 
 
-def time_table(one: Against, rows: Sequence[str], brief: bool) -> Table:
+def time_table(result: TimeFindings, names: Sequence[str], brief: bool) -> Table:
     """Return the times to several losses as shares of the rival's."""
     entries: list[dict[str, Any]] = []
-    for kind in rows:
+    for kind in names:
         entry: dict[str, Any] = {"heads": kind}
-        for number, loss in enumerate(one.losses):
-            finding = one.times.get((kind, loss), Finding("no ratio"))
+        for number, loss in enumerate(result.losses):
+            finding = result.times.get((kind, loss), NO_RATIO)
             entry[f"loss_{number}"] = ratio_text(finding)
-            entry |= numbers_of(finding, f"share of time to {loss:.2f}", math.exp)
+            entry |= exported(finding, f"share of time to {loss:.2f}", ratio_from)
         entries.append(entry)
     columns = [Column("heads", "heads", brief=brief)]
-    for number, loss in enumerate(one.losses):
-        columns.append(Column(f"loss_{number}", f"to {loss:.2f} bits", brief=brief and number > 0))
-    lines = [
-        f"Seconds of optimizer steps to a validation of so many bits, as a share of those of {one.rival}: below 1 is "
-        "faster. Between validations bits are taken to fall in a straight line over log time. Ratios are geometric "
-        f"means paired by seed; {corrected(one.times)}.",
-        *one.notes,
-    ]
-    return Table(f"Time to a loss, against {one.rival}", columns, entries, lines)
+    for number, loss in enumerate(result.losses):
+        is_brief = brief and number > 0
+        columns.append(Column(f"loss_{number}", f"to {loss:.2f} bits", brief=is_brief))
+    how = (
+        "Seconds of optimizer steps to a validation of so many bits, as a share of those of "
+        f"{result.rival}: below 1 is faster. Between validations bits are taken to fall in a "
+        "straight line over log time. Ratios are geometric means paired by seed; "
+        f"{correction(result.times)}."
+    )
+    title = f"Time to a loss, against {result.rival}"
+    return Table(title, columns, entries, [how, *result.notes])
 
 
-def gap_table(one: Against, rows: Sequence[str], constant: bool, brief: bool) -> Table:
-    """Return the differences in bits from the rival at several shares of the shorter time of the two."""
+def gap_table(result: TimeFindings, names: Sequence[str], constant: bool, brief: bool) -> Table:
+    """Return the differences in bits from the rival at several shares of the equal time."""
     entries = []
-    for kind in rows:
-        entry: dict[str, Any] = {"heads": kind, "time": duration(one.seconds[kind]) if kind in one.seconds else ""}
-        for title, share in zip(SHARES, BUDGETS, strict=True):
-            finding = one.gaps.get((kind, share), Finding("no ratio"))
+    for kind in names:
+        seconds = result.seconds.get(kind)
+        entry: dict[str, Any] = {"heads": kind, "time": ""}
+        if seconds is not None:
+            entry["time"] = duration(seconds)
+        for title, share in zip(BUDGET_TITLES, BUDGETS, strict=True):
+            finding = result.gaps.get((kind, share), NO_RATIO)
             entry[f"after_{title}"] = gap_text(finding)
-            entry |= numbers_of(finding, f"difference after {title}", float)
+            entry |= exported(finding, f"difference after {title}", float)
         entries.append(entry)
     columns = [Column("heads", "heads", brief=brief), Column("time", "equal time", brief=brief)]
-    for title in SHARES:
-        columns.append(Column(f"after_{title}", f"after {title} of it", brief=brief and title != SHARES[0]))
-    lines = [
-        f"Bits less those of {one.rival} after equal seconds of optimizer steps, by the best validation so far: below "
-        f"0 is better. The equal time is that of the shortest run of the two rows. Paired by seed; "
-        f"{corrected(one.gaps)}."
-    ]
+    for title in BUDGET_TITLES:
+        is_brief = brief and title != BUDGET_TITLES[0]
+        columns.append(Column(f"after_{title}", f"after {title} of it", brief=is_brief))
+    how = (
+        f"Bits less those of {result.rival} after equal seconds of optimizer steps, by the best "
+        "validation so far: below 0 is better. The equal time is that of the shortest run of the "
+        f"two rows. Paired by seed; {correction(result.gaps)}."
+    )
     if not constant:
-        lines[0] += " The learning rate is not constant: a run planned for a shorter time would be better there."
-    return Table(f"Loss at equal time, against {one.rival}", columns, entries, [*lines, *one.notes])
+        shorter = "a run planned for a shorter time would be better there"
+        how += f" The learning rate is not constant: {shorter}."
+    title = f"Loss at equal time, against {result.rival}"
+    return Table(title, columns, entries, [how, *result.notes])
 
 
-def corrected(findings: Mapping[Any, Finding]) -> str:
+def correction(findings: Mapping[Any, Finding]) -> str:
+    """Return over how many comparisons intervals and verdicts are corrected, in words."""
     count = sum(finding.comparison.difference is not None for finding in findings.values())
-    return f"intervals and verdicts after Holm's correction over the {plural(count, 'comparison')} of the table"
+    comparisons = plural(count, "comparison")
+    return f"intervals and verdicts after Holm's correction over the {comparisons} of the table"
 
 
 def ratio_text(finding: Finding) -> str:
-    """Return `faster 0.44 (0.40 to 0.48)`, or a number without a verdict, or why there is no number."""
-    if finding.middle is None:
+    """Return `faster 0.44 (0.40 to 0.48)`, a number without a verdict, or why there is none."""
+    if finding.difference is None:
         return finding.why
-    word = FASTER[finding.comparison.verdict]
-    return f"{word} {ratio_span(finding).replace(' to ', DASH)}" if word else f"{math.exp(finding.middle):.2f}, {FEW}"
+    verdict = FASTER[finding.comparison.verdict]
+    if not verdict:
+        return f"{ratio_number(ratio_from(finding.difference))}, {FEW}"
+    return f"{verdict} {ratio_and_interval(finding)}"
 
 
-def ratio_span(finding: Finding) -> str:
-    """Return a ratio and its interval: `0.44 (0.40 to 0.48)`."""
-    assert finding.middle is not None
+def ratio_and_interval(finding: Finding) -> str:
+    """Return the ratio of times that a difference of their logarithms is: `0.44 (0.40 to 0.48)`."""
+    assert finding.difference is not None
     half = finding.comparison.half
-    low = math.exp(finding.middle - half)
-    high = math.exp(finding.middle + half)
-    return f"{math.exp(finding.middle):.2f} ({low:.2f} to {high:.2f})"
+    low = ratio_from(finding.difference - half)
+    high = ratio_from(finding.difference + half)
+    interval = f"{ratio_number(low)}{DASH}{ratio_number(high)}"
+    return f"{ratio_number(ratio_from(finding.difference))} ({interval})"
+
+
+def ratio_from(log_ratio: float) -> float:
+    """Return a ratio from its logarithm, whose interval may be huge where few turns were timed."""
+    return math.exp(min(log_ratio, MOST_LOG_RATIO))
+
+
+def ratio_number(ratio: float) -> str:
+    """Return a ratio with two decimals, or a large one in short."""
+    return f"{ratio:.2f}" if ratio < 1000 else f"{ratio:.0e}"
 
 
 def gap_text(finding: Finding) -> str:
-    """Return a verdict with a difference and its interval, or a number alone, or why there is none."""
-    if finding.middle is None:
+    """Return a verdict with a difference and its interval, or a number alone, or why none."""
+    if finding.difference is None:
         return finding.why
-    middle = f"{finding.middle:+.3f}".replace("-", MINUS)
+    difference = f"{finding.difference:+.3f}".replace("-", MINUS)
     if finding.comparison.verdict == FEW:
-        return f"{middle}, {FEW}"
-    return f"{finding.comparison.verdict} {middle} ± {finding.comparison.half:.3f}"
+        return f"{difference}, {FEW}"
+    return f"{finding.comparison.verdict} {difference} ± {finding.comparison.half:.3f}"
 
 
-def numbers_of(finding: Finding, name: str, scale: Any) -> dict[str, Any]:
-    """Return a finding's number, interval and p by the names that exported files have for them."""
-    if finding.middle is None:
+def exported(finding: Finding, name: str, unit: Callable[[float], float]) -> dict[str, float]:
+    """Return a finding's number, interval and p by the names that exported files have for them.
+
+    `unit` turns a difference into the number: `ratio_from` makes a ratio of one of logarithms.
+    """
+    if finding.difference is None:
         return {}
-    found = {name: scale(finding.middle)}
+    numbers = {name: unit(finding.difference)}
     if finding.comparison.difference is not None:
         half = finding.comparison.half
-        found[f"{name}, low"] = scale(finding.middle - half)
-        found[f"{name}, high"] = scale(finding.middle + half)
-        found[f"{name}, p"] = finding.comparison.chance
-    return found
+        numbers[f"{name}, low"] = unit(finding.difference - half)
+        numbers[f"{name}, high"] = unit(finding.difference + half)
+        numbers[f"{name}, p"] = finding.comparison.chance
+    return numbers
 
 
 def duration(seconds: float) -> str:

@@ -128,7 +128,7 @@ class Watch(Callback):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
-        self.clock.go()
+        self.clock.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Look around, if due, and write what is; `RunFailed` where a number is not finite, `Stopped` by a signal."""
@@ -173,7 +173,7 @@ class Watch(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Replace last.ckpt; `RunFailed` where the disk is full: the old one stays."""
-        with self.clock.halted():
+        with self.clock.stopped():
             trainer.save_checkpoint(self.last)
         self.saved = trainer.global_step
         self.record(step=self.saved, saved=self.saved, write=True)
@@ -208,7 +208,7 @@ class Watch(Callback):
     def write_train_row(self, trainer: Trainer) -> None:
         nats, right, passes = self.ranks.total(*self.module.sums.tolist())
         share = (self.data.seconds - self.waited) / max(1e-9, self.clock.elapsed - self.row_elapsed)
-        self.clock.halt()
+        self.clock.stop()
         rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
         values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
@@ -219,7 +219,7 @@ class Watch(Callback):
         self.record(step=trainer.global_step, steps=self.plan.steps, **speed)
         self.module.sums.zero_()
         self.row_step, self.waited, self.row_elapsed = trainer.global_step, self.data.seconds, self.clock.elapsed
-        self.clock.go()
+        self.clock.start()
 
     def train_seconds(self, trainer: Trainer) -> dict[str, float]:
         """Return the seconds of optimizer steps alone, by the name of their field; nothing where they are not known."""
@@ -237,7 +237,7 @@ class Watch(Callback):
 
     def on_validation_start(self, *_: Any) -> None:
         self.signals.hold()  # in the closing score Lightning has set a handler again
-        self.clock.halt()
+        self.clock.stop()
         self.validated = time.monotonic()
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -261,7 +261,7 @@ class Watch(Callback):
         if trainer.should_stop:
             self.save(trainer)
         else:
-            self.clock.go()
+            self.clock.start()
 
 
 class Progress(TQDMProgressBar):

@@ -7,60 +7,69 @@ from typing import Any
 
 
 class StepClock:
-    """Counts the seconds of optimizer steps and stands still during all else, such as validations and checkpoints.
+    """Counts the seconds of optimizer steps, and is stopped during all else, such as validations.
 
-    The first step of a process is start-up: it compiles, builds and allocates. It counts as long as the mean of all
-    other steps.
+    The first step of a process compiles, builds and allocates. Its seconds are not counted: it is
+    taken to last as long as the mean of all counted steps.
+
+    Time is that of `time.monotonic`. On Linux and macOS it does not go on while the machine is
+    suspended, but does while the process alone is stopped (Ctrl-Z).
+
+    Args:
+        step: the step that this process begins behind.
     """
 
     def __init__(self, step: int = 0) -> None:
-        self.counted_seconds = 0.0  # of the counted steps of earlier processes
-        self.counted_steps = 0
-        self.began_at = step  # the step that this process goes on from
-        self.first_seconds: float | None = None  # that the first step of this process took
-        self._finished_seconds = 0.0  # from the start of this process to the last halt
-        self._since: float | None = None  # when the clock last went on; None: it is halted
+        self.first_step = step
+        self.earlier_seconds = 0.0  # of the counted steps of earlier processes
+        self.earlier_steps = 0
+        self.startup_seconds: float | None = None  # of this process's first step, once it is over
+        self._seconds_before_stop = 0.0  # in this process, up to the last stop
+        self._started_at: float | None = None  # None: the clock is stopped
 
-    def go(self) -> None:
-        """Go on, unless the clock runs."""
-        if self._since is None:
-            self._since = time.monotonic()
+    def start(self) -> None:
+        """Let the clock run, if it is stopped."""
+        if self._started_at is None:
+            self._started_at = time.monotonic()
 
-    def halt(self) -> None:
-        """Stand still, unless the clock does."""
-        if self._since is not None:
-            self._finished_seconds += time.monotonic() - self._since
-            self._since = None
+    def stop(self) -> None:
+        """Stop the clock, if it runs."""
+        if self._started_at is not None:
+            self._seconds_before_stop += time.monotonic() - self._started_at
+            self._started_at = None
 
     @contextlib.contextmanager
-    def halted(self) -> Iterator[None]:
-        """Stand still for a while, and go on if the clock ran before."""
-        ran = self._since is not None
-        self.halt()
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock for a while; behind it the clock runs if it ran before."""
+        ran = self._started_at is not None
+        self.stop()
         yield
         if ran:
-            self.go()
+            self.start()
 
     @property
     def elapsed(self) -> float:
-        """Seconds of steps in this process, its first step included."""
-        running = 0.0 if self._since is None else time.monotonic() - self._since
-        return self._finished_seconds + running
+        """The seconds of steps in this process, its first step included."""
+        running = 0.0
+        if self._started_at is not None:
+            running = time.monotonic() - self._started_at
+        return self._seconds_before_stop + running
 
     def end_of_step(self) -> None:
-        """Take the first step of this process as start-up; to be called after each step."""
-        if self.first_seconds is None:
-            self.first_seconds = self.elapsed
+        """Note the end of a step, which for the first one is the end of start-up."""
+        if self.startup_seconds is None:
+            self.startup_seconds = self.elapsed
 
     def counted(self, step: int) -> tuple[float, int]:
-        """Return seconds and number of the counted steps up to `step`, where this process is now."""
-        if self.first_seconds is None:
-            return self.counted_seconds, self.counted_steps
-        here = step - self.began_at - 1
-        return self.counted_seconds + self.elapsed - self.first_seconds, self.counted_steps + here
+        """Return seconds and number of the counted steps up to `step`, the latest one."""
+        if self.startup_seconds is None:
+            return self.earlier_seconds, self.earlier_steps
+        seconds = self.elapsed - self.startup_seconds
+        steps = step - self.first_step - 1
+        return self.earlier_seconds + seconds, self.earlier_steps + steps
 
     def seconds(self, step: int) -> float | None:
-        """Return the seconds of training up to `step`; None where no step but first ones has been made."""
+        """Return the seconds of training up to `step`; None as long as no step is counted."""
         seconds, steps = self.counted(step)
         return seconds * step / steps if steps else None
 
@@ -73,7 +82,7 @@ class StepClock:
         """Go on with the sum of earlier processes. `TypeError`: the state is not one of a clock."""
         match state:
             case {"seconds": float(seconds), "steps": int(steps)}:
-                self.counted_seconds = seconds
-                self.counted_steps = steps
+                self.earlier_seconds = seconds
+                self.earlier_steps = steps
             case _:
                 raise TypeError("its seconds of training steps")

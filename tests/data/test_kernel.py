@@ -20,7 +20,7 @@ from rtx.data.datamodule import training_items
 from rtx.data.files import Remote
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
-from rtx.errors import RunFailed
+from rtx.errors import RunFailed, UserError
 from rtx.keys import preset
 
 TREE = kernel_tree()
@@ -145,23 +145,23 @@ def test_without_a_network_a_line_says_the_way_round(root, monkeypatch):
 
 
 def test_what_is_no_kernel_is_refused(root, tmp_path, tarball):
-    lost = ("fs/", "mm/")
-    without = {name: content for name, content in TREE.items() if not name.startswith(lost)}
+    left_out = ("fs/", "mm/")
+    without = {name: content for name, content in TREE.items() if not name.startswith(left_out)}
     (tmp_path / "notes.txt").touch()
     (tmp_path / "text.tar.xz").write_bytes(b"no tarball" * 100)
     (tmp_path / "cut.tar.xz").write_bytes(tarball.read_bytes()[:-2_000])
     no_top = kernel_tarball(tmp_path / "flat.tar.xz", TREE, top="")
     lacking = kernel_tarball(tmp_path / "lacking.tar.xz", without)
     folder = kernel_folder(tmp_path / "tree", without)
-    looked_for = r"expected linux-6\.12\.tar\.xz, .* with block/, crypto/, .*security/, virt/"
+    expected = r"expected linux-6\.12\.tar\.xz, .* with block/, crypto/, .*security/, virt/"
     for path, message in {
-        tmp_path / "nowhere": f"{looked_for}, found none$",
-        tmp_path / "notes.txt": rf"{looked_for}, found a file that ends in none of \.tar\.xz, ",
+        tmp_path / "nowhere": f"{expected}, found none$",
+        tmp_path / "notes.txt": rf"{expected}, found a file that ends in none of \.tar\.xz, ",
         tmp_path / "text.tar.xz": r"text\.tar\.xz: expected a whole tarball, found another file",
         tmp_path / "cut.tar.xz": r"cut\.tar\.xz: expected a whole tarball, found another file, or",
         no_top: r"expected one folder at its top, found Makefile, README, block, ",
-        lacking: rf"lacking\.tar\.xz: {looked_for}; found no fs/, mm/$",
-        folder: rf"tree: {looked_for}; found no fs/, mm/$",
+        lacking: rf"lacking\.tar\.xz: {expected}; found no fs/, mm/$",
+        folder: rf"tree: {expected}; found no fs/, mm/$",
     }.items():
         refused(root, "kernel", path, rf"data\.path=.*{message}")
 
@@ -172,6 +172,78 @@ def test_more_than_a_kernel_has_is_refused_before_it_is_read(root, tarball, tmp_
     message = r"expected at most 1,000 bytes of C files, found [\d,]+ or more"
     for path in (tarball, folder):
         refused(root, "kernel", path, message)
+
+
+def header(name: str, size: bytes = b"", kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return the header of a member, with a size as its field has it."""
+    content = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT)[:512])
+    content[124 : 124 + len(size)] = size
+    content[156:157] = kind
+    content[148:156] = b" " * 8  # what the checksum takes for its own field
+    content[148:156] = b"%06o\0 " % sum(content)
+    return bytes(content)
+
+
+def binary(size: int) -> bytes:
+    """Return a size as GNU tar writes those that do not fit in octal digits."""
+    mark = b"\x80" if size >= 0 else b"\xff"
+    return mark + size.to_bytes(11, "big", signed=True)
+
+
+LONG_NAME = header("././@LongLink", b"%011o" % 2, tarfile.GNUTYPE_LONGNAME) + b"x".ljust(512, b"\0")
+SPARSE = b"22 GNU.sparse.map=a,b\n21 GNU.sparse.size=9\n"
+
+
+@pytest.mark.parametrize(
+    ("front", "reason"),
+    [
+        (header("linux-6.12/huge.bin", binary(1 << 60)), "unexpected end of data"),
+        (header("linux-6.12/fs/negative.c", binary(-512)), "a negative size"),
+        (header("name", binary(1 << 40), tarfile.GNUTYPE_LONGNAME), r"a header of [\d,]+ bytes"),
+        (header("name", binary(1 << 40), tarfile.XHDTYPE), r"a header of [\d,]+ bytes"),
+        (LONG_NAME * 1_500, "recursion"),
+        (
+            header("pax", b"%011o" % len(SPARSE), tarfile.XHDTYPE)
+            + SPARSE.ljust(512, b"\0")
+            + header("linux-6.12/fs/sparse.c"),
+            "invalid literal",
+        ),
+    ],
+    ids=["huge", "negative", "long name", "long records", "chain", "sparse"],
+)
+def test_headers_that_no_tar_writes_are_refused_at_once(tmp_path, front, reason):
+    path = kernel_tarball(tmp_path / "hostile.tar", TREE)
+    path.write_bytes(front + path.read_bytes())
+    with pytest.raises(UserError, match=f"expected a whole tarball, found .*{reason}"):
+        kernel.tarball_files(path)
+
+
+def test_a_tarball_without_its_end_and_a_damaged_one_are_no_shorter_ones(tmp_path):
+    path = kernel_tarball(tmp_path / "linux.tar", TREE)
+    whole = path.read_bytes()
+    with tarfile.open(path) as archive:
+        last = archive.getmembers()[-1]
+    damaged = bytearray(whole)
+    damaged[last.offset] ^= 1
+    for content, reason in ((whole[: last.offset], "unexpected end"), (damaged, "bad checksum")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"expected a whole tarball, found .*{reason}"):
+            kernel.tarball_files(path)
+
+
+def test_the_sum_at_the_end_of_compressed_data_is_checked(tmp_path):
+    path = kernel_tarball(tmp_path / "linux.tar.gz", TREE)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1  # of the sum
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="expected a whole tarball, found .*CRC"):
+        kernel.tarball_files(path)
+
+
+def test_a_makefile_of_other_bytes_names_no_release():
+    assert kernel.release_of(b"VERSION = \xff\nPATCHLEVEL = 12\nSUBLEVEL =\n") == "?.12.?"
+    candidate = b"VERSION = 6\nPATCHLEVEL = 1\nSUBLEVEL = 0\nEXTRAVERSION = -rc1\n"
+    assert kernel.release_of(candidate) == "6.1.0-rc1"
 
 
 def link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:

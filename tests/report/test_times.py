@@ -1,9 +1,11 @@
-"""Time to a loss and loss at equal time: interpolation, what is not compared, the first lines of a report, and
-verdicts by simulation: seldom false where rows are equal, and what they find where one is faster.
+"""Time to a loss and loss at equal time: interpolation, what is not compared, and the first lines.
+
+Verdicts by simulation: seldom false where rows are equal, often right where one is faster.
 """
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,18 @@ from rtx.report.curves import (
     Finding,
     Runs,
     budgets_of,
-    judged,
+    findings_of,
     losses_after,
     losses_of,
     times_to,
 )
+from rtx.report.headline import Duel, verdict_on
+from rtx.report.ranking import Comparison
 from rtx.report.run_records import Collection, collect
 from rtx.report.steps import read_records
 from rtx.report.tables import Table
+from rtx.report.time_plot import marks_of_time
+from rtx.report.times import curve_of, ratio_and_interval
 
 RANDOM = {"routing__selection": "random"}
 
@@ -91,8 +97,9 @@ def test_a_seed_that_ran_twice_counts_once_and_few_seeds_give_a_number_without_a
     fast, slow = Curve([1.0, 10.0], [4.0, 2.0]), Curve([2.0, 20.0], [4.0, 2.0])
     rival = Runs({(seed, clock): slow for seed in "0123" for clock in "ab"})
     own = Runs({(seed, clock): fast for seed in "0123" for clock in "ab"})
-    found = judged({("x", 3.0): times_to(3.0, own, rival)})["x", 3.0]
-    assert found.middle == pytest.approx(math.log(0.5)) and found.comparison.verdict == "too few seeds"
+    finding = findings_of({("x", 3.0): times_to(3.0, own, rival)})["x", 3.0]
+    assert finding.difference == pytest.approx(math.log(0.5))
+    assert finding.comparison.verdict == "too few seeds"
 
 
 def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
@@ -105,8 +112,9 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     write_row(tmp_path, RANDOM, pace=0.4, above=0.6)
     report = built(tmp_path)
     assert report.answer is not None
-    assert report.headline.startswith("routing (causal) reaches 2.36 bits in 0.45") and len(report.lines) == 3
-    assert report.headline.endswith("of full attention's time, but ends behind.")
+    start = "At length 2,048, routing (causal) reaches 2.36 bits in 0.45"
+    assert report.headline.startswith(start) and len(report.lines) == 3
+    assert report.headline.endswith("of full attention's time, but ends 0.020 bits behind.")
     first, *others = report.lines
     assert first.startswith("Against full attention, routing (causal): 2.36 bits in 0.45")
     assert "of its time, 2.24 not reached; after 13.3 min of each" in first and first.endswith(
@@ -115,8 +123,8 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     assert [line.partition(",")[0] for line in others] == ["Against local", "Against random"]
     times = table_of(report, "Time to a loss, against full")
     assert [column.title for column in times.columns] == ["heads", *(f"to {bits} bits" for bits in BITS)]
-    said = [text.partition(" ")[0] for text in cells(times, "routing (causal)")]
-    assert said == ["faster", "faster", "faster", "not"], "it ends above what full attention reaches"
+    verdicts = [text.partition(" ")[0] for text in cells(times, "routing (causal)")]
+    assert verdicts == ["faster", "faster", "faster", "not"], "it ends above full attention"
     assert cells(times, "local")[-2:] == ["not reached"] * 2
     row = next(row for row in times.rows if row["heads"] == "routing (causal)")
     low, ratio, high = (row[f"share of time to 2.36{end}"] for end in (", low", "", ", high"))
@@ -145,18 +153,25 @@ def write_speeds(folder: Path, causal: float, above: float, seeds: int = 5, **fa
 
 
 @pytest.mark.parametrize(
-    ("causal", "above", "said"),
+    ("causal", "above", "start"),
     [
-        (0.5, -0.1, "routing (causal) reaches 2.24 bits in 0.2"),
-        (2.0, -0.1, "routing (causal) reaches"),
-        (2.0, 0.05, "Full attention is ahead: routing (causal) takes 2."),
-        (0.9, 1.0, "Full attention is ahead of routing (causal) by 1.000"),
+        (0.5, -0.1, "routing (causal) wins: 2.24 bits in 0.2"),
+        (2.0, -0.1, "routing (causal) wins: 2.24 bits in"),
+        (2.0, -0.01, "full attention wins: routing (causal) takes 1."),
+        (2.0, 0.05, "full attention wins: routing (causal) takes 2."),
+        (0.9, 1.0, "full attention wins by 1.000"),
     ],
 )
-def test_headlines_say_who_is_ahead_in_twenty_words(tmp_path: Path, causal: float, above: float, said: str) -> None:
+def test_headlines_name_the_winner_in_twenty_words(
+    tmp_path: Path,
+    causal: float,
+    above: float,
+    start: str,
+) -> None:
     write_speeds(tmp_path, causal, above)
     headline = built(tmp_path).headline
-    assert headline.startswith(said) and len(headline.split()) <= 20, headline
+    assert headline.startswith(f"At length 2,048, {start}"), headline
+    assert len(headline.split()) <= 20
 
 
 def test_too_few_seeds_have_numbers_and_no_verdict(tmp_path: Path) -> None:
@@ -262,7 +277,7 @@ def tables(runs: list[Runs]) -> list[dict[tuple[str, float], Finding]]:
             times[str(number), loss] = times_to(loss, own, rival)
         for share, seconds in zip(BUDGETS, budgets_of(own, rival), strict=True):
             gaps[str(number), share] = losses_after(seconds, own, rival)
-    return [judged(times), judged(gaps)]
+    return [findings_of(times), findings_of(gaps)]
 
 
 @pytest.mark.parametrize("seeds", [5, 10])
@@ -295,8 +310,9 @@ def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
             made = config("far_text_causal", seed=seed, **values)
             write_run(tmp_path, made, bits=curve[2000][1] + 0.002 * (seed * 3 % 5), curve=curve)
     headline = built(tmp_path).headline
-    assert headline.startswith("routing (causal) ends 0.200 ± ") and len(headline.split()) <= 20
-    assert headline.endswith("bits ahead of local; no difference in time to 2.23 bits shown.")
+    assert headline.startswith("At length 2,048, routing (causal) ends 0.200 ± ")
+    assert headline.endswith("bits/byte ahead of local; time to 2.23 bits tied.")
+    assert len(headline.split()) <= 20
 
 
 def test_runs_that_share_no_machine_have_tables_without_a_ratio_in_every_format(tmp_path: Path) -> None:
@@ -304,11 +320,114 @@ def test_runs_that_share_no_machine_have_tables_without_a_ratio_in_every_format(
     write_row(tmp_path, CAUSAL, pace=0.5, above=0.1, environment={"host": "there"})
     assert cli.main(["report", str(tmp_path)]) == 0
     report = built(tmp_path)
-    assert (
-        report.headline
-        == "Full attention is ahead of routing (causal) by 0.100 ± 0.000 bits/byte in the closing score."
-    )
+    apart = "0.100 ± 0.000 bits/byte in the closing score"
+    assert report.headline == f"At length 2,048, full attention wins by {apart} over routing (causal)."
     for start in ("Time to a loss, against full", "Loss at equal time, against full"):
         table = table_of(report, start)
         assert {text for text in cells(table, "routing (causal)") if text} == {"no ratio"}
         assert "routing (causal): no ratio, other machine than full." in table.lines
+
+
+def duel(time: Comparison | None, score: float, gap: float = 0.0, why: str = "") -> Duel:
+    """Return a duel with local+full attention; `why`: why there is no time to 1.99 bits."""
+    half = 0.01
+    at_end = Finding("", gap, Comparison(gap, half))
+    missed = 1.99 if why else None
+    finding = Finding("", time.difference, time) if time else None
+    closing = Comparison(score, half)
+    return Duel(
+        "routing (causal)",
+        "local+full",
+        2048,
+        "bits/byte",
+        closing,
+        loss=2.31,
+        time=finding,
+        next_loss=missed,
+        why=why,
+        gap=at_end,
+        seconds=60.0,
+    )
+
+
+FASTER, EQUAL, SLOWER = Comparison(-0.8, 0.1), Comparison(0.17, 0.4), Comparison(0.8, 0.1)
+PARTLY = "reached by 4 of 5 seeds"
+
+
+RIVAL = "local+full attention"
+ONE = "routing (causal)"
+SCORED = "0.200 ± 0.010 bits/byte"
+AT_END = "0.100 ± 0.010 bits/byte"
+
+
+@pytest.mark.parametrize(
+    ("one", "start", "end"),
+    [
+        (duel(FASTER, -0.2), f"{ONE} wins: 2.31 bits in 0.45 (0.41", f"of {RIVAL}'s time"),
+        (duel(FASTER, 0.0, why=NOT_REACHED), f"{ONE} reaches", ", but misses 1.99"),
+        (duel(FASTER, 0.0, why=PARTLY), f"{ONE} reaches", ", but sometimes misses 1.99"),
+        (duel(FASTER, 0.2, why=NOT_REACHED), f"{ONE} reaches", "but ends 0.200 bits behind"),
+        (duel(FASTER, 0.0, gap=0.1), f"{ONE} reaches", "but ends 0.100 bits behind"),
+        (duel(SLOWER, 0.2), f"{RIVAL} wins: {ONE} takes 2.23 (2.01", " as long to 2.31 bits"),
+        (duel(SLOWER, -0.2, gap=0.1), f"{RIVAL} wins: {ONE} takes", "to 2.31 bits"),
+        (duel(SLOWER, -0.2), f"{ONE} ends {SCORED} ahead of {RIVAL},", "2.31 bits (2.23)"),
+        (duel(EQUAL, 0.2), f"{RIVAL} wins: {ONE} ends {SCORED} behind", "2.31 bits tied"),
+        (duel(EQUAL, -0.2, gap=0.1), f"{RIVAL} wins: {ONE} ends", f"{AT_END} behind at equal time"),
+        (duel(EQUAL, -0.2), f"{ONE} ends {SCORED} ahead of", "; time to 2.31 bits tied"),
+        (duel(EQUAL, 0.0, gap=-0.1), f"{ONE} ends {AT_END} ahead of", "at equal time"),
+        (duel(EQUAL, 0.0), f"no winner shown: {ONE} reaches", f"of {RIVAL}'s time"),
+        (duel(EQUAL, 0.0, why=PARTLY), f"no winner: {ONE}", "time, sometimes misses 1.99"),
+        (duel(None, 0.0), f"no winner shown: closing scores of {ONE} and", "bits/byte apart"),
+        (duel(None, -0.2), f"{ONE} wins by {SCORED} in the closing score", f"over {RIVAL}"),
+        (duel(None, 0.2), f"{RIVAL} wins by {SCORED} in the closing score", f"over {ONE}"),
+    ],
+)
+def test_every_verdict_names_a_winner_or_none_in_seventeen_words(
+    one: Duel,
+    start: str,
+    end: str,
+) -> None:
+    verdict = verdict_on(one)
+    assert verdict.startswith(start) and verdict.endswith(end), verdict
+    assert len(verdict.split()) <= 17, verdict
+
+
+def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_path: Path) -> None:
+    assert losses_of(Runs({("0", "c"): Curve([1.0, 2.0], [6.004, 6.003])})) == []
+    for values, bits in ((FULL, 6.004), (CAUSAL, 3.0)):
+        for seed in range(5):
+            made = config("far_text_causal", seed=seed, **values)
+            write_run(tmp_path, made, bits=bits, curve={100: (10.0, bits), 200: (20.0, bits)})
+    report = built(tmp_path)
+    assert "routing (causal): times not compared; after 20 s of each" in report.lines[0]
+    assert cells(table_of(report, "Time to a loss"), "routing (causal)") == []
+
+
+def test_rows_without_a_seed_in_common_are_not_compared_in_time(tmp_path: Path) -> None:
+    for values, first in ((FULL, 0), (CAUSAL, 5)):
+        for seed in range(first, first + 5):
+            made = config("far_text_causal", seed=seed, **values)
+            write_run(tmp_path, made, curve={100: (10.0, 4.0), 200: (20.0, 3.0)})
+    notes = table_of(built(tmp_path), "Time to a loss").lines
+    assert "routing (causal): no ratio, no seed in common with full." in notes
+
+
+def test_seconds_that_fall_or_are_no_numbers_are_left_out_of_a_curve(tmp_path: Path) -> None:
+    points = {100: (10.0, 4.0), 200: (9.0, 3.0), 300: (math.inf, 2.0)}
+    points |= {400: (12.0, math.nan), 500: (13.0, 2.5)}
+    run = write_run(tmp_path, config("far_text_causal"), curve=points)
+    (cell,) = collect([run]).cells
+    curve = curve_of(cell, None)
+    assert curve == Curve([10.0, 13.0], [4.0, 2.5])
+    assert curve_of(replace(cell, curve={}), None) is None
+    assert curve_of(replace(cell, trained={}), None) is None, "neither seconds nor a pace"
+
+
+def test_an_interval_beyond_all_floats_is_printed_in_short() -> None:
+    finding = Finding("", 0.0, Comparison(0.0, 2000.0))
+    assert ratio_and_interval(finding).endswith("1e+304)")
+
+
+def test_a_short_span_of_seconds_has_marks_too() -> None:
+    assert marks_of_time(9.0, 120.0) == [10.0, 20.0, 50.0, 100.0]
+    assert marks_of_time(3.0, 4.0) == [3.0, 4.0]
