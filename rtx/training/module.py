@@ -258,8 +258,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
     The weights of linear layers decay, and `output_VS` where it is not the embedding table; all else does not.
-    Adafactor is torch's (`rtx.training.adafactor`): as Shazeer and Stern (2018), but that the step size is min(lr, 1 / sqrt(step)), and for
-    1e-30 in each square 1e-18 under their mean: 1e-7, torch's default, would hide the gradients of large models.
+    Adafactor is torch's (`rtx.training.adafactor`). Two things differ from Shazeer and Stern (2018): the step size
+    is min(lr, 1 / sqrt(step)), and means of squares are at least 1e-18, where they add 1e-30 to each square. torch's
+    default of 1e-7 would hide the gradients of large models.
     """
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     decaying, exempt = [], []

@@ -236,7 +236,7 @@ def test_the_sum_at_the_end_of_compressed_data_is_checked(tmp_path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1  # of the sum
     path.write_bytes(content)
-    with pytest.raises(UserError, match="expected a whole tarball, found .*CRC"):
+    with pytest.raises(UserError, match=r"expected a whole tarball, found .*CRC"):
         kernel.tarball_files(path)
 
 

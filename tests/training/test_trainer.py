@@ -18,8 +18,8 @@ from rtx.config import Config, OptimizerConfig, TrainerConfig
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import TrainingItems
 from rtx.evaluation.scores import score_batch
-from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
 from rtx.training.adafactor import Adafactor
+from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
 from rtx.training.module import build_model, build_optimizer, learning_rate, seed_everything, set_learning_rate
 from rtx.training.run_folder import read_status
 
