@@ -129,6 +129,8 @@ def can_resume(run: Path) -> bool:
 def train(planned: Planned, place: Place, end: float) -> str:
     """Begin a run, or go on with it, until it is done or the time is up; return its state."""
     run = place.folder / planned.name
+    if state_of(run) == "done":  # and its records were not copied any more
+        return "done"
     if can_resume(run):
         process = start(place, planned.name, "resume", str(run))
     else:

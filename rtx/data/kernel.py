@@ -48,7 +48,7 @@ HEADERS_WITH_CONTENT = (
 )
 """Types of members that tell of the next one, or of all later ones."""
 DAMAGE = (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError)
-HOSTILE = (ValueError, IndexError, RecursionError, OverflowError, MemoryError)
+HOSTILE = (ValueError, IndexError, RecursionError, OverflowError)
 """What else tarfile raises for headers that no tar writes."""
 
 Files = dict[str, bytes]
