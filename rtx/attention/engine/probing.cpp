@@ -30,6 +30,7 @@ struct Probing {
 
 namespace {
 constexpr float EQUAL = 64 * FLT_EPSILON;  // ties.py
+constexpr int HALVINGS = 8;  // of the range of a query's scores, in the search for the last it needs
 
 // A query in a list, and the range of the keys that it reads there. A range counts from the first
 // key member of the group.
@@ -64,6 +65,7 @@ struct Prober : Rooms {
 
     // The state at one query.
     std::vector<std::int32_t> count = std::vector<std::int32_t>(all);  // keys that it may read
+    std::vector<std::int32_t> gives = std::vector<std::int32_t>(all);  // as many, M at the most
     std::vector<Entry> probed;                                         // the clusters it probes
 
     // With an index: the keys side by side, LANES in a slot, so that one vector has the products of
@@ -204,51 +206,112 @@ struct Prober : Rooms {
         }
     }
 
-    // Finds the clusters that query i of the block probes. Their scores are taken from the highest
-    // down, all those at once that a chain of steps no larger than the margin links: these are
-    // equal, and the first cluster comes first.
+    // Finds the clusters that query i of the block probes: all whose scores are above that of the
+    // last one that it needs for M keys, then, the first cluster first, of those equal to that one.
     void probe(Int i, Int position) {
-        float* s = S.at(i);
+        const float* s = S.at(i);
         const float margin = finite(EQUAL * widest * std::sqrt(dot(X.at(i), X.at(i), p.D)));
+        prepare(S.at(i));
+        probed.clear();
+        const float last = last_needed(s);
+        const float low = end_of_chain(s, last, margin), high = start_of_chain(s, last, margin);
+        Int members = 0;
+        for (Int c = 0; c < all; c += LANES) take(c, load(s + c) > high, position, members);
+        if (last == -INFINITY) return;
+        for (Int c = 0; c < all && members < p.M; c += LANES)
+            take(c, (load(s + c) >= low) & (load(s + c) <= high), position, members);
+    }
+
+    // Sets `gives`, and the scores of clusters without a key that the query may read to -inf.
+    void prepare(float* s) {
         for (Int c = 0; c < all; c += LANES) {
             IntVec some;
             std::memcpy(&some, &count[c], sizeof some);
             store(s + c, some > 0 ? sound(load(s + c)) : Vec{} - INFINITY);
-        }
-        probed.clear();
-        Int members = 0;
-        while (members < p.M) {
-            const float high = most(s);
-            if (high == -INFINITY) return;
-            const float low = end_of_chain(s, high, margin);
-            for (Int c = 0; c < all && members < p.M; c += LANES)
-                take(s, c, low, position, members);
+            const IntVec most = IntVec{} + (std::int32_t)p.M;
+            some = some < most ? some : most;
+            std::memcpy(&gives[c], &some, sizeof some);
         }
     }
 
-    // The lowest score that steps no larger than the margin reach from `low`.
-    float end_of_chain(const float* s, float low, float margin) const {
-        while (true) {
-            const float next = lowest(s, low, margin);
-            if (!(next < low)) return low;
-            low = next;
-        }
-    }
-
-    // The lowest score that is no more than the margin below `low`.
-    float lowest(const float* s, float low, float margin) const {
-        Vec least = Vec{} + low;
+    // How many keys the clusters give whose scores are at least x.
+    Int keys_from(const float* s, float x) const {
+        IntVec sum{};
         for (Int c = 0; c < all; c += LANES) {
-            const Vec x = load(s + c);
-            least = (low - x <= margin) & (x < least) ? x : least;
+            IntVec some;
+            std::memcpy(&some, &gives[c], sizeof some);
+            sum += (load(s + c) >= x) & some;
         }
-        return *std::min_element((float*)&least, (float*)&least + LANES);
+        return std::accumulate((std::int32_t*)&sum, (std::int32_t*)&sum + LANES, (Int)0);
     }
 
-    // Probes those of LANES clusters whose scores are no lower than `low`, while members are fewer
-    // than M; `join` of selection.cpp explains how their lanes are walked.
-    void take(float* s, Int first, float low, Int position, Int& members) {
-        const auto narrow = __builtin_convertvector(load(s + first) >= low, Bytes);
+    // The highest score such that the clusters with no lower one give M keys; -inf where all give
+    // fewer. Halving the range of scores leaves few of them, which are then looked at one by one.
+    float last_needed(const float* s) const {
+        if (keys_from(s, -FLT_MAX) < p.M) return -INFINITY;
+        float high = most(s), low = least(s);
+        if (keys_from(s, high) >= p.M) return high;
+        for (int i = 0; i < HALVINGS; i++) {
+            const float middle = low / 2 + high / 2;
+            (keys_from(s, middle) < p.M ? high : low) = middle;
+        }
+        do high = highest_below(s, high);
+        while (keys_from(s, high) < p.M);
+        return high;
+    }
+
+    // The lowest score of a cluster with a key that the query may read.
+    float least(const float* s) const {
+        Vec best = Vec{} + INFINITY;
+        for (Int c = 0; c < all; c += LANES) {
+            const Vec y = load(s + c);
+            best = (y > -INFINITY) & (y < best) ? y : best;
+        }
+        return *std::min_element((float*)&best, (float*)&best + LANES);
+    }
+
+    // The highest score below x.
+    float highest_below(const float* s, float x) const {
+        Vec best = Vec{} - INFINITY;
+        for (Int c = 0; c < all; c += LANES) {
+            const Vec y = load(s + c);
+            best = (y < x) & (y > best) ? y : best;
+        }
+        return *std::max_element((float*)&best, (float*)&best + LANES);
+    }
+
+    // The lowest score that steps no larger than the margin reach from x.
+    float end_of_chain(const float* s, float x, float margin) const {
+        while (true) {
+            Vec least = Vec{} + x;
+            for (Int c = 0; c < all; c += LANES) {
+                const Vec y = load(s + c);
+                least = (x - y <= margin) & (y < least) ? y : least;
+            }
+            const float next = *std::min_element((float*)&least, (float*)&least + LANES);
+            if (!(next < x)) return x;
+            x = next;
+        }
+    }
+
+    // The highest score that steps no larger than the margin reach from x.
+    float start_of_chain(const float* s, float x, float margin) const {
+        while (true) {
+            Vec most = Vec{} + x;
+            for (Int c = 0; c < all; c += LANES) {
+                const Vec y = load(s + c);
+                most = (y - x <= margin) & (y > most) ? y : most;
+            }
+            const float next = *std::max_element((float*)&most, (float*)&most + LANES);
+            if (!(next > x)) return x;
+            x = next;
+        }
+    }
+
+    // Probes the `wanted` ones of LANES clusters while members are fewer than M; `join` of
+    // selection.cpp explains how their lanes are walked.
+    void take(Int first, IntVec wanted, Int position, Int& members) {
+        const auto narrow = __builtin_convertvector(wanted, Bytes);
         for (Int part = 0; part < LANES; part += 8) {
             std::uint64_t ones;
             std::memcpy(&ones, (const char*)&narrow + part, 8);
@@ -259,7 +322,6 @@ struct Prober : Rooms {
                 probed.push_back({(std::int32_t)(p.front + c), (std::int32_t)position,
                                   (std::int32_t)start, (std::int32_t)stop});
                 members += stop - start;
-                s[c] = -INFINITY;
             }
         }
     }
