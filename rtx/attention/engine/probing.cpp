@@ -30,7 +30,7 @@ struct Probing {
 
 namespace {
 constexpr float EQUAL = 64 * FLT_EPSILON;  // ties.py
-constexpr int HALVINGS = 8;  // of the range of a query's scores, in the search for the last it needs
+constexpr int HALVINGS = 6;  // of the range of a query's scores, in the search for the last it needs
 
 // A query in a list, and the range of the keys that it reads there. A range counts from the first
 // key member of the group.
@@ -45,6 +45,21 @@ struct ProbingTask : Probing {
     const Int front_keys = by_lists ? early : 0;       // and their key members
     const Int lists = front + C, keys = front_keys + N;  // of a group
 };
+
+// The highest of the lanes, none of them NaN, in steps of halves, which compilers make vectors of.
+inline float highest(Vec x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (Int half = LANES / 2; half; half /= 2)
+        UNROLL for (Int l = 0; l < half; l++) lanes[l] = std::max(lanes[l], lanes[l + half]);
+    return lanes[0];
+}
+
+inline Int sum(IntVec x) {
+    std::int32_t total = 0;
+    for (int l = 0; l < LANES; l++) total += x[l];
+    return total;
+}
 
 // One thread's probing, group after group.
 struct Prober : Rooms {
@@ -133,7 +148,7 @@ struct Prober : Rooms {
     float most(const float* s) const {
         Vec best = Vec{} - INFINITY;
         for (Int c = 0; c < all; c += LANES) best = load(s + c) > best ? load(s + c) : best;
-        return *std::max_element((float*)&best, (float*)&best + LANES);
+        return highest(best);
     }
 
     // Finds the cluster of each of some keys, from position n on: the first of those whose scores
@@ -209,47 +224,65 @@ struct Prober : Rooms {
     // Finds the clusters that query i of the block probes: all whose scores are above that of the
     // last one that it needs for M keys, then, the first cluster first, of those equal to that one.
     void probe(Int i, Int position) {
-        const float* s = S.at(i);
+        float* s = S.at(i);
         const float margin = finite(EQUAL * widest * std::sqrt(dot(X.at(i), X.at(i), p.D)));
-        prepare(S.at(i));
         probed.clear();
-        const float last = last_needed(s);
+        const Bounds bounds = prepare(s);
+        if (bounds.keys < p.M) return take_all(s, bounds.low, position);
+        const float last = last_needed(s, bounds);
         const float low = end_of_chain(s, last, margin), high = start_of_chain(s, last, margin);
         Int members = 0;
         for (Int c = 0; c < all; c += LANES) take(c, load(s + c) > high, position, members);
-        if (last == -INFINITY) return;
         for (Int c = 0; c < all && members < p.M; c += LANES)
             take(c, (load(s + c) >= low) & (load(s + c) <= high), position, members);
     }
 
+    void take_all(const float* s, float low, Int position) {
+        Int members = 0;
+        for (Int c = 0; c < all; c += LANES) take(c, load(s + c) >= low, position, members);
+    }
+
+    // The range of a query's scores, and the keys that all clusters give.
+    struct Bounds {
+        float low, high;
+        Int keys;
+    };
+
     // Sets `gives`, and the scores of clusters without a key that the query may read to -inf.
-    void prepare(float* s) {
+    Bounds prepare(float* s) {
+        Vec low = Vec{} + INFINITY, high = Vec{} - INFINITY;
+        IntVec keys{};
         for (Int c = 0; c < all; c += LANES) {
             IntVec some;
             std::memcpy(&some, &count[c], sizeof some);
-            store(s + c, some > 0 ? sound(load(s + c)) : Vec{} - INFINITY);
+            const Vec x = sound(load(s + c));
+            low = (some > 0) & (x < low) ? x : low;
+            high = (some > 0) & (x > high) ? x : high;
+            store(s + c, some > 0 ? x : Vec{} - INFINITY);
             const IntVec most = IntVec{} + (std::int32_t)p.M;
             some = some < most ? some : most;
+            keys += some;
             std::memcpy(&gives[c], &some, sizeof some);
         }
+        return {-highest(-low), highest(high), sum(keys)};
     }
 
     // How many keys the clusters give whose scores are at least x.
     Int keys_from(const float* s, float x) const {
-        IntVec sum{};
+        IntVec keys{};
         for (Int c = 0; c < all; c += LANES) {
             IntVec some;
             std::memcpy(&some, &gives[c], sizeof some);
-            sum += (load(s + c) >= x) & some;
+            keys += (load(s + c) >= x) & some;
         }
-        return std::accumulate((std::int32_t*)&sum, (std::int32_t*)&sum + LANES, (Int)0);
+        return sum(keys);
     }
 
-    // The highest score such that the clusters with no lower one give M keys; -inf where all give
-    // fewer. Halving the range of scores leaves few of them, which are then looked at one by one.
-    float last_needed(const float* s) const {
-        if (keys_from(s, -FLT_MAX) < p.M) return -INFINITY;
-        float high = most(s), low = least(s);
+    // The highest score such that the clusters with no lower one give M keys, of clusters that give
+    // as many together. Halving the range of scores leaves few scores, which are then tried one by
+    // one from above.
+    float last_needed(const float* s, Bounds bounds) const {
+        float low = bounds.low, high = bounds.high;
         if (keys_from(s, high) >= p.M) return high;
         for (int i = 0; i < HALVINGS; i++) {
             const float middle = low / 2 + high / 2;
@@ -260,16 +293,6 @@ struct Prober : Rooms {
         return high;
     }
 
-    // The lowest score of a cluster with a key that the query may read.
-    float least(const float* s) const {
-        Vec best = Vec{} + INFINITY;
-        for (Int c = 0; c < all; c += LANES) {
-            const Vec y = load(s + c);
-            best = (y > -INFINITY) & (y < best) ? y : best;
-        }
-        return *std::min_element((float*)&best, (float*)&best + LANES);
-    }
-
     // The highest score below x.
     float highest_below(const float* s, float x) const {
         Vec best = Vec{} - INFINITY;
@@ -277,7 +300,7 @@ struct Prober : Rooms {
             const Vec y = load(s + c);
             best = (y < x) & (y > best) ? y : best;
         }
-        return *std::max_element((float*)&best, (float*)&best + LANES);
+        return highest(best);
     }
 
     // The lowest score that steps no larger than the margin reach from x.
@@ -288,7 +311,7 @@ struct Prober : Rooms {
                 const Vec y = load(s + c);
                 least = (x - y <= margin) & (y < least) ? y : least;
             }
-            const float next = *std::min_element((float*)&least, (float*)&least + LANES);
+            const float next = -highest(-least);
             if (!(next < x)) return x;
             x = next;
         }
@@ -302,7 +325,7 @@ struct Prober : Rooms {
                 const Vec y = load(s + c);
                 most = (y - x <= margin) & (y > most) ? y : most;
             }
-            const float next = *std::max_element((float*)&most, (float*)&most + LANES);
+            const float next = highest(most);
             if (!(next > x)) return x;
             x = next;
         }
