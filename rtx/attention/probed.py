@@ -75,7 +75,7 @@ from rtx.attention.engine.softmax import Relative
 from rtx.attention.once import made_once
 from rtx.attention.packed import Indexed, Packed, Part, Reads, members_read, pack
 from rtx.attention.pattern import Inputs
-from rtx.attention.routing import ROOM, Centroids, gathering
+from rtx.attention.routing import Centroids, gathering
 from rtx.attention.selection import MAX_SCORES, products
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
@@ -120,7 +120,7 @@ class Probed(Choice):
         self.clusters = clusters
         self.candidates = candidates
         self.centroids = KeyCentroids(heads, clusters, size, decay=decay)
-        self.room_factor = ROOM
+        self.room_factor = 2
         """See `room`; `rtx.attention.routing.make_room` doubles it where members are lost."""
         self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.lost_members: Tensor
@@ -312,7 +312,7 @@ class Probed(Choice):
         again with room for all where they lack it.
         """
         B, H, N, _ = q_BHND.shape
-        room = min(self.room(B * H * N), B * H * N * self.clusters)
+        room = min(self.room(B * H, N), B * H * N * self.clusters)
         members = self.collected(q_BHND, k_BHND, early, room)
         lost_1 = (members.count_1 - room).clamp(min=0)
         if self.training:
@@ -322,17 +322,21 @@ class Probed(Choice):
             members = self.collected(q_BHND, k_BHND, early, room + lost)
         return self.lists_with_room(members, N)
 
-    def room(self, rows: int) -> int:
-        """Return the room of the lists: `room_factor` times a guess of their members as queries.
+    def room(self, heads: int, length: int) -> int:
+        """Return the room of the lists: `room_factor` times their members as queries where clusters
+        are of equal size.
 
-        The guess is that a query probes a cluster, and up to four more the larger m is beside C.
-        Clusters of equal size hold i / C keys at position i, so a query there probes m C / i of
-        them: m C / N log(N / m) on average. Where that is more than the room, members are lost
-        until `make_room` has doubled it often enough.
+        Such clusters hold i / C keys at position i, so a query there probes m C / i of them, and
+        one more for what does not come out even: 1 + m C / N log(N / m) on average. Where there are
+        more members than room, some are lost until `make_room` has doubled it often enough.
+
+        Args:
+            heads: of all sequences together.
+            length: N.
         """
-        m = max(1, self.target(rows))
-        guess = 1 + min(self.clusters, 4) * m / (m + self.clusters)
-        return self.room_factor * math.ceil(rows * guess)
+        m = max(1, self.target(length))
+        probed = 1 + m * self.clusters / max(1, length) * math.log(max(1, length) / m)
+        return self.room_factor * math.ceil(heads * length * min(probed, self.clusters))
 
     def collected(self, q_BHND: Tensor, k_BHND: Tensor, early: int, room: int) -> Members:
         """Return what `numbered` does, in room for a fixed number of members as queries."""

@@ -68,7 +68,7 @@ def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_
     entries = len(pattern.reads(given, False)[1].start_P)  # type: ignore[union-attr]
     expected = run(pattern, here)
     pattern.backend = "triton"
-    with mock.patch.object(Probed, "room", lambda self, rows: 50 * self.room_factor):
+    with mock.patch.object(Probed, "room", lambda self, heads, length: 50 * self.room_factor):
         pattern.room_factor = 1
         torch.testing.assert_close(run(pattern, here), expected, rtol=1e-5, atol=1e-5)
         run(pattern.train(), here)
