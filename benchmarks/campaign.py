@@ -56,9 +56,11 @@ class Planned(NamedTuple):
     def name(self) -> str:
         return f"{self.variant.base}-{self.variant.length}-{self.variant.heads}-seed{self.seed}"
 
-    def words(self, dry: bool) -> list[str]:
-        """Return the overrides of `rtx train`."""
-        words = [*self.variant.words("cpu" if dry else "gpu"), f"seed={self.seed}", "logger=jsonl"]
+    def words(self, text: str, dry: bool) -> list[str]:
+        """Return the overrides of `rtx train` on a file of text."""
+        words = self.variant.words("cpu" if dry else "gpu")
+        words.remove("data.path=.")  # of models that are built without data
+        words += [f"data.path={text}", f"seed={self.seed}", "logger=jsonl"]
         words.append(f"name={self.variant.base}-{self.variant.length}")
         words.append(f"model.name={self.variant.heads}")
         # A constant rate: the loss at any second is that of a run of this length.
@@ -135,7 +137,7 @@ def train(planned: Planned, place: Place, end: float) -> str:
         process = start(place, planned.name, "resume", str(run))
     else:
         shutil.rmtree(run, ignore_errors=True)
-        process = start(place, planned.name, "train", *planned.words(place.dry))
+        process = start(place, planned.name, "train", *planned.words(place.text, place.dry))
     try:
         output, _ = process.communicate(timeout=max(0.0, end - time.time()))
         is_cut = False

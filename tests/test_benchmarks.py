@@ -176,6 +176,8 @@ def test_a_campaign_goes_on_with_the_run_that_was_cut(
 
     *_, cut, left = call(seconds=1.0)
     assert "preempted" in cut and left == f"not done: {planned[0].name}"
+    text = tmp_path / "work" / "words.txt"
+    assert f"  path: {text}\n" in (run / "config.yaml").read_text(), "not the folder of the runs"
     *_, ended, left = call(seconds=600.0)
     assert " done " in ended and " 200 " in ended and left == "not done: nothing"
     records = tmp_path / "records" / planned[0].name
