@@ -122,24 +122,23 @@ def compiled(form: Form, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
-def measured(form: Form, capability: int) -> tuple[int, int, int]:
-    """Return registers of a thread, spilled bytes and bytes of shared memory."""
-    made = compiled(form, capability)
+def resources(made: Any, capability: int) -> tuple[int, int, int]:
+    """Return registers of a thread, spilled bytes and bytes of shared memory of a compiled kernel."""
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(made.asm["ptx"])
         command = [PTXAS, "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", Path(folder, "kernel.cubin")]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spilled = re.search(r"(\d+) bytes spill stores", said)
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", printed)
+    spilled = re.search(r"(\d+) bytes spill stores", printed)
     assert registers is not None and spilled is not None
     return int(registers[1]), int(spilled[1]), made.metadata.shared
 
 
 def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
-    registers, spilled, shared = measured(form, capability)
+    registers, spilled, shared = resources(compiled(form, capability), capability)
     tile = "32 rows" if form.kernel == "by_row" else " ".join(map(str, form.tile_used))
     known = f"sm_{capability} {form.kernel:<8}{TYPES[form.dtype]:<5}{form.size:>4} {form.words:<25}{tile:<13}"
     return f"{known}{registers:>10}{spilled:>9}{shared:>8}"

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +17,7 @@ from typing import Any, NamedTuple
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
+from aot import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -27,7 +25,6 @@ from rtx.attention.engine import selection_kernels, top_kernels
 from rtx.attention.engine.triton_selection import MEMBER_TILE, ORDER_TILE, SAMPLE, TILE, chunk_of
 
 RESULTS = Path(__file__).with_name("results") / "aot-selection.txt"
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 FLOAT32 = (
     "x",
     "centroid",
@@ -103,25 +100,9 @@ def compiled(form: Form, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def measured(form: Form, capability: int) -> tuple[int, int, int]:
-    """Return registers of a thread, spilled bytes and bytes of shared memory."""
-    made = compiled(form, capability)
-    suffix = "a" if capability >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder, "kernel.ptx")
-        ptx.write_text(made.asm["ptx"])
-        cubin = Path(folder, "kernel.cubin")
-        command = [PTXAS, "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", cubin]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers = re.search(r"Used (\d+) registers", printed)
-    spilled = re.search(r"(\d+) bytes spill stores", printed)
-    assert registers is not None and spilled is not None
-    return int(registers[1]), int(spilled[1]), made.metadata.shared
-
-
 def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
-    registers, spilled, shared = measured(form, capability)
+    registers, spilled, shared = resources(compiled(form, capability), capability)
     constants = " ".join(f"{name}={value}" for name, value in form.constants.items())
     name = f"sm_{capability} {form.kernel.__name__.removesuffix('_kernel'):<10}{constants:<76}"
     return f"{name}{registers:>10}{spilled:>9}{shared:>8}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="our GPU kernels need Triton")
 
 from rtx.attention.engine import static_selection, triton_selection
 from rtx.attention.engine.lists import KernelLists, kernel_lists

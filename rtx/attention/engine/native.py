@@ -216,9 +216,7 @@ class Attention(torch.autograd.Function):
         ctx.shared = k_RD is None
         ctx.scale = scale
         ctx.heads = heads
-        q_RD = q_RD.contiguous()
-        k_RD = q_RD if k_RD is None else k_RD.contiguous()
-        v_RD = v_RD.contiguous()
+        q_RD, k_RD, v_RD = contiguous(q_RD, k_RD, v_RD)
         by_member = len(reads) == len(RANGES)
         lse = q_RD.new_empty(len(reads[0]))  # of query members; with an index, of rows
         out = v_RD.new_zeros(len(lse) if by_member else len(v_RD), v_RD.shape[1])
@@ -230,32 +228,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values; one for both where queries serve as
         keys."""
-        # torch's once_differentiable does not do here: torch.autograd.grad for a single input
-        # passes it.
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: this attention has first derivatives alone")
         q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
         dout = gradients[0].contiguous()
         dlse = gradients[1].contiguous()
-        dq_RD = torch.empty_like(q_RD)
-        dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
-        dv_RD = torch.empty_like(v_RD)
-        call(
-            ctx.scale,
-            ctx.heads,
-            reads,
-            q=q_RD,
-            k=k_RD,
-            v=v_RD,
-            lse=lse,
-            dout=dout,
-            dlse=dlse,
-            dq=dq_RD,
-            dk=dk_RD,
-            dv=dv_RD,
-        )
-        none_of_others = [None] * (2 + len(reads))
-        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
+        return input_gradients(ctx, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse, dout=dout, dlse=dlse)
 
 
 class Joined(torch.autograd.Function):
@@ -281,9 +257,7 @@ class Joined(torch.autograd.Function):
         ctx.shared = k_RD is None
         ctx.scale = scale
         ctx.heads = heads
-        q_RD = q_RD.contiguous()
-        k_RD = q_RD if k_RD is None else k_RD.contiguous()
-        v_RD = v_RD.contiguous()
+        q_RD, k_RD, v_RD = contiguous(q_RD, k_RD, v_RD)
         lse_P = q_RD.new_empty(len(reads[0]))  # the kernel writes it on its way to lse_R
         lse_R = q_RD.new_empty(len(q_RD))
         out_RD = torch.zeros_like(v_RD)
@@ -295,31 +269,38 @@ class Joined(torch.autograd.Function):
     def backward(ctx: Any, dout_RD: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values; one for both where queries serve as
         keys."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: this attention has first derivatives alone")
         q_RD, k_RD, v_RD, out_RD, lse_R, *reads = ctx.saved_tensors
         dout_RD = dout_RD.contiguous()
         row_P = reads[0]
+        lse_P = lse_R[row_P]
         delta_P = (dout_RD * out_RD).sum(-1)[row_P]
-        dq_RD = torch.empty_like(q_RD)
-        dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
-        dv_RD = torch.empty_like(v_RD)
-        call(
-            ctx.scale,
-            ctx.heads,
-            reads,
-            q=q_RD,
-            k=k_RD,
-            v=v_RD,
-            lse=lse_R[row_P],
-            dout=dout_RD,
-            delta=delta_P,
-            dq=dq_RD,
-            dk=dk_RD,
-            dv=dv_RD,
-        )
-        none_of_others = [None] * (2 + len(reads))
-        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
+        return input_gradients(ctx, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse_P, dout=dout_RD, delta=delta_P)
+
+
+def contiguous(q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return contiguous queries, keys and values; without keys, the queries serve as keys."""
+    q_RD = q_RD.contiguous()
+    k_RD = q_RD if k_RD is None else k_RD.contiguous()
+    return q_RD, k_RD, v_RD.contiguous()
+
+
+def input_gradients(ctx: Any, reads: Sequence[Tensor], **inputs: Tensor) -> tuple[Tensor | None, ...]:
+    """Run the kernel's backward pass; return a gradient for each argument of the forward pass.
+
+    Args:
+        reads: the tensors that say who reads whom, see `named`.
+        inputs: the kernel's other tensors, by its names.
+    """
+    # torch's once_differentiable does not do here: torch.autograd.grad for a single input passes
+    # it.
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: this attention has first derivatives alone")
+    dq_RD = torch.empty_like(inputs["q"])
+    dk_RD = dq_RD if ctx.shared else torch.empty_like(inputs["k"])
+    dv_RD = torch.empty_like(inputs["v"])
+    call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
+    none_of_others = [None] * (2 + len(reads))
+    return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
 
 
 def call(scale: float, heads: int, reads: Sequence[Tensor], **tensors: Tensor) -> None:
