@@ -114,5 +114,10 @@ class LearnedPositions(nn.Module):
                 f"position {first + count - 1}: learned positions cover 0 to {self.length - 1} (data.length)"
             )
         device = self.tables[0].device
-        place_AN = torch.unravel_index(torch.arange(first, first + count, device=device), self.sizes)
-        return torch.stack([F.embedding(i, table) for i, table in zip(place_AN, self.tables, strict=True)]).sum(0)
+        position_N = torch.arange(first, first + count, device=device)
+        vectors = []
+        stride = self.length  # positions from one place on an axis to the next; torch.compile has no unravel_index
+        for size, table in zip(self.sizes, self.tables, strict=True):
+            stride //= size
+            vectors.append(F.embedding(position_N // stride % size, table))
+        return torch.stack(vectors).sum(0)

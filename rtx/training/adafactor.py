@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor with its arguments; gradients are dense and real, and `maximize` is off."""
+    """torch's Adafactor with its arguments, but `eps` must hold two numbers.
+
+    Gradients are dense and real, and `maximize` is off.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -23,7 +26,8 @@ class Adafactor(torch.optim.Adafactor):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # It makes the state of new weights, and has no public name.
+            # `_init_group` makes the state of new weights. torch has no public method for this. The
+            # lists that it fills are not used.
             self._init_group(group, [], [], [], [], [], [])
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -55,10 +59,11 @@ def update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: di
 def mean_squares(gradient: Tensor, state: dict[str, Tensor], share: float, smallest: float) -> Tensor:
     """Return the running mean squares of the gradient's numbers, in a new tensor, and update the state.
 
-    Of a matrix they are the product of those of its rows and columns, divided by their mean.
+    Those of a matrix are estimated: the running mean squares of its rows, times those of its
+    columns, divided by the mean of those of its rows.
 
     Args:
-        share: of this gradient in the running means.
+        share: the weight of this gradient in the running means, 1 - beta2.
     """
     if gradient.dim() <= 1:
         state["variance"].lerp_(gradient.square(), share)
