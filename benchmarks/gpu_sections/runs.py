@@ -109,7 +109,9 @@ def start(place: Place, run: str, *words: str) -> subprocess.Popen[str]:
     prepare(place)
     folders = {"RTX_DATA": str(place.folder / "data"), "RTX_OUTPUTS": str(place.folder / "outputs")}
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    known |= folders | {"RTX_RUN": str(place.folder / run), "PYTHONPATH": str(ROOT)}
+    # Packages may lie where only this variable says.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    known |= folders | {"RTX_RUN": str(place.folder / run), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "rtx", *words]
     options = {
         "stdout": subprocess.PIPE,

@@ -325,12 +325,20 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "command": command_line(),
         "host": platform.node(),
         "python": platform.python_version(),
-        "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},
+        "versions": {"rtx": __version__} | {name: version_of(name) for name in packages},
         "git": {"commit": code_commit()},
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
     }
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed, as wandb is with `logger=jsonl` alone."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def command_line() -> str:
