@@ -368,11 +368,22 @@ class PositionPattern(Pattern):
             return [*make(given.q_BHND.device)]
         return [*made_once((type(self), form, B, H, N, given.memory), given.q_BHND.device, make)]
 
+    known_form: Hashable | None = None
+    """What `form` has returned last. A compiled graph takes it: torch 2.11 cannot trace through `vars`."""
+
     def form(self) -> Hashable | None:
         """Return what, beside shapes, decides who reads whom; None where a tensor of the pattern may have a say."""
+        if torch.compiler.is_compiling() and self.known_form is not None:
+            return self.known_form
+        self.known_form = self.form_now()
+        return self.known_form
+
+    def form_now(self) -> Hashable | None:
+        """Return what `form` does, from the attributes as they are."""
         if [*self.parameters()] or [*self.buffers()]:
             return None
-        attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        hidden = ("_", "known_form")
+        attributes = {name: value for name, value in vars(self).items() if not name.startswith(hidden)}
         is_plain = all(isinstance(value, PLAIN) for value in attributes.values())
         return tuple(attributes.items()) if is_plain else None
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.pattern import Pattern
+from rtx.attention.pattern import Pattern, PositionPattern
 from rtx.attention.routing import statistics_paused
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
@@ -267,6 +267,8 @@ def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = Fals
         for pattern in model.modules():
             if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
                 pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
+            elif isinstance(pattern, PositionPattern):
+                pattern.form()  # which a graph takes from there
         return torch.compile(loss, mode="reduce-overhead" if graphs else None)
 
     @functools.wraps(loss)
