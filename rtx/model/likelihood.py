@@ -87,7 +87,7 @@ class Bands(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of words, `[..., E]`."""
-        return self.masked(ids) if ids.is_cuda else self.gathered(ids)
+        return self.gathered(ids) if ids.is_cpu else self.masked(ids)
 
     def masked(self, ids: Tensor) -> Tensor:
         """Return the vectors, each of the bands asked for all words: more products, but the CPU never waits."""
@@ -117,8 +117,7 @@ class Bands(nn.Module):
 class AdaptiveSoftmax(nn.Module):
     """The likelihood of a word: that of its band times that of the word in it; the first band's words stand alone.
 
-    It is exact: over the whole vocabulary it adds up to 1 (Grave et al. 2017). Only rows whose word is in a rarer band
-    look at that band's words.
+    It is exact: over the whole vocabulary it adds up to 1 (Grave et al. 2017).
     """
 
     def __init__(self, bands: Bands, hidden: int) -> None:
@@ -135,20 +134,48 @@ class AdaptiveSoftmax(nn.Module):
         logits_RG = logits_RG if band else torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
         return logits_RG.to(torch.promote_types(logits_RG.dtype, torch.float32))
 
+    def token_nats(self, hidden_BNE: Tensor, target_BN: Tensor) -> Tensor:
+        """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`.
+
+        In training on a GPU all rows look at all bands: how many rows a band has is a number that the CPU would have to
+        wait for, and on which the shapes of a graph may not depend.
+        """
+        first = self.bands.ranges[0][1]
+        words = self.bands.ranges[-1][1]
+        if hidden_BNE.is_cpu or not torch.is_grad_enabled():
+            return in_parts(self.nats, hidden_BNE, target_BN, max(first, words // 4))
+        largest = max(stop - start for start, stop in self.bands.ranges)
+        return in_parts(self.nats_of_all_bands, hidden_BNE, target_BN, largest)
+
     def nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return -log p(target) of some rows, float32 or wider, `[R]`."""
-        first, place_R = self.bands.ranges[0][1], target_R
-        for band, (start, _) in enumerate(self.bands.ranges[1:]):
-            place_R = torch.where(target_R >= start, first + band, place_R)
-        nats_R = F.cross_entropy(self.logits(hidden_RE, 0), place_R, reduction="none")
+        """Return -log p(target) of some rows, float32 or wider, `[R]`; each row looks at its own band alone."""
+        nats_R = self.head_nats(hidden_RE, target_R)
         within_YR = [(target_R >= start) & (target_R < stop) for start, stop in self.bands.ranges[1:]]
-        # Read together: the CPU waits for a GPU once. Rows that are not read would cost many times that wait.
+        # Read together: the CPU waits for a GPU once.
         counts = torch.stack([within_R.sum() for within_R in within_YR]).tolist()
         for band, (start, _) in enumerate(self.bands.ranges[1:], 1):
             at = within_YR[band - 1].nonzero_static(size=counts[band - 1])[:, 0]
             within = F.cross_entropy(self.logits(hidden_RE[at], band), target_R[at] - start, reduction="none")
             nats_R = nats_R.index_add(0, at, within)
         return nats_R
+
+    def nats_of_all_bands(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
+        """Return what `nats` does, where no shape depends on the words; each row looks at every band."""
+        nats_R = self.head_nats(hidden_RE, target_R)
+        for band, (start, stop) in enumerate(self.bands.ranges[1:], 1):
+            is_within_R = (target_R >= start) & (target_R < stop)
+            place_R = (target_R - start).clamp(0, stop - start - 1)
+            of_band_R = F.cross_entropy(self.logits(hidden_RE, band), place_R, reduction="none")
+            nats_R = nats_R + torch.where(is_within_R, of_band_R, 0.0)
+        return nats_R
+
+    def head_nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
+        """Return -log p of each row's word where it is in the first band, else of its band, `[R]`."""
+        first = self.bands.ranges[0][1]
+        place_R = target_R
+        for band, (start, _) in enumerate(self.bands.ranges[1:]):
+            place_R = torch.where(target_R >= start, first + band, place_R)
+        return F.cross_entropy(self.logits(hidden_RE, 0), place_R, reduction="none")
 
     def log_shares(self, hidden_RE: Tensor) -> Tensor:
         """Return the logarithm of the likelihood of every word, `[..., V]`, for vectors `[..., E]`."""

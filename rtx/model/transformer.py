@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.pattern import Pattern, PositionPattern
+from rtx.attention.pattern import Pattern
 from rtx.attention.routing import statistics_paused
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
-from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, in_parts, token_nats
+from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, token_nats
 from rtx.model.linear import Linear
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
@@ -197,9 +197,8 @@ class Transformer(nn.Module):
             nats = [self.loss(part_BN, prefix, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
             return torch.cat(nats, dim=1), nats[0].new_zeros(())
         hidden_BNS, auxiliary = self(tokens_BN, prefix, memory)
-        if self.softmax is not None:  # words of rarer bands are asked of few rows
-            held = max(self.softmax.bands.ranges[0][1], self.vocabulary // 4)
-            return in_parts(self.softmax.nats, hidden_BNS, tokens_BN, held), auxiliary
+        if self.softmax is not None:
+            return self.softmax.token_nats(hidden_BNS, tokens_BN), auxiliary
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
     def fused_loss(self, tokens_BN: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
@@ -267,13 +266,31 @@ def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = Fals
         for pattern in model.modules():
             if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
                 pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
-            elif isinstance(pattern, PositionPattern):
-                pattern.form()  # which a graph takes from there
         return torch.compile(loss, mode="reduce-overhead" if graphs else None)
+
+    shapes_seen: set[tuple[torch.Size | None, ...]] = set()
 
     @functools.wraps(loss)
     def call(*arguments: Any, **named: Any) -> Any:
+        device = next(model.parameters()).device
+        given = (*arguments, *named.values())
+        shapes = tuple(x.shape if isinstance(x, Tensor) else None for x in given)
+        if device.type != "cpu" and shapes not in shapes_seen:
+            shapes_seen.add(shapes)
+            make_lists(lambda: loss(*arguments, **named), device)
         with torch._dynamo.config.patch(COMPILER_OPTIONS):
             return compiled()(*arguments, **named)
 
     return call
+
+
+@torch.no_grad()
+def make_lists(run: Callable[[], Any], device: torch.device) -> None:
+    """Run once what is to be compiled, so that lists which shapes alone decide exist before it is.
+
+    A compiler cannot trace how they are made, but takes those that exist for constants. Centroids gather nothing, and
+    random numbers go on as if nothing had run.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with statistics_paused(), torch.random.fork_rng(devices):
+        run()

@@ -23,7 +23,7 @@ from rtx.config import BASES, SELECTIONS, HardwareConfig
 from rtx.keys import imported
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
-from rtx.model.likelihood import token_nats
+from rtx.model.likelihood import AdaptiveSoftmax, Bands, token_nats
 from rtx.model.linear import Linear
 from rtx.model.multihead import KeyMix, MultiheadAttention, layer_patterns
 from rtx.model.positions import LearnedPositions, rotate
@@ -338,6 +338,23 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     expected_E = read.widen[1].weight @ read.tables[1][2]  # type: ignore[operator]
     torch.testing.assert_close(read(torch.arange(11))[5], expected_E, rtol=1e-12, atol=1e-12)
     check_streams(model, tokens_BN)
+
+
+def test_rows_that_look_at_all_bands_are_one_graph_and_give_the_same_likelihood() -> None:
+    torch.manual_seed(0)
+    softmax = AdaptiveSoftmax(Bands([3, 7, 11], hidden=16, factor=2), 16).double()
+    softmax.bands.initialise(as_output=True)
+    hidden_RE = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
+    target_R = torch.randint(0, 11, (40,))
+    inputs = [hidden_RE, *softmax.parameters()]
+    found = []
+    graph = torch.compile(softmax.nats_of_all_bands, fullgraph=True, backend="aot_eager")
+    for nats in (softmax.nats, softmax.nats_of_all_bands, graph):
+        nats_R = nats(hidden_RE, target_R)
+        gradients = torch.autograd.grad((nats_R * torch.linspace(1, 2, 40)).sum(), inputs)
+        found.append([nats_R.detach(), *gradients])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*BASES, *SELECTIONS])
