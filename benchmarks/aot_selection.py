@@ -1,8 +1,8 @@
-"""Compile the kernels of selection for GPUs without one: registers and spilled bytes of each form.
+"""Compile the kernels of selection and of norms for GPUs without one: registers and spilled bytes of each form.
 
 `python benchmarks/aot_selection.py` prints a row a form and writes
 benchmarks/results/aot-selection.txt. The forms are those that
-`rtx.attention.engine.triton_selection` launches.
+`rtx.attention.engine.triton_selection` and `rtx.attention.engine.norm` launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from aot import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rtx.attention.engine import selection_kernels, top_kernels
+from rtx.attention.engine import norm_kernels, selection_kernels, top_kernels
+from rtx.attention.engine.norm import sizes_of
 from rtx.attention.engine.triton_selection import MEMBER_TILE, ORDER_TILE, SAMPLE, TILE, chunk_of
 
 RESULTS = Path(__file__).with_name("results") / "aot-selection.txt"
@@ -37,7 +38,12 @@ FLOAT32 = (
     "edge",
     "floor",
 )
-NUMBERS = ("N", "H", "C", "K", "L", "T", "W", "rank", "room", "window")
+STRIDES = ("x_b", "x_h", "x_n", "dx_b", "dx_h", "dx_n")
+"""All multiples of 16 where head sizes are."""
+NUMBERS = (*STRIDES, "R", "N", "H", "C", "K", "L", "T", "W", "rank", "room", "window")
+NORMS = {"x": "*bf16", "dx": "*bf16", "narrow": "*bf16", "dnarrow": "*bf16", "epsilon": "fp32"}
+NORMS |= {"wide": "*fp32", "dwide": "*fp32"}
+"""Types of arguments of the kernels of `norm_kernels`."""
 INT64 = {"write_kernel": ["last"], "order_kernel": ["total", "lost_1"]}
 FLOAT64 = {"moment_kernel": ["total"], "sum_kernel": ["total"]}
 
@@ -73,6 +79,10 @@ def forms() -> Iterator[Form]:
         yield Form(top_kernels.top_kernel, sizes, warps=8)
     for size in (64, 128):
         yield Form(selection_kernels.sum_kernel, {"D": size, "CHUNK": size, "BM": 32})
+    for size in (64, 128):
+        sizes = {**sizes_of(size), "NARROW": True}
+        yield Form(norm_kernels.normalise_kernel, sizes)
+        yield Form(norm_kernels.normalise_backward_kernel, sizes | {"WIDE": False})
 
 
 def signature_of(form: Form) -> dict[str, str]:
@@ -81,6 +91,8 @@ def signature_of(form: Form) -> dict[str, str]:
     kinds = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32")
     kinds |= dict.fromkeys(INT64.get(name, ()), "*i64")
     kinds |= dict.fromkeys(FLOAT64.get(name, ()), "*fp64")
+    if name.startswith("normalise"):
+        kinds |= NORMS
     kinds |= dict.fromkeys(form.constants, "constexpr")
     return {argument: kinds.get(argument, "*i32") for argument in form.kernel.arg_names}
 
@@ -89,9 +101,8 @@ def compiled(form: Form, capability: int) -> Any:
     """Return the kernel that Triton makes of a form."""
     names = form.kernel.arg_names
     signature = signature_of(form)
-    pointers = [name for name in names if signature[name].startswith("*")]
     # torch's allocations are aligned, but order_kernel's total is the last number of a tensor.
-    aligned = set(pointers)
+    aligned = {name for name in names if signature[name].startswith("*") or name in STRIDES}
     if form.kernel.__name__ == "order_kernel":
         aligned.remove("total")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -104,7 +115,7 @@ def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
     registers, spilled, shared = resources(compiled(form, capability), capability)
     constants = " ".join(f"{name}={value}" for name, value in form.constants.items())
-    name = f"sm_{capability} {form.kernel.__name__.removesuffix('_kernel'):<10}{constants:<76}"
+    name = f"sm_{capability} {form.kernel.__name__.removesuffix('_kernel'):<19}{constants:<76}"
     return f"{name}{registers:>10}{spilled:>9}{shared:>8}"
 
 
@@ -113,7 +124,7 @@ def main() -> None:
     targets = {"nargs": "+", "type": int, "default": [90, 80]}
     parser.add_argument("--targets", help="compute capabilities", **targets)
     args = parser.parse_args()
-    columns = f"{'for   kernel    constants':<92}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    columns = f"{'for   kernel             constants':<101}{'registers':>10}{'spilled':>9}{'shared':>8}"
     lines = [f"Triton {triton.__version__}\n{columns}"]
     print(lines[0])
     for capability in args.targets:
