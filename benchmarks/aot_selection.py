@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from rtx.attention.engine import norm_kernels, selection_kernels, top_kernels
 from rtx.attention.engine.norm import sizes_of
-from rtx.attention.engine.triton_selection import MEMBER_TILE, ORDER_TILE, SAMPLE, TILE, chunk_of
+from rtx.attention.engine.triton_selection import EMIT_TILE, RANGE_TILE, SAMPLE, TALLY_TILE, TILE, chunk_of
 
 RESULTS = Path(__file__).with_name("results") / "aot-selection.txt"
 FLOAT32 = (
@@ -40,11 +40,12 @@ FLOAT32 = (
 )
 STRIDES = ("x_b", "x_h", "x_n", "dx_b", "dx_h", "dx_n")
 """All multiples of 16 where head sizes are."""
-NUMBERS = (*STRIDES, "R", "N", "H", "C", "K", "L", "T", "W", "rank", "room", "window")
+NUMBERS = (*STRIDES, "R", "N", "H", "C", "K", "L", "T", "W", "apart", "rank", "room", "window")
 NORMS = {"x": "*bf16", "dx": "*bf16", "narrow": "*bf16", "dnarrow": "*bf16", "epsilon": "fp32"}
 NORMS |= {"wide": "*fp32", "dwide": "*fp32"}
 """Types of arguments of the kernels of `norm_kernels`."""
-INT64 = {"write_kernel": ["last"], "order_kernel": ["total", "lost_1"]}
+INT64 = {"emit_kernel": ["last"], "range_kernel": ["slot_M", "bound_L1"]}
+INT16 = {"emit_kernel": ["list_S"], "range_kernel": ["list_M"]}
 FLOAT64 = {"moment_kernel": ["total"], "sum_kernel": ["total"]}
 
 
@@ -62,15 +63,13 @@ def forms() -> Iterator[Form]:
         for precision in ("tf32x3", "ieee"):
             chunk = chunk_of(size, precision)
             sizes = {"D": size, "CHUNK": chunk, "BN": TILE, "PRECISION": precision}
-            for thresholds, nearest in ((True, False), (True, True), (False, False)):
-                wanted = {"THRESHOLDS": thresholds, "NEAREST": nearest}
-                yield Form(selection_kernels.score_kernel, sizes | wanted)
-    for thresholds in (True, False):
-        tile = {"BN": MEMBER_TILE, "THRESHOLDS": thresholds}
-        yield Form(selection_kernels.tally_kernel, tile)
-        for attend_self in (True, False):
-            yield Form(selection_kernels.write_kernel, tile | {"SELF": attend_self})
-    yield Form(selection_kernels.order_kernel, {"BM": ORDER_TILE})
+            for thresholds in (True, False):
+                yield Form(selection_kernels.score_kernel, sizes | {"THRESHOLDS": thresholds})
+    yield Form(selection_kernels.tally_kernel, {"BN": TALLY_TILE})
+    yield Form(selection_kernels.emit_kernel, {"BN": EMIT_TILE})
+    for attend_self in (True, False):
+        yield Form(selection_kernels.range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
+        yield Form(selection_kernels.top_range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
     yield Form(selection_kernels.moment_kernel, {"TILE": TILE, "BT": 128})
     yield Form(top_kernels.earliest_kernel, {"BN": 1024})
     for room in (1024, 4096):
@@ -90,6 +89,7 @@ def signature_of(form: Form) -> dict[str, str]:
     name = form.kernel.__name__
     kinds = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32")
     kinds |= dict.fromkeys(INT64.get(name, ()), "*i64")
+    kinds |= dict.fromkeys(INT16.get(name, ()), "*i16")
     kinds |= dict.fromkeys(FLOAT64.get(name, ()), "*fp64")
     if name.startswith("normalise"):
         kinds |= NORMS
@@ -101,10 +101,8 @@ def compiled(form: Form, capability: int) -> Any:
     """Return the kernel that Triton makes of a form."""
     names = form.kernel.arg_names
     signature = signature_of(form)
-    # torch's allocations are aligned, but order_kernel's total is the last number of a tensor.
+    # torch's allocations are aligned.
     aligned = {name for name in names if signature[name].startswith("*") or name in STRIDES}
-    if form.kernel.__name__ == "order_kernel":
-        aligned.remove("total")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(form.kernel, signature, constexprs=form.constants, attrs=attributes)
     options = {"num_warps": form.warps, "num_stages": 1}
