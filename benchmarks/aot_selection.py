@@ -1,8 +1,8 @@
-"""Compile the kernels of selection for GPUs without one: registers and spilled bytes of each form.
+"""Compile the kernels of selection and of norms for GPUs without one: registers and spilled bytes of each form.
 
 `python benchmarks/aot_selection.py` prints a row a form and writes
 benchmarks/results/aot-selection.txt. The forms are those that
-`rtx.attention.engine.triton_selection` launches.
+`rtx.attention.engine.triton_selection` and `rtx.attention.engine.norm` launch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from aot import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rtx.attention.engine import selection_kernels, top_kernels
-from rtx.attention.engine.triton_selection import MEMBER_TILE, ORDER_TILE, SAMPLE, TILE, chunk_of
+from rtx.attention.engine import norm_kernels, selection_kernels, top_kernels
+from rtx.attention.engine.norm import sizes_of
+from rtx.attention.engine.triton_selection import EMIT_TILE, RANGE_TILE, SAMPLE, TALLY_TILE, TILE, chunk_of
 
 RESULTS = Path(__file__).with_name("results") / "aot-selection.txt"
 FLOAT32 = (
@@ -37,8 +38,14 @@ FLOAT32 = (
     "edge",
     "floor",
 )
-NUMBERS = ("N", "H", "C", "K", "L", "T", "W", "rank", "room", "window")
-INT64 = {"write_kernel": ["last"], "order_kernel": ["total", "lost_1"]}
+STRIDES = ("x_b", "x_h", "x_n", "dx_b", "dx_h", "dx_n")
+"""All multiples of 16 where head sizes are."""
+NUMBERS = (*STRIDES, "R", "N", "H", "C", "K", "L", "T", "W", "apart", "rank", "room", "window")
+NORMS = {"x": "*bf16", "dx": "*bf16", "narrow": "*bf16", "dnarrow": "*bf16", "epsilon": "fp32"}
+NORMS |= {"wide": "*fp32", "dwide": "*fp32"}
+"""Types of arguments of the kernels of `norm_kernels`."""
+INT64 = {"emit_kernel": ["last"], "range_kernel": ["slot_M", "bound_L1"]}
+INT16 = {"emit_kernel": ["list_S"], "range_kernel": ["list_M"]}
 FLOAT64 = {"moment_kernel": ["total"], "sum_kernel": ["total"]}
 
 
@@ -56,15 +63,13 @@ def forms() -> Iterator[Form]:
         for precision in ("tf32x3", "ieee"):
             chunk = chunk_of(size, precision)
             sizes = {"D": size, "CHUNK": chunk, "BN": TILE, "PRECISION": precision}
-            for thresholds, nearest in ((True, False), (True, True), (False, False)):
-                wanted = {"THRESHOLDS": thresholds, "NEAREST": nearest}
-                yield Form(selection_kernels.score_kernel, sizes | wanted)
-    for thresholds in (True, False):
-        tile = {"BN": MEMBER_TILE, "THRESHOLDS": thresholds}
-        yield Form(selection_kernels.tally_kernel, tile)
-        for attend_self in (True, False):
-            yield Form(selection_kernels.write_kernel, tile | {"SELF": attend_self})
-    yield Form(selection_kernels.order_kernel, {"BM": ORDER_TILE})
+            for thresholds in (True, False):
+                yield Form(selection_kernels.score_kernel, sizes | {"THRESHOLDS": thresholds})
+    yield Form(selection_kernels.tally_kernel, {"BN": TALLY_TILE})
+    yield Form(selection_kernels.emit_kernel, {"BN": EMIT_TILE})
+    for attend_self in (True, False):
+        yield Form(selection_kernels.range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
+        yield Form(selection_kernels.top_range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
     yield Form(selection_kernels.moment_kernel, {"TILE": TILE, "BT": 128})
     yield Form(top_kernels.earliest_kernel, {"BN": 1024})
     for room in (1024, 4096):
@@ -73,6 +78,10 @@ def forms() -> Iterator[Form]:
         yield Form(top_kernels.top_kernel, sizes, warps=8)
     for size in (64, 128):
         yield Form(selection_kernels.sum_kernel, {"D": size, "CHUNK": size, "BM": 32})
+    for size in (64, 128):
+        sizes = {**sizes_of(size), "NARROW": True}
+        yield Form(norm_kernels.normalise_kernel, sizes)
+        yield Form(norm_kernels.normalise_backward_kernel, sizes | {"WIDE": False})
 
 
 def signature_of(form: Form) -> dict[str, str]:
@@ -80,7 +89,10 @@ def signature_of(form: Form) -> dict[str, str]:
     name = form.kernel.__name__
     kinds = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32")
     kinds |= dict.fromkeys(INT64.get(name, ()), "*i64")
+    kinds |= dict.fromkeys(INT16.get(name, ()), "*i16")
     kinds |= dict.fromkeys(FLOAT64.get(name, ()), "*fp64")
+    if name.startswith("normalise"):
+        kinds |= NORMS
     kinds |= dict.fromkeys(form.constants, "constexpr")
     return {argument: kinds.get(argument, "*i32") for argument in form.kernel.arg_names}
 
@@ -89,11 +101,8 @@ def compiled(form: Form, capability: int) -> Any:
     """Return the kernel that Triton makes of a form."""
     names = form.kernel.arg_names
     signature = signature_of(form)
-    pointers = [name for name in names if signature[name].startswith("*")]
-    # torch's allocations are aligned, but order_kernel's total is the last number of a tensor.
-    aligned = set(pointers)
-    if form.kernel.__name__ == "order_kernel":
-        aligned.remove("total")
+    # torch's allocations are aligned.
+    aligned = {name for name in names if signature[name].startswith("*") or name in STRIDES}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(form.kernel, signature, constexprs=form.constants, attrs=attributes)
     options = {"num_warps": form.warps, "num_stages": 1}
@@ -104,7 +113,7 @@ def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
     registers, spilled, shared = resources(compiled(form, capability), capability)
     constants = " ".join(f"{name}={value}" for name, value in form.constants.items())
-    name = f"sm_{capability} {form.kernel.__name__.removesuffix('_kernel'):<10}{constants:<76}"
+    name = f"sm_{capability} {form.kernel.__name__.removesuffix('_kernel'):<19}{constants:<76}"
     return f"{name}{registers:>10}{spilled:>9}{shared:>8}"
 
 
@@ -113,7 +122,7 @@ def main() -> None:
     targets = {"nargs": "+", "type": int, "default": [90, 80]}
     parser.add_argument("--targets", help="compute capabilities", **targets)
     args = parser.parse_args()
-    columns = f"{'for   kernel    constants':<92}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    columns = f"{'for   kernel             constants':<101}{'registers':>10}{'spilled':>9}{'shared':>8}"
     lines = [f"Triton {triton.__version__}\n{columns}"]
     print(lines[0])
     for capability in args.targets:

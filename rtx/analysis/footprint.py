@@ -209,9 +209,11 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         vectors += N * narrow * (2 * (config.routing.key_conv > 1) + 4 * compressed)
     if isinstance(pattern, Indexer):  # what it makes of queries and of keys
         vectors += N * narrow * 2 * pattern.query_HDE.shape[-1] / size
-    if normalises and narrow < 4:  # the norm reads a wide copy
+    # Our kernel reads what the projection gave in any type; torch's norm reads a wide copy of narrow vectors.
+    copies = normalises and narrow < 4 and not (on_gpu(config) and config.hardware.attention != "torch")
+    if copies:
         vectors += 4 * N * (1 + pattern.has_keys)
-    projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
+    projection = (normalises and not copies) or compressed or isinstance(pattern, Lsh | Indexer)
     all_kept = Kept(
         vectors=vectors * size,
         others=others,

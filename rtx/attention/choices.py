@@ -16,8 +16,8 @@ from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.engine.softmax import Relative, recomputed
 from rtx.attention.packed import Indexed, Packed, Part, members_read
-from rtx.attention.pattern import Inputs, Pattern
-from rtx.attention.selection import MAX_SCORES, normalise, products
+from rtx.attention.pattern import Inputs, Pattern, Prepared
+from rtx.attention.selection import MAX_SCORES, normalise_twice, products
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
 
@@ -40,11 +40,13 @@ class Choice(Pattern):
         self.window = window
         self.qk_norm = qk_norm
 
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
-        q_BHND, k_BHND = super().prepare(q_BHND, k_BHND)
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
+        given = super().prepare(q_BHND, k_BHND)
         if not self.qk_norm:
-            return q_BHND, k_BHND
-        return normalise(q_BHND), normalise(k_BHND)
+            return given
+        wide_q_BHND, narrow_q_BHND = normalise_twice(given.q_BHND, self.backend)
+        wide_k_BHND, narrow_k_BHND = normalise_twice(given.k_BHND, self.backend)
+        return Prepared(wide_q_BHND, wide_k_BHND, narrow_q_BHND, narrow_k_BHND)
 
     @property
     def has_index(self) -> bool:

@@ -21,7 +21,7 @@ from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.engine.softmax import Relative
 from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
-from rtx.attention.pattern import ClusterPattern, Inputs
+from rtx.attention.pattern import ClusterPattern, Inputs, Prepared
 from rtx.attention.selection import MAX_SCORES
 
 
@@ -80,10 +80,10 @@ class Lsh(ClusterPattern):
         self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
         self.rotation_HTDF: Tensor
 
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
         """Return the queries, and as keys the same at unit norm; those far shorter than 1e-3 stay short."""
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
-        return q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return Prepared(q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         """See `Pattern.reads`: a list for each bucket of every round, which hides what an earlier round shows."""

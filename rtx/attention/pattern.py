@@ -30,7 +30,7 @@ from rtx.attention.engine import BACKENDS, MERGES, attend
 from rtx.attention.engine.softmax import Relative, Terms
 from rtx.attention.once import made_once
 from rtx.attention.packed import Packed, Part, Reads, Window, bounded_read, members_read, pack, without_self
-from rtx.attention.selection import normalise
+from rtx.attention.selection import normalise_twice
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 PLAIN = (bool, int, float, str, type(None))
@@ -51,6 +51,19 @@ class Inputs(NamedTuple):
     """As the logits read them: turned by rotary angles, where there are any."""
     memory: int = 0
     """Positions in front whose keys alone are read: what earlier segments have left."""
+    narrow_q_BHND: Tensor | None = None
+    """`turned_q_BHND` in the type that queries were given in, where that is there already."""
+    narrow_k_BHND: Tensor | None = None
+
+
+class Prepared(NamedTuple):
+    """Queries and keys as choices and logits use them."""
+
+    q_BHND: Tensor
+    k_BHND: Tensor
+    narrow_q_BHND: Tensor | None = None
+    """The same queries in the type that they were given in, where that is there already."""
+    narrow_k_BHND: Tensor | None = None
 
 
 class Pattern(nn.Module, ABC):
@@ -103,10 +116,10 @@ class Pattern(nn.Module, ABC):
         """Return the heads that a configuration describes; `known`: what `keys_of` returns."""
         return cls(**of_configuration(cls, known))
 
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
         """Return queries and keys as choices and logits use them."""
         assert k_BHND is not None
-        return q_BHND, k_BHND
+        return Prepared(q_BHND, k_BHND)
 
     @abstractmethod
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
@@ -211,14 +224,21 @@ class Pattern(nn.Module, ABC):
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
         """Return the queries and keys of positions from `first` on."""
         check_heads(q_BHND, self.heads, self.size)
-        q_BHND, k_BHND = self.prepare(q_BHND, k_BHND)
-        turned_q_BHND = turn(q_BHND, rotate, first)
-        return Inputs(q_BHND, k_BHND, turned_q_BHND, turned_q_BHND if k_BHND is q_BHND else turn(k_BHND, rotate, first))
+        ready = self.prepare(q_BHND, k_BHND)
+        turned_q_BHND = turned_k_BHND = turn(ready.q_BHND, rotate, first)
+        if ready.k_BHND is not ready.q_BHND:
+            turned_k_BHND = turn(ready.k_BHND, rotate, first)
+        given = Inputs(ready.q_BHND, ready.k_BHND, turned_q_BHND, turned_k_BHND)
+        if rotate is not None:
+            return given
+        return given._replace(narrow_q_BHND=ready.narrow_q_BHND, narrow_k_BHND=ready.narrow_k_BHND)
 
     def attend(self, given: Inputs, v_BHND: Tensor, parts: list[Part], relative: Relative | None) -> Tensor:
         """Return the outputs for what is read."""
-        q_BHND, shared = given.turned_q_BHND.to(v_BHND.dtype), given.turned_k_BHND is given.turned_q_BHND
-        k_BHND = q_BHND if shared else given.turned_k_BHND.to(v_BHND.dtype)
+        q_BHND = of_type(v_BHND.dtype, given.turned_q_BHND, given.narrow_q_BHND)
+        k_BHND = q_BHND
+        if given.turned_k_BHND is not given.turned_q_BHND:
+            k_BHND = of_type(v_BHND.dtype, given.turned_k_BHND, given.narrow_k_BHND)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
@@ -247,9 +267,12 @@ class ClusterPattern(Pattern):
         check_choice("merge", merge, MERGES)
         self.has_keys, self.window, self.merge = has_keys, window, merge
 
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
-        q_BHND = normalise(q_BHND)
-        return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
+        q_BHND, narrow_q_BHND = normalise_twice(q_BHND, self.backend)
+        if k_BHND is None:
+            return Prepared(q_BHND, q_BHND, narrow_q_BHND, narrow_q_BHND)
+        k_BHND, narrow_k_BHND = normalise_twice(k_BHND, self.backend)
+        return Prepared(q_BHND, k_BHND, narrow_q_BHND, narrow_k_BHND)
 
     @abstractmethod
     def lists(self, given: Inputs) -> list[Packed]:
@@ -323,6 +346,13 @@ def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:
     turned_BHND = rotate(x_BHND, first=first)
     check_shape("what rotate returns", turned_BHND, tuple(x_BHND.shape), x_BHND)
     return turned_BHND
+
+
+def of_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
+    """Return the vectors in a type: those that are in it already, else the wide ones rounded."""
+    if narrow_BHND is not None and narrow_BHND.dtype == dtype:
+        return narrow_BHND
+    return wide_BHND.to(dtype)
 
 
 class Spread(NamedTuple):

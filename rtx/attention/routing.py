@@ -139,7 +139,7 @@ class Routing(ClusterPattern):
             selected.append(self.select(number, x_BHND, choose))
             members.append(packed_of(selected[number]))
             if self.training and not gathering.is_paused:
-                self.observe(number, x_BHND, choose, selected[number], members[number])
+                self.observe(number, x_BHND, selected[number], members[number])
         self.remember(members, given)
         if len(selected) == 1:
             lists = selected[0].lists
@@ -193,17 +193,15 @@ class Routing(ClusterPattern):
         )
 
     @torch.no_grad()
-    def observe(
-        self, number: int, x_BHND: Tensor, choose: partial[Selected], selected: Selected, members: Packed
-    ) -> None:
+    def observe(self, number: int, x_BHND: Tensor, selected: Selected, members: Packed) -> None:
         """Let the centroids gather the statistics of a training batch; members without room are in no mean."""
         store = self.centroids
+        functions = selection_functions(x_BHND, self.backend)
         counted = members
         if store.update_rule != "members" and self.selection != "nearest":
-            nearest = choose(threshold_HC=None, room=x_BHND.shape[:3].numel())
-            counted = Packed(nearest.row_M, nearest.count_L)
-        sums = selection_functions(x_BHND, self.backend).list_sums
-        sum_LD = sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
+            margin_HC = centroid_margin(store.centroid_HCD, x_BHND.dtype)
+            counted = functions.nearest_members(store.centroid_HCD, x_BHND, margin_HC)
+        sum_LD = functions.list_sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
         store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, selected.moment_2BHC)
 
     def select_best(self, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
@@ -222,13 +220,13 @@ class Routing(ClusterPattern):
         best = []
         for centroid_XCD, x_XND, margin_XC in zip(*of_heads, strict=True):
             best.append(functions.top_members(products(centroid_XCD, x_XND), margin_XC, window))
-        lists = static_selection.top_lists(torch.cat(best), N, window, self.attend_self)
+        lists = functions.top_lists(torch.cat(best), N, window, self.attend_self)
         return Selected(
             row_M=lists.query_row_P,
             count_L=torch.full((B * H * C,), window, device=x_BHND.device),
             lists=lists,
+            bound_L1=torch.arange(B * H * C + 1, device=x_BHND.device) * window,
             lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
-            nearest_BHN=None,
             moment_2BHC=None,
         )
 
@@ -305,9 +303,9 @@ class Routing(ClusterPattern):
             nearest_BHN = by_scores(centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
             assert nearest_BHN is not None
             return nearest_BHN
-        nearest = self.chooser(x_BHND)(threshold_HC=None, room=x_BHND.shape[:3].numel(), nearest=True)
-        assert nearest.nearest_BHN is not None
-        return nearest.nearest_BHN.long()
+        margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
+        functions = selection_functions(x_BHND, self.backend)
+        return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
@@ -356,8 +354,7 @@ class Routing(ClusterPattern):
 
 def packed_of(selected: Selected) -> Packed:
     """Return the members as lists; counts are of those for which there is room."""
-    bound_L1 = static_selection.bounds(selected.count_L, len(selected.row_M))
-    return Packed(selected.row_M, bound_L1.diff())
+    return Packed(selected.row_M, selected.bound_L1.diff())
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.autocast import no_autocast
-from rtx.attention.engine import native
+from rtx.attention.engine import native, norm
 from rtx.attention.packed import Packed
+from rtx.attention.static import is_static
 from rtx.attention.ties import best_places, centroid_margin, highest
 
 MAX_SCORES = 1 << 23
@@ -27,7 +28,18 @@ def normalise(x_BHND: Tensor) -> Tensor:
     """Return LayerNorm(x) without scale or bias, at least in float32 (Algorithm 1, line 7)."""
     x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
     one_D = x_BHND.new_ones(x_BHND.shape[-1:])  # a scale of 1 takes torch's vectorised loop, twice as fast on a CPU
-    return F.layer_norm(x_BHND, one_D.shape, one_D, eps=1e-6)
+    return F.layer_norm(x_BHND, one_D.shape, one_D, eps=norm.EPSILON)
+
+
+def normalise_twice(x_BHND: Tensor, backend: str) -> tuple[Tensor, Tensor | None]:
+    """Return `normalise(x)`, and the same in the type of `x` where our kernels make both in one pass, else None.
+
+    Our kernels do on a GPU, and on a CPU with `backend="triton"`.
+    """
+    if backend == "torch" or not is_static(x_BHND, backend) or not norm.can_normalise(x_BHND):
+        return normalise(x_BHND), None
+    wide_BHND, narrow_BHND = norm.normalise(x_BHND)
+    return wide_BHND, None if x_BHND.dtype == wide_BHND.dtype else narrow_BHND
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:

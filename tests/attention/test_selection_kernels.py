@@ -92,7 +92,7 @@ def expected(data: Drawn, case: Case, has_thresholds: bool) -> tuple[Packed, Ten
     return lists, nearest_BHN, moment_2BHC
 
 
-def select(way: ModuleType, data: Drawn, case: Case, has_thresholds: bool, room: int, nearest: bool = True) -> Selected:
+def select(way: ModuleType, data: Drawn, case: Case, has_thresholds: bool, room: int) -> Selected:
     """Return what a way of selection gives."""
     return way.by_thresholds(
         data.centroid_HCD,
@@ -102,8 +102,12 @@ def select(way: ModuleType, data: Drawn, case: Case, has_thresholds: bool, room:
         window=case.W,
         attend_self=case.attend_self,
         room=room,
-        nearest=nearest,
     )
+
+
+def nearest(way: ModuleType, data: Drawn) -> Tensor:
+    """Return the nearest clusters that a way of selection gives."""
+    return way.nearest_clusters(data.centroid_HCD, data.x_BHND, data.margin_HC).long()
 
 
 def check_lists(lists: KernelLists, wanted: KernelLists) -> None:
@@ -142,20 +146,20 @@ def test_members_ranges_and_statistics_are_those_of_the_scores(
     assert found.lost.tolist() == [0]
     rows = data.x_BHND.shape[:3].numel()
     check_lists(found.lists, kernel_lists(members_read(packed, packed, case.N, case.W, case.attend_self), rows))
-    assert found.nearest_BHN is not None
-    assert torch.equal(found.nearest_BHN.long(), nearest_BHN)
+    assert torch.equal(nearest(way, data), nearest_BHN)
+    of_nearest = way.nearest_members(data.centroid_HCD, data.x_BHND, data.margin_HC)
+    packed_nearest = pack(nearest_BHN, case.C)
+    assert torch.equal(of_nearest.count_L, packed_nearest.count_L)
+    assert torch.equal(of_nearest.row_M, packed_nearest.row_M)
     assert (found.moment_2BHC is None) == (not has_thresholds)
     if found.moment_2BHC is not None and moment_2BHC is not None:
         torch.testing.assert_close(found.moment_2BHC, moment_2BHC, rtol=1e-5, atol=1e-4)
-    assert select(way, data, case, has_thresholds, room, nearest=False).nearest_BHN is None
 
 
 @WAYS
 @pytest.mark.parametrize("case", CASES[:2])
 @pytest.mark.parametrize("share", [0, 1, 0.4])
-def test_without_room_the_last_members_of_the_last_lists_are_left_out(
-    way: ModuleType, case: Case, share: float
-) -> None:
+def test_without_room_the_members_of_the_last_rows_are_left_out(way: ModuleType, case: Case, share: float) -> None:
     """A share of 1 stands for one member too many."""
     data = drawn(case)
     packed, _, _ = expected(data, case, True)
@@ -164,8 +168,12 @@ def test_without_room_the_last_members_of_the_last_lists_are_left_out(
     found = select(way, data, case, True, room)
     assert torch.equal(found.count_L, packed.count_L)
     assert found.lost.tolist() == [members - room]
-    behind_L = packed.count_L.cumsum(0).clamp(max=room)
-    cut = Packed(packed.row_M[:room], behind_L.diff(prepend=behind_L.new_zeros(1)))
+    # Of a row whose members do not all find room, it is those of the last clusters.
+    keeps_M = torch.zeros(members, dtype=torch.bool, device=DEVICE)
+    keeps_M[packed.row_M.argsort(stable=True)[:room]] = True
+    count_L = packed.list_M()[keeps_M].bincount(minlength=len(packed.count_L))
+    assert torch.equal(found.bound_L1.diff(), count_L)
+    cut = Packed(packed.row_M[keeps_M], count_L)
     rows = data.x_BHND.shape[:3].numel()
     check_lists(found.lists, kernel_lists(members_read(cut, cut, case.N, case.W, case.attend_self), rows))
 
@@ -188,8 +196,10 @@ def test_the_example_of_the_documentation(way: ModuleType) -> None:
     assert lists.stop_P.tolist() == [1, 2, 3, 4, 5, 6]
     assert lists.low_M.tolist() == [0, 1, 2, 3, 4, 6]
     assert lists.high_M.tolist() == [2, 3, 3, 5, 5, 6]
+    assert lists.query_members.first_R1.tolist() == [0, 1, 2, 3, 5]
+    assert lists.query_members.member_M.tolist() == [0, 1, 3, 2, 4, 5]
     assert selected.count_L.tolist() == [3, 2]
-    assert static_selection.bounds(selected.count_L, 6).tolist() == [0, 3, 5]
+    assert selected.bound_L1.tolist() == [0, 3, 5]
 
 
 def test_collect_appends_numbers_and_counts_those_without_room() -> None:
@@ -222,8 +232,7 @@ def test_nan_goes_to_the_first_cluster(way: ModuleType, case: Case) -> None:
             found = select(way, data, case, has_thresholds, len(packed.row_M) + 3)
             assert torch.equal(found.count_L, packed.count_L)
             assert torch.equal(found.row_M[: len(packed.row_M)].long(), packed.row_M)
-            assert found.nearest_BHN is not None
-            assert torch.equal(found.nearest_BHN.long(), nearest_BHN)
+        assert torch.equal(nearest(way, data), nearest_BHN)
 
 
 @WAYS
@@ -251,12 +260,9 @@ def test_of_tied_clusters_the_first_wins_however_far_apart_they_are(way: ModuleT
         data = Drawn(*(x.to(DEVICE) for x in (centroid_HCD, x_BHND, torch.zeros(1, C), margin_HC)))
         score_CN = data.centroid_HCD[0] @ data.x_BHND[0, 0].T
         first_N = (score_CN + 0.1 >= score_CN.amax(0)).to(torch.uint8).argmax(0)
-        found = select(way, data, case, True, 4_000)
-        assert found.nearest_BHN is not None
-        assert torch.equal(found.nearest_BHN[0, 0].long(), first_N)
+        assert torch.equal(nearest(way, data)[0, 0], first_N)
         found = select(way, data, case, False, 40)
-        assert found.nearest_BHN is not None
-        assert torch.equal(found.nearest_BHN[0, 0].long(), first_N)
+        assert torch.equal(found.row_M.long(), first_N.argsort(stable=True))
 
 
 @WAYS
@@ -392,16 +398,19 @@ def test_long_rows_are_chosen_from_in_order(way: ModuleType) -> None:
     assert torch.equal(way.top_members(score_XCN, margin_XC, 1500).long(), theirs)
 
 
+@WAYS
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize("window", [1, 5, 30, 50])
-def test_lists_of_as_many_members_each_follow_from_their_positions(window: int, attend_self: bool) -> None:
+def test_lists_of_as_many_members_each_follow_from_their_positions(
+    way: ModuleType, window: int, attend_self: bool
+) -> None:
     score_XCN = scores("normal", 30)
     position_XCW = static_selection.top_members(score_XCN, torch.zeros(2, 3, device=DEVICE), window)
     W = position_XCW.shape[-1]
     row_M = (position_XCW + torch.arange(2, device=DEVICE).view(2, 1, 1) * 30).flatten().long()
     packed = Packed(row_M, torch.full((6,), W, device=DEVICE))
     for positions in (position_XCW, position_XCW.view(2, 1, 3, W)):
-        lists = static_selection.top_lists(positions, 30, window, attend_self)
+        lists = way.top_lists(positions, 30, window, attend_self)
         check_lists(lists, kernel_lists(members_read(packed, packed, 30, window, attend_self), 60))
 
 
@@ -414,10 +423,12 @@ def test_the_sums_of_lists_are_those_of_their_members(way: ModuleType, case: Cas
     members = len(packed.row_M)
     for room in (members + 9, members // 2):
         found = select(way, data, case, True, room)
-        list_M = packed.list_M()[:room]
+        kept = Packed(found.row_M, found.bound_L1.diff())
+        filled = int(found.bound_L1[-1])
+        list_M = torch.repeat_interleave(torch.arange(len(kept.count_L), device=DEVICE), kept.count_L)
         wanted_LD = x_RD.new_zeros(len(packed.count_L), case.D, dtype=torch.float64)
-        wanted_LD.index_add_(0, list_M, x_RD[packed.row_M[:room]].double())
-        ours_LD = way.list_sums(x_RD, found.row_M, found.count_L)
+        wanted_LD.index_add_(0, list_M, x_RD[kept.row_M[:filled]].double())
+        ours_LD = way.list_sums(x_RD, kept.row_M, kept.count_L)
         torch.testing.assert_close(ours_LD, wanted_LD, rtol=1e-5, atol=1e-4)
 
 
@@ -428,8 +439,8 @@ def all_of(way: ModuleType, data: Drawn, case: Case) -> list[Tensor]:
     separate = static_selection.separate_lists(found[0], found[1], case.N, case.W, case.attend_self)
     score_XCN = data.centroid_HCD @ data.x_BHND.mT
     position_XCW = way.top_members(score_XCN, data.margin_HC.expand(case.B, -1, -1), case.W)
-    top = static_selection.top_lists(position_XCW, case.N, case.W, case.attend_self)
-    sum_LD = way.list_sums(data.x_BHND.flatten(0, 2), found[0].row_M, found[0].count_L)
+    top = way.top_lists(position_XCW, case.N, case.W, case.attend_self)
+    sum_LD = way.list_sums(data.x_BHND.flatten(0, 2), found[0].row_M, found[0].bound_L1.diff())
     lists = [x for one in (found[0].lists, separate, top) for x in one[:6]]
     assert found[0].moment_2BHC is not None
     return [found[0].row_M, found[0].count_L, found[0].lost, found[0].moment_2BHC, position_XCW, sum_LD, *lists]
@@ -459,7 +470,10 @@ def test_nothing_waits_for_numbers() -> None:
             triton_selection,
             kernels=Launches,
             top_kernels=Launches,
-            select_members=triton_selection.members_by_kernels,
+            nearest_by_kernel=triton_selection.nearest_by_kernel._init_fn,
+            entries_by_thresholds=triton_selection.entries_by_thresholds._init_fn,
+            ranges_by_kernel=triton_selection.ranges_by_kernel._init_fn,
+            top_ranges=triton_selection.top_ranges._init_fn,
             earliest=triton_selection.earliest_by_kernel,
             list_sums=triton_selection.sums_by_kernel,
             top_by_sample=triton_selection.top_by_kernels,
@@ -476,15 +490,22 @@ def test_nothing_waits_for_numbers() -> None:
             data.threshold_HC.sum().item()
 
 
-@pytest.mark.parametrize("has_thresholds", [True, False])
-def test_operators_have_the_shapes_and_types_that_they_announce(has_thresholds: bool) -> None:
+def test_operators_have_the_shapes_and_types_that_they_announce() -> None:
     data = drawn(CASES[0])
-    threshold_HC = data.threshold_HC if has_thresholds else None
-    arguments = data.centroid_HCD, data.x_BHND, threshold_HC, data.margin_HC, 12, False, 300, True
     tests = "test_schema", "test_faketensor"
-    torch.library.opcheck(triton_selection.select_members, arguments, test_utils=tests)
-    found = triton_selection.select_members(*arguments)
-    torch.library.opcheck(triton_selection.list_sums, (data.x_BHND.flatten(0, 2), found[0], found[1]), test_utils=tests)
+    for as_lists in (True, False):
+        arguments = data.centroid_HCD, data.x_BHND, data.margin_HC, as_lists
+        torch.library.opcheck(triton_selection.nearest_by_kernel, arguments, test_utils=tests)
+    torch.library.opcheck(triton_selection.entries_by_thresholds, (*data, 300), test_utils=tests)
+    entries = static_selection.Entries(*triton_selection.entries_by_thresholds(*data, 300))
+    list_M, slot_M = entries.list_S.sort(stable=True)
+    bound_L1 = torch.searchsorted(list_M, torch.arange(11, dtype=list_M.dtype, device=DEVICE))
+    arguments = list_M, slot_M, entries.row_S, bound_L1, 12, False
+    torch.library.opcheck(triton_selection.ranges_by_kernel, arguments, test_utils=tests)
+    sums = data.x_BHND.flatten(0, 2), entries.row_S, bound_L1.diff()
+    torch.library.opcheck(triton_selection.list_sums, sums, test_utils=tests)
+    position_XCW = torch.arange(8, device=DEVICE, dtype=torch.int32).expand(2, 5, 8)
+    torch.library.opcheck(triton_selection.top_ranges, (position_XCW, 90, 5, True), test_utils=tests)
     score_XN = scores("normal", 50)[0]
     value_XK = score_XN.topk(5).values
     arguments = score_XN, value_XK, value_XK[:, -2:].flip(1), torch.zeros(3, 1, device=DEVICE)

@@ -1,13 +1,14 @@
 """Triton kernels that find the members of clusters; `triton_selection.py` launches them.
 
-By thresholds there are five, in this order:
+By thresholds there are four, in this order:
 
     score_kernel    scores a tile of positions against all clusters of its head, and decides
-    tally_kernel    counts the members of each tile in each cluster
-    (torch.cumsum   sums these counts, list after list: where each tile's members begin)
-    write_kernel    writes the members of a tile to their slots, with their ranges
-    order_kernel    sorts members by row, and fills the empty slots
     moment_kernel   sums the tiles' moments of scores
+    tally_kernel    counts the members of each row, and of each tile in each cluster
+    (torch.cumsum   sums the counts of rows: where each row's members begin)
+    emit_kernel     writes the members in order of rows
+    (torch.sort     sorts them by list)
+    range_kernel    writes rows and ranges in order of lists
 
 Scores stay in registers; memory gets the decisions. Bit i of word w of a position says whether it
 joins cluster 32 w + i. The kernels that count and write members both read these bits, so that they
@@ -19,9 +20,9 @@ Words: a tensor of members has `room` slots; the first hold members, the others 
 `static_selection.py`. A *group* is one head of one sequence, x = b * H + h.
 
 Shapes: X groups, C clusters of a head, N positions, D head size, L = X * C lists, T tiles of
-positions, M slots of members. Rows are x * N + n. Lower-case letters are the axes of a tile in
-registers: n positions, c clusters, d numbers of a vector, m members, t tiles, r rows; 1 an axis
-that broadcasts.
+positions, R = X * N rows, S slots of members in order of rows, M slots of members in order of
+lists. Rows are x * N + n. Lower-case letters are the axes of a tile in registers: n positions, c
+clusters, d numbers of a vector, s and m members, t tiles; 1 an axis that broadcasts.
 """
 
 import triton
@@ -60,73 +61,66 @@ def scores_of(
 
 
 @triton.jit
-def without_nan(value_nc, c, C):
-    """Return the values, -inf for NaN and clusters that do not exist; and 1 where n has a NaN."""
-    real_1c = (c < C)[None, :]
-    nan_nc = real_1c & (value_nc != value_nc)
-    value_nc = tl.where(real_1c & (value_nc == value_nc), value_nc, float("-inf"))
-    return value_nc, tl.max(nan_nc.to(tl.int32), 1)
+def values_of(
+    x_nd, x, row_n, inside_n, centroid, threshold, c, C,
+    D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, THRESHOLDS: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of positions with clusters, and their values.
+
+    A value is score - threshold with THRESHOLDS, else the score. It is -inf for clusters that do
+    not exist.
+    """
+    score_nc = scores_of(x_nd, x, row_n, inside_n, centroid, c, C, D, CHUNK, PRECISION)
+    if THRESHOLDS:
+        threshold_c = tl.load(threshold + c, c < C, float("inf"))
+        value_nc = score_nc - threshold_c[None, :]
+    else:
+        value_nc = tl.where((c < C)[None, :], score_nc, float("-inf"))
+    return score_nc, value_nc
 
 
 @triton.jit
-def first_that_reaches(reach_nc, c, best_n):
-    """Return the first cluster whose reach (value + margin) is at least best_n; else NO_CLUSTER."""
-    reaches_nc = reach_nc >= best_n[:, None]
-    cluster_nc = tl.broadcast_to(c[None, :], reach_nc.shape)
-    return tl.min(tl.where(reaches_nc, cluster_nc, NO_CLUSTER), 1)
+def highest_of(best_nc, second_nc, turn_nc, margin, BC: tl.constexpr):
+    """Return each position's best value, the cluster that has it, and whether that is not sure.
 
-
-@triton.jit
-def take_in(value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n):
-    """Return the state of the search for each position's cluster after 32 more clusters.
-
-    The aim is `ties.highest`: the first cluster whose *reach*, its value + margin, is at least the
-    best value of all clusters. The clusters come 32 at a time, so a later best value may be out of
-    the reach of an earlier first cluster.
-
-    Example, margin 1. Clusters 0 to 31 have the best value 5 at cluster 7; cluster 2 has 4.5 and is
-    the first (reach 5.5), and cluster 7 is the best rival (reach 6). Then cluster 40 has the value
-    5.8. It is out of the reach of cluster 2, but not of cluster 7. The first cluster is now cluster
-    7, or one between 2 and 7. The state cannot tell which, as it has but the highest reach of these
-    (`rival_n`): the first cluster is *unsure*. With the value 7 at cluster 40, no earlier cluster
-    would reach it, and the first one is among the 32 new ones.
+    Args:
+        best_nc: of the clusters c, BC + c, 2 BC + c ... the best value; NaN if one is.
+        second_nc: of these the second best value.
+        turn_nc: which of these has the best value: 0, 1, 2 ...
+        margin: the greatest margin of all clusters.
 
     Returns:
-        best_n: the best value so far.
-        first_n: the first cluster that reaches it.
-        reach_n: the reach of that cluster.
-        rival_n: the highest reach of the other clusters. A former first cluster is not among them:
-            no later best value is in its reach.
-        unsure_n: 1 if first_n may be wrong.
+        best_n: NaN does not count.
+        first_n: a cluster with this value; 0 where a value is NaN.
+        unsure_n: 1 where another cluster is within the margin, which may be the first of tied ones.
     """
-    reach_nc = value_nc + margin_c[None, :]
-    best_n = tl.maximum(best_n, tl.max(value_nc, 1))
-    stays_n = reach_n >= best_n
-    unsure_n = unsure_n | ((~stays_n) & (rival_n >= best_n)).to(tl.int32)
-    first_n = tl.where(stays_n, first_n, first_that_reaches(reach_nc, c, best_n))
-    is_first_nc = c[None, :] == first_n[:, None]
-    first_reach_n = tl.max(tl.where(is_first_nc, reach_nc, float("-inf")), 1)
-    reach_n = tl.where(stays_n, reach_n, first_reach_n)
-    rival_n = tl.maximum(rival_n, tl.max(tl.where(is_first_nc, float("-inf"), reach_nc), 1))
-    return best_n, first_n, reach_n, rival_n, unsure_n
+    is_nan_n = tl.max((best_nc != best_nc).to(tl.int32), 1) > 0
+    best_nc = tl.where(best_nc == best_nc, best_nc, float("-inf"))
+    best_n = tl.max(best_nc, 1)
+    cluster_nc = turn_nc * BC + tl.arange(0, BC)[None, :]
+    first_n = tl.min(tl.where(best_nc == best_n[:, None], cluster_nc, NO_CLUSTER), 1)
+    rival_nc = tl.where(cluster_nc == first_n[:, None], second_nc, best_nc)
+    is_sure_n = is_nan_n | (tl.max(rival_nc, 1) + margin < best_n)
+    return best_n, tl.where(is_nan_n, 0, first_n), (~is_sure_n).to(tl.int32)
 
 
 @triton.jit
 def score_kernel(
-    x, centroid, threshold, margin, bits, highest, nearest, moment, N, H, C,
+    x, centroid, threshold, margin, bits, highest, moment, N, H, C, apart,
     D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    THRESHOLDS: tl.constexpr, NEAREST: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of BN positions against all clusters of its head, and write what they decide.
 
-    A program is (group, tile). CHUNK numbers of the vectors are multiplied at a time.
+    A program is (group, tile). CHUNK numbers of the vectors are multiplied at a time, with 32
+    clusters.
 
     Writes:
         bits [X, ceil(C / 32), N]: with THRESHOLDS, bit i of word w: score - threshold of cluster
             32 w + i is at least -margin.
-        highest [X, N]: the first cluster tied with the highest value; a value is score - threshold
-            with THRESHOLDS, else the score. Cluster 0 where a value is NaN.
-        nearest [X, N]: with NEAREST, which needs THRESHOLDS, the same of the scores themselves.
+        highest [X, N]: `ties.highest` of the values of `values_of`: the first cluster whose
+            value + margin is at least the best value; 0 where a value is NaN. `apart` times the
+            group is added: with C this makes it the number of a list.
         moment [2, X, C, T]: with THRESHOLDS, see `write_moments`.
     """
     group = tl.program_id(0)
@@ -142,68 +136,48 @@ def score_kernel(
     threshold += head * C
     words = tl.cdiv(C, CLUSTERS)
 
-    # The state of `take_in` before the first cluster: of values, and with NEAREST of scores.
-    lowest_n = tl.full([BN], float("-inf"), tl.float32)
-    zero_n = tl.zeros([BN], tl.int32)
-    best_n = lowest_n
-    first_n = zero_n
-    reach_n = lowest_n
-    rival_n = lowest_n
-    nan_n = zero_n
-    near_best_n = lowest_n
-    near_first_n = zero_n
-    near_reach_n = lowest_n
-    near_rival_n = lowest_n
-    near_nan_n = zero_n
-    unsure_n = zero_n
+    # See `highest_of`. Clusters of all turns share the columns of these tiles, so that no turn
+    # needs a maximum over a row.
+    best_nc = tl.full([BN, CLUSTERS], float("-inf"), tl.float32)
+    second_nc = tl.full([BN, CLUSTERS], float("-inf"), tl.float32)
+    turn_nc = tl.zeros([BN, CLUSTERS], tl.int32)
+    most_margin_c = tl.zeros([CLUSTERS], tl.float32)
     for word in range(0, words):
         c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-        score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        score_nc, value_nc = values_of(
+            x_nd, x, row, inside, centroid, threshold, c, C, D, CHUNK, PRECISION, THRESHOLDS
+        )  # fmt: skip
         margin_c = tl.load(margin + c, c < C, 0.0)
-        value_nc = score_nc
+        most_margin_c = tl.maximum(most_margin_c, margin_c)
         if THRESHOLDS:
-            value_nc = score_nc - tl.load(threshold + c, c < C, 0.0)[None, :]
-            joins_nc = (value_nc >= -margin_c[None, :]) & (c < C)[None, :]
-            bit_nc = joins_nc.to(tl.int32) << (c % CLUSTERS)[None, :]
-            to_n = bits + (group.to(tl.int64) * words + word) * N + n
-            tl.store(to_n, tl.sum(bit_nc, 1), inside)
+            joins_nc = value_nc >= -margin_c[None, :]
+            bit_c = 1 << tl.arange(0, CLUSTERS)
+            word_n = tl.sum(tl.where(joins_nc, bit_c[None, :], 0), 1)
+            tl.store(bits + (group.to(tl.int64) * words + word) * N + n, word_n, inside)
             write_moments(score_nc, inside, N - tile * BN, moment, group, c, C, tile, tiles, BN)
-        value_nc, has_nan_n = without_nan(value_nc, c, C)
-        nan_n = nan_n | has_nan_n
-        best_n, first_n, reach_n, rival_n, unsure_n = take_in(
-            value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n
-        )
-        if NEAREST:
-            score_nc, has_nan_n = without_nan(score_nc, c, C)
-            near_nan_n = near_nan_n | has_nan_n
-            near_best_n, near_first_n, near_reach_n, near_rival_n, unsure_n = take_in(
-                score_nc, margin_c, c,
-                near_best_n, near_first_n, near_reach_n, near_rival_n, unsure_n,
-            )  # fmt: skip
+        turn_nc = tl.where(value_nc > best_nc, word, turn_nc)
+        second_nc = tl.maximum(second_nc, tl.minimum(best_nc, value_nc))
+        best_nc = tl.maximum(best_nc, value_nc, propagate_nan=tl.PropagateNan.ALL)
 
-    # Rare: three clusters, not all of one word, must be nearly tied. Then the scores are computed
-    # again, now that the best values are known.
+    most_margin = tl.max(most_margin_c, 0)
+    best_n, first_n, unsure_n = highest_of(best_nc, second_nc, turn_nc, most_margin, CLUSTERS)
+    unsure_n = tl.where(inside, unsure_n, 0)
+    # Rare: two clusters are nearly tied. Then the scores are computed again, as the best values are
+    # known, to find the first cluster that reaches them.
     if tl.max(unsure_n, 0) > 0:
-        first_n = tl.full([BN], NO_CLUSTER, tl.int32)
-        near_first_n = tl.full([BN], NO_CLUSTER, tl.int32)
+        reaching_nc = tl.full([BN, CLUSTERS], NO_CLUSTER, tl.int32)
         for word in range(0, words):
             c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-            score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+            _, value_nc = values_of(
+                x_nd, x, row, inside, centroid, threshold, c, C, D, CHUNK, PRECISION, THRESHOLDS
+            )  # fmt: skip
             margin_c = tl.load(margin + c, c < C, 0.0)
-            value_nc = score_nc
-            if THRESHOLDS:
-                value_nc = score_nc - tl.load(threshold + c, c < C, 0.0)[None, :]
-            value_nc, _ = without_nan(value_nc, c, C)
-            reach_nc = value_nc + margin_c[None, :]
-            first_n = tl.minimum(first_n, first_that_reaches(reach_nc, c, best_n))
-            if NEAREST:
-                score_nc, _ = without_nan(score_nc, c, C)
-                reach_nc = score_nc + margin_c[None, :]
-                here_n = first_that_reaches(reach_nc, c, near_best_n)
-                near_first_n = tl.minimum(near_first_n, here_n)
-    tl.store(highest + row, tl.where(nan_n > 0, 0, first_n), inside)
-    if NEAREST:
-        tl.store(nearest + row, tl.where(near_nan_n > 0, 0, near_first_n), inside)
+            reaches_nc = (value_nc + margin_c[None, :] >= best_n[:, None]) & (c < C)[None, :]
+            cluster_nc = tl.where(reaches_nc, c[None, :], NO_CLUSTER)
+            reaching_nc = tl.minimum(reaching_nc, cluster_nc)
+        first_n = tl.where(unsure_n > 0, tl.min(reaching_nc, 1), first_n)
+    number_n = (first_n + group * apart).to(highest.dtype.element_ty)
+    tl.store(highest + row, number_n, inside)
 
 
 @triton.jit
@@ -231,140 +205,167 @@ def write_moments(
 
 
 @triton.jit
-def memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS: tl.constexpr):
-    """Return 1 where a position is a member of a word's cluster: by its bit, or as the highest."""
-    c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-    joins_nc = (highest_n[:, None] == c[None, :]) & inside[:, None]
-    if THRESHOLDS:
-        word_n = tl.load(bits + (group.to(tl.int64) * words + word) * N + n, inside, 0)
-        joins_nc = joins_nc | (((word_n[:, None] >> (c % CLUSTERS)[None, :]) & 1) > 0)
-    return joins_nc.to(tl.int32)
+def word_of(bits, highest_n, group, n, inside, word, words, N):
+    """Return the bits of the clusters that positions join: by the word, and the highest cluster."""
+    word_n = tl.load(bits + (group.to(tl.int64) * words + word) * N + n, inside, 0)
+    bit_n = 1 << (highest_n % CLUSTERS)
+    return word_n | tl.where(inside & (highest_n // CLUSTERS == word), bit_n, 0)
 
 
 @triton.jit
-def tally_kernel(bits, highest, count, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr):
-    """Write how many positions of a tile are members of each cluster: count [X, C, T]."""
+def ones_in(word_n):
+    """Return how many bits of int32 numbers are 1: in pairs of bits, in fours, in bytes, in all."""
+    word_n = word_n - ((word_n >> 1) & 0x55555555)
+    word_n = (word_n & 0x33333333) + ((word_n >> 2) & 0x33333333)
+    word_n = (word_n + (word_n >> 4)) & 0x0F0F0F0F
+    return (word_n * 0x01010101) >> 24
+
+
+@triton.jit
+def tally_kernel(bits, highest, times, count, N, C, BN: tl.constexpr):
+    """Count the members of a tile of BN positions.
+
+    Writes:
+        times [X, N]: how many clusters each position is a member of.
+        count [X, T, C]: how many positions of the tile are members of each cluster.
+    """
     group = tl.program_id(0)
     tile = tl.program_id(1)
-    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
-    highest_n = tl.load(highest + group.to(tl.int64) * N + n, inside, -1)
+    row_n = group.to(tl.int64) * N + n
+    highest_n = tl.load(highest + row_n, inside, 0)
+    count += (group.to(tl.int64) * tl.num_programs(1) + tile) * C
+    times_n = tl.zeros([BN], tl.int32)
     words = tl.cdiv(C, CLUSTERS)
     for word in range(0, words):
-        joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
-        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-        to_c = (group.to(tl.int64) * C + c) * tiles + tile
-        tl.store(count + to_c, tl.sum(joins_nc, 0), c < C)
+        word_n = word_of(bits, highest_n, group, n, inside, word, words, N)
+        times_n += ones_in(word_n)
+        i = tl.arange(0, CLUSTERS)
+        joins_nc = (word_n[:, None] >> i[None, :]) & 1
+        c = word * CLUSTERS + i
+        tl.store(count + c, tl.sum(joins_nc, 0), c < C)
+    tl.store(times + row_n, times_n, inside)
 
 
 @triton.jit
-def members_before(count, last, tile_c, real_c, room):
-    """Return how many members have slots before those of tiles: `room` at the most.
-
-    Args:
-        tile_c: the tiles, as places in [X, C, T].
-        count, last: see `write_kernel`.
-    """
-    members_c = tl.load(last + tile_c, real_c, 0) - tl.load(count + tile_c, real_c, 0)
-    return tl.minimum(members_c, room).to(tl.int32)
-
-
-@triton.jit
-def write_kernel(
-    bits, highest, count, last, row_M, start_M, stop_M, low_M, high_M, rank_M, times_R,
-    room, window, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr, SELF: tl.constexpr,
+def emit_kernel(
+    bits, highest, times, last, row_S, list_S, first_R1, room, N, C, BN: tl.constexpr
 ):  # fmt: skip
-    """Write the members of a tile of positions to their slots, in all clusters of the head.
+    """Write the members of a tile of BN positions to their slots, in order of rows and clusters.
 
     Args:
-        count [X, C, T]: the number of members of each tile.
-        last [X, C, T]: the sums of `count` up to and with each tile, in int64: where every position
-            joins every cluster, they may exceed int32.
+        times [X, N]: how many clusters each position is a member of.
+        last [X, N]: the sums of `times` up to and with each position, in int64: where every
+            position joins every cluster, they may exceed int32.
+
+    Writes:
+        row_S, list_S: the rows and lists of the members for which there is room.
+        first_R1: where the members of each row begin; behind the last row the number of all.
+    """
+    group = tl.program_id(0)
+    tile = tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < N
+    row_n = group * N + n
+    highest_n = tl.load(highest + row_n, inside, 0)
+    last_n = tl.load(last + row_n, inside, 0)
+    first_n = last_n - tl.load(times + row_n, inside, 0)
+    slot_n = tl.minimum(first_n, room).to(tl.int32)
+    tl.store(first_R1 + row_n, slot_n, inside)
+    is_last_n = row_n == tl.num_programs(0) * N - 1
+    tl.store(first_R1 + row_n + 1, tl.minimum(last_n, room).to(tl.int32), inside & is_last_n)
+    words = tl.cdiv(C, CLUSTERS)
+    for word in range(0, words):
+        word_n = word_of(bits, highest_n, group, n, inside, word, words, N)
+        while tl.max((word_n != 0).to(tl.int32), 0) > 0:
+            # Take the lowest bit of each word away, until none is left.
+            others_n = word_n & (word_n - 1)
+            c_n = word * CLUSTERS + ones_in((word_n ^ others_n) - 1)
+            fits_n = (word_n != 0) & (slot_n < room)
+            tl.store(row_S + slot_n, row_n, fits_n)
+            tl.store(list_S + slot_n, (group * C + c_n).to(list_S.dtype.element_ty), fits_n)
+            slot_n += (word_n != 0).to(tl.int32)
+            word_n = others_n
+
+
+@triton.jit
+def ranges_around(m, first_m, end_m, window, SELF: tl.constexpr):
+    """Return start, stop, low and high of members, see `static_selection.ranges_around`."""
+    start_m = tl.maximum(first_m, m + 1 - window)
+    high_m = tl.minimum(end_m, m + window)
+    stop_m = m + 1
+    low_m = m
+    if not SELF:
+        reads_others_m = (start_m < m).to(tl.int32)
+        stop_m -= reads_others_m
+        low_m += reads_others_m
+    return start_m, stop_m, low_m, high_m
+
+
+@triton.jit
+def range_kernel(
+    list_M, slot_M, row_S, bound_L1, row_M, start_M, stop_M, low_M, high_M, member_S,
+    room, window, L, BM: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write rows and ranges of BM members in order of lists.
+
+    Args:
+        list_M: the list of each member; L in empty slots, which come last.
+        slot_M: its slot in order of rows.
+        row_S: the row of each slot.
+        bound_L1: where lists begin, int64.
         window: not above N.
         SELF: False: a member that reads others does not read itself.
 
     Writes:
-        row_M: the members' rows.
-        start_M, stop_M, low_M, high_M: their ranges, see `static_selection.Ranges`.
-        rank_M: how many members with the same row are in lists before.
-        times_R: how many members each row has. Members without room do not count.
+        row_M: the members' rows; 0 in empty slots.
+        start_M, stop_M, low_M, high_M: their ranges, see `static_selection.Ranges`; `room` in empty
+            slots, which makes them empty.
+        member_S: the member in each slot.
     """
-    group = tl.program_id(0)
-    tile = tl.program_id(1)
-    tiles = tl.num_programs(1)
-    n = tile * BN + tl.arange(0, BN)
-    inside = n < N
-    row_n = group * N + n
-    highest_n = tl.load(highest + row_n, inside, -1)
-    times_n = tl.zeros([BN], tl.int32)
-    words = tl.cdiv(C, CLUSTERS)
-    for word in range(0, words):
-        joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
-        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-        first_tile_c = (group.to(tl.int64) * C + c) * tiles
-        before_c = members_before(count, last, first_tile_c + tile, c < C, room)
-        m = before_c[None, :] + tl.cumsum(joins_nc, 0) - joins_nc
-        fits = (joins_nc > 0) & (m < room)
-        fits_nc = fits.to(tl.int32)
-        rank_nc = times_n[:, None] + tl.cumsum(fits_nc, 1) - fits_nc
-        times_n += tl.sum(fits_nc, 1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = m < room
+    list_m = tl.load(list_M + m, inside, 0).to(tl.int32)
+    slot_m = tl.load(slot_M + m, inside, 0)
+    tl.store(member_S + slot_m, m, inside)
+    is_filled = inside & (list_m < L)
+    tl.store(row_M + m, tl.load(row_S + slot_m, is_filled, 0), inside)
 
-        # The ranges, as `static_selection.ranges_around` makes them.
-        first_1c = members_before(count, last, first_tile_c, c < C, room)[None, :]
-        end_c = tl.minimum(tl.load(last + first_tile_c + tiles - 1, c < C, 0), room)
-        end_1c = end_c.to(tl.int32)[None, :]
-        start_nc = tl.maximum(first_1c, m + 1 - window)
-        stop_nc = m + 1
-        low_nc = m
-        if not SELF:
-            reads_only_self = m == start_nc
-            stop_nc = tl.where(reads_only_self, m + 1, m)
-            low_nc = tl.where(reads_only_self, m, m + 1)
-        tl.store(row_M + m, tl.broadcast_to(row_n[:, None], m.shape), fits)
-        tl.store(start_M + m, start_nc, fits)
-        tl.store(stop_M + m, stop_nc, fits)
-        tl.store(low_M + m, low_nc, fits)
-        tl.store(high_M + m, tl.minimum(end_1c, m + window), fits)
-        tl.store(rank_M + m, rank_nc, fits)
-    tl.store(times_R + row_n, times_n, inside)
+    first_m = tl.load(bound_L1 + list_m, is_filled, 0).to(tl.int32)
+    end_m = tl.load(bound_L1 + list_m + 1, is_filled, 0).to(tl.int32)
+    start_m, stop_m, low_m, high_m = ranges_around(m, first_m, end_m, window, SELF)
+    tl.store(start_M + m, tl.where(is_filled, start_m, room), inside)
+    tl.store(stop_M + m, tl.where(is_filled, stop_m, room), inside)
+    tl.store(low_M + m, tl.where(is_filled, low_m, room), inside)
+    tl.store(high_M + m, tl.where(is_filled, high_m, room), inside)
 
 
 @triton.jit
-def order_kernel(
-    row_M, start_M, stop_M, low_M, high_M, rank_M, first_R1, total, member_M, filled_1, lost_1,
-    room, BM: tl.constexpr,
+def top_range_kernel(
+    position, row_M, start_M, stop_M, low_M, high_M, N, C, W, room, window,
+    BM: tl.constexpr, SELF: tl.constexpr,
 ):  # fmt: skip
-    """Write the members sorted by row, and fill empty slots.
+    """Write rows and ranges of BM members in lists of W members each.
 
     Args:
-        first_R1: where the members of each row begin in `member_M`.
-        total [1]: the number of members, those without room included, int64.
+        position [X, C, W]: the members' positions.
+        window: not above W.
 
     Writes:
-        member_M: first_R1[row] + rank of each member: its number. Empty slots: their own number.
-        row_M, start_M, stop_M, low_M, high_M: in empty slots row 0, and `room`: empty ranges.
-        filled_1, lost_1: how many slots are filled, and how many members have no room.
+        row_M, start_M, stop_M, low_M, high_M: see `range_kernel`.
     """
-    block = tl.program_id(0)
-    members = tl.load(total)
-    filled = tl.minimum(members, room).to(tl.int32)
-    if block == 0:
-        tl.store(filled_1, filled)
-        tl.store(lost_1, members - filled)
-    m = block * BM + tl.arange(0, BM)
-    is_filled = m < filled
-    is_empty = (m >= filled) & (m < room)
-    row_m = tl.load(row_M + m, is_filled, 0)
-    slot_m = tl.load(first_R1 + row_m, is_filled, 0) + tl.load(rank_M + m, is_filled, 0)
-    tl.store(member_M + slot_m, m, is_filled)
-    tl.store(member_M + m, m, is_empty)
-    tl.store(row_M + m, tl.zeros([BM], tl.int32), is_empty)
-    room_m = tl.full([BM], 0, tl.int32) + room
-    tl.store(start_M + m, room_m, is_empty)
-    tl.store(stop_M + m, room_m, is_empty)
-    tl.store(low_M + m, room_m, is_empty)
-    tl.store(high_M + m, room_m, is_empty)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = m < room
+    list_m = m // W
+    row_m = tl.load(position + m, inside, 0) + list_m // C * N
+    first_m = list_m * W
+    start_m, stop_m, low_m, high_m = ranges_around(m, first_m, first_m + W, window, SELF)
+    tl.store(row_M + m, row_m, inside)
+    tl.store(start_M + m, start_m, inside)
+    tl.store(stop_M + m, stop_m, inside)
+    tl.store(low_M + m, low_m, inside)
+    tl.store(high_M + m, high_m, inside)
 
 
 @triton.jit

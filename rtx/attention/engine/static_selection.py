@@ -4,20 +4,28 @@ How many members a cluster has depends on scores. A GPU would have to finish its
 CPU could read that number. So no shape here depends on scores. A tensor of members has M slots, its
 *room*. The members fill the first slots, list after list and in order of position; the other slots
 are *empty*. A number on the device says how many slots are filled. Where there are more members
-than slots, the last members of the last lists are lost, and counted.
+than slots, the members of the last rows are lost, and counted.
+
+Members are found row after row (`Entries`), then sorted by list.
 
 `triton_selection.py` has the same functions as Triton kernels.
 
-Example: one sequence, one head, two clusters, four positions, a window of 2, and room for M = 6
+Example: one sequence, one head, two clusters, four positions, a window of 2, and room for 6
 members. The positions 0, 1 and 3 join cluster 0, the positions 2 and 3 join cluster 1:
 
-    member      0  1  2    3  4    5
+    slot        0  1  2  3  4  5
+    row_S       0  1  2  3  3  0       in order of rows
+    list_S      0  0  1  0  1  2       empty slots have the number of lists
+    first_R1    0  1  2  3  5          where the members of each row begin
+
+    member      0  1  2    3  4  5
     list        0  0  0    1  1    empty slot
-    row_M       0  1  3    2  3    0
+    row_M       0  1  3    2  3    0   in order of lists
     start_M     0  0  1    3  3    6       member m reads the members start_M[m] to stop_M[m] - 1
     stop_M      1  2  3    4  5    6
     low_M       0  1  2    3  4    6       the members low_M[m] to high_M[m] - 1 read member m
     high_M      2  3  3    5  5    6
+    member_S    0  1  3  2  4  5       the member in each slot
 
     count_L     3  2                       members of each list
     bound_L1    0  3  5                    where lists begin; then the number of filled slots
@@ -28,8 +36,9 @@ which makes all ranges empty.
 
 Shapes: B sequences, H heads, X = B * H of these or some of them, C clusters of a head, N positions,
 D head size, W attention window, L = B * H * C lists, L1 = L + 1, R = B * H * N rows (row = (b * H +
-h) * N + n), M slots of members. Where queries and keys have members of their own, M are the slots
-of key members and P those of query members. S scores of some heads, flattened; M1 = M + 1.
+h) * N + n), R1 = R + 1, M slots of members in order of lists, S as many slots in order of rows.
+Where queries and keys have members of their own, M are the slots of key members and P those of
+query members. E scores of some heads, flattened; M1 = M + 1.
 """
 
 import math
@@ -42,6 +51,7 @@ from torch import Tensor
 
 from rtx.attention.autocast import no_autocast
 from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
+from rtx.attention.packed import Packed
 from rtx.attention.ties import highest
 
 MAX_SCORES = 1 << 24
@@ -55,15 +65,36 @@ class Selected(NamedTuple):
     """The members' rows, int32, list after list in order of position; 0 in empty slots."""
     count_L: Tensor
     """The number of members of each list, int64; lost ones are counted, too."""
+    bound_L1: Tensor
+    """Where the members of each list begin, int64, and behind them the number of filled slots: list
+    l has the members bound_L1[l] to bound_L1[l + 1] - 1."""
     lists: KernelLists
     """The members as query members and as key members, for the attention kernels."""
     lost: Tensor
-    """How many members there is no room for, int64 `[1]`: the last ones of the last lists."""
-    nearest_BHN: Tensor | None
-    """The cluster with the highest score of each position, int32; None unless requested."""
+    """How many members there is no room for, int64 `[1]`: those of the last rows."""
     moment_2BHC: Tensor | None
     """The sums over all positions of a centroid's scores, and of their squares, float64; None
     without thresholds."""
+
+
+class Entries(NamedTuple):
+    """The members in order of rows, those of a row in order of clusters."""
+
+    row_S: Tensor
+    """Their rows, int32; any number in empty slots, which are the last."""
+    list_S: Tensor
+    """Their lists, of `list_type`; L in empty slots."""
+    first_R1: Tensor
+    """Where the members of each row begin, and behind them the number of filled slots, int32."""
+    count_L: Tensor | None
+    """See `Selected`, where that is; so are the next two. None: as many as have slots."""
+    lost: Tensor
+    moment_2BHC: Tensor | None
+
+
+def list_type(lists: int) -> torch.dtype:
+    """Return the type of numbers of lists, up to `lists` itself; short ones are sorted faster."""
+    return torch.int16 if lists < 1 << 15 else torch.int32
 
 
 def by_thresholds(
@@ -75,7 +106,6 @@ def by_thresholds(
     window: int,
     attend_self: bool,
     room: int,
-    nearest: bool = False,
 ) -> Selected:
     """Return the members of every cluster by thresholds, or of every position's nearest cluster.
 
@@ -94,77 +124,116 @@ def by_thresholds(
         margin_HC: within which scores are tied, in the type of the scores.
         window: a member reads the last `window` members of its list up to itself.
         attend_self: False: a member does not read itself, unless it would read nothing.
-        room: the number of slots. Without thresholds B * H * N are always enough.
-        nearest: whether to return `nearest_BHN`.
+        room: the number of slots. Without thresholds it must be B * H * N at least.
+    """
+    lists = lists_of(centroid_HCD, x_BHND)
+    if threshold_HC is None:
+        list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
+        entries = entries_of_nearest(list_R, lists, room)
+    else:
+        entries = entries_by_thresholds(centroid_HCD, x_BHND, threshold_HC, margin_HC, room)
+    return selected_with(ranged_members, entries, lists, window, attend_self)
+
+
+def lists_of(centroid_HCD: Tensor, x_BHND: Tensor) -> int:
+    """Return L."""
+    H, C, _ = centroid_HCD.shape
+    return len(x_BHND) * H * C
+
+
+def heads_at_once(x_BHND: Tensor, C: int) -> list[range]:
+    """Return ranges of heads of all sequences whose scores may be in memory at once."""
+    B, H, N, _ = x_BHND.shape
+    count = max(1, MAX_SCORES // max(1, C * N))
+    return [range(first, min(first + count, B * H)) for first in range(0, B * H, count)]
+
+
+def nearest_clusters(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
+    """Return the cluster with the highest score of each position, `[B, H, N]`, int32."""
+    B, H, N, _ = x_BHND.shape
+    nearest_XN = torch.zeros(B * H, N, dtype=torch.int32, device=x_BHND.device)
+    for heads in heads_at_once(x_BHND, centroid_HCD.shape[1]):
+        head_X = torch.arange(heads.start, heads.stop, device=x_BHND.device) % H
+        x_XND = x_BHND.flatten(0, 1)[heads.start : heads.stop]
+        score_XCN = scores_of(centroid_HCD[head_X], x_XND)
+        nearest_XN[heads.start : heads.stop] = highest(score_XCN, margin_HC[head_X]).int()
+    return nearest_XN.view(B, H, N)
+
+
+def nearest_lists(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
+    """Return the list of each row where each position is a member of its nearest cluster alone.
+
+    Returns:
+        `[R]`, of `list_type`.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    decided = decide_all(centroid_HCD, x_BHND, threshold_HC, margin_HC, room=room, nearest=nearest)
-    row_M = row_of_entry(decided.entry_M, C, N)
-    count_L = decided.count_XC.flatten()
-    nearest_BHN = None
-    if decided.nearest_XN is not None:
-        nearest_BHN = decided.nearest_XN.view(B, H, N)
-    moment_2BHC = None
-    if decided.moment_2XC is not None:
-        moment_2BHC = decided.moment_2XC.view(2, B, H, C)
-    return Selected(
-        row_M=row_M,
-        count_L=count_L,
-        lists=lists_of_members(row_M, count_L, B * H * N, window, attend_self),
-        lost=(decided.members - room).clamp(min=0),
-        nearest_BHN=nearest_BHN,
-        moment_2BHC=moment_2BHC,
+    nearest_XN = nearest_clusters(centroid_HCD, x_BHND, margin_HC).view(B * H, N)
+    first_list_X1 = torch.arange(B * H, dtype=torch.int32, device=x_BHND.device)[:, None] * C
+    return (nearest_XN + first_list_X1).flatten().to(list_type(B * H * C))
+
+
+def entries_of_nearest(list_R: Tensor, lists: int, room: int) -> Entries:
+    """Return the `Entries` by the result of `nearest_lists`."""
+    rows = len(list_R)
+    assert room >= rows, "each position is a member"
+    device = list_R.device
+    return Entries(
+        row_S=torch.arange(room, dtype=torch.int32, device=device),
+        list_S=F.pad(list_R, (0, room - rows), value=lists),
+        first_R1=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        count_L=None,
+        lost=torch.zeros(1, dtype=torch.int64, device=device),
+        moment_2BHC=None,
     )
 
 
-class Decided(NamedTuple):
-    """What the scores of all heads decide."""
-
-    entry_M: Tensor
-    """Where each member's score is in the scores `[X, C, N]`, flattened; 0 in empty slots."""
-    count_XC: Tensor
-    members: Tensor
-    """The number of all members, int64 `[1]`; it may exceed the room."""
-    nearest_XN: Tensor | None
-    moment_2XC: Tensor | None
+def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Packed:
+    """Return the members of every cluster where each position joins its nearest one alone."""
+    list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
+    _, row_M, bound_L1 = sorted_lists(list_R, lists_of(centroid_HCD, x_BHND))
+    return Packed(row_M, bound_L1.diff())
 
 
-def decide_all(
+def entries_by_thresholds(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
-    threshold_HC: Tensor | None,
+    threshold_HC: Tensor,
     margin_HC: Tensor,
-    *,
     room: int,
-    nearest: bool,
-) -> Decided:
-    """Return what the scores decide; as many heads at a time as `MAX_SCORES` allows."""
+) -> Entries:
+    """Return the `Entries` by thresholds; as many heads at a time as `MAX_SCORES` allows."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     device = x_BHND.device
-    entry_M1 = torch.zeros(room + 1, dtype=torch.int64, device=device)
+    # Of each member: where its score is in scores [X, N, C], flattened.
+    place_S1 = torch.zeros(room + 1, dtype=torch.int64, device=device)
     members = torch.zeros(1, dtype=torch.int64, device=device)
+    times_XN = torch.zeros(B * H, N, dtype=torch.int64, device=device)
     count_XC = torch.zeros(B * H, C, dtype=torch.int64, device=device)
-    nearest_XN = torch.zeros(B * H, N, dtype=torch.int32, device=device) if nearest else None
-    moment_2XC = None
-    if threshold_HC is not None:
-        moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
-    heads_at_once = max(1, MAX_SCORES // max(1, C * N))
-    for first in range(0, B * H, heads_at_once):
-        last = min(first + heads_at_once, B * H)
-        head_X = torch.arange(first, last, device=device) % H
-        score_XCN = scores_of(centroid_HCD[head_X], x_BHND.flatten(0, 1)[first:last])
-        threshold_XC = None if threshold_HC is None else threshold_HC[head_X]
-        margin_XC = margin_HC[head_X]
-        joins_XCN = memberships(score_XCN, threshold_XC, margin_XC)
-        count_XC[first:last] = joins_XCN.sum(-1)
-        members = collect(joins_XCN.flatten(), first * C * N, entry_M1, members)
-        if nearest_XN is not None:
-            nearest_XN[first:last] = highest(score_XCN, margin_XC).int()
-        if moment_2XC is not None:
-            moment_2XC[:, first:last] = moments(score_XCN)
-    return Decided(entry_M1[:room], count_XC, members, nearest_XN, moment_2XC)
+    moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
+    for heads in heads_at_once(x_BHND, C):
+        some = slice(heads.start, heads.stop)
+        head_X = torch.arange(heads.start, heads.stop, device=device) % H
+        score_XCN = scores_of(centroid_HCD[head_X], x_BHND.flatten(0, 1)[some])
+        joins_XCN = memberships(score_XCN, threshold_HC[head_X], margin_HC[head_X])
+        takes_E = joins_XCN.mT.flatten()
+        members = collect(takes_E, heads.start * C * N, place_S1, members)
+        times_XN[some] = joins_XCN.sum(-2)
+        count_XC[some] = joins_XCN.sum(-1)
+        moment_2XC[:, some] = moments(score_XCN)
+    row_S = place_S1[:room] // max(1, C)
+    list_S = row_S // max(1, N) * C + place_S1[:room] % max(1, C)
+    is_filled_S = torch.arange(room, device=device) < members
+    first_R1 = F.pad(times_XN.flatten().cumsum(0), (1, 0)).clamp(max=room)
+    return Entries(
+        row_S=row_S.int(),
+        list_S=torch.where(is_filled_S, list_S, B * H * C).to(list_type(B * H * C)),
+        first_R1=first_R1.int(),
+        count_L=count_XC.flatten(),
+        lost=(members - room).clamp(min=0),
+        moment_2BHC=moment_2XC.view(2, B, H, C),
+    )
 
 
 def scores_of(centroid_XCD: Tensor, x_XND: Tensor) -> Tensor:
@@ -173,14 +242,10 @@ def scores_of(centroid_XCD: Tensor, x_XND: Tensor) -> Tensor:
         return centroid_XCD.to(x_XND.dtype) @ x_XND.mT
 
 
-def memberships(score_XCN: Tensor, threshold_XC: Tensor | None, margin_XC: Tensor) -> Tensor:
+def memberships(score_XCN: Tensor, threshold_XC: Tensor, margin_XC: Tensor) -> Tensor:
     """Return which positions join which clusters, bool `[X, C, N]`; see `by_thresholds`."""
-    if threshold_XC is None:
-        value_XCN = score_XCN
-        joins_XCN = torch.zeros_like(score_XCN, dtype=torch.bool)
-    else:
-        value_XCN = score_XCN - threshold_XC[..., None]
-        joins_XCN = value_XCN >= -margin_XC[..., None]
+    value_XCN = score_XCN - threshold_XC[..., None]
+    joins_XCN = value_XCN >= -margin_XC[..., None]
     best_X1N = highest(value_XCN, margin_XC)[..., None, :]
     return joins_XCN.scatter(-2, best_X1N, True)
 
@@ -194,23 +259,16 @@ def moments(score_XCN: Tensor) -> Tensor:
     return torch.stack([wide_XCN.sum(-1), wide_XCN.square().sum(-1)])
 
 
-def row_of_entry(entry_M: Tensor, C: int, N: int) -> Tensor:
-    """Return the rows, int32, of entries of the scores `[X, C, N]`, flattened."""
-    head_M = entry_M // max(1, C * N)
-    position_M = entry_M % max(1, N)
-    return (head_M * N + position_M).int()
+def collect(takes_E: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
+    """Append the number `offset + e` to `number_M1` for every e where `takes_E` is true.
 
-
-def collect(takes_S: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
-    """Append the number `offset + s` to `number_M1` for every s where `takes_S` is true.
-
-    Example: takes_S = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1: one number is there,
+    Example: takes_E = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1: one number is there,
     and there is room for M = 2. This writes 11 into slot 1, finds no room for 12, and returns 3.
 
     Args:
-        takes_S: bool.
-        number_M1: numbers, int64, written in place. The last slot is not for numbers: it takes every
-            write that is not wanted or finds no room.
+        takes_E: bool.
+        number_M1: numbers, int64, written in place. The last slot is not for numbers: it takes
+            every write that is not wanted or finds no room.
         done: how many numbers have been appended before, int64 `[1]`. It may exceed the room, as
             numbers without room are counted, too.
 
@@ -218,11 +276,11 @@ def collect(takes_S: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Te
         `done` with those of this call.
     """
     room = len(number_M1) - 1
-    slot_S = done + takes_S.cumsum(0) - 1
-    slot_S = torch.where(takes_S & (slot_S < room), slot_S, room)
-    number_S = torch.arange(offset, offset + len(takes_S), device=number_M1.device)
-    number_M1.scatter_(0, slot_S, number_S)
-    return done + takes_S.sum()
+    slot_E = done + takes_E.cumsum(0) - 1
+    slot_E = torch.where(takes_E & (slot_E < room), slot_E, room)
+    number_E = torch.arange(offset, offset + len(takes_E), device=number_M1.device)
+    number_M1.scatter_(0, slot_E, number_E)
+    return done + takes_E.sum()
 
 
 class Ranges(NamedTuple):
@@ -237,33 +295,97 @@ class Ranges(NamedTuple):
     high_M: Tensor
 
 
-def lists_of_members(
-    row_M: Tensor,
-    count_L: Tensor,
-    rows: int,
+class Members(NamedTuple):
+    """The members in order of lists, all int32."""
+
+    row_M: Tensor
+    """See `Selected`."""
+    start_M: Tensor
+    """With the next three the `Ranges`; the number of slots in empty ones."""
+    stop_M: Tensor
+    low_M: Tensor
+    high_M: Tensor
+    member_S: Tensor
+    """The member in each slot of `Entries`."""
+
+
+Ranged = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Members]
+"""A function with the arguments and the result of `ranged_members`: that one, or its Triton kernel.
+The functions whose names end with `_with` take either."""
+
+
+def selected_with(
+    ranged: Ranged,
+    entries: Entries,
+    lists: int,
     window: int,
     attend_self: bool,
-) -> KernelLists:
-    """Return lists in which queries serve as keys: members read members of their own list.
+) -> Selected:
+    """Return the members of `entries`, sorted by list.
 
     Args:
-        row_M, count_L: see `Selected`.
-        rows: R.
+        ranged: an implementation of `ranged_members`.
+        lists: L.
         window, attend_self: see `by_thresholds`.
     """
-    room = len(row_M)
-    bound_L1 = bounds(count_L, room)
-    member_M = torch.arange(room, device=row_M.device)
-    list_M = list_of(bound_L1, member_M)
-    first_M = bound_L1[list_M]
+    list_M, slot_M, bound_L1 = sorted_lists(entries.list_S, lists)
+    members = ranged(list_M, slot_M, entries.row_S, bound_L1, window, attend_self)
+    # The members of a row are in order of clusters, so that their numbers ascend.
+    by_row = RowMembers(entries.first_R1, members.member_S)
+    ranges = Ranges(members.start_M, members.stop_M, members.low_M, members.high_M)
+    return Selected(
+        row_M=members.row_M,
+        count_L=bound_L1.diff() if entries.count_L is None else entries.count_L,
+        bound_L1=bound_L1,
+        lists=shared_lists(members.row_M, ranges, by_row, bound_L1[-1:].int()),
+        lost=entries.lost,
+        moment_2BHC=entries.moment_2BHC,
+    )
+
+
+def sorted_lists(list_S: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lists of slots, sorted; their slots; and where each list begins, `[L + 1]`.
+
+    The members of a list stay in order of rows. Empty slots, which have list L, come last.
+    """
+    list_M, slot_M = list_S.sort(stable=True)
+    number_L1 = torch.arange(lists + 1, dtype=list_M.dtype, device=list_M.device)
+    return list_M, slot_M, torch.searchsorted(list_M, number_L1)
+
+
+def ranged_members(
+    list_M: Tensor,
+    slot_M: Tensor,
+    row_S: Tensor,
+    bound_L1: Tensor,
+    window: int,
+    attend_self: bool,
+) -> Members:
+    """Return the members with the ranges of their lists.
+
+    Args:
+        list_M: the list of each member; L in empty slots, which come last.
+        slot_M: its slot in order of rows.
+        row_S: the row of each slot.
+        bound_L1: see `Selected`.
+        window, attend_self: see `by_thresholds`.
+    """
+    room = len(list_M)
+    member_M = torch.arange(room, device=list_M.device)
+    first_M = bound_L1[list_M.long()]
     # Empty slots have list L, whose end does not exist; their ranges are overwritten below.
-    end_M = bound_L1[(list_M + 1).clamp(max=len(count_L))]
+    end_M = bound_L1[(list_M + 1).clamp(max=len(bound_L1) - 1).long()]
     ranges = ranges_around(member_M, first_M, end_M, window, attend_self)
     is_filled_M = member_M < bound_L1[-1]
-    ranges = Ranges(*(torch.where(is_filled_M, x_M, room).int() for x_M in ranges))
-    # Empty slots get a row that does not exist: they are members of no row.
-    by_row = row_members(torch.where(is_filled_M, row_M, rows), rows)
-    return shared_lists(row_M, ranges, by_row, bound_L1[-1:].int())
+    start_M, stop_M, low_M, high_M = (torch.where(is_filled_M, x_M, room).int() for x_M in ranges)
+    return Members(
+        row_M=torch.where(is_filled_M, row_S[slot_M], 0),
+        start_M=start_M,
+        stop_M=stop_M,
+        low_M=low_M,
+        high_M=high_M,
+        member_S=torch.empty_like(member_M).scatter(0, slot_M, member_M).int(),
+    )
 
 
 def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tensor) -> KernelLists:
@@ -383,7 +505,7 @@ class Places(NamedTuple):
 def places(selected: Selected, length: int) -> Places:
     """Return where the members are. `length`: N."""
     room = len(selected.row_M)
-    bound_L1 = bounds(selected.count_L, room)
+    bound_L1 = selected.bound_L1
     member_M = torch.arange(room, device=bound_L1.device)
     list_M = list_of(bound_L1, member_M)
     position_M = selected.row_M % max(1, length)
@@ -399,7 +521,7 @@ def key_ranges(
     attend_self: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return start and stop of the key members that queries read; any numbers in empty slots."""
-    bound_L1 = bounds(keys.count_L, len(keys.row_M))
+    bound_L1 = keys.bound_L1
     stop_P = torch.searchsorted(key_places.order_M, query_places.order_M, right=True)
     stop_P = stop_P.minimum(bound_L1[-1])
     start_P = bound_L1[query_places.list_M].maximum(stop_P - window)
@@ -536,10 +658,9 @@ def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool)
 def list_sums(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
     """Return the sum of the vectors of each list's members, `[L, D]`, float64.
 
-    Lost members are not in it.
-
     Args:
-        row_M, count_L: see `Selected`.
+        row_M: the members' rows, list after list.
+        count_L: how many members of each list are there; lost ones are not.
     """
     if not len(x_RD):
         return x_RD.new_zeros(len(count_L), x_RD.shape[1], dtype=torch.float64)

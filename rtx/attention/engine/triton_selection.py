@@ -7,8 +7,9 @@ can replay it.
 
 Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, D head size, W attention
 window, L = B * H * C lists, L1 = L + 1, R = B * H * N rows (row = (b * H + h) * N + n), R1 = R + 1,
-M slots of members, K scores. T tiles of positions: of `TILE` positions for scores and their
-moments, of `MEMBER_TILE` for members. LT = L * T.
+S slots of members in order of rows, M slots of members in order of lists, K scores. T tiles of
+positions: of `TILE` positions for scores and their moments, of `TALLY_TILE` for counts.
+LT = L * T.
 """
 
 import functools
@@ -20,23 +21,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.lists import RowMembers
+from rtx.attention.engine.lists import KernelLists, row_members
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
 from rtx.attention.engine.static_selection import (
+    Entries,
+    Members,
     Ranges,
     Selected,
     best_places_with,
     bounds,
+    entries_of_nearest,
+    list_type,
+    lists_of,
+    selected_with,
     shared_lists,
+    sorted_lists,
     top_members_with,
 )
+from rtx.attention.packed import Packed
 
 TILE = 64
 """Positions that a program of `score_kernel` works on."""
-MEMBER_TILE = 32
-"""Positions that a program of `tally_kernel` or `write_kernel` works on; more spill registers."""
-ORDER_TILE = 256
-"""Slots that a program of `order_kernel` works on."""
+TALLY_TILE = 256
+"""Positions that a program of `tally_kernel` works on."""
+EMIT_TILE = 128
+"""Positions that a program of `emit_kernel` works on."""
+RANGE_TILE = 256
+"""Slots that a program of `range_kernel` works on."""
 
 
 @functools.cache
@@ -72,44 +83,6 @@ def precision(device: torch.device) -> str:
 # Members by thresholds.
 
 
-class Members(NamedTuple):
-    """What the operator `select_members` returns; see `Selected` and `Ranges`."""
-
-    row_M: Tensor
-    count_L: Tensor
-    start_M: Tensor
-    stop_M: Tensor
-    low_M: Tensor
-    high_M: Tensor
-    first_R1: Tensor
-    """With `member_M` the `RowMembers`."""
-    member_M: Tensor
-    count: Tensor
-    """The number of filled slots, int32 `[1]`."""
-    lost: Tensor
-    nearest_BHN: Tensor
-    """Empty unless requested."""
-    moment_2BHC: Tensor
-    """Empty without thresholds."""
-
-
-MembersTuple = tuple[
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-]
-"""The type of `Members` for torch.library, which has no named tuples."""
-
-
 def by_thresholds(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
@@ -119,127 +92,112 @@ def by_thresholds(
     window: int,
     attend_self: bool,
     room: int,
-    nearest: bool = False,
 ) -> Selected:
     """Return what `static_selection.by_thresholds` does, of float32."""
-    assert x_BHND.dtype == torch.float32, "the kernels compute in float32"
-    outputs = select_members(
-        centroid_HCD.detach(),
-        x_BHND.detach(),
-        None if threshold_HC is None else threshold_HC.detach(),
-        margin_HC.detach(),
-        window,
-        attend_self,
-        room,
-        nearest,
-    )
-    members = Members(*outputs)
-    ranges = Ranges(members.start_M, members.stop_M, members.low_M, members.high_M)
-    by_row = RowMembers(members.first_R1, members.member_M)
-    return Selected(
-        row_M=members.row_M,
-        count_L=members.count_L,
-        lists=shared_lists(members.row_M, ranges, by_row, members.count),
-        lost=members.lost,
-        nearest_BHN=members.nearest_BHN if nearest else None,
-        moment_2BHC=None if threshold_HC is None else members.moment_2BHC,
-    )
+    lists = lists_of(centroid_HCD, x_BHND)
+    window = min(window, x_BHND.shape[2])
+    if threshold_HC is None:
+        list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
+        entries = entries_of_nearest(list_R, lists, room)
+    else:
+        given = centroid_HCD.detach(), x_BHND.detach(), threshold_HC.detach(), margin_HC.detach()
+        entries = Entries(*entries_by_thresholds(*given, room))
+    return selected_with(ranged_members, entries, lists, window, attend_self)
 
 
-def members_by_kernels(
+def nearest_clusters(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
+    """Return what `static_selection.nearest_clusters` does, of float32."""
+    return nearest_by_kernel(centroid_HCD.detach(), x_BHND.detach(), margin_HC.detach(), False)
+
+
+def nearest_lists(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
+    """Return what `static_selection.nearest_lists` does, of float32."""
+    given = centroid_HCD.detach(), x_BHND.detach(), margin_HC.detach()
+    return nearest_by_kernel(*given, True).flatten()
+
+
+def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Packed:
+    """Return what `static_selection.nearest_members` does, of float32."""
+    list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
+    _, row_M, bound_L1 = sorted_lists(list_R, lists_of(centroid_HCD, x_BHND))
+    return Packed(row_M, bound_L1.diff())
+
+
+@torch.library.custom_op("rtx::nearest_clusters", mutates_args=())
+def nearest_by_kernel(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
-    threshold_HC: Tensor | None,
     margin_HC: Tensor,
-    window: int,
-    attend_self: bool,
-    room: int,
-    nearest: bool,
-) -> MembersTuple:
-    """Return the `Members`, by the kernels in the order that `selection_kernels.py` describes."""
-    has_thresholds = threshold_HC is not None
-    if not x_BHND.numel():
-        return no_members(centroid_HCD, x_BHND, has_thresholds, room, nearest)
-    C = centroid_HCD.shape[1]
-    # Without thresholds the nearest cluster is the highest one, which is written in any case.
-    wants_nearest = nearest and has_thresholds
-    scored = launch_score(centroid_HCD, x_BHND, threshold_HC, margin_HC, wants_nearest)
-    count_LT = launch_tally(scored, C, has_thresholds)
-    last_LT = count_LT.flatten().cumsum(0)
-    written = launch_write(scored, count_LT, last_LT, room, window, attend_self, has_thresholds)
-    ordered = launch_order(written, last_LT[-1:])
-    return Members(
-        row_M=written.row_M,
-        count_L=count_LT.sum(-1),
-        start_M=written.start_M,
-        stop_M=written.stop_M,
-        low_M=written.low_M,
-        high_M=written.high_M,
-        first_R1=ordered.first_R1,
-        member_M=ordered.member_M,
-        count=ordered.count,
-        lost=ordered.lost,
-        nearest_BHN=scored.highest_BHN if nearest and not has_thresholds else scored.nearest_BHN,
-        moment_2BHC=launch_moments(scored.moment_2LT, x_BHND, C),
-    )
+    as_lists: bool,
+) -> Tensor:
+    """Return the cluster with the highest score of each position, `[B, H, N]`, int32.
+
+    Args:
+        as_lists: return the numbers of lists instead, of `list_type`.
+    """
+    return launch_score(centroid_HCD, x_BHND, None, margin_HC, as_lists).highest_BHN
 
 
-select_members = torch.library.custom_op("rtx::select_members", members_by_kernels, mutates_args=())
-
-
-@select_members.register_fake
+@nearest_by_kernel.register_fake
 def _(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
-    threshold_HC: Tensor | None,
     margin_HC: Tensor,
-    window: int,
-    attend_self: bool,
-    room: int,
-    nearest: bool,
-) -> MembersTuple:
-    return no_members(centroid_HCD, x_BHND, threshold_HC is not None, room, nearest)
+    as_lists: bool,
+) -> Tensor:
+    dtype = list_type(lists_of(centroid_HCD, x_BHND)) if as_lists else torch.int32
+    return x_BHND.new_empty(x_BHND.shape[:3], dtype=dtype)
 
 
-def no_members(
+@torch.library.custom_op("rtx::entries_by_thresholds", mutates_args=())
+def entries_by_thresholds(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
-    has_thresholds: bool,
+    threshold_HC: Tensor,
+    margin_HC: Tensor,
     room: int,
-    nearest: bool,
-) -> Members:
-    """Return the result of `select_members` without positions: all slots are empty.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `Entries`, by the kernels in the order that `selection_kernels.py` describes."""
+    C = centroid_HCD.shape[1]
+    if not x_BHND.numel():
+        return empty_entries(centroid_HCD, x_BHND, threshold_HC, margin_HC, room)
+    scored = launch_score(centroid_HCD, x_BHND, threshold_HC, margin_HC)
+    tallied = launch_tally(scored, C)
+    last_R = tallied.times_R.cumsum(0)
+    row_S, list_S, first_R1 = launch_emit(scored, tallied.times_R, last_R, C, room)
+    count_L = tallied.count_XTC.sum(1).flatten()
+    lost = (last_R[-1:] - room).clamp(min=0)
+    return row_S, list_S, first_R1, count_L, lost, launch_moments(scored.moment_2LT, x_BHND, C)
 
-    It has the shapes and types of any result, so that it serves as the operator's fake as well.
+
+@entries_by_thresholds.register_fake
+def empty_entries(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor,
+    margin_HC: Tensor,
+    room: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the result of `entries_by_thresholds` without positions: all slots are empty.
+
+    It has the shapes and types of any result.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    row_M = x_BHND.new_zeros(room, dtype=torch.int32)
-    count_L = x_BHND.new_zeros(B * H * C, dtype=torch.int64)
-    nearest_shape = (B, H, N) if nearest else (0,)
-    moment_shape = (2, B, H, C) if has_thresholds else (0,)
-    return Members(
-        row_M=row_M,
-        count_L=count_L,
-        start_M=torch.full_like(row_M, room),
-        stop_M=torch.full_like(row_M, room),
-        low_M=torch.full_like(row_M, room),
-        high_M=torch.full_like(row_M, room),
-        first_R1=row_M.new_zeros(B * H * N + 1),
-        member_M=torch.arange(room, dtype=torch.int32, device=row_M.device),
-        count=row_M.new_zeros(1),
-        lost=count_L.new_zeros(1),
-        nearest_BHN=row_M.new_zeros(nearest_shape),
-        moment_2BHC=x_BHND.new_zeros(moment_shape, dtype=torch.float64),
-    )
+    L = B * H * C
+    row_S = x_BHND.new_zeros(room, dtype=torch.int32)
+    list_S = x_BHND.new_full((room,), L, dtype=list_type(L))
+    first_R1 = row_S.new_zeros(B * H * N + 1)
+    count_L = x_BHND.new_zeros(L, dtype=torch.int64)
+    moment_2BHC = x_BHND.new_zeros(2, B, H, C, dtype=torch.float64)
+    return row_S, list_S, first_R1, count_L, count_L.new_zeros(1), moment_2BHC
 
 
 class Scored(NamedTuple):
-    """What `score_kernel` writes; `nearest_BHN` and `moment_2LT` may be empty."""
+    """What `score_kernel` writes; without thresholds `highest_BHN` alone has elements."""
 
     bits: Tensor
     highest_BHN: Tensor
-    nearest_BHN: Tensor
     moment_2LT: Tensor
 
 
@@ -248,30 +206,37 @@ def launch_score(
     x_BHND: Tensor,
     threshold_HC: Tensor | None,
     margin_HC: Tensor,
-    nearest: bool,
+    as_lists: bool = False,
 ) -> Scored:
-    """Score all positions; return what `score_kernel` writes."""
+    """Score all positions; return what `score_kernel` writes.
+
+    Args:
+        as_lists: whether `highest_BHN` has the numbers of lists, not of clusters.
+    """
+    assert x_BHND.dtype == torch.float32, "the kernels compute in float32"
     module = kernels()
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
     tiles = whole_pieces(N, TILE)
     has_thresholds = threshold_HC is not None
     words = whole_pieces(C, int(module.CLUSTERS.value)) if has_thresholds else 0
-    bits = x_BHND.new_empty(B * H, words, N, dtype=torch.int32)
-    highest_BHN = x_BHND.new_empty(B, H, N, dtype=torch.int32)
-    nearest_BHN = x_BHND.new_empty((B, H, N) if nearest else (0,), dtype=torch.int32)
-    moment_2LT = x_BHND.new_empty(2, B * H * C, tiles if has_thresholds else 0)
+    dtype = list_type(B * H * C) if as_lists else torch.int32
+    scored = Scored(
+        bits=x_BHND.new_empty(B * H, words, N, dtype=torch.int32),
+        highest_BHN=x_BHND.new_empty(B, H, N, dtype=dtype),
+        moment_2LT=x_BHND.new_empty(2, B * H * C, tiles if has_thresholds else 0),
+    )
     margin_HC = margin_HC.contiguous()
     # Without thresholds the kernel does not read them, but needs a pointer.
     threshold_HC = margin_HC if threshold_HC is None else threshold_HC.contiguous()
     exactness = precision(x_BHND.device)
-    module.score_kernel[(B * H, tiles)](
-        x_BHND.contiguous(), centroid_HCD.contiguous(), threshold_HC, margin_HC,
-        bits, highest_BHN, nearest_BHN, moment_2LT, N, H, C,
-        D=D, CHUNK=chunk_of(D, exactness), BN=TILE, PRECISION=exactness,
-        THRESHOLDS=has_thresholds, NEAREST=nearest, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return Scored(bits, highest_BHN, nearest_BHN, moment_2LT)
+    if x_BHND.numel():
+        module.score_kernel[(B * H, tiles)](
+            x_BHND.contiguous(), centroid_HCD.contiguous(), threshold_HC, margin_HC, *scored,
+            N, H, C, C if as_lists else 0, D=D, CHUNK=chunk_of(D, exactness), BN=TILE,
+            PRECISION=exactness, THRESHOLDS=has_thresholds, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return scored
 
 
 def chunk_of(size: int, exactness: str) -> int:
@@ -283,111 +248,143 @@ def chunk_of(size: int, exactness: str) -> int:
     return min(most, max(16, power_of_two(size)))
 
 
-def launch_tally(scored: Scored, C: int, has_thresholds: bool) -> Tensor:
-    """Return how many members each list has in each tile of `MEMBER_TILE` positions, `[L, T]`."""
-    B, H, N = scored.highest_BHN.shape
-    tiles = whole_pieces(N, MEMBER_TILE)
-    count_LT = scored.bits.new_empty(B * H * C, tiles)
-    kernels().tally_kernel[(B * H, tiles)](
-        scored.bits, scored.highest_BHN, count_LT, N, C,
-        BN=MEMBER_TILE, THRESHOLDS=has_thresholds, num_warps=4,
-    )  # fmt: skip
-    return count_LT
+class Tallied(NamedTuple):
+    """What `tally_kernel` counts."""
 
-
-class Written(NamedTuple):
-    """What `write_kernel` writes; empty slots are not written."""
-
-    row_M: Tensor
-    start_M: Tensor
-    stop_M: Tensor
-    low_M: Tensor
-    high_M: Tensor
-    rank_M: Tensor
-    """How many members with the same row are in lists before."""
     times_R: Tensor
     """How many members each row has."""
+    count_XTC: Tensor
+    """How many members each cluster has in each tile of `TALLY_TILE` positions."""
 
 
-def launch_write(
+def launch_tally(scored: Scored, C: int) -> Tallied:
+    """Count members."""
+    B, H, N = scored.highest_BHN.shape
+    tiles = whole_pieces(N, TALLY_TILE)
+    tallied = Tallied(scored.bits.new_empty(B * H * N), scored.bits.new_empty(B * H, tiles, C))
+    kernels().tally_kernel[(B * H, tiles)](
+        scored.bits, scored.highest_BHN, *tallied, N, C, BN=TALLY_TILE, num_warps=4,
+    )  # fmt: skip
+    return tallied
+
+
+def launch_emit(
     scored: Scored,
-    count_LT: Tensor,
-    last_LT: Tensor,
+    times_R: Tensor,
+    last_R: Tensor,
+    C: int,
     room: int,
-    window: int,
-    attend_self: bool,
-    has_thresholds: bool,
-) -> Written:
-    """Write all members to their slots.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `row_S`, `list_S` and `first_R1` of `Entries`.
 
     Args:
-        count_LT: the result of `launch_tally`.
-        last_LT: its running sums, flattened, each with its own count included.
+        last_R: the running sums of `times_R`, each with its own number included, int64.
     """
     B, H, N = scored.highest_BHN.shape
-    L, tiles = count_LT.shape
-    new_empty = scored.bits.new_empty
-    written = Written(
-        row_M=new_empty(room),
-        start_M=new_empty(room),
-        stop_M=new_empty(room),
-        low_M=new_empty(room),
-        high_M=new_empty(room),
-        rank_M=new_empty(room),
-        times_R=new_empty(B * H * N),
-    )
-    C = L // (B * H)
-    kernels().write_kernel[(B * H, tiles)](
-        scored.bits, scored.highest_BHN, count_LT, last_LT, *written, room, min(window, N), N, C,
-        BN=MEMBER_TILE, THRESHOLDS=has_thresholds, SELF=attend_self, num_warps=4,
+    L = B * H * C
+    row_S = scored.bits.new_empty(room)
+    list_S = scored.bits.new_full((room,), L, dtype=list_type(L))
+    first_R1 = scored.bits.new_empty(B * H * N + 1)
+    kernels().emit_kernel[(B * H, whole_pieces(N, EMIT_TILE))](
+        scored.bits, scored.highest_BHN, times_R, last_R, row_S, list_S, first_R1, room, N, C,
+        BN=EMIT_TILE, num_warps=4,
     )  # fmt: skip
+    return row_S, list_S, first_R1
+
+
+def ranged_members(
+    list_M: Tensor,
+    slot_M: Tensor,
+    row_S: Tensor,
+    bound_L1: Tensor,
+    window: int,
+    attend_self: bool,
+) -> Members:
+    """Return what `static_selection.ranged_members` does."""
+    return Members(*ranges_by_kernel(list_M, slot_M, row_S, bound_L1, window, attend_self))
+
+
+@torch.library.custom_op("rtx::ranged_members", mutates_args=())
+def ranges_by_kernel(
+    list_M: Tensor,
+    slot_M: Tensor,
+    row_S: Tensor,
+    bound_L1: Tensor,
+    window: int,
+    attend_self: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `Members`."""
+    members = empty_members(list_M, slot_M, row_S, bound_L1, window, attend_self)
+    room = len(list_M)
+    if room:
+        kernels().range_kernel[(whole_pieces(room, RANGE_TILE),)](
+            list_M, slot_M, row_S, bound_L1, *members, room, window, len(bound_L1) - 1,
+            BM=RANGE_TILE, SELF=attend_self, num_warps=4,
+        )  # fmt: skip
+    return members
+
+
+@ranges_by_kernel.register_fake
+def empty_members(
+    list_M: Tensor,
+    slot_M: Tensor,
+    row_S: Tensor,
+    bound_L1: Tensor,
+    window: int,
+    attend_self: bool,
+) -> Members:
+    """Return tensors of the shapes and types of `Members`."""
+    return Members(*(torch.empty_like(list_M, dtype=torch.int32) for _ in Members._fields))
+
+
+def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool) -> KernelLists:
+    """Return what `static_selection.top_lists` does, of int32."""
+    row_M, *ranges = top_ranges(position_XCW, length, window, attend_self)
+    count = torch.full((1,), len(row_M), dtype=torch.int32, device=row_M.device)
+    by_row = row_members(row_M, position_XCW.shape[:-2].numel() * length)
+    return shared_lists(row_M, Ranges(*ranges), by_row, count)
+
+
+@torch.library.custom_op("rtx::top_ranges", mutates_args=())
+def top_ranges(
+    position_XCW: Tensor,
+    length: int,
+    window: int,
+    attend_self: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows of members and their `Ranges`."""
+    assert position_XCW.dtype == torch.int32, "the kernel counts in int32"
+    written = empty_top_ranges(position_XCW, length, window, attend_self)
+    room = position_XCW.numel()
+    C, W = position_XCW.shape[-2:]
+    if room:
+        kernels().top_range_kernel[(whole_pieces(room, RANGE_TILE),)](
+            position_XCW.contiguous(), *written, length, C, W, room, min(window, W),
+            BM=RANGE_TILE, SELF=attend_self, num_warps=4,
+        )  # fmt: skip
     return written
 
 
-class Ordered(NamedTuple):
-    """What `order_kernel` writes, and what it sorts by."""
-
-    first_R1: Tensor
-    """Where the members of each row begin in `member_M`."""
-    member_M: Tensor
-    count: Tensor
-    lost: Tensor
-
-
-def launch_order(written: Written, total: Tensor) -> Ordered:
-    """Sort the members by row; fill the empty slots of `written` in place.
-
-    Args:
-        total: the number of members, int64 `[1]`; it may exceed the room.
-    """
-    room = len(written.row_M)
-    first_R1 = written.times_R.new_zeros(len(written.times_R) + 1)
-    torch.cumsum(written.times_R, 0, dtype=torch.int32, out=first_R1[1:])
-    ordered = Ordered(
-        first_R1=first_R1,
-        member_M=torch.empty_like(written.row_M),
-        count=written.row_M.new_empty(1),
-        lost=total.new_empty(1),
-    )
-    # One program at least: it writes the counts, also without any slot.
-    programs = max(1, whole_pieces(room, ORDER_TILE))
-    kernels().order_kernel[(programs,)](
-        written.row_M, written.start_M, written.stop_M, written.low_M, written.high_M,
-        written.rank_M, first_R1, total, ordered.member_M, ordered.count, ordered.lost, room,
-        BM=ORDER_TILE, num_warps=4,
-    )  # fmt: skip
-    return ordered
+@top_ranges.register_fake
+def empty_top_ranges(
+    position_XCW: Tensor,
+    length: int,
+    window: int,
+    attend_self: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return tensors of the shapes and types of the result of `top_ranges`."""
+    row_M = position_XCW.new_empty(position_XCW.numel())
+    start_M, stop_M, low_M, high_M = (torch.empty_like(row_M) for _ in Ranges._fields)
+    return row_M, start_M, stop_M, low_M, high_M
 
 
 def launch_moments(moment_2LT: Tensor, x_BHND: Tensor, C: int) -> Tensor:
-    """Return the sums `[2, B, H, C]` of scores and of their squares; empty without `moment_2LT`.
+    """Return the sums `[2, B, H, C]` of scores and of their squares.
 
     Args:
         moment_2LT: the moments of tiles of `TILE` positions.
     """
     _, L, tiles = moment_2LT.shape
-    if not tiles:
-        return moment_2LT.new_empty(0, dtype=torch.float64)
     B, H, N, _ = x_BHND.shape
     moment_2BHC = moment_2LT.new_empty(2, B, H, C, dtype=torch.float64)
     sizes = {"TILE": TILE, "BT": 128, "num_warps": 4}
