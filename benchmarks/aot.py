@@ -49,6 +49,8 @@ class Form:
     values: bool = False
     dropout: bool = False
     by_member: bool = False
+    """With gradients of outputs and log-sums by member."""
+    in_order: bool = False
     tile: packed_launch.Tile | None = None
     """Other than that of `packed_launch.TILES`."""
 
@@ -60,7 +62,7 @@ class Form:
     def words(self) -> str:
         """What of the optional terms it has."""
         named = {"hidden": self.hidden, "distances": self.distances, "values": self.values}
-        named |= {"dropout": self.dropout, "by_member": self.by_member}
+        named |= {"dropout": self.dropout, "by_member": self.by_member, "in_order": self.in_order}
         return "+".join(word for word, has in named.items() if has) or "-"
 
     def constants(self) -> dict[str, Any]:
@@ -76,7 +78,8 @@ class Form:
         absent += [] if self.dropout else ["seed"]
         absent += [] if self.by_member else ["dlse"]
         flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
-        flags |= {"BY_MEMBER": self.by_member, "HAS_DLSE": self.by_member, "HIDDEN": self.hidden}
+        flags |= {"BY_MEMBER": self.by_member or self.in_order, "HAS_DLSE": self.by_member}
+        flags |= {"HIDDEN": self.hidden, "IN_ORDER": self.in_order}
         tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
         return packed_launch.head_sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
 
@@ -86,14 +89,15 @@ def forms() -> Iterator[Form]:
     kernels = ("attend", "dq", "dkv")
     shaw: dict[str, Any] = {"distances": True, "values": True}
     dropped: dict[str, Any] = shaw | {"dropout": True}
-    terms: list[dict[str, Any]] = [{}, {"by_member": True}, {"hidden": 1}, {"dropout": True}, {"distances": True}]
-    terms += [shaw, dropped, shaw | {"hidden": 1}]
+    terms: list[dict[str, Any]] = [{}, {"in_order": True}, {"by_member": True}, {"hidden": 1}, {"dropout": True}]
+    terms += [{"distances": True}, shaw, shaw | {"in_order": True}, dropped, shaw | {"hidden": 1}]
     for size in (64, 128):
         for kernel in kernels:
             for each in terms:
                 if kernel != "attend" or "by_member" not in each:  # which makes no difference there
                     yield Form(kernel, size, torch.bfloat16, **each)
         yield Form("weigh", size, torch.bfloat16, **shaw)
+        yield Form("weigh", size, torch.bfloat16, **shaw, in_order=True)
         yield Form("weigh", size, torch.bfloat16, **dropped)
         for by_member in (False, True):
             yield Form("by_row", size, torch.bfloat16, by_member=by_member)

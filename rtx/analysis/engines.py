@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.choices import Choice, Indexer
-from rtx.attention.engine import ENGINES, blocks, by_triton, choose, dense, flex, indexed, windows
+from rtx.attention.engine import ENGINES, blocks, by_triton, choose, dense, flash, flex, indexed, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Relative
 from rtx.attention.packed import Indexed, Part, Reads
@@ -27,13 +27,15 @@ META = torch.device("meta")
 TYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp64": torch.float64}
 """Of queries, keys and values, by precision; float32 with the others."""
 NAMES = {
+    dense: "torch's scaled_dot_product_attention",
+    flash: "torch's flash kernel",
     by_triton: "our kernels for packed lists",
     flex: "torch's FlexAttention",
     windows: "torch's operations on tiles of the lists",
     blocks: "torch's operations on blocks of the lists",
     indexed: "torch's operations on all scores",
 }
-"""In words, but for torch's own kernels for whole sequences, of which there are two."""
+"""In words."""
 
 
 class Computed(NamedTuple):
@@ -47,19 +49,9 @@ class Computed(NamedTuple):
 
     def phrase(self) -> str:
         """Return "by <engine>", and which other engines cannot compute this and why."""
-        by = "by no engine" if self.engine is None else f"by {name_of(self.engine, self.problem.part)}"
+        by = "by no engine" if self.engine is None else f"by {NAMES[self.engine]}"
         reasons = [f"not {name}: {reason}" for name, reason in self.refusals.items()]
         return f"{by} ({'; '.join(reasons)})" if reasons else by
-
-
-def name_of(engine: ModuleType, part: Part) -> str:
-    """Return an engine's name in words."""
-    if engine is not dense:
-        return NAMES[engine]
-    assert isinstance(part, Reads) and part.window is not None
-    if dense.reads_everything(part.window):
-        return "torch's scaled_dot_product_attention"
-    return "torch's flash kernel"
 
 
 def gpu_here() -> torch.device:
@@ -181,12 +173,15 @@ def chosen(problem: Problem, backend: str) -> Computed:
     for earlier in itertools.takewhile(lambda each: each is not engine, ENGINES[backend]):
         reason = earlier.refusal(problem)
         if reason is not None and is_made_for(earlier, problem.part):
-            refusals[name_of(earlier, problem.part)] = reason
+            refusals[NAMES[earlier]] = reason
     return Computed(problem, engine, refusals)
 
 
 def is_made_for(engine: ModuleType, part: Part) -> bool:
     """Tell whether an engine computes parts of such a form, whatever their sizes, types and terms."""
-    if engine is dense:
-        return isinstance(part, Reads) and part.window is not None
-    return isinstance(part, Reads) and engine in (by_triton, flex)
+    if not isinstance(part, Reads):
+        return False
+    if engine in (dense, flash):
+        reads_everything = part.window is not None and dense.reads_everything(part.window)
+        return part.window is not None and reads_everything == (engine is dense)
+    return engine in (by_triton, flex)

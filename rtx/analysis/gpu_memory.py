@@ -11,7 +11,7 @@ import torch
 
 from rtx.analysis.engines import Computed, distances_of, shares_keys
 from rtx.attention.choices import Choice
-from rtx.attention.engine import by_triton, choose, dense, flex, windows
+from rtx.attention.engine import by_triton, choose, dense, flash, flex, windows
 from rtx.attention.engine.blocks import MAX_SCORES_GPU
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, kernel_lists
@@ -58,7 +58,7 @@ def kept_by_engine(one: Computed, pattern: Pattern, config: Config, narrow: int,
         first: of the parts, which share queries, keys and values.
     """
     engine = engine_of(one)
-    if engine is dense:
+    if engine in (dense, flash):
         return whole(one, pattern, config, narrow)
     if engine is by_triton:
         return packed(one, pattern, config, narrow, first)
@@ -105,11 +105,12 @@ def whole(one: Computed, pattern: Pattern, config: Config, narrow: int) -> Kept:
 def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: bool) -> Kept:
     """Our kernels: queries, keys, values, outputs by member, log-sums, and lists.
 
-    Outputs by row go on, and are kept by who reads them. Gradients are first there by member, and with
-    them products by distance of every row and weights by distance of every member.
+    Outputs by row go on, and are kept by who reads them. Gradients are first there by member, unless members are
+    rows, and with them products by distance of every row and weights by distance of every member.
     """
     part, joined = one.problem.part, one.problem.by_member
     assert isinstance(part, Reads)
+    in_order = part.window is not None and part.window.memory == 0
     P, M, rows = len(part.start_P), len(part.key.row_M), part.length
     size = config.model.hidden // config.model.heads
     inputs = (2 if shares_keys(pattern) else 3) * rows * narrow * first
@@ -119,7 +120,7 @@ def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: 
         inputs += WIDE * rows * first * isinstance(pattern, Lsh)  # and so are queries, of which keys are made
     others = SUM * P + lists_bytes(part, pattern, rows)
     # Joined, every member has a row number, an exponential, a share and what these are made of.
-    others += (INDEX + 4 * SUM) * P if joined else SUM * rows
+    others += (INDEX + 4 * SUM) * P if joined else SUM * rows * (not in_order)
     return Kept(
         vectors=inputs + outputs,
         others=others,
@@ -127,7 +128,7 @@ def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: 
         projection=True,
         freed=max(0, outputs - rows * narrow),
         inside=views(pattern, config) * rows * narrow * first,
-        passing=(P + 2 * M) * size * narrow + SUM * P + tables_bytes(one, config, narrow),
+        passing=(P + 2 * M) * size * narrow * (not in_order) + SUM * P + tables_bytes(one, config, narrow),
     )
 
 

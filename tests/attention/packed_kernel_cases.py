@@ -4,7 +4,7 @@ Without TRITON_INTERPRET=1 the same tests run on a GPU.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from rtx.attention import engine
 from rtx.attention.engine import packed_attention
 from rtx.attention.engine.lists import KernelLists, RowMembers, kernel_lists
 from rtx.attention.engine.softmax import Relative, Terms
-from rtx.attention.packed import Hidden, Packed, Reads, members_read
+from rtx.attention.packed import Hidden, Packed, Reads, Window, members_read
 
 DEVICE = "cpu" if packed_attention.INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -84,6 +84,15 @@ def clusters(sizes: Sizes, window: int = 9, attend_self: bool = False) -> Reads:
     """Queries stand for keys."""
     both = members(sizes, 0.6)
     return members_read(both, both, sizes.N, window, attend_self)
+
+
+def whole(sizes: Sizes, window: int = 9) -> Reads:
+    """Every list is one sequence, in order."""
+    row_R = torch.arange(sizes.rows, device=DEVICE)
+    count_L = torch.full((sizes.B * sizes.H,), sizes.N, device=DEVICE)
+    both = Packed(row_R, count_L)
+    part = members_read(both, both, sizes.N, window)
+    return part._replace(window=Window(sizes.N, window, memory=0))
 
 
 def apart(sizes: Sizes) -> Reads:
@@ -304,12 +313,51 @@ def test_keys_by_distance_of_each_head_with_a_bias(joined: bool) -> None:
     check(q, k, v, causal_apart(sizes), Terms(0.25, relative=relative), joined)
 
 
-def test_views_of_one_projection() -> None:
+@pytest.mark.parametrize("N", [33, 64, 150])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_whole_sequences_in_order(dtype: torch.dtype, joined: bool, N: int) -> None:
+    sizes = Sizes(N=N, E=32)
+    q, k = (draw(2, 2, N, 16, dtype=dtype) for _ in range(2))
+    part = whole(sizes, window=40)
+    assert kernel_lists(part, sizes.rows).in_order
+    check(q, k, draw(2, 2, N, 32, dtype=dtype), part, Terms(0.25), joined)
+
+
+@pytest.mark.parametrize("entries", [0, 6, 200])
+def test_queries_for_keys_of_whole_sequences(entries: int) -> None:
+    sizes = Sizes(N=70)
+    q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
+    relative = Relative(draw(2, entries, 16), draw(entries, 16), draw(2, entries)) if entries else None
+    check(q, q, v, whole(sizes), Terms(0.25, relative=relative), joined=False)
+
+
+def test_dropout_in_whole_sequences() -> None:
+    sizes = Sizes(B=1, H=1, N=80)
+    q, k, v = (draw(1, 1, sizes.N, 16) for _ in range(3))
+    part = whole(sizes, window=30)
+    check(q, k, v, part, Terms(0.25, 0.3), False, kept_PM=kept_pairs(part, 0.3))
+
+
+def test_a_memory_is_read_by_none_of_its_own() -> None:
+    sizes = Sizes(N=70)
+    part = whole(sizes)
+    is_memory_R = part.query.row_M % sizes.N < 20
+    queries = part.query.keep(~is_memory_R)
+    part = members_read(queries, part.key, sizes.N, 9)._replace(window=Window(sizes.N, 9, memory=20))
+    lists = kernel_lists(part, sizes.rows)
+    assert not lists.in_order
+    q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
+    check(q, k, v, part, Terms(0.25), False, lists)
+
+
+@pytest.mark.parametrize("part_of", [apart, whole])
+def test_views_of_one_projection(part_of: Callable[[Sizes], Reads]) -> None:
     sizes = Sizes()
     x = draw(2, sizes.N, 3, 2, 16)
     q, k, v = (y.transpose(1, 2) for y in x.unbind(2))
     assert not q.is_contiguous()
-    part, terms = apart(sizes), Terms(0.25)
+    part, terms = part_of(sizes), Terms(0.25)
     found, _ = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), terms, False)
     right_x = x.detach().double().requires_grad_()
     right_q, right_k, right_v = (y.transpose(1, 2) for y in right_x.unbind(2))
@@ -484,10 +532,11 @@ def test_gradients_of_log_sums_alone() -> None:
 
 
 def every_form(sizes: Sizes) -> Iterator[tuple[list[Tensor], KernelLists, Terms]]:
-    """Inputs with and without terms by distance."""
-    for relative in (None, Relative(draw(6, 16), draw(6, 16))):
-        leaves = [draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), *(relative or ())[:2]]
-        yield leaves, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25, relative=relative)
+    """Inputs with and without terms by distance, and whole sequences."""
+    for part in (clusters(sizes), whole(sizes)):
+        for relative in (None, Relative(draw(6, 16), draw(6, 16))):
+            leaves = [draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), *(relative or ())[:2]]
+            yield leaves, kernel_lists(part, sizes.rows), Terms(0.25, relative=relative)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -536,12 +585,13 @@ def test_shapes_without_kernels(joined: bool) -> None:
         assert [x.shape for x in found] == [x.shape for x in (q, v, keys, values)]
 
 
-def test_operators_keep_the_rules_of_torch_s_library() -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_operators_keep_the_rules_of_torch_s_library(in_order: bool) -> None:
     sizes = Sizes()
-    lists = kernel_lists(clusters(sizes), sizes.rows)
+    lists = kernel_lists(whole(sizes) if in_order else clusters(sizes), sizes.rows)
     tensors = [*lists[:6], *lists.query_members, *lists.key_members]
     q, v, keys, values = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), draw(2, 6, 16), draw(6, 16)
-    arguments = (q, None, v, tensors, [], keys, None, values, None, 0.25, 0.0, True)
+    arguments = (q, None, v, tensors, [], keys, None, values, None, 0.25, 0.0, in_order, True)
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(packed_attention.packed_attention, arguments, test_utils=tests)
 

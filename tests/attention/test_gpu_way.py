@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, engine, once
-from rtx.attention.engine import blocks, by_triton, dense, windows
+from rtx.attention.engine import blocks, by_triton, dense, flash, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Terms
 from rtx.attention.pattern import Inputs
@@ -109,10 +109,12 @@ def meta_problem(pattern: Pattern, N: int, D: int, dtype: torch.dtype, **terms: 
         (Full(), torch.float32, 64, {"dropout": 0.1}, dense),
         (Full(), torch.float64, 64, {}, windows),
         (Full(attend_self=False), torch.bfloat16, 64, {}, by_triton),
-        (Local(window=16), torch.bfloat16, 64, {}, dense),
+        (Local(window=16), torch.bfloat16, 64, {}, by_triton),
         (Local(window=16), torch.bfloat16, 64, {"dropout": 0.1}, by_triton),
         (Local(window=16), torch.float32, 64, {}, by_triton),
+        (Local(window=16), torch.bfloat16, 256, {}, flash),
         (Local(window=16), torch.bfloat16, 8, {"dropout": 0.1}, windows),
+        (Local(window=16), torch.float32, 256, {}, windows),
         (Recurrent(length=64, memory=64), torch.bfloat16, 64, {}, dense),
     ],
 )
@@ -256,6 +258,11 @@ def test_a_loss_is_one_graph(words: str) -> None:
 
 
 def test_a_loss_is_one_graph_where_torchs_flash_kernel_serves_local_heads() -> None:
+    words = "model.layers=2 routing=causal hardware.attention=torch"
+    meta_step(words, compiled=True, dtype=torch.bfloat16)
+
+
+def test_a_loss_in_bfloat16_is_one_graph() -> None:
     meta_step("model.layers=2 routing=causal", compiled=True, dtype=torch.bfloat16)
 
 

@@ -90,11 +90,11 @@ TILES = "torch's operations on tiles of the lists"
 ENGINES = [
     (
         ("model.base=full+local", "routing=topk", "model.positions=rotary", "model.attention_dropout=0"),
-        f"full by {SDPA}, local by {FLASH}, topk by {OURS}",
+        f"full by {SDPA}, local by {OURS}, topk by {OURS}",
     ),
     (
         ("model.base=full+local", "model.positions=rotary", "model.attention_dropout=0.1"),
-        f"full by {SDPA}, local by {OURS} (not {FLASH}: its windows have no dropout), ",
+        f"full by {SDPA}, local by {OURS}, ",
     ),
     (
         ("model.base=full", "model.positions=shaw"),
@@ -110,9 +110,11 @@ ENGINES = [
     ),
     (
         ("hardware.precision=fp64",),
-        f"local by {TILES} (not {FLASH}: it computes in float32 or narrower; not {OURS}: it computes in float32, ",
+        f"local by {TILES} (not {OURS}: it computes in float32, float16 or bfloat16; "
+        f"not {FLASH}: it computes in float32 or narrower), ",
     ),
-    (("hardware.precision=fp32",), f"local by {OURS} (not {FLASH}: its windows need float16 or bfloat16), "),
+    (("hardware.precision=fp32",), f"local by {OURS}, "),
+    (("model.hidden=1152",), f"local by {FLASH} (not {OURS}: it computes with heads of 16 to 128 units), "),
     (("hardware.attention=torch",), f"local by {FLASH}, causal by {TILES} "),
     (("hardware.attention=flex",), "local by torch's FlexAttention, causal by torch's FlexAttention "),
     (
@@ -146,7 +148,8 @@ def test_a_plan_says_what_a_gpu_lacks_for_our_kernels(
     monkeypatch.setattr(packed_attention, "HAS_TRITON", False)
     monkeypatch.setattr(footprint, "_kept", {})
     printed = planned(capsys, "plan.memory=80")
-    assert f"local by {FLASH}, causal by {TILES} (not {OURS}: Triton is not installed) " in printed
+    lacks = f"not {OURS}: Triton is not installed"
+    assert f"local by {FLASH} ({lacks}), causal by {TILES} ({lacks}) " in printed
 
 
 def test_a_plan_for_a_cpu_names_no_engine_of_a_gpu(
@@ -166,5 +169,5 @@ def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(monkey
     on_cpu = resolve_hardware(config)
     assert train.opening_lines(config, on_cpu) == routing_lines(config)
     on_gpu = dataclasses.replace(on_cpu, accelerator="gpu")
-    engines = f"attention: local by {FLASH}, topk by {OURS}"
+    engines = f"attention: local by {OURS}, topk by {OURS}"
     assert train.opening_lines(config, on_gpu) == [*routing_lines(config), engines]

@@ -12,8 +12,9 @@ problem.py). All engines compute the same:
 | engine | file | runs |
 |---|---|---|
 | native | native.py | packed lists and indexes on a CPU with a C++ compiler, in float32 |
-| dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention, flash kernel |
+| dense | dense.py | full causal attention on a GPU: torch's scaled_dot_product_attention |
 | triton | by_triton.py | packed lists on a GPU: our own kernels |
+| flash | flash.py | windows of whole sequences on a GPU: torch's flash kernel |
 | flex | flex.py | packed lists on a GPU: torch's FlexAttention |
 | windows | windows.py | packed lists on a GPU where our kernels do not run, in static shapes |
 | blocks | blocks.py | packed lists anywhere |
@@ -28,16 +29,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rtx.attention.engine import blocks, by_triton, dense, flex, indexed, native, windows
+from rtx.attention.engine import blocks, by_triton, dense, flash, flex, indexed, native, windows
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Terms
 from rtx.attention.packed import Part, Reads
 
-TORCH = (dense, windows, indexed, blocks)
+TORCH = (dense, flash, windows, indexed, blocks)
 """The engines of PyTorch's operations, which run anything between them."""
 ENGINES: dict[str, tuple[ModuleType, ...]] = {
-    "auto": (dense, by_triton, windows, indexed, blocks),
+    "auto": (dense, by_triton, flash, windows, indexed, blocks),
     "torch": TORCH,
     "native": (native,),
     "triton": (by_triton, indexed),

@@ -1,72 +1,37 @@
-"""Attention of whole sequences on a GPU, without copies, by the kernels of torch that a user would
-call by hand.
+"""Full causal attention of whole sequences on a GPU, by torch's `scaled_dot_product_attention`.
 
-Every list is one whole sequence (`rtx.attention.packed.Window`). Full causal attention is
-`scaled_dot_product_attention`. Two other cases are `varlen_attn`, torch's flash kernel for packed
-sequences: a window of the last W positions, and a memory, which is a number of positions in front
-of the sequence that are read but do not read.
-
-Shapes: B sequences, H heads, N positions (those of the memory included), D head size, S the
-positions that read of all sequences, one sequence after the other.
+Every list is one whole sequence, of which a position reads all positions up to itself
+(`rtx.attention.packed.Window`).
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.packed import Reads, Window
 
-MAX_SIZE = 256
-"""The largest head size of torch's flash kernel."""
-FLASH_CAPABILITY = (8, 0)
-"""The least compute capability of torch's flash kernel."""
-
 
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
-    q_BHND = problem.q_BHND
     part = problem.part
-    terms = problem.terms
     if not isinstance(part, Reads) or part.window is None:
-        return "its lists are not whole sequences with a window"
+        return "its lists are not whole sequences"
+    if not reads_everything(part.window):
+        return "its positions do not read all earlier ones"
+    return whole_refusal(problem)
+
+
+def whole_refusal(problem: Problem) -> str | None:
+    """Return why torch's kernels for whole sequences cannot run a problem; None where they can."""
     if problem.by_member:
         return "it gives no log-sums"
-    if terms.by_distance:
+    if problem.terms.by_distance:
         return "it has no terms by distance"
-    if q_BHND.is_cpu:
+    if problem.q_BHND.is_cpu:
         return "it is for GPUs"
-    if q_BHND.dtype == torch.float64:
+    if problem.q_BHND.dtype == torch.float64:
         return "it computes in float32 or narrower"
-    if reads_everything(part.window):
-        return None  # scaled_dot_product_attention runs anywhere
-    return flash_refusal(q_BHND, problem.v_BHND, terms.dropout)
-
-
-def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
-    """Return why torch's flash kernel cannot run windows of these tensors; None where it can."""
-    size = q_BHND.shape[-1]
-    if q_BHND.dtype not in (torch.float16, torch.bfloat16):
-        return "its windows need float16 or bfloat16"
-    if dropout:
-        return "its windows have no dropout"
-    if size != v_BHND.shape[-1] or size > MAX_SIZE or size % 8:
-        return f"its windows need heads of a multiple of 8 units, {MAX_SIZE} at the most"
-    if not has_flash(q_BHND.device):
-        return "this GPU is too old for torch's flash kernel"
     return None
-
-
-@torch.compiler.assume_constant_result
-def has_flash(device: torch.device) -> bool:
-    """Tell whether a device can run torch's flash kernel.
-
-    The meta device counts as one that can: it serves to choose engines where there is no GPU.
-    """
-    if device.type != "cuda":
-        return device.type == "meta"
-    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def reads_everything(window: Window) -> bool:
@@ -76,52 +41,12 @@ def reads_everything(window: Window) -> bool:
 
 def attend(problem: Problem) -> Result:
     """Return the outputs `[R, D]` by row, and an empty tensor for the log-sums."""
-    part = problem.part
-    terms = problem.terms
-    assert isinstance(part, Reads) and part.window is not None
-    tensors = problem.q_BHND, problem.k_BHND, problem.v_BHND
-    if reads_everything(part.window):
-        options = {"is_causal": True, "dropout_p": terms.dropout, "scale": terms.scale}
-        out_BHND = F.scaled_dot_product_attention(*tensors, **options)
-    else:
-        out_BHND = by_flash(*tensors, part.window, terms.scale)
-    return out_BHND.flatten(0, 2), out_BHND.new_empty(0, dtype=torch.float32)
-
-
-def by_flash(
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
-    window: Window,
-    scale: float,
-) -> Tensor:
-    """Return the outputs `[B, H, N, D]` by torch's flash kernel; those of the memory are zero.
-
-    The kernel gets N keys and N - memory queries of each sequence, and aligns the last query with
-    the last key.
-    """
-    B, _, N, _ = q_BHND.shape
-    queries = N - window.memory
-    # The kernel's window counts the keys before a query's own; -1: all of them.
-    back = window.keys - 1
-    if window.keys >= N:
-        back = -1
-    out_SHD = varlen_attn(
-        q_BHND[:, :, window.memory :].transpose(1, 2).flatten(0, 1),
-        k_BHND.transpose(1, 2).flatten(0, 1),
-        v_BHND.transpose(1, 2).flatten(0, 1),
-        cumulative_lengths(B, queries, q_BHND.device),
-        cumulative_lengths(B, N, q_BHND.device),
-        queries,
-        N,
-        scale=scale,
-        window_size=(back, 0),
+    out_BHND = F.scaled_dot_product_attention(
+        problem.q_BHND,
+        problem.k_BHND,
+        problem.v_BHND,
+        is_causal=True,
+        dropout_p=problem.terms.dropout,
+        scale=problem.terms.scale,
     )
-    assert isinstance(out_SHD, Tensor)
-    out_BHND = out_SHD.unflatten(0, (B, queries)).transpose(1, 2)
-    return F.pad(out_BHND, (0, 0, window.memory, 0)) if window.memory else out_BHND
-
-
-def cumulative_lengths(sequences: int, length: int, device: torch.device) -> Tensor:
-    """Return where each of B packed sequences of one length begins and the last ends, `[B + 1]`."""
-    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
+    return out_BHND.flatten(0, 2), out_BHND.new_empty(0, dtype=torch.float32)

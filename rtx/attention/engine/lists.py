@@ -35,6 +35,9 @@ low = high = P, which are empty and keep the bounds ascending; `RowMembers` does
 `count_2` has the numbers of real members. The attention kernels do not read it: they need no more
 than that the other ranges are empty.
 
+Where every list is one whole sequence, in order, member p is row p: `in_order`. Kernels then read
+no row numbers, and what they write by member is by row already.
+
 Shapes: R rows, R1 = R + 1, P query members, M key members.
 """
 
@@ -76,6 +79,9 @@ class KernelLists(NamedTuple):
     """The numbers of real query members and real key members, `[2]`."""
     hidden: Hidden | None = None
     """Pairs within the ranges that are not read."""
+    in_order: bool = False
+    """Whether queries and keys share the lists, each of which is one whole sequence in order. It
+    follows from how lists are made, never from numbers in tensors."""
 
 
 def row_members(row_M: Tensor, rows: int) -> RowMembers:
@@ -116,7 +122,8 @@ def kernel_lists(part: Reads, rows: int) -> KernelLists:
     query_members = row_members(query_row_P, rows)
     key_row_M = query_row_P
     key_members = query_members
-    if part.key is not part.query:
+    shared = part.key is part.query
+    if not shared:
         key_row_M = part.key.row_M.int()
         key_members = row_members(key_row_M, rows)
     start_P = part.start_P.int().contiguous()
@@ -136,4 +143,5 @@ def kernel_lists(part: Reads, rows: int) -> KernelLists:
         key_members=key_members,
         count_2=torch.cat([query_count_1, key_count_1]),
         hidden=part.hidden,
+        in_order=shared and part.window is not None and part.window.memory == 0,
     )

@@ -6,6 +6,9 @@
    sequence and head) has a member in every list that it belongs to, so it may have several outputs.
 2. Unless these are wanted by member, `mean_by_row` takes the mean over the members of each row.
 
+Where member p is row p (`KernelLists.in_order`), the first step is the only one: what is by member
+is by row.
+
 The backward pass computes gradients by member, too, and adds them up by row. No sum is by atomic
 additions: sums over the members of a row have a fixed order, so two runs give the same bits.
 
@@ -147,7 +150,8 @@ def attend(
         seed_1,
         terms.scale,
         terms.dropout,
-        by_member,
+        lists.in_order,
+        by_member or lists.in_order,
     )
     return out_GE, lse_P
 
@@ -179,6 +183,7 @@ def packed_attention(
     seed_1: Tensor | None,
     scale: float,
     dropout: float,
+    in_order: bool,
     by_member: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs `[G, E]`, log-sums `[P]`, and two tensors that only the backward pass needs.
@@ -191,8 +196,9 @@ def packed_attention(
         k_BHND: None where queries serve as keys, with the same lists.
         lists: `ListTensors`.
         hidden: the tensors of `rtx.attention.packed.Hidden`, or none.
+        in_order: of `KernelLists`; with `by_member` alone.
     """
-    options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
+    options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
@@ -218,6 +224,7 @@ def _(
     seed_1,
     scale,
     dropout,
+    in_order,
     by_member,
 ):
     """Return tensors of the shapes that `packed_attention` returns."""
@@ -249,6 +256,7 @@ def packed_attention_backward(
     seed_1: Tensor | None,
     scale: float,
     dropout: float,
+    in_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, and of keys, bias and values by distance.
 
@@ -259,7 +267,7 @@ def packed_attention_backward(
         dlse_P: None where nothing depends on the log-sums.
         out_PE, lse_P, share_R: of the forward pass; `share_R` is None where that was `by_member`.
     """
-    options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout
+    options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     by_member = share_R is None
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
@@ -292,6 +300,7 @@ def _(
     seed_1,
     scale,
     dropout,
+    in_order,
 ):
     """Return tensors of the shapes that `packed_attention_backward` returns."""
 
@@ -310,7 +319,7 @@ def _(
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save on `ctx` what `gradients` reads."""
-    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, by_member = inputs
+    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, in_order, by_member = inputs
     out_GE, lse_P, out_PE, share_R = output
     if by_member:
         out_PE = out_GE
@@ -320,6 +329,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.hidden_count = len(hidden)
     ctx.scale = scale
     ctx.dropout = dropout
+    ctx.in_order = in_order
     ctx.by_member = by_member
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)  # an output that nothing depends on has gradient None
@@ -355,6 +365,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None)
         seed,
         ctx.scale,
         ctx.dropout,
+        ctx.in_order,
     )
     of_inputs = (
         dq,
@@ -366,7 +377,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None)
         None if bias is None else dbias,
         None if values is None else dvalues,
     )
-    of_options = None, None, None, None  # seed, scale, dropout, by_member
+    of_options = None, None, None, None, None  # seed, scale, dropout, in_order, by_member
     return *of_inputs, *of_options
 
 
@@ -385,6 +396,7 @@ def kernel_inputs(
     seed_1: Tensor | None,
     scale: float,
     dropout: float,
+    in_order: bool,
 ) -> KernelInputs:
     """Return the inputs of kernels by the arguments of an operator, in its order."""
     return KernelInputs(
@@ -399,6 +411,7 @@ def kernel_inputs(
         seed_1=seed_1,
         scale=scale,
         dropout=dropout,
+        in_order=in_order,
     )
 
 
@@ -515,6 +528,8 @@ def row_gradients(
 
     Where queries serve as keys, the first is the sum of both gradients and the second is empty.
     """
+    if x.in_order:
+        return gradients_in_order(x, of_members, queries_are_keys)
     queries = x.lists.query_members
     keys = x.lists.key_members
     dq_BHND = x.q_BHND.new_empty(x.q_BHND.shape)
@@ -526,6 +541,20 @@ def row_gradients(
     dk_BHND = x.k_BHND.new_empty(x.k_BHND.shape)
     sum_by_row(of_members.dq_PD, queries, dq_BHND.flatten(0, 2))
     sum_by_row(of_members.dk_MD, keys, dk_BHND.flatten(0, 2))
+    return dq_BHND, dk_BHND, dv_BHNE
+
+
+def gradients_in_order(
+    x: KernelInputs,
+    of_members: MemberGradients,
+    queries_are_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `row_gradients` does where member p is row p."""
+    dq_BHND = of_members.dq_PD.view(x.q_BHND.shape)
+    dk_BHND = of_members.dk_MD.view(x.k_BHND.shape)
+    dv_BHNE = of_members.dv_ME.view(x.v_BHNE.shape)
+    if queries_are_keys:
+        return dq_BHND + dk_BHND, x.q_BHND.new_empty(0), dv_BHNE
     return dq_BHND, dk_BHND, dv_BHNE
 
 
@@ -542,8 +571,10 @@ def logit_table_gradients(
     dbias_HT = x.q_BHND.new_empty(0)
     if x.keys_HTD is None or dlogit_table_PT is None:
         return dkeys_HTD, dbias_HT
-    dtable_RT = dq_BHND.new_empty(x.R, x.T)
-    sum_by_row(dlogit_table_PT, x.lists.query_members, dtable_RT)
+    dtable_RT = dlogit_table_PT
+    if not x.in_order:
+        dtable_RT = dq_BHND.new_empty(x.R, x.T)
+        sum_by_row(dlogit_table_PT, x.lists.query_members, dtable_RT)
     dtable_BHNT = dtable_RT.view(*x.q_BHND.shape[:3], x.T)
     dq_BHND += dtable_BHNT @ x.keys_HTD.to(dq_BHND.dtype)
     dkeys_BHTD = dtable_BHNT.mT @ x.q_BHND

@@ -51,6 +51,8 @@ Parameters that several kernels have (`x [P, T]`: a pointer to a contiguous tens
     dlse [P]                      with HAS_DLSE
     last_distance                 T - 1
     rescale                       1 / (1 - dropout)
+    IN_ORDER                      member p is row p (`KernelLists.in_order`): query_row and key_row
+                                  are not read
 
 Tensors without their flag are None. Heads of D and E numbers are padded by zeros to D_PADDED and
 E_PADDED, powers of 2.
@@ -74,14 +76,53 @@ COUNTS = ["P", "M"]
 
 
 @triton.jit
-def gather_rows(x, strides, row_S, real_S, H, N, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def tile_members(members, N, SIZE: tl.constexpr, IN_ORDER: tl.constexpr):
+    """Return the SIZE members of a program, which of them are real, and their sequence and head.
+
+    The last is a number b * H + h with IN_ORDER, where each list is cut into tiles of its own; else
+    it has no meaning, as a tile may have members of several lists.
+    """
+    place_S = tl.arange(0, SIZE)
+    tile = tl.program_id(0)
+    if IN_ORDER:
+        tiles = tl.cdiv(N, SIZE)
+        head = tile // tiles
+        place_S += (tile - head * tiles) * SIZE
+        member_S = head * N + place_S
+        real_S = place_S < N
+    else:
+        head = 0
+        member_S = tile * SIZE + place_S
+        real_S = member_S < members
+    return member_S, real_S, head
+
+
+@triton.jit
+def load_row_numbers(row, member_S, real_S, IN_ORDER: tl.constexpr):
+    """Return the rows of members; 0 where not real."""
+    if IN_ORDER:
+        row_S = tl.where(real_S, member_S, 0)
+    else:
+        row_S = tl.load(row + member_S, real_S, 0)
+    return row_S
+
+
+@triton.jit
+def gather_rows(
+    x, strides, row_S, real_S, head, H, N,
+    IN_ORDER: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Return rows of a view [B, H, N, SIZE] by number, (b * H + h) * N + n; 0 where not real.
 
     strides: of b, h and n.
+    head: see `tile_members`.
     """
     d = tl.arange(0, PADDED)
     b_stride, h_stride, n_stride = strides
-    head_S = row_S // N
+    if IN_ORDER:
+        head_S = head  # one number: no division for each row
+    else:
+        head_S = row_S // N
     b_S = head_S // H
     at_S = b_S.to(tl.int64) * b_stride
     h_S = head_S - b_S * H
@@ -177,9 +218,13 @@ def load_lse(lse, p_Q, real_Q):
 
 
 @triton.jit
-def clamped_distance(row_p, row_m, N, last_distance):
+def distance_of(row_p, row_m, N, last_distance, IN_ORDER: tl.constexpr):
     """Return how many positions the key is before the query, at least 0, at most last_distance."""
-    return tl.minimum(tl.maximum(row_p % N - row_m % N, 0), last_distance)
+    if IN_ORDER:  # they are rows of one sequence
+        distance = row_p - row_m
+    else:
+        distance = row_p % N - row_m % N
+    return tl.minimum(tl.maximum(distance, 0), last_distance)
 
 
 @triton.jit
@@ -270,15 +315,16 @@ def attend_kernel(
     start, stop,
     out, lse,  # written
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
-    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr,
+    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr, IN_ORDER: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write outputs and log-sums of BQ query members."""
-    p_Q = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    real_Q = p_Q < P
+    p_Q, real_Q, head = tile_members(P, N, BQ, IN_ORDER)
     start_Q, stop_Q, begin, end = tile_ranges(start, stop, p_Q, real_Q, M)
-    row_Q = tl.load(query_row + p_Q, real_Q, 0)
-    q_QD = gather_rows(q, (q_b, q_h, q_n), row_Q, real_Q, H, N, D, D_PADDED)
+    row_Q = load_row_numbers(query_row, p_Q, real_Q, IN_ORDER)
+    q_QD = gather_rows(
+        q, (q_b, q_h, q_n), row_Q, real_Q, head, H, N, IN_ORDER, D, D_PADDED
+    )  # fmt: skip
     top_Q = tl.full([BQ], float("-inf"), tl.float32)
     total_Q = tl.zeros([BQ], tl.float32)
     out_QE = tl.zeros([BQ, E_PADDED], tl.float32)
@@ -286,13 +332,17 @@ def attend_kernel(
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K = first_m + tl.arange(0, BK)
         real_K = m_K < end
-        row_K = tl.load(key_row + m_K, real_K, 0)
-        k_KD = gather_rows(k, (k_b, k_h, k_n), row_K, real_K, H, N, D, D_PADDED)
-        v_KE = gather_rows(v, (v_b, v_h, v_n), row_K, real_K, H, N, E, E_PADDED)
+        row_K = load_row_numbers(key_row, m_K, real_K, IN_ORDER)
+        k_KD = gather_rows(
+            k, (k_b, k_h, k_n), row_K, real_K, head, H, N, IN_ORDER, D, D_PADDED
+        )  # fmt: skip
+        v_KE = gather_rows(
+            v, (v_b, v_h, v_n), row_K, real_K, head, H, N, IN_ORDER, E, E_PADDED
+        )  # fmt: skip
 
         s_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
         if BY_DISTANCE:
-            distance_QK = clamped_distance(row_Q[:, None], row_K[None, :], N, last_distance)
+            distance_QK = distance_of(row_Q[:, None], row_K[None, :], N, last_distance, IN_ORDER)
             s_QK += lookup(logit_table, row_Q[:, None], distance_QK, last_distance)
         in_range_QK = is_within(m_K[None, :], start_Q[:, None], stop_Q[:, None])
         s_QK = masked_logits(
@@ -321,15 +371,16 @@ def weigh_kernel(
     start, stop, lse,
     weight_table,  # written
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
-    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr,
+    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr, IN_ORDER: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of BQ query members, after dropout, added up by distance."""
-    p_Q = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    real_Q = p_Q < P
+    p_Q, real_Q, head = tile_members(P, N, BQ, IN_ORDER)
     start_Q, stop_Q, begin, end = tile_ranges(start, stop, p_Q, real_Q, M)
-    row_Q = tl.load(query_row + p_Q, real_Q, 0)
-    q_QD = gather_rows(q, (q_b, q_h, q_n), row_Q, real_Q, H, N, D, D_PADDED)
+    row_Q = load_row_numbers(query_row, p_Q, real_Q, IN_ORDER)
+    q_QD = gather_rows(
+        q, (q_b, q_h, q_n), row_Q, real_Q, head, H, N, IN_ORDER, D, D_PADDED
+    )  # fmt: skip
     lse_Q = load_lse(lse, p_Q, real_Q)
     entry_Q1 = p_Q.to(tl.int64)[:, None] * (last_distance + 1)
     weight_ends = no_end_sums(BQ)
@@ -337,10 +388,12 @@ def weigh_kernel(
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K = first_m + tl.arange(0, BK)
         real_K = m_K < end
-        row_K = tl.load(key_row + m_K, real_K, 0)
-        k_KD = gather_rows(k, (k_b, k_h, k_n), row_K, real_K, H, N, D, D_PADDED)
+        row_K = load_row_numbers(key_row, m_K, real_K, IN_ORDER)
+        k_KD = gather_rows(
+            k, (k_b, k_h, k_n), row_K, real_K, head, H, N, IN_ORDER, D, D_PADDED
+        )  # fmt: skip
 
-        distance_QK = clamped_distance(row_Q[:, None], row_K[None, :], N, last_distance)
+        distance_QK = distance_of(row_Q[:, None], row_K[None, :], N, last_distance, IN_ORDER)
         s_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
         s_QK += lookup(logit_table, row_Q[:, None], distance_QK, last_distance)
         in_range_QK = is_within(m_K[None, :], start_Q[:, None], stop_Q[:, None])
@@ -365,7 +418,7 @@ def dq_kernel(
     start, stop, out, lse, dout, dlse, dweight_table,
     dq, delta, dlogit_table, weight_table,  # written
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
-    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr,
+    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr, IN_ORDER: tl.constexpr,
     VALUES: tl.constexpr, BY_MEMBER: tl.constexpr, HAS_DLSE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -373,11 +426,12 @@ def dq_kernel(
 
     With BY_DISTANCE also dlogit by distance, and with VALUES the weights as `weigh_kernel` does.
     """
-    p_Q = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    real_Q = p_Q < P
+    p_Q, real_Q, head = tile_members(P, N, BQ, IN_ORDER)
     start_Q, stop_Q, begin, end = tile_ranges(start, stop, p_Q, real_Q, M)
-    row_Q = tl.load(query_row + p_Q, real_Q, 0)
-    q_QD = gather_rows(q, (q_b, q_h, q_n), row_Q, real_Q, H, N, D, D_PADDED)
+    row_Q = load_row_numbers(query_row, p_Q, real_Q, IN_ORDER)
+    q_QD = gather_rows(
+        q, (q_b, q_h, q_n), row_Q, real_Q, head, H, N, IN_ORDER, D, D_PADDED
+    )  # fmt: skip
     dout_row_Q = dout_rows(p_Q, row_Q, real_Q, BY_MEMBER)
     dout_QE = load_rows(dout, dout_row_Q, real_Q, E, E_PADDED)
     lse_Q, delta_Q = lse_and_delta(
@@ -393,14 +447,18 @@ def dq_kernel(
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K = first_m + tl.arange(0, BK)
         real_K = m_K < end
-        row_K = tl.load(key_row + m_K, real_K, 0)
-        k_KD = gather_rows(k, (k_b, k_h, k_n), row_K, real_K, H, N, D, D_PADDED)
-        v_KE = gather_rows(v, (v_b, v_h, v_n), row_K, real_K, H, N, E, E_PADDED)
+        row_K = load_row_numbers(key_row, m_K, real_K, IN_ORDER)
+        k_KD = gather_rows(
+            k, (k_b, k_h, k_n), row_K, real_K, head, H, N, IN_ORDER, D, D_PADDED
+        )  # fmt: skip
+        v_KE = gather_rows(
+            v, (v_b, v_h, v_n), row_K, real_K, head, H, N, IN_ORDER, E, E_PADDED
+        )  # fmt: skip
 
         s_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
         dw_QK = tl.dot(dout_QE, tl.trans(v_KE), input_precision="ieee")
         if BY_DISTANCE:
-            distance_QK = clamped_distance(row_Q[:, None], row_K[None, :], N, last_distance)
+            distance_QK = distance_of(row_Q[:, None], row_K[None, :], N, last_distance, IN_ORDER)
             s_QK += lookup(logit_table, row_Q[:, None], distance_QK, last_distance)
         if VALUES:
             dw_QK += lookup(dweight_table, dout_row_Q[:, None], distance_QK, last_distance)
@@ -441,7 +499,7 @@ def dkv_kernel(
     low, high, lse, dout, delta, dweight_table,
     dk, dv,  # written
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
-    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr,
+    HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr, IN_ORDER: tl.constexpr,
     VALUES: tl.constexpr, BY_MEMBER: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -449,21 +507,26 @@ def dkv_kernel(
 
     Tiles of pairs are transposed, [BK, BQ]: key members stay, query members come by.
     """
-    m_K = tl.program_id(0) * BK + tl.arange(0, BK)
-    real_K = m_K < M
+    m_K, real_K, head = tile_members(M, N, BK, IN_ORDER)
     low_K, high_K, begin, end = tile_ranges(low, high, m_K, real_K, P)
-    row_K = tl.load(key_row + m_K, real_K, 0)
-    k_KD = gather_rows(k, (k_b, k_h, k_n), row_K, real_K, H, N, D, D_PADDED)
-    v_KE = gather_rows(v, (v_b, v_h, v_n), row_K, real_K, H, N, E, E_PADDED)
+    row_K = load_row_numbers(key_row, m_K, real_K, IN_ORDER)
+    k_KD = gather_rows(
+        k, (k_b, k_h, k_n), row_K, real_K, head, H, N, IN_ORDER, D, D_PADDED
+    )  # fmt: skip
+    v_KE = gather_rows(
+        v, (v_b, v_h, v_n), row_K, real_K, head, H, N, IN_ORDER, E, E_PADDED
+    )  # fmt: skip
     dk_KD = tl.zeros([BK, D_PADDED], tl.float32)
     dv_KE = tl.zeros([BK, E_PADDED], tl.float32)
 
     for first_p in tl.range(begin, end, BQ, num_stages=STAGES):
         p_Q = first_p + tl.arange(0, BQ)
         real_Q = p_Q < end
-        row_Q = tl.load(query_row + p_Q, real_Q, 0)
+        row_Q = load_row_numbers(query_row, p_Q, real_Q, IN_ORDER)
         dout_row_Q = dout_rows(p_Q, row_Q, real_Q, BY_MEMBER)
-        q_QD = gather_rows(q, (q_b, q_h, q_n), row_Q, real_Q, H, N, D, D_PADDED)
+        q_QD = gather_rows(
+            q, (q_b, q_h, q_n), row_Q, real_Q, head, H, N, IN_ORDER, D, D_PADDED
+        )  # fmt: skip
         dout_QE = load_rows(dout, dout_row_Q, real_Q, E, E_PADDED)
         lse_Q = load_lse(lse, p_Q, real_Q)
         delta_Q = tl.load(delta + p_Q, real_Q, 0.0)
@@ -471,7 +534,7 @@ def dkv_kernel(
         s_KQ = tl.dot(k_KD, tl.trans(q_QD), input_precision="ieee")
         dw_KQ = tl.dot(v_KE, tl.trans(dout_QE), input_precision="ieee")
         if BY_DISTANCE:
-            distance_KQ = clamped_distance(row_Q[None, :], row_K[:, None], N, last_distance)
+            distance_KQ = distance_of(row_Q[None, :], row_K[:, None], N, last_distance, IN_ORDER)
             s_KQ += lookup(logit_table, row_Q[None, :], distance_KQ, last_distance)
         if VALUES:
             dw_KQ += lookup(dweight_table, dout_row_Q[None, :], distance_KQ, last_distance)

@@ -139,6 +139,8 @@ class KernelInputs(NamedTuple):
     """Of dropout, int64."""
     scale: float
     dropout: float
+    in_order: bool
+    """Of `KernelLists`."""
 
     @property
     def P(self) -> int:
@@ -180,10 +182,7 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
     """
     by_distance = logit_table_RT is not None
     tile = tile_of(name, max(x.D, x.E), x.q_BHND.dtype, by_distance)
-    if name == "dkv":
-        programs = whole_pieces(x.M, tile.keys)
-    else:
-        programs = whole_pieces(x.P, tile.queries)
+    programs = tiles_of(x, name, tile)
     if programs == 0:
         return
     kernel = getattr(kernels(), f"{name}_kernel")
@@ -196,11 +195,22 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
         HIDDEN=len(x.hidden[0]) if x.hidden else 0,
         BY_DISTANCE=by_distance,
         DROPOUT=x.dropout > 0,
+        IN_ORDER=x.in_order,
         BQ=tile.queries,
         BK=tile.keys,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
+
+
+def tiles_of(x: KernelInputs, name: str, tile: Tile) -> int:
+    """Return how many programs a kernel has, one for each tile of the members that stay in it."""
+    size = tile.keys if name == "dkv" else tile.queries
+    if x.in_order:
+        # No tile has members of two sequences.
+        B, H, N, _ = x.q_BHND.shape
+        return B * H * whole_pieces(N, size)
+    return whole_pieces(x.M if name == "dkv" else x.P, size)
 
 
 def kernels() -> ModuleType:

@@ -1,0 +1,112 @@
+"""Windows of whole sequences on a GPU by `varlen_attn`, torch's flash kernel for packed sequences.
+
+Every list is one whole sequence, of which a position reads the last W positions up to itself. There
+may be a memory: a number of positions in front of the sequence that are read but do not read
+(`rtx.attention.packed.Window`). Our kernels (`by_triton.py`) take less than half the time for as
+many pairs on an H100, so this engine serves where they do not run.
+
+Shapes: B sequences, H heads, N positions (those of the memory included), D head size, S the
+positions that read of all sequences, one sequence after the other.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from rtx.attention.engine.dense import whole_refusal
+from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.packed import Reads, Window
+
+MAX_SIZE = 256
+"""The largest head size of torch's flash kernel."""
+FLASH_CAPABILITY = (8, 0)
+"""The least compute capability of torch's flash kernel."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why this engine cannot run the problem; None where it can."""
+    part = problem.part
+    if not isinstance(part, Reads) or part.window is None:
+        return "its lists are not whole sequences with a window"
+    if why := whole_refusal(problem):
+        return why
+    return flash_refusal(problem.q_BHND, problem.v_BHND, problem.terms.dropout)
+
+
+def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
+    """Return why torch's flash kernel cannot run windows of these tensors; None where it can."""
+    size = q_BHND.shape[-1]
+    if q_BHND.dtype not in (torch.float16, torch.bfloat16):
+        return "its windows need float16 or bfloat16"
+    if dropout:
+        return "its windows have no dropout"
+    if size != v_BHND.shape[-1] or size > MAX_SIZE or size % 8:
+        return f"its windows need heads of a multiple of 8 units, {MAX_SIZE} at the most"
+    if not has_flash(q_BHND.device):
+        return "this GPU is too old for torch's flash kernel"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def has_flash(device: torch.device) -> bool:
+    """Tell whether a device can run torch's flash kernel.
+
+    The meta device counts as one that can: it serves to choose engines where there is no GPU.
+    """
+    if device.type != "cuda":
+        return device.type == "meta"
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+def attend(problem: Problem) -> Result:
+    """Return the outputs `[R, D]` by row, and an empty tensor for the log-sums."""
+    part = problem.part
+    assert isinstance(part, Reads) and part.window is not None
+    out_BHND = by_flash(
+        problem.q_BHND,
+        problem.k_BHND,
+        problem.v_BHND,
+        part.window,
+        problem.terms.scale,
+    )
+    return out_BHND.flatten(0, 2), out_BHND.new_empty(0, dtype=torch.float32)
+
+
+def by_flash(
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    window: Window,
+    scale: float,
+) -> Tensor:
+    """Return the outputs `[B, H, N, D]` by torch's flash kernel; those of the memory are zero.
+
+    The kernel gets N keys and N - memory queries of each sequence, and aligns the last query with
+    the last key.
+    """
+    B, _, N, _ = q_BHND.shape
+    queries = N - window.memory
+    # The kernel's window counts the keys before a query's own; -1: all of them.
+    back = window.keys - 1
+    if window.keys >= N:
+        back = -1
+    out_SHD = varlen_attn(
+        q_BHND[:, :, window.memory :].transpose(1, 2).flatten(0, 1),
+        k_BHND.transpose(1, 2).flatten(0, 1),
+        v_BHND.transpose(1, 2).flatten(0, 1),
+        cumulative_lengths(B, queries, q_BHND.device),
+        cumulative_lengths(B, N, q_BHND.device),
+        queries,
+        N,
+        scale=scale,
+        window_size=(back, 0),
+    )
+    assert isinstance(out_SHD, Tensor)
+    out_BHND = out_SHD.unflatten(0, (B, queries)).transpose(1, 2)
+    return F.pad(out_BHND, (0, 0, window.memory, 0)) if window.memory else out_BHND
+
+
+def cumulative_lengths(sequences: int, length: int, device: torch.device) -> Tensor:
+    """Return where each of B packed sequences of one length begins and the last ends, `[B + 1]`."""
+    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
