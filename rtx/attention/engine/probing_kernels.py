@@ -6,7 +6,8 @@
     tally_kernel    turns them around: which keys of each tile are in each cluster, and how many
     (torch.cumsum   sums these counts, list after list: where each tile's keys end)
     key_kernel      writes the keys, list after list, and the members of each row
-    probe_kernel    chooses the clusters of each query
+    score_kernel    scores queries against all clusters
+    probe_kernel    chooses the clusters of each query by these scores
     tally_kernel    turns this around: which queries of each tile probe each cluster, and how many
     (torch.cumsum   sums these counts)
     write_kernel    writes the queries of each list, with the ranges of keys that they read
@@ -102,18 +103,38 @@ def margin_of(norm_n, unit):
 
 
 @triton.jit
-def nearness(
-    x, row_n, inside_n, centroid, half_square, c, C,
-    D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+def scores_with(
+    x_nd, x, row_n, inside_n, centroid, c, C,
+    D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Return the products of vectors with centroids; 0 for clusters that do not exist.
+
+    Args:
+        x_nd: the first CHUNK numbers of each vector. The others are read here.
+    """
+    centroid_cd = load_vectors(centroid, c, c < C, 0, D, CHUNK)
+    score_nc = tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
+    for begin in range(CHUNK, D, CHUNK):
+        more_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
+        centroid_cd = load_vectors(centroid, c, c < C, begin, D, CHUNK)
+        score_nc = tl.dot(more_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
+    return score_nc
+
+
+@triton.jit
+def norm_of(x_nd, x, row_n, inside_n, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the norms of vectors. Args: see `scores_with`."""
+    square_n = tl.sum(x_nd * x_nd, 1)
+    for begin in range(CHUNK, D, CHUNK):
+        more_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
+        square_n += tl.sum(more_nd * more_nd, 1)
+    return tl.sqrt(square_n)
+
+
+@triton.jit
+def nearness(score_nc, half_square, c, C):
     """Return how near keys are to clusters, x . c - |c|^2 / 2; -inf for clusters that do not
     exist."""
-    score_nc = tl.zeros([BN, BC], tl.float32)
-    for begin in range(0, D, CHUNK):
-        x_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
-        centroid_cd = load_vectors(centroid, c, c < C, begin, D, CHUNK)
-        score_nc = tl.dot(x_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
     half_square_c = tl.load(half_square + c, c < C, 0.0)
     score_nc = finite(score_nc - half_square_c[None, :])
     return tl.where((c < C)[None, :], score_nc, float("-inf"))
@@ -141,11 +162,8 @@ def cluster_kernel(
     row = group.to(tl.int64) * N + n
     centroid += head * C * D
     half_square += head * C
-    square_n = tl.zeros([BN], tl.float32)
-    for begin in range(0, D, CHUNK):
-        x_nd = load_vectors(x, row, inside, begin, D, CHUNK)
-        square_n += tl.sum(x_nd * x_nd, 1)
-    norm_n = tl.sqrt(square_n) + tl.load(radius + head)
+    x_nd = load_vectors(x, row, inside, 0, D, CHUNK)
+    norm_n = norm_of(x_nd, x, row, inside, D, CHUNK) + tl.load(radius + head)
     margin_n = margin_of(norm_n, tl.load(unit + head))
 
     # The nearest cluster, and how near the second nearest one is.
@@ -154,9 +172,8 @@ def cluster_kernel(
     first_n = tl.zeros([BN], tl.int32)
     for begin in range(0, C, BC):
         c = begin + tl.arange(0, BC)
-        near_nc = nearness(
-            x, row, inside, centroid, half_square, c, C, D, CHUNK, BN, BC, PRECISION
-        )  # fmt: skip
+        score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        near_nc = nearness(score_nc, half_square, c, C)
         here_n = tl.max(near_nc, 1)
         at_n = first_that_reaches(near_nc, c, here_n)
         others_nc = tl.where(c[None, :] == at_n[:, None], float("-inf"), near_nc)
@@ -171,9 +188,8 @@ def cluster_kernel(
         first_n = tl.full([BN], NO_CLUSTER, tl.int32)
         for begin in range(0, C, BC):
             c = begin + tl.arange(0, BC)
-            near_nc = nearness(
-                x, row, inside, centroid, half_square, c, C, D, CHUNK, BN, BC, PRECISION
-            )  # fmt: skip
+            score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+            near_nc = nearness(score_nc, half_square, c, C)
             first_n = tl.minimum(first_n, first_that_reaches(near_nc, c, least_n))
     tl.store(cluster + row, first_n, inside)
 
@@ -334,50 +350,75 @@ def clusters_taken(score_nc, count_nc, margin_n, asks_n, target):
 
 
 @triton.jit
-def probe_kernel(
-    x, centroid, unit, key_word, key_last, key_bound, bits, N, H, C, T, target, early,
+def score_kernel(
+    x, centroid, unit, score, margin, begin_n, N, H, C, S,
     D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr, SELF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write which clusters BN queries take, `bits`; early ones take none.
+    """Write the scores of BN queries with all clusters, score [X, S, C], and their margins [X, S].
 
-    A program is (group, positions of one tile). It holds the scores of all clusters; BC is a power
-    of two that is not below C, nor below 32.
+    A program is (group, positions). It looks at BC clusters at a time.
 
     Args:
         unit [H]: the margin of a query is |x| * unit.
+        begin_n: the first of S positions.
     """
     group = tl.program_id(0)
     head = group % H
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    tile = tl.program_id(1) * BN // TILE
-    inside = n < N
-    row = group.to(tl.int64) * N + n
-    c = tl.arange(0, BC)
+    s = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (s < S) & (begin_n + s < N)
+    row = group.to(tl.int64) * N + begin_n + s
+    to_n = group.to(tl.int64) * S + s
     centroid += head * C * D
-    score_nc = tl.zeros([BN, BC], tl.float32)
-    square_n = tl.zeros([BN], tl.float32)
-    for begin in range(0, D, CHUNK):
-        x_nd = load_vectors(x, row, inside, begin, D, CHUNK)
-        centroid_cd = load_vectors(centroid, c, c < C, begin, D, CHUNK)
-        score_nc = tl.dot(x_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
-        square_n += tl.sum(x_nd * x_nd, 1)
-    margin_n = margin_of(tl.sqrt(square_n), tl.load(unit + head))
+    x_nd = load_vectors(x, row, inside, 0, D, CHUNK)
+    margin_n = margin_of(norm_of(x_nd, x, row, inside, D, CHUNK), tl.load(unit + head))
+    tl.store(margin + to_n, margin_n, inside)
+    for begin in range(0, C, BC):
+        c = begin + tl.arange(0, BC)
+        score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        to_nc = score + to_n[:, None] * C + c[None, :]
+        tl.store(to_nc, finite(score_nc), inside[:, None] & (c < C)[None, :])
 
+
+@triton.jit
+def probe_kernel(
+    score, margin, key_word, key_last, key_bound, bits, begin_n, N, C, T, S, target, early,
+    BN: tl.constexpr, BC: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write which clusters the queries of a tile take, `bits`; early ones take none.
+
+    A program is (group, tile). It holds the scores of BN queries with all clusters at a time; BC is
+    a power of two that is not below C, nor below 32.
+
+    Args:
+        score, margin, begin_n: see `score_kernel`.
+    """
+    group = tl.program_id(0)
+    first_s = tl.program_id(1) * TILE
+    tile = begin_n // TILE + tl.program_id(1)
+    c = tl.arange(0, BC)
     last_c, word_c = load_tally(key_last, key_word, group, c, tile, C, T, c < C)
-    first_c = tl.load(key_bound + group * C + c, c < C, 0)
-    stop_nc = members_before(last_c[None, :], word_c[None, :], (n % TILE)[:, None], SELF)
-    count_nc = tl.minimum(stop_nc - first_c[None, :], target)
-    score_nc = tl.where(count_nc > 0, finite(score_nc), float("-inf"))
-    asks_n = inside & (n >= early)
-    is_taken_nc = clusters_taken(score_nc, count_nc, margin_n, asks_n, target)
+    last_c -= tl.load(key_bound + group * C + c, c < C, 0)
+    for first_j in range(0, TILE, BN):
+        j = first_j + tl.arange(0, BN)
+        n = begin_n + first_s + j
+        inside = n < N
+        from_n = group.to(tl.int64) * S + first_s + j
+        real_nc = inside[:, None] & (c < C)[None, :]
+        score_nc = tl.load(score + from_n[:, None] * C + c[None, :], real_nc, 0.0)
+        margin_n = tl.load(margin + from_n, inside, 0.0)
+        count_nc = members_before(last_c[None, :], word_c[None, :], j[:, None], SELF)
+        count_nc = tl.minimum(count_nc, target)
+        score_nc = tl.where(count_nc > 0, score_nc, float("-inf"))
+        asks_n = inside & (n >= early)
+        is_taken_nc = clusters_taken(score_nc, count_nc, margin_n, asks_n, target)
 
-    bit_nc = is_taken_nc.to(tl.int32) << (c % 32)[None, :]
-    bits_nw = tl.sum(tl.reshape(bit_nc, [BN, BC // 32, 32]), 2)
-    w = tl.arange(0, BC // 32)
-    words = tl.cdiv(C, 32)
-    to_nw = bits + (group.to(tl.int64) * words + w[None, :]) * N + n[:, None]
-    tl.store(to_nw, bits_nw, inside[:, None] & (w < words)[None, :])
+        bit_nc = is_taken_nc.to(tl.int32) << (c % 32)[None, :]
+        bits_nw = tl.sum(tl.reshape(bit_nc, [BN, BC // 32, 32]), 2)
+        w = tl.arange(0, BC // 32)
+        words = tl.cdiv(C, 32)
+        to_nw = bits + (group.to(tl.int64) * words + w[None, :]) * N + n[:, None]
+        tl.store(to_nw, bits_nw, inside[:, None] & (w < words)[None, :])
 
 
 @triton.jit

@@ -33,8 +33,10 @@ from rtx.attention.ties import tie_margin
 
 TILE = 32
 """Positions of a tile, `probing_kernels.TILE`."""
-MAX_CLUSTERS = 2048
-"""The most clusters of a head: a program holds the scores of all."""
+MAX_CLUSTERS = 8192
+"""The most clusters of a head: a program holds the scores of a query with all of them."""
+MAX_SCORES = 1 << 26
+"""Scores of queries with clusters that are in memory at once."""
 
 
 @functools.cache
@@ -238,16 +240,26 @@ def probes_by_kernels(
     C = centroid_HCD.shape[1]
     word_XTC, last_XCT, bound_L1 = key_tally
     bits = word_XTC.new_empty(B * H, whole_pieces(C, 32), N)
-    radius_H = centroid_HCD.square().sum(-1).amax(-1).sqrt()
-    width = max(32, power_of_two(C))
-    queries, warps = probe_sizes(width)
+    size = positions_at_once(B * H, N, C)
+    score_XSC = q_BHND.new_empty(B * H, size, C)
+    margin_XS = q_BHND.new_empty(B * H, size)
+    unit_H = unit_margin(centroid_HCD.square().sum(-1).amax(-1).sqrt())
     exactness = precision(q_BHND.device)
-    kernels().probe_kernel[(B * H, whole_pieces(N, queries))](
-        q_BHND.contiguous(), centroid_HCD.contiguous(), unit_margin(radius_H),
-        word_XTC, last_XCT, bound_L1, bits, N, H, C, last_XCT.shape[-1], target, early,
-        D=D, CHUNK=16, BN=queries, BC=width, PRECISION=exactness, SELF=attend_self,
-        num_warps=warps, num_stages=1,
-    )  # fmt: skip
+    q_BHND = q_BHND.contiguous()
+    centroid_HCD = centroid_HCD.contiguous()
+    width = max(32, power_of_two(C))
+    for begin in range(0, N, size):
+        kernels().score_kernel[(B * H, whole_pieces(size, 64))](
+            q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, size,
+            D=D, CHUNK=chunk_of(D, exactness), BN=64, BC=64, PRECISION=exactness,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+        kernels().probe_kernel[(B * H, whole_pieces(size, TILE))](
+            score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
+            begin, N, C, last_XCT.shape[-1], size, target, early,
+            BN=max(1, 1024 // width), BC=width, SELF=attend_self,
+            num_warps=max(1, width // 1024), num_stages=1,
+        )  # fmt: skip
     most = most_members(B * H * N, C, target)
     return bits, *launch_tally(bits, B * H, N, C, of_keys=False, most=most)
 
@@ -276,17 +288,10 @@ def most_members(rows: int, clusters: int, target: int) -> int:
     return rows * min(clusters, target)
 
 
-def probe_sizes(width: int) -> tuple[int, int]:
-    """Return how many queries a program of `probe_kernel` has, and how many warps.
-
-    Args:
-        width: the clusters whose scores it holds, a power of two.
-    """
-    if width <= 256:
-        return 32, 4
-    if width <= 512:
-        return 32, 8
-    return 16, width // 128
+def positions_at_once(heads: int, length: int, clusters: int) -> int:
+    """Return how many positions of all heads have their scores in memory at once: whole tiles."""
+    tiles = max(1, MAX_SCORES // (heads * clusters * TILE))
+    return min(tiles, whole_pieces(length, TILE)) * TILE
 
 
 # The lists of queries.
