@@ -44,7 +44,9 @@ after each optimizer step.
 
 The rule is `Probed.rule`, query by query. The batch form is `Probed.reads`: `probed_lists` or
 `best_of_probed`, each either by the compiled kernel (probing.cpp) or by torch, for some heads at a
-time (`pieces`). The stream is `ProbedCache`.
+time (`pieces`). On a GPU `probed_lists` has kernels of its own (engine/triton_probing.py), for
+float32 and up to 8,192 clusters; torch's operations, which serve all other cases there, are many
+times slower. The stream is `ProbedCache`.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
 size, R = B * H * N rows, Q queries of a piece, K probed keys of a query, W keys that it reads, L =
@@ -68,7 +70,7 @@ from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.centroid_update import SPLIT
 from rtx.attention.choices import Choice
-from rtx.attention.engine import native, static_selection
+from rtx.attention.engine import native, static_selection, triton_probing, triton_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.softmax import Relative
@@ -126,6 +128,8 @@ class Probed(Choice):
         self.lost_members: Tensor
         """How many queries have been left out of lists of clusters for want of room, in training,
         since `make_room` looked."""
+        self.filed: triton_probing.Files | None = None
+        """The clusters of the keys that `gather` has looked at, until `reads` has taken them."""
 
     @property
     def reads_all(self) -> bool:
@@ -202,6 +206,18 @@ class Probed(Choice):
         fits = k_BHND.dtype == torch.float32 and k_BHND.is_cpu and not is_static_here
         return fits and native.wanted(self.backend, k_BHND.shape[2])
 
+    def by_triton(self, k_BHND: Tensor) -> bool:
+        """Tell whether our kernels for GPUs probe."""
+        if self.has_index or self.clusters > triton_probing.MAX_CLUSTERS:
+            return False
+        is_static_here = is_static(k_BHND, self.backend)
+        return is_static_here and selection_functions(k_BHND, self.backend) is triton_selection
+
+    def early(self, length: int) -> int:
+        """Return how many positions may read no more than m keys."""
+        m = self.target(length)
+        return m if self.attend_self else min(length, m + 1)
+
     def pieces(self, q_BHND: Tensor, k_BHND: Tensor) -> Iterator[tuple[slice, Searched]]:
         """Yield some heads of all sequences at a time, whose scores are held at once."""
         B, H, N, _ = q_BHND.shape
@@ -220,9 +236,15 @@ class Probed(Choice):
     def probed_lists(self, q_BHND: Tensor, k_BHND: Tensor) -> list[Part]:
         """Return the lists of early positions and of clusters, and what queries read of them."""
         B, H, N, _ = q_BHND.shape
-        early = self.target(N) if self.attend_self else min(N, self.target(N) + 1)
+        early = self.early(N)
+        files = self.filed
+        self.filed = None
         if B * H * N and self.by_native(k_BHND):
             return [self.native_part(q_BHND, k_BHND, early)]
+        if B * H and early < N and self.by_triton(k_BHND):
+            if files is None:
+                files = self.file_keys(k_BHND)
+            return [self.triton_part(q_BHND, files)]
         make = partial(early_lists, B, H, N, early, self.attend_self)
         form = (type(self), B, H, N, early, self.attend_self)
         parts: list[Part] = [*made_once(form, q_BHND.device, make)]
@@ -304,27 +326,60 @@ class Probed(Choice):
         start_P = keys.first_L()[list_P].maximum(stop_P - self.target(length))
         return start_P, stop_P
 
-    def static_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> Reads:
-        """Return what `dynamic_part` does, in lists with room for a fixed number of queries.
+    def triton_part(self, q_BHND: Tensor, files: triton_probing.Files) -> Reads:
+        """Return the lists of early positions and of clusters, made by our kernels for GPUs.
 
-        In training the CPU never waits for a GPU: queries without room in a list are left out of it
-        and counted (`lost_members`). In evaluation one number is read back, and the lists are made
-        again with room for all where they lack it.
+        The lists of clusters have room for a fixed number of queries, see `room_lacking`.
         """
         B, H, N, _ = q_BHND.shape
-        room = min(self.room(B * H, N), B * H * N * self.clusters)
+        reach = triton_probing.Reach(self.target(N), self.attend_self)
+        probes = triton_probing.probe_files(self.centroids.centroid_HCD, q_BHND, files, reach)
+        room = self.room(B * H, N)
+        room += self.room_lacking(probes.count_1(), room)
+        lists = triton_probing.pack_members(files, probes, reach, room)
+        member_counts = triton_probing.member_counts
+        return Reads(
+            query=Packed(lists.query_row_P, member_counts(probes.tally, files.early, room)),
+            key=Packed(lists.key_row_M, member_counts(files.tally, files.early, B * H * N)),
+            start_P=lists.start_P,
+            stop_P=lists.stop_P,
+            length=N,
+            most=files.early,
+            derived={LISTS: lists},
+        )
+
+    def file_keys(self, k_BHND: Tensor) -> triton_probing.Files:
+        """Return the lists of keys, made by our kernels for GPUs."""
+        early = self.early(k_BHND.shape[2])
+        return triton_probing.file_keys(self.centroids.centroid_HCD, k_BHND, early)
+
+    def static_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> Reads:
+        """Return what `dynamic_part` does, in lists with room for a fixed number of queries, see
+        `room_lacking`."""
+        B, H, N, _ = q_BHND.shape
+        room = self.room(B * H, N)
         members = self.collected(q_BHND, k_BHND, early, room)
-        lost_1 = (members.count_1 - room).clamp(min=0)
-        if self.training:
-            if not gathering.is_paused:
-                self.lost_members += lost_1
-        elif lost := int(lost_1):
+        if lost := self.room_lacking(members.count_1, room):
             members = self.collected(q_BHND, k_BHND, early, room + lost)
         return self.lists_with_room(members, N)
 
+    def room_lacking(self, count_1: Tensor, room: int) -> int:
+        """Return how much room lists are to get beyond `room`, for `count_1` queries.
+
+        In training none, as the CPU never waits for a GPU: queries without room in a list are left
+        out of it and counted (`lost_members`). In evaluation one number is read back, and there is
+        room for all.
+        """
+        lost_1 = (count_1 - room).clamp(min=0)
+        if not self.training:
+            return int(lost_1)
+        if not gathering.is_paused:
+            self.lost_members += lost_1
+        return 0
+
     def room(self, heads: int, length: int) -> int:
         """Return the room of the lists: `room_factor` times their members as queries where clusters
-        are of equal size.
+        are of equal size, and not more than there can be.
 
         Such clusters hold i / C keys at position i, so a query there probes m C / i of them, and
         one more for what does not come out even: 1 + m C / N log(N / m) on average. Where there are
@@ -336,7 +391,8 @@ class Probed(Choice):
         """
         m = max(1, self.target(length))
         probed = 1 + m * self.clusters / max(1, length) * math.log(max(1, length) / m)
-        return self.room_factor * math.ceil(heads * length * min(probed, self.clusters))
+        room = self.room_factor * math.ceil(heads * length * min(probed, self.clusters))
+        return min(room, heads * length * self.clusters)
 
     def collected(self, q_BHND: Tensor, k_BHND: Tensor, early: int, room: int) -> Members:
         """Return what `numbered` does, in room for a fixed number of members as queries."""
@@ -473,6 +529,7 @@ class Probed(Choice):
     @torch.no_grad()
     def gather(self, given: Inputs) -> None:
         """Let centroids start at keys, if they have not, and in training gather sums of keys."""
+        self.filed = None
         store = self.centroids
         k_BHND = widened(given.turned_k_BHND.detach())
         if store.seed_with_next and store.training:
@@ -492,6 +549,9 @@ class Probed(Choice):
         """Return the keys of each cluster."""
         if self.by_native(k_BHND):
             return native.cluster_keys(self.centroids.centroid_HCD, k_BHND)
+        if self.by_triton(k_BHND):
+            self.filed = self.file_keys(k_BHND)
+            return self.filed.packed()
         return pack(self.clusters_of(k_BHND), self.clusters, complete=True)
 
     def clusters_of(self, k_BHND: Tensor) -> Tensor:

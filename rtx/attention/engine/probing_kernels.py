@@ -1,0 +1,564 @@
+"""Triton kernels that let queries probe clusters of keys; `triton_probing.py` launches them.
+
+`rtx.attention.probed` has the method. The kernels run in this order:
+
+    cluster_kernel  finds the cluster of each key
+    tally_kernel    turns them around: which keys of each tile are in each cluster, and how many
+    (torch.cumsum   sums these counts, list after list: where each tile's keys end)
+    key_kernel      writes the keys, list after list, and the members of each row
+    score_kernel    scores queries against all clusters
+    probe_kernel    chooses the clusters of each query by these scores
+    tally_kernel    turns this around: which queries of each tile probe each cluster, and how many
+    (torch.cumsum   sums these counts)
+    write_kernel    writes the queries of each list, with the ranges of keys that they read
+    place_kernel    sorts them by row, and fills the empty slots
+    reader_kernel   writes by which queries each key is read
+
+A *tile* is 32 neighbouring positions, 32 t to 32 t + 31. What is true of positions of a tile is one
+*word*: bit j of it stands for position 32 t + j. A word of each tile and cluster, and the running
+sum of the words' ones, tell how many members of a list come before a position, without a search.
+Example with tiles of 4 positions (bit 0 is the rightmost one): cluster c holds the positions 1, 3
+and 6, and the lists before it have 10 members.
+
+    tile               0       1
+    word            1010    0100
+    last              12      13      members up to and with this tile, those of lists before too
+    before 3       12 - ones(1010 >> 3) = 11: ten of lists before, and position 1
+
+The lists of all heads follow one another (packed.py, lists.py): first a list of early positions for
+each head, then the lists of clusters. E early positions of X heads are the first X * E members as
+keys and as queries. "Members of clusters' lists" are numbered without these.
+
+Shapes: X heads of all sequences, also called groups, C clusters of a head, N positions, D head
+size, T tiles, E early positions, L = X * C lists of clusters, L1 = L + 1, R = X * N rows
+(row = x * N + n), R1 = R + 1, M = X * E + R key members, P = X * E + room query members. Lower-case
+letters are the axes of a tensor in registers: n positions, c clusters, d numbers of a vector,
+t tiles, m key members, p query members; 1 an axis that broadcasts.
+
+Parameters that several kernels have:
+
+    centroid [H, C, D]
+    key_word [X, T, C], key_last [X, C, T]      the words of the keys, and running sums of their ones
+    key_bound [L1]                              the first key of each list, and the end of the last
+    query_word [X, T, C], query_last [X, C, T]  the same of queries that probe; the sums may be
+                                                int64, as there may be more members than room
+    query_bound [L1]
+    bits [X, ceil(C / 32), N]                   bit i of word w: whether a query takes cluster
+                                                32 w + i
+    target, early                               m and E of the method
+    SELF                                        whether a query may read the key of its position
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# Triton compiles what pyright takes for Python: its functions have no types for a checker.
+
+import triton
+import triton.language as tl
+
+from rtx.attention.engine.selection_kernels import NO_CLUSTER, first_that_reaches, load_vectors
+
+TILE = tl.constexpr(32)
+"""Positions of a tile: a bit of an int32 for each."""
+MOST = tl.constexpr(3.4028234663852886e38)
+"""The largest number of float32."""
+
+
+@triton.jit
+def ones(word):
+    """Return how many bits of words are set. Compilers make one instruction of it."""
+    word = word.to(tl.uint32, bitcast=True)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def members_before(last, word, j, INCLUDED: tl.constexpr):
+    """Return how many members come before position j of a tile, see the module's example.
+
+    Args:
+        last, word: of the list and the tile.
+        INCLUDED: count that position, too.
+    """
+    behind = word.to(tl.uint32, bitcast=True) >> j.to(tl.uint32)
+    if INCLUDED:
+        behind = behind >> 1
+    return last - ones(behind)
+
+
+@triton.jit
+def finite(score):
+    """Return scores whose differences are numbers: the largest ones for infinite, the least for
+    NaN."""
+    score = tl.where(score != score, -MOST, score)
+    return tl.minimum(tl.maximum(score, -MOST), MOST)
+
+
+@triton.jit
+def margin_of(norm_n, unit):
+    """Return how far apart scores of equals may come out, 0 where that is no finite number."""
+    margin_n = norm_n * unit
+    return tl.where(margin_n <= MOST, margin_n, 0.0)
+
+
+@triton.jit
+def scores_with(
+    x_nd, x, row_n, inside_n, centroid, c, C,
+    D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the products of vectors with centroids; 0 for clusters that do not exist.
+
+    Args:
+        x_nd: the first CHUNK numbers of each vector. The others are read here.
+    """
+    centroid_cd = load_vectors(centroid, c, c < C, 0, D, CHUNK)
+    score_nc = tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
+    for begin in range(CHUNK, D, CHUNK):
+        more_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
+        centroid_cd = load_vectors(centroid, c, c < C, begin, D, CHUNK)
+        score_nc = tl.dot(more_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
+    return score_nc
+
+
+@triton.jit
+def norm_of(x_nd, x, row_n, inside_n, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the norms of vectors. Args: see `scores_with`."""
+    square_n = tl.sum(x_nd * x_nd, 1)
+    for begin in range(CHUNK, D, CHUNK):
+        more_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
+        square_n += tl.sum(more_nd * more_nd, 1)
+    return tl.sqrt(square_n)
+
+
+@triton.jit
+def nearness(score_nc, half_square, c, C):
+    """Return how near keys are to clusters, x . c - |c|^2 / 2; -inf for clusters that do not
+    exist."""
+    half_square_c = tl.load(half_square + c, c < C, 0.0)
+    score_nc = finite(score_nc - half_square_c[None, :])
+    return tl.where((c < C)[None, :], score_nc, float("-inf"))
+
+
+@triton.jit
+def cluster_kernel(
+    x, centroid, half_square, radius, unit, cluster, N, H, C,
+    D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the cluster of BN keys, cluster [X, N]: the first within the margin of the nearest.
+
+    A program is (group, positions). It looks at BC clusters at a time.
+
+    Args:
+        half_square [H, C]: |c|^2 / 2 of each centroid.
+        radius [H]: r, the largest norm of a centroid.
+        unit [H]: the margin of a key is (|x| + r) * unit.
+    """
+    group = tl.program_id(0)
+    head = group % H
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = n < N
+    row = group.to(tl.int64) * N + n
+    centroid += head * C * D
+    half_square += head * C
+    x_nd = load_vectors(x, row, inside, 0, D, CHUNK)
+    norm_n = norm_of(x_nd, x, row, inside, D, CHUNK) + tl.load(radius + head)
+    margin_n = margin_of(norm_n, tl.load(unit + head))
+
+    # The nearest cluster, and how near the second nearest one is.
+    best_n = tl.full([BN], float("-inf"), tl.float32)
+    second_n = tl.full([BN], float("-inf"), tl.float32)
+    first_n = tl.zeros([BN], tl.int32)
+    for begin in range(0, C, BC):
+        c = begin + tl.arange(0, BC)
+        score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        near_nc = nearness(score_nc, half_square, c, C)
+        here_n = tl.max(near_nc, 1)
+        at_n = first_that_reaches(near_nc, c, here_n)
+        others_nc = tl.where(c[None, :] == at_n[:, None], float("-inf"), near_nc)
+        second_n = tl.maximum(second_n, tl.max(others_nc, 1))
+        second_n = tl.maximum(second_n, tl.minimum(best_n, here_n))
+        first_n = tl.where(here_n > best_n, at_n, first_n)
+        best_n = tl.maximum(best_n, here_n)
+
+    # Rare: clusters are tied. Then the first that reaches the best is looked for.
+    least_n = best_n - margin_n
+    if tl.max((second_n >= least_n).to(tl.int32), 0) > 0:
+        first_n = tl.full([BN], NO_CLUSTER, tl.int32)
+        for begin in range(0, C, BC):
+            c = begin + tl.arange(0, BC)
+            score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+            near_nc = nearness(score_nc, half_square, c, C)
+            first_n = tl.minimum(first_n, first_that_reaches(near_nc, c, least_n))
+    tl.store(cluster + row, first_n, inside)
+
+
+@triton.jit
+def tally_kernel(source, word, count, N, C, T, BT: tl.constexpr, KEYS: tl.constexpr):
+    """Write the words of BT tiles in 32 clusters, word [X, T, C], and their ones, count [X, C, T].
+
+    A program is (group, block of tiles, 32 clusters).
+
+    Args:
+        source: with KEYS the cluster of each key [X, N], else `bits`.
+    """
+    group = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    of_32 = tl.program_id(2)
+    c = of_32 * 32 + tl.arange(0, 32)
+    j = tl.arange(0, TILE)
+    n_tj = t[:, None] * TILE + j[None, :]
+    if KEYS:
+        cluster_tj = tl.load(source + group * N + n_tj, n_tj < N, -1)
+        is_member_tjc = cluster_tj[:, :, None] == c[None, None, :]
+    else:
+        source += (group * tl.num_programs(2) + of_32) * N
+        bits_tj = tl.load(source + n_tj, n_tj < N, 0)
+        is_member_tjc = ((bits_tj[:, :, None] >> (c % 32)[None, None, :]) & 1) > 0
+    member_tjc = is_member_tjc.to(tl.int32)
+    word_tc = tl.sum(member_tjc << j[None, :, None], 1)
+    count_tc = tl.sum(member_tjc, 1)
+    real_tc = (t < T)[:, None] & (c < C)[None, :]
+    tl.store(word + (group * T + t[:, None]) * C + c[None, :], word_tc, real_tc)
+    tl.store(count + (group * C + c[None, :]) * T + t[:, None], count_tc, real_tc)
+
+
+@triton.jit
+def load_tally(last, word, group, c, tile, C, T, mask):
+    """Return the running sum and the word of clusters at a tile; 0 where not in the mask."""
+    group = group.to(tl.int64)
+    last = tl.load(last + (group * C + c) * T + tile, mask, 0)
+    return last, tl.load(word + (group * T + tile) * C + c, mask, 0)
+
+
+@triton.jit
+def key_kernel(
+    cluster, key_last, key_word, row_M, first_R1, member_M, N, C, T, early, BN: tl.constexpr
+):  # fmt: skip
+    """Write the key members of BN positions: early ones have two.
+
+    A program is (group, positions).
+
+    Writes:
+        row_M: the row of each key member.
+        first_R1, member_M: the key members of each row, see `lists.RowMembers`.
+    """
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = n < N
+    row = group * N + n
+    c = tl.load(cluster + row, inside, 0)
+    last, word = load_tally(key_last, key_word, group, c, n // TILE, C, T, inside)
+    m = groups * early + members_before(last, word, n % TILE, False)
+    early_m = group * early + n
+    is_early = inside & (n < early)
+    tl.store(row_M + m, row, inside)
+    tl.store(row_M + early_m, row, is_early)
+    first = row + group * early + tl.minimum(n, early)
+    tl.store(first_R1 + row, first, inside)
+    tl.store(member_M + first, tl.where(is_early, early_m, m), inside)
+    tl.store(member_M + first + 1, m, is_early)
+    is_last = inside & (row == groups * N - 1)
+    tl.store(first_R1 + row + 1, groups * (N + early) + n * 0, is_last)
+
+
+@triton.jit
+def keys_held(score_nc, count_nc, least_n):
+    """Return how many keys the clusters hold whose scores are `least_n` or more."""
+    return tl.sum(tl.where(score_nc >= least_n[:, None], count_nc, 0), 1)
+
+
+@triton.jit
+def middle(low_n, high_n, margin_n):
+    """Return the middle of intervals, and whether they are wider than the margin.
+
+    An interval without a number between its ends is not.
+    """
+    middle_n = 0.5 * low_n + 0.5 * high_n
+    is_wide_n = (high_n - low_n > margin_n) & (middle_n > low_n) & (middle_n < high_n)
+    return middle_n, is_wide_n
+
+
+@triton.jit
+def last_taken(score_nc, count_nc, margin_n, asks_n, target):
+    """Return a score that is tied with that of the last cluster that each query takes.
+
+    That is the largest score v of which the clusters with v or more hold `target` keys. Bisection
+    finds it in about log2(range of scores / margin) steps. It ends when the scores between its
+    bounds are tied, whichever of them v is.
+
+    Args:
+        score_nc: -inf where a cluster holds no key that the query may read.
+        count_nc: how many keys a cluster holds that count.
+        asks_n: for which queries; 0 for the others.
+    """
+    most_n = tl.where(asks_n, tl.max(score_nc, 1), 0.0)
+    least_n = tl.min(tl.where(count_nc > 0, score_nc, MOST), 1)
+    # v is at least `low_n`. It is below `high_n`, unless both are the largest score.
+    high_n = most_n
+    is_above_n = asks_n & (keys_held(score_nc, count_nc, most_n) < target)
+    low_n = tl.where(is_above_n, least_n, most_n)
+    middle_n, is_wide_n = middle(low_n, high_n, margin_n)
+    while tl.max(is_wide_n.to(tl.int32), 0) > 0:
+        is_enough_n = keys_held(score_nc, count_nc, middle_n) >= target
+        low_n = tl.where(is_wide_n & is_enough_n, middle_n, low_n)
+        high_n = tl.where(is_wide_n & ~is_enough_n, middle_n, high_n)
+        middle_n, is_wide_n = middle(low_n, high_n, margin_n)
+    tied_n = tl.min(tl.where(score_nc >= low_n[:, None], score_nc, MOST), 1)
+    return tl.where(asks_n, tied_n, 0.0)
+
+
+@triton.jit
+def tied_with(score_nc, margin_n, tied_n):
+    """Return the least and the largest score that steps of at most the margin link to `tied_n`."""
+    low_n = tied_n
+    high_n = tied_n
+    grows = 1
+    while grows > 0:
+        is_linked_nc = low_n[:, None] - score_nc <= margin_n[:, None]
+        next_low_n = tl.min(tl.where(is_linked_nc, score_nc, low_n[:, None]), 1)
+        is_linked_nc = score_nc - high_n[:, None] <= margin_n[:, None]
+        next_high_n = tl.max(tl.where(is_linked_nc, score_nc, high_n[:, None]), 1)
+        grows = tl.max(((next_low_n < low_n) | (next_high_n > high_n)).to(tl.int32), 0)
+        low_n = next_low_n
+        high_n = next_high_n
+    return low_n, high_n
+
+
+@triton.jit
+def clusters_taken(score_nc, count_nc, margin_n, asks_n, target):
+    """Return which clusters queries take, as `rtx.attention.probed.probed_clusters` says.
+
+    Clusters tied with the last one taken are its *group*. A query takes all clusters with higher
+    scores, and of the group the first ones, until it has `target` keys.
+
+    Args: see `last_taken`.
+    """
+    tied_n = last_taken(score_nc, count_nc, margin_n, asks_n, target)
+    low_n, high_n = tied_with(score_nc, margin_n, tied_n)
+    is_above_nc = score_nc > high_n[:, None]
+    is_in_group_nc = (score_nc >= low_n[:, None]) & ~is_above_nc
+    before_nc = tl.zeros_like(count_nc)
+    if tl.max(tl.sum(is_in_group_nc.to(tl.int32), 1), 0) > 1:
+        in_group_nc = tl.where(is_in_group_nc, count_nc, 0)
+        before_nc = tl.cumsum(in_group_nc, 1) - in_group_nc
+    above_n = tl.sum(tl.where(is_above_nc, count_nc, 0), 1)
+    is_taken_nc = is_above_nc | (is_in_group_nc & (above_n[:, None] + before_nc < target))
+    return is_taken_nc & asks_n[:, None]
+
+
+@triton.jit
+def score_kernel(
+    x, centroid, unit, score, margin, begin_n, N, H, C, S,
+    D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of BN queries with all clusters, score [X, S, C], and their margins [X, S].
+
+    A program is (group, positions). It looks at BC clusters at a time.
+
+    Args:
+        unit [H]: the margin of a query is |x| * unit.
+        begin_n: the first of S positions.
+    """
+    group = tl.program_id(0)
+    head = group % H
+    s = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (s < S) & (begin_n + s < N)
+    row = group.to(tl.int64) * N + begin_n + s
+    to_n = group.to(tl.int64) * S + s
+    centroid += head * C * D
+    x_nd = load_vectors(x, row, inside, 0, D, CHUNK)
+    margin_n = margin_of(norm_of(x_nd, x, row, inside, D, CHUNK), tl.load(unit + head))
+    tl.store(margin + to_n, margin_n, inside)
+    for begin in range(0, C, BC):
+        c = begin + tl.arange(0, BC)
+        score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        to_nc = score + to_n[:, None] * C + c[None, :]
+        tl.store(to_nc, finite(score_nc), inside[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def probe_kernel(
+    score, margin, key_word, key_last, key_bound, bits, begin_n, N, C, T, S, target, early,
+    BN: tl.constexpr, BC: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write which clusters the queries of a tile take, `bits`; early ones take none.
+
+    A program is (group, tile). It holds the scores of BN queries with all clusters at a time; BC is
+    a power of two that is not below C, nor below 32.
+
+    Args:
+        score, margin, begin_n: see `score_kernel`.
+    """
+    group = tl.program_id(0)
+    first_s = tl.program_id(1) * TILE
+    tile = begin_n // TILE + tl.program_id(1)
+    c = tl.arange(0, BC)
+    last_c, word_c = load_tally(key_last, key_word, group, c, tile, C, T, c < C)
+    last_c -= tl.load(key_bound + group * C + c, c < C, 0)
+    for first_j in range(0, TILE, BN):
+        j = first_j + tl.arange(0, BN)
+        n = begin_n + first_s + j
+        inside = n < N
+        from_n = group.to(tl.int64) * S + first_s + j
+        real_nc = inside[:, None] & (c < C)[None, :]
+        score_nc = tl.load(score + from_n[:, None] * C + c[None, :], real_nc, 0.0)
+        margin_n = tl.load(margin + from_n, inside, 0.0)
+        count_nc = members_before(last_c[None, :], word_c[None, :], j[:, None], SELF)
+        count_nc = tl.minimum(count_nc, target)
+        score_nc = tl.where(count_nc > 0, score_nc, float("-inf"))
+        asks_n = inside & (n >= early)
+        is_taken_nc = clusters_taken(score_nc, count_nc, margin_n, asks_n, target)
+
+        bit_nc = is_taken_nc.to(tl.int32) << (c % 32)[None, :]
+        bits_nw = tl.sum(tl.reshape(bit_nc, [BN, BC // 32, 32]), 2)
+        w = tl.arange(0, BC // 32)
+        words = tl.cdiv(C, 32)
+        to_nw = bits + (group.to(tl.int64) * words + w[None, :]) * N + n[:, None]
+        tl.store(to_nw, bits_nw, inside[:, None] & (w < words)[None, :])
+
+
+@triton.jit
+def write_kernel(
+    bits, query_word, query_last, key_word, key_last, key_bound,
+    row_P, start_P, stop_P, rank_P, times_R, room, N, C, T, target, early, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write the members of a tile of queries to their slots.
+
+    A program is (group, tile). Each turn of the loop writes one member of each query that has more.
+
+    Writes:
+        row_P: the rows of the members.
+        start_P, stop_P: the key members that they read.
+        rank_P: how many members with the same row come before.
+        times_R: how many members each row has. Members without room do not count.
+    """
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    tile = tl.program_id(1)
+    j = tl.arange(0, TILE)
+    n = tile * TILE + j
+    inside = n < N
+    row = group * N + n
+    of_early = groups * early  # members of the lists of early positions
+
+    is_early = inside & (n < early)
+    early_p = group * early + n
+    tl.store(row_P + early_p, row, is_early)
+    tl.store(start_P + early_p, group * early + n * 0, is_early)
+    # A query that may not read itself reads the positions before, and position 0 itself.
+    tl.store(stop_P + early_p, group * early + tl.maximum(n + SELF, 1), is_early)
+    tl.store(rank_P + early_p, n * 0, is_early)
+    times_n = is_early.to(tl.int32)
+
+    words = tl.cdiv(C, 32)
+    for w in range(0, words):
+        left_n = tl.load(bits + (group.to(tl.int64) * words + w) * N + n, inside, 0)
+        while tl.max((left_n != 0).to(tl.int32), 0) > 0:
+            takes_n = left_n != 0
+            rest_n = left_n & (left_n - 1)
+            c = w * 32 + ones((left_n ^ rest_n) - 1)
+            last, word = load_tally(query_last, query_word, group, c, tile, C, T, takes_n)
+            slot = members_before(last, word, j, False)
+            fits_n = takes_n & (slot < room)
+            p = of_early + tl.minimum(slot, room).to(tl.int32)
+            last, word = load_tally(key_last, key_word, group, c, tile, C, T, fits_n)
+            stop = members_before(last, word, j, SELF)
+            start = tl.maximum(tl.load(key_bound + group * C + c, fits_n, 0), stop - target)
+            tl.store(row_P + p, row, fits_n)
+            tl.store(start_P + p, of_early + start, fits_n)
+            tl.store(stop_P + p, of_early + stop, fits_n)
+            tl.store(rank_P + p, times_n, fits_n)
+            times_n += fits_n.to(tl.int32)
+            left_n = rest_n
+    tl.store(times_R + row, times_n, inside)
+
+
+@triton.jit
+def place_kernel(
+    row_P, start_P, stop_P, rank_P, first_R1, total, member_P, count_2, room, of_early, keys,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """Write the query members sorted by row, and fill empty slots.
+
+    Args:
+        first_R1: where the members of each row begin in `member_P`.
+        total [1]: the number of members of clusters' lists, those without room among them.
+        of_early: the number of members of the lists of early positions.
+        keys: M.
+
+    Writes:
+        member_P: first_R1[row] + rank of each member: its number. Empty slots: their own number.
+        row_P, start_P, stop_P: in empty slots row 0, and M: empty ranges.
+        count_2: the numbers of query members with room, and of key members.
+    """
+    filled = of_early + tl.minimum(tl.load(total), room).to(tl.int32)
+    if tl.program_id(0) == 0:
+        tl.store(count_2, filled)
+        tl.store(count_2 + 1, keys)
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    is_filled = p < filled
+    is_empty = (p >= filled) & (p < of_early + room)
+    row = tl.load(row_P + p, is_filled, 0)
+    place = tl.load(first_R1 + row, is_filled, 0) + tl.load(rank_P + p, is_filled, 0)
+    tl.store(member_P + place, p, is_filled)
+    tl.store(member_P + p, p, is_empty)
+    tl.store(row_P + p, p * 0, is_empty)
+    tl.store(start_P + p, keys + p * 0, is_empty)
+    tl.store(stop_P + p, keys + p * 0, is_empty)
+
+
+@triton.jit
+def queries_before(
+    query_last, query_word, group, c, n, C, T, room, mask, SELF: tl.constexpr
+):  # fmt: skip
+    """Return how many members come before the queries that may read the keys at positions n.
+
+    Args:
+        c: the clusters of the keys.
+    """
+    last, word = load_tally(query_last, query_word, group, c, n // TILE, C, T, mask)
+    # A query that may not read itself reads a key from the next position on.
+    return tl.minimum(members_before(last, word, n % TILE, not SELF), room).to(tl.int32)
+
+
+@triton.jit
+def reader_kernel(
+    cluster, query_word, query_last, query_bound, key_word, key_last, key_bound, row_M,
+    low_M, high_M, room, N, C, T, target, early, BN: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write by which query members BN keys are read: low_M to high_M - 1, in both of their lists.
+
+    A query reads the last `target` keys of a cluster. So the first query that does not read a key
+    any more is the first one that may read the key `target` places behind.
+    """
+    group = tl.program_id(0)
+    of_early = tl.num_programs(0) * early
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = n < N
+    c = tl.load(cluster + group * N + n, inside, 0)
+    of_list = group * C + c
+    last, word = load_tally(key_last, key_word, group, c, n // TILE, C, T, inside)
+    m = members_before(last, word, n % TILE, False)
+    low = queries_before(query_last, query_word, group, c, n, C, T, room, inside, SELF)
+
+    has_later = inside & (m + target < tl.load(key_bound + of_list + 1, inside, 0))
+    later_row = tl.load(row_M + of_early + m + target, has_later, 0)
+    later_n = tl.where(has_later, later_row - group * N, 0)
+    high = queries_before(query_last, query_word, group, c, later_n, C, T, room, has_later, SELF)
+    end = tl.load(query_bound + of_list + 1, inside, 0)
+    high = tl.where(has_later, high, tl.minimum(end, room).to(tl.int32))
+    tl.store(low_M + of_early + m, of_early + low, inside)
+    tl.store(high_M + of_early + m, of_early + high, inside)
+
+    is_early = inside & (n < early)
+    first = group * early
+    # The query at position 0 reads itself in any case.
+    early_low = first + n
+    if not SELF:
+        early_low = first + tl.where(n > 0, n + 1, 0)
+    tl.store(low_M + first + n, early_low, is_early)
+    tl.store(high_M + first + n, first + early + n * 0, is_early)
