@@ -23,7 +23,15 @@ from triton.compiler import ASTSource
 
 from rtx.attention.engine import norm_kernels, selection_kernels, top_kernels
 from rtx.attention.engine.norm import sizes_of
-from rtx.attention.engine.triton_selection import EMIT_TILE, RANGE_TILE, SAMPLE, TALLY_TILE, TILE, chunk_of
+from rtx.attention.engine.triton_selection import (
+    EMIT_TILE,
+    MARK_TILE,
+    RANGE_TILE,
+    SAMPLE,
+    TALLY_TILE,
+    TILE,
+    chunk_of,
+)
 
 RESULTS = Path(__file__).with_name("results") / "aot-selection.txt"
 FLOAT32 = (
@@ -72,10 +80,11 @@ def forms() -> Iterator[Form]:
         yield Form(selection_kernels.top_range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
     yield Form(selection_kernels.moment_kernel, {"TILE": TILE, "BT": 128})
     yield Form(top_kernels.earliest_kernel, {"BN": 1024})
+    yield Form(top_kernels.floor_kernel, {"SAMPLE": SAMPLE}, warps=8)
+    yield Form(top_kernels.mark_kernel, {"BW": MARK_TILE})
     for room in (1024, 4096):
-        sizes = {"ROOM": room, "BN": 2048}
-        yield Form(top_kernels.candidate_kernel, sizes | {"SAMPLE": SAMPLE}, warps=8)
-        yield Form(top_kernels.top_kernel, sizes, warps=8)
+        yield Form(top_kernels.list_kernel, {"ROOM": room, "BW": 2048})
+        yield Form(top_kernels.top_kernel, {"ROOM": room, "BN": 2048}, warps=8)
     for size in (64, 128):
         yield Form(selection_kernels.sum_kernel, {"D": size, "CHUNK": size, "BM": 32})
     for size in (64, 128):

@@ -210,13 +210,13 @@ class Routing(ClusterPattern):
         centroid_HCD = self.centroids.centroid_HCD
         C = centroid_HCD.shape[1]
         window = min(self.window, N)
-        size = max(1, static_selection.MAX_SCORES // max(1, C * N))
+        functions = selection_functions(x_BHND, self.backend)
+        size = max(1, functions.MAX_SCORES // max(1, C * N))
         of_heads = (
             centroid_HCD.repeat(B, 1, 1).split(size),
             x_BHND.flatten(0, 1).split(size),
             margin_HC.repeat(B, 1).split(size),
         )
-        functions = selection_functions(x_BHND, self.backend)
         best = []
         for centroid_XCD, x_XND, margin_XC in zip(*of_heads, strict=True):
             best.append(functions.top_members(products(centroid_XCD, x_XND), margin_XC, window))

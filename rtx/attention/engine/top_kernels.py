@@ -2,26 +2,29 @@
 
 `earliest_kernel` works on what torch.topk found, and lets the earliest of tied scores win.
 
-For long rows torch.topk reads the scores some 18 times. `candidate_kernel` and `top_kernel` read
-them about twice:
+For long rows torch.topk reads the scores some 18 times. Four kernels read them about twice:
 
-1. A sample of the row tells a score, the *floor*, that a few more than W scores reach.
-2. These scores are the *candidates*. They are few enough for the registers of one program.
-3. The W best are found among them, by bisection. If the sample misled, so that there are too few or
-   too many candidates, the row itself is searched (`search`).
+1. `floor_kernel`: a sample of the row tells a score, the *floor*, that a few more than W scores
+   reach. These scores are the *candidates*, few enough for the registers of one program.
+2. `mark_kernel` marks the candidates: bit i of word w says whether score 32 w + i is one.
+3. `list_kernel` lists the places of the marks.
+4. `top_kernel` finds the W best candidates by bisection. If the sample misled, so that there are
+   too few or too many candidates, it searches the row itself (`search`).
 
 Words: of the scores of a row, the W best are *taken*. The worst of these is the *last* one taken.
 The best of the others is the first one *left out*. Scores within a margin of the last one taken are
 tied with it, and of these the earliest are taken; `near` is that margin, or 0 where the first one
 left out is not tied, so that ties change nothing. Better scores are taken anyway.
 
-Shapes: X rows (a program each), N scores of a row, K = W + 1 best scores, ROOM slots for
-candidates. Lower-case letters are the axes of a tile in registers: n scores of a row, s scores of a
-sample, k candidates or best scores.
+Shapes: X rows, N scores of a row, K = W + 1 best scores, ROOM slots for candidates. Lower-case
+letters are the axes of a tile in registers: n scores of a row, w words of marks, i bits of a word,
+s scores of a sample, k candidates or best scores.
 """
 
 import triton
 import triton.language as tl
+
+from rtx.attention.engine.selection_kernels import ones_in
 
 
 @triton.jit
@@ -133,61 +136,86 @@ def order_reached(order_s, wanted, low, high):
 
 
 @triton.jit
-def candidate_kernel(
-    score, at, value, floor, reached, N, rank,
-    ROOM: tl.constexpr, SAMPLE: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Write the candidates of a row: the scores that are at least the `rank`-th best of a sample.
+def floor_kernel(score, floor, N, rank, SAMPLE: tl.constexpr):
+    """Write the `rank`-th best of a sample of each row: floor [X].
 
     The sample are up to SAMPLE scores at equal distances.
-
-    Writes:
-        at, value [X, ROOM]: the candidates' places, ascending, and scores; as many as have room.
-        floor [X]: the score that candidates reach.
-        reached [2, X]: how many scores reach the floor, and how many exceed it.
     """
     row = tl.program_id(0).to(tl.int64)
-    score += row * N
     step = tl.cdiv(N, SAMPLE)
-    sample_s = read_scores(score, tl.arange(0, SAMPLE) * step, N, True)
+    sample_s = read_scores(score + row * N, tl.arange(0, SAMPLE) * step, N, True)
     order_s = order_of(sample_s).to(tl.int64)
     lowest = tl.full([], -(1 << 31), tl.int64)
     beyond = tl.full([], 1 << 31, tl.int64)
     order = order_reached(order_s, rank, lowest, beyond)
-    least = tl.min(tl.where(order_s >= order, sample_s, float("inf")), 0)
+    tl.store(floor + row, tl.min(tl.where(order_s >= order, sample_s, float("inf")), 0))
+
+
+@triton.jit
+def mark_kernel(score, floor, mark, N, BW: tl.constexpr):
+    """Mark the scores that reach the floor of their row: mark [X, ceil(N / 32)].
+
+    A program is (row, block of BW words).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.program_id(1) * BW + tl.arange(0, BW)
+    i = tl.arange(0, 32)
+    n_wi = w[:, None] * 32 + i[None, :]
+    score_wi = read_scores(score + row * N, n_wi, N, True)
+    reaches_wi = (score_wi >= tl.load(floor + row)) & (n_wi < N)
+    bit_i = 1 << i
+    words = tl.cdiv(N, 32)
+    tl.store(mark + row * words + w, tl.sum(tl.where(reaches_wi, bit_i[None, :], 0), 1), w < words)
+
+
+@triton.jit
+def list_kernel(mark, at, count, N, ROOM: tl.constexpr, BW: tl.constexpr):
+    """List the candidates of a row.
+
+    Writes:
+        at [X, ROOM]: their places, ascending; as many as have room.
+        count [X]: their number.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    words = tl.cdiv(N, 32)
+    mark += row * words
+    at += row * ROOM
     done = 0
-    more = 0
-    for begin in range(0, N, BN):
-        n = begin + tl.arange(0, BN)
-        score_n = read_scores(score, n, N, True)
-        reaches_n = ((score_n >= least) & (n < N)).to(tl.int32)
-        slot_n = done + tl.cumsum(reaches_n, 0) - 1
-        fits_n = (reaches_n > 0) & (slot_n < ROOM)
-        tl.store(at + row * ROOM + slot_n, n, fits_n)
-        tl.store(value + row * ROOM + slot_n, score_n, fits_n)
-        done += tl.sum(reaches_n, 0)
-        more += tl.sum(((score_n > least) & (n < N)).to(tl.int32), 0)
-    tl.store(floor + row, least)
-    tl.store(reached + row, done)
-    tl.store(reached + tl.num_programs(0) + row, more)
+    for begin in range(0, words, BW):
+        w = begin + tl.arange(0, BW)
+        word_w = tl.load(mark + w, w < words, 0)
+        ones_w = ones_in(word_w)
+        slot_w = done + tl.cumsum(ones_w, 0) - ones_w
+        done += tl.sum(ones_w, 0)
+        while tl.max((word_w != 0).to(tl.int32), 0) > 0:
+            # Take the lowest bit of each word away, until none is left.
+            others_w = word_w & (word_w - 1)
+            n_w = w * 32 + ones_in((word_w ^ others_w) - 1)
+            tl.store(at + slot_w, n_w, (word_w != 0) & (slot_w < ROOM))
+            slot_w += 1
+            word_w = others_w
+    tl.store(count + row, done)
 
 
 @triton.jit
 def top_kernel(
-    score, at, value, floor, reached, margin, taken, N, W, ROOM: tl.constexpr, BN: tl.constexpr
+    score, at, floor, count, margin, taken, N, W, ROOM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Write the places of the W best scores of a row, ascending: taken [X, W].
 
     Args:
-        at, value, floor, reached: see `candidate_kernel`.
+        floor, at, count: see `floor_kernel` and `list_kernel`.
         margin [X]: within which scores are tied with the last one taken.
     """
     row = tl.program_id(0).to(tl.int64)
+    score += row * N
+    taken += row * W
     least = tl.load(floor + row)
-    count = tl.load(reached + row)
+    reached = tl.load(count + row)
     k = tl.arange(0, ROOM)
-    inside_k = k < tl.minimum(count, ROOM)
-    value_k = tl.load(value + row * ROOM + k, inside_k, float("-inf"))
+    inside_k = k < tl.minimum(reached, ROOM)
+    at_k = tl.load(at + row * ROOM + k, inside_k, N)
+    value_k = read_scores(score, at_k, N, True)
     order_k = tl.where(inside_k, order_of(value_k).to(tl.int64), -(1 << 31))
     lowest = tl.full([], -(1 << 31), tl.int64)
     beyond = tl.full([], 1 << 31, tl.int64)
@@ -200,39 +228,27 @@ def top_kernel(
     near = margin_near(last, left_out, tl.load(margin + row))
     # The candidates decide if the W best and the first one left out are among them, if all of them
     # are in their slots, and if every score tied with the last one taken is a candidate.
-    if (count > W) & (count <= ROOM) & (last - near >= least):
+    if (reached > W) & (reached <= ROOM) & (last - near >= least):
         better_k, tied_k = compare(value_k, last, last - near, last + near)
         ties = W - tl.sum((inside_k & better_k).to(tl.int32), 0)
         is_tied_k = (inside_k & tied_k).to(tl.int32)
         takes_k = (inside_k & better_k) | ((is_tied_k > 0) & (tl.cumsum(is_tied_k, 0) <= ties))
-        at_k = tl.load(at + row * ROOM + k, inside_k, 0)
-        tl.store(taken + row * W + tl.cumsum(takes_k.to(tl.int32), 0) - 1, at_k, takes_k)
+        tl.store(taken + tl.cumsum(takes_k.to(tl.int32), 0) - 1, at_k, takes_k)
     else:
-        more = tl.load(reached + tl.num_programs(0) + row)
-        search(
-            score + row * N,
-            tl.load(margin + row),
-            taken + row * W,
-            least,
-            count,
-            more,
-            N,
-            W,
-            BN,
-        )
+        search(score, tl.load(margin + row), taken, least, reached, N, W, BN)
 
 
 @triton.jit
-def search(score, margin, taken, least, count, more, N, W, BN: tl.constexpr):
+def search(score, margin, taken, least, reached, N, W, BN: tl.constexpr):
     """Write the places of the W best scores of a row by reading all of it some 32 times.
 
     Args:
-        least, count, more: `count` scores reach the score `least`, and `more` exceed it.
+        least, reached: so many scores reach the score `least`.
     """
-    # The last one taken is in [low, high): above the least, below it, or the least itself.
+    # The order of the last one taken is in [low, high).
     order = order_of(least).to(tl.int64)
-    low = tl.where(count >= W, order, -(1 << 31))
-    high = tl.where(count < W, order, tl.where(more < W, order + 1, 1 << 31))
+    low = tl.where(reached >= W, order, -(1 << 31))
+    high = tl.where(reached >= W, 1 << 31, order)
     while low + 1 < high:
         middle = (low + high) >> 1
         enough = count_of_orders(score, middle, N, BN) >= W

@@ -394,12 +394,16 @@ def launch_moments(moment_2LT: Tensor, x_BHND: Tensor, C: int) -> Tensor:
 
 # The best scores.
 
+MAX_SCORES = 1 << 26
+"""The most scores that are in memory at once, see `static_selection.MAX_SCORES`."""
 SAMPLE = 4096
 """Scores of a row that are its sample; the candidates for the best are found by it."""
 MIN_SAMPLED = 8192
 """Rows this long are sampled: torch.topk reads a row some 18 times, our kernels twice."""
 MAX_CANDIDATES = 4096
 """The most candidates of a row: a program holds all of them in registers."""
+MARK_TILE = 128
+"""Words, of 32 scores each, that a program of `mark_kernel` writes."""
 
 
 def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
@@ -446,17 +450,22 @@ def top_by_kernels(score_XN: Tensor, margin_X: Tensor, window: int) -> Tensor:
     place_XW = score_XN.new_empty(X, window, dtype=torch.int32)
     if not X:
         return place_XW
-    # The candidates of each row; `candidate_kernel` describes them.
-    at_XK = place_XW.new_empty(X, room)
-    value_XK = score_XN.new_empty(X, room)
+    # What the kernels write one after the other, see `top_kernels.py`.
+    words = whole_pieces(N, 32)
     floor_X = score_XN.new_empty(X)
-    reached_2X = place_XW.new_empty(2, X)
-    top_kernels().candidate_kernel[(X,)](
-        score_XN, at_XK, value_XK, floor_X, reached_2X, N, rank,
-        ROOM=room, SAMPLE=SAMPLE, BN=2048, num_warps=8, num_stages=1,
+    mark_XW = place_XW.new_empty(X, words)
+    at_XK = place_XW.new_empty(X, room)
+    count_X = place_XW.new_empty(X)
+    module = top_kernels()
+    module.floor_kernel[(X,)](score_XN, floor_X, N, rank, SAMPLE=SAMPLE, num_warps=8)
+    module.mark_kernel[(X, whole_pieces(words, MARK_TILE))](
+        score_XN, floor_X, mark_XW, N, BW=MARK_TILE, num_warps=4,
     )  # fmt: skip
-    top_kernels().top_kernel[(X,)](
-        score_XN, at_XK, value_XK, floor_X, reached_2X, margin_X.contiguous(), place_XW, N, window,
+    module.list_kernel[(X,)](
+        mark_XW, at_XK, count_X, N, ROOM=room, BW=min(2048, power_of_two(words)), num_warps=4,
+    )  # fmt: skip
+    module.top_kernel[(X,)](
+        score_XN, at_XK, floor_X, count_X, margin_X.contiguous(), place_XW, N, window,
         ROOM=room, BN=2048, num_warps=8, num_stages=1,
     )  # fmt: skip
     return place_XW
