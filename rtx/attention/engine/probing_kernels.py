@@ -55,7 +55,7 @@ Parameters that several kernels have:
 import triton
 import triton.language as tl
 
-from rtx.attention.engine.selection_kernels import NO_CLUSTER, first_that_reaches, load_vectors
+from rtx.attention.engine.selection_kernels import NO_CLUSTER, load_vectors
 
 TILE = tl.constexpr(32)
 """Positions of a tile: a bit of an int32 for each."""
@@ -85,6 +85,14 @@ def members_before(last, word, j, INCLUDED: tl.constexpr):
     if INCLUDED:
         behind = behind >> 1
     return last - ones(behind)
+
+
+@triton.jit
+def first_that_reaches(reach_nc, c, best_n):
+    """Return the first cluster whose reach (value + margin) is at least best_n; else NO_CLUSTER."""
+    reaches_nc = reach_nc >= best_n[:, None]
+    cluster_nc = tl.broadcast_to(c[None, :], reach_nc.shape)
+    return tl.min(tl.where(reaches_nc, cluster_nc, NO_CLUSTER), 1)
 
 
 @triton.jit
