@@ -528,12 +528,13 @@ def test_same_bits_twice(merge: str) -> None:
         assert torch.equal(x, y)
 
 
-def test_gradients_of_log_sums_alone() -> None:
+@pytest.mark.parametrize("merge", ["none", "lse"])
+def test_gradients_of_log_sums_alone(merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     part = apart(sizes)
-    _, lse_P = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), Terms(0.25), "mean")
-    _, right_P = dense(q.double(), k.double(), v.double(), part, Terms(0.25), "mean", None)
+    _, lse_P = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), Terms(0.25), merge)
+    _, right_P = dense(q.double(), k.double(), v.double(), part, Terms(0.25), merge, None)
     some_P = right_P > -math.inf
     found = torch.autograd.grad(lse_P[some_P].sum(), [q, k])
     right = torch.autograd.grad(right_P[some_P].sum(), [q, k])

@@ -123,9 +123,9 @@ def attend(
     | "lse" | `[R, E]`, of each row one softmax over the keys of all its members | `[R]` |
 
     A log-sum is the natural logarithm of the sum over the keys of a query member, or of a row's
-    members, of exp(logit), in float32. What reads nothing has output 0 and log-sum -inf. Dropout
-    acts on the weights after the softmax, scales those that remain by 1 / (1 - dropout), and does
-    not change log-sums.
+    members, of exp(logit), in float32; with "mean" it passes no gradient on. What reads nothing has
+    output 0 and log-sum -inf. Dropout acts on the weights after the softmax, scales those that
+    remain by 1 / (1 - dropout), and does not change log-sums.
 
     Args:
         q_BHND: queries, a view with any strides; copied if the last stride is not 1. The same holds
@@ -287,8 +287,9 @@ def packed_attention_backward(
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if merge == "mean":
-            # A row's mean passes this share of its gradient on to each member.
-            dout_GE = dout_GE * share_R[:, None]
+            # A row's mean passes a share of its gradient on to each member. All gradients have the
+            # factor w = exp(logit - lse), so it may be there instead.
+            lse_U = lse_U - share_R.log().index_select(0, x.lists.query_row_P)
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
         of_members = member_gradients(x, dout_GE, dlse_U, out_UE, lse_U, merge)
         dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, of_members, queries_are_keys=k_BHND is None)
@@ -346,7 +347,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.dropout = dropout
     ctx.in_order = in_order
     ctx.merge = merge
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*output[1 if merge == "mean" else 2 :])
     ctx.set_materialize_grads(False)  # an output that nothing depends on has gradient None
 
 
