@@ -28,12 +28,14 @@ from rtx.attention.engine import packed_kernels, packed_launch
 RESULTS = Path(__file__).with_name("results") / "aot.txt"
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOAT32 = ("lse", "dlse", "delta", "share")
+FLOAT32 = ("lse", "dlse", "delta", "share", "row_lse")
 INT64 = ("hidden_value", "hidden_low", "hidden_high", "seed")
 INT32 = ("query_row", "key_row", "start", "stop", "low", "high", "first", "member")
 SCALARS = ("scale", "dropout", "rescale")
 ALIGNED = ("WIDTH", "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n")
 """Strides and widths, all multiples of 16 where head sizes are."""
+BY_ROW = ("by_row", "join")
+"""Kernels whose programs have rows instead of members."""
 NUMBERS = (*ALIGNED, "H", "N", "P", "M", "last_distance", "R")
 
 
@@ -51,6 +53,8 @@ class Form:
     by_member: bool = False
     """With gradients of outputs and log-sums by member."""
     in_order: bool = False
+    joined: bool = False
+    """With log-sums and outputs of rows in the backward pass."""
     tile: packed_launch.Tile | None = None
     """Other than that of `packed_launch.TILES`."""
 
@@ -63,10 +67,13 @@ class Form:
         """What of the optional terms it has."""
         named = {"hidden": self.hidden, "distances": self.distances, "values": self.values}
         named |= {"dropout": self.dropout, "by_member": self.by_member, "in_order": self.in_order}
+        named |= {"joined": self.joined}
         return "+".join(word for word, has in named.items() if has) or "-"
 
     def constants(self) -> dict[str, Any]:
         """Return the values of the kernel's constants by name; None for pointers that it does without."""
+        if self.kernel == "join":
+            return {"BR": 32, "BW": self.size}
         if self.kernel == "by_row":
             mean = not self.by_member
             absent = ["y"] if mean else ["lse", "share"]
@@ -79,7 +86,7 @@ class Form:
         absent += [] if self.by_member else ["dlse"]
         flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
         flags |= {"BY_MEMBER": self.by_member or self.in_order, "HAS_DLSE": self.by_member}
-        flags |= {"HIDDEN": self.hidden, "IN_ORDER": self.in_order}
+        flags |= {"HIDDEN": self.hidden, "IN_ORDER": self.in_order, "SUMS_BY_MEMBER": not self.joined}
         tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
         return packed_launch.head_sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
 
@@ -89,18 +96,20 @@ def forms() -> Iterator[Form]:
     kernels = ("attend", "dq", "dkv")
     shaw: dict[str, Any] = {"distances": True, "values": True}
     dropped: dict[str, Any] = shaw | {"dropout": True}
-    terms: list[dict[str, Any]] = [{}, {"in_order": True}, {"by_member": True}, {"hidden": 1}, {"dropout": True}]
+    backward: list[dict[str, Any]] = [{"by_member": True}, {"joined": True}]
+    terms: list[dict[str, Any]] = [{}, {"in_order": True}, *backward, {"hidden": 1}, {"dropout": True}]
     terms += [{"distances": True}, shaw, shaw | {"in_order": True}, dropped, shaw | {"hidden": 1}]
     for size in (64, 128):
         for kernel in kernels:
             for each in terms:
-                if kernel != "attend" or "by_member" not in each:  # which makes no difference there
+                if kernel != "attend" or each not in backward:  # which makes no difference there
                     yield Form(kernel, size, torch.bfloat16, **each)
         yield Form("weigh", size, torch.bfloat16, **shaw)
         yield Form("weigh", size, torch.bfloat16, **shaw, in_order=True)
         yield Form("weigh", size, torch.bfloat16, **dropped)
         for by_member in (False, True):
             yield Form("by_row", size, torch.bfloat16, by_member=by_member)
+        yield Form("join", size, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         for kernel in kernels:
             yield Form(kernel, 64, dtype)
@@ -122,7 +131,7 @@ def compiled(form: Form, capability: int) -> Any:
     aligned = [name for name in names if signature[name].startswith("*") or name in strides]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
-    warps = 4 if form.kernel == "by_row" else form.tile_used.warps
+    warps = 4 if form.kernel in BY_ROW else form.tile_used.warps
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
@@ -143,7 +152,7 @@ def resources(made: Any, capability: int) -> tuple[int, int, int]:
 def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
     registers, spilled, shared = resources(compiled(form, capability), capability)
-    tile = "32 rows" if form.kernel == "by_row" else " ".join(map(str, form.tile_used))
+    tile = "32 rows" if form.kernel in BY_ROW else " ".join(map(str, form.tile_used))
     known = f"sm_{capability} {form.kernel:<8}{TYPES[form.dtype]:<5}{form.size:>4} {form.words:<25}{tile:<13}"
     return f"{known}{registers:>10}{spilled:>9}{shared:>8}"
 

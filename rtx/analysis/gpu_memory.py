@@ -103,7 +103,7 @@ def whole(one: Computed, pattern: Pattern, config: Config, narrow: int) -> Kept:
 
 
 def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: bool) -> Kept:
-    """Our kernels: queries, keys, values, outputs by member, log-sums, and lists.
+    """Our kernels: queries, keys, values, outputs and log-sums by member, or by row where they join lists, and lists.
 
     Outputs by row go on, and are kept by who reads them. Gradients are first there by member, unless members are
     rows, and with them products by distance of every row and weights by distance of every member.
@@ -114,13 +114,14 @@ def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: 
     P, M, rows = len(part.start_P), len(part.key.row_M), part.length
     size = config.model.hidden // config.model.heads
     inputs = (2 if shares_keys(pattern) else 3) * rows * narrow * first
-    outputs = P * narrow
+    saved = rows if joined else P  # outputs and log-sums
+    outputs = saved * narrow
     if narrow < WIDE:
-        outputs += WIDE * P * joined  # joined outputs are widened
-        inputs += WIDE * rows * first * isinstance(pattern, Lsh)  # and so are queries, of which keys are made
-    others = SUM * P + lists_bytes(part, pattern, rows)
-    # Joined, every member has a row number, an exponential, a share and what these are made of.
-    others += (INDEX + 4 * SUM) * P if joined else SUM * rows * (not in_order)
+        outputs += WIDE * rows * first * joined  # outputs of several parts are added up in float32
+        inputs += WIDE * rows * first * isinstance(pattern, Lsh)  # queries, of which keys are made, are widened
+    others = SUM * saved + lists_bytes(part, pattern, rows)
+    # Where there are several parts, every row has a number and a share in each.
+    others += (INDEX + SUM) * rows if joined else SUM * rows * (not in_order)
     return Kept(
         vectors=inputs + outputs,
         others=others,

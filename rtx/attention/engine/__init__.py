@@ -88,10 +88,8 @@ def attend(
     problems = [Problem(q_BHND, k_BHND, v_BHND, part, terms, by_member) for part in parts]
     if not v_BHND.numel() or not q_BHND.numel():
         out_RD = torch.zeros_like(v_BHND).flatten(0, 2)
-    elif is_joined_natively(problems, backend):
-        out_RD = native.attend_joined(problems[0])
     elif by_member:
-        out_RD = attend_by_member(problems, backend)
+        out_RD = attend_joined(problems, backend)
     else:
         out_RD, _ = choose(problems[0], backend).attend(problems[0])
     out_RD = with_gradients(out_RD, problems[0])
@@ -106,24 +104,31 @@ def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, 
     return contiguous_q_BHND, k_BHND.contiguous(), v_BHND.contiguous()
 
 
-def is_joined_natively(problems: list[Problem], backend: str) -> bool:
-    """Tell whether the native engine makes one softmax of all that a row reads in a part's lists.
+def attend_joined(problems: list[Problem], backend: str) -> Tensor:
+    """Return one softmax over the keys of all lists of all problems, `[R, D]`.
 
-    Then no output of a query member is written, and `combine` has nothing to do.
+    Two engines join the lists of a part themselves; `combine` has then nothing to do if there is
+    one part.
     """
     problem = problems[0]
-    if len(problems) > 1 or not problem.by_member or not isinstance(problem.part, Reads):
-        return False
-    return choose(problem, backend) is native
+    if len(problems) == 1 and isinstance(problem.part, Reads):
+        engine = choose(problem, backend)
+        if engine is native:
+            return native.attend_joined(problem)
+        if engine is by_triton:
+            out_RD, _ = by_triton.attend_joined(problem)
+            return out_RD
+    partials = [partial_of(problem, backend) for problem in problems]
+    return combine(partials, rows=problem.q_BHND.shape[:3].numel())
 
 
-def attend_by_member(problems: list[Problem], backend: str) -> Tensor:
-    """Return one softmax over the keys of all lists of all problems, `[R, D]`."""
-    partials = []
-    for problem in problems:
-        out_PD, sum_P = choose(problem, backend).attend(problem)
-        partials.append(Partial(problem.query_rows(), out_PD, sum_P))
-    return combine(partials, rows=problems[0].q_BHND.shape[:3].numel())
+def partial_of(problem: Problem, backend: str) -> Partial:
+    """Return outputs and log-sums of a part, by row from our GPU kernels, else by member."""
+    engine = choose(problem, backend)
+    if engine is not by_triton:
+        return Partial(problem.query_rows(), *engine.attend(problem))
+    out_RD, sum_R = by_triton.attend_joined(problem)
+    return Partial(torch.arange(len(out_RD), device=out_RD.device), out_RD, sum_R)
 
 
 def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:

@@ -22,6 +22,17 @@ def refusal(problem: Problem) -> str | None:
 
 def attend(problem: Problem) -> Result:
     """Return outputs and log-sums, as `Result` says."""
+    return merged(problem, "none" if problem.by_member else "mean")
+
+
+def attend_joined(problem: Problem) -> Result:
+    """Return outputs `[R, D]` and log-sums `[R]` by row: one softmax over all that a row reads in
+    the lists of a part."""
+    return merged(problem, "lse")
+
+
+def merged(problem: Problem, merge: str) -> Result:
+    """Return what `packed_attention.attend` does."""
     part = problem.part
     assert isinstance(part, Reads)
     B, H, N, _ = problem.q_BHND.shape
@@ -31,7 +42,7 @@ def attend(problem: Problem) -> Result:
         problem.v_BHND,
         lists_of(part, rows=B * H * N),
         problem.terms,
-        problem.by_member,
+        merge,
     )
 
 

@@ -4,13 +4,15 @@
 
 1. `attend_members` computes outputs and log-sums of query members. A row (a position of one
    sequence and head) has a member in every list that it belongs to, so it may have several outputs.
-2. Unless these are wanted by member, `mean_by_row` takes the mean over the members of each row.
+2. `merge` says what becomes of them: nothing ("none"), the mean over the members of each row
+   ("mean", `mean_by_row`), or one softmax over all keys of a row's members ("lse", `join_by_row`).
 
 Where member p is row p (`KernelLists.in_order`), the first step is the only one: what is by member
 is by row.
 
-The backward pass computes gradients by member, too, and adds them up by row. No sum is by atomic
-additions: sums over the members of a row have a fixed order, so two runs give the same bits.
+The backward pass computes gradients by member, too, and adds them up by row. With "lse" it needs
+outputs and log-sums of rows alone, so those of members are not kept. No sum is by atomic additions:
+sums over the members of a row have a fixed order, so two runs give the same bits.
 
 Terms by distance (`softmax.Relative`; `packed_kernels.py` has the formulas) need no tensor with an
 entry for each pair either:
@@ -25,8 +27,8 @@ These tables have R * T and P * T entries, so T should be far less than N.
 their outputs follow from the shapes of their inputs, so `torch.compile` takes them into one graph.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members of all
-lists together, T distances, D and E head sizes of keys and values, G outputs: P of members or R of
-rows.
+lists together, T distances, D and E head sizes of keys and values, G outputs: P of members with
+"none", else R of rows; U log-sums: R of rows with "lse", else P of members.
 """
 
 import importlib.util
@@ -41,6 +43,7 @@ from rtx.attention.engine.lists import KernelLists
 from rtx.attention.engine.packed_launch import (
     KernelInputs,
     ListTensors,
+    join_by_row,
     launch,
     list_tensors,
     mean_by_row,
@@ -64,6 +67,8 @@ HAS_COMPILER = has_compiler()
 DEVICES = ("cuda", "meta")
 """Types of devices. Tensors on "meta" have shapes but no numbers, so they need no GPU: by these
 `rtx.analysis` plans a run."""
+MERGES = ("none", "mean", "lse")
+"""What outputs are, see `attend`."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_SIZE = 16
 """The least head size: the least side of a matrix product in Triton."""
@@ -107,26 +112,33 @@ def attend(
     v_BHNE: Tensor,
     lists: KernelLists,
     terms: Terms,
-    by_member: bool,
+    merge: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and log-sums `[P]`.
+    """Return outputs and log-sums:
 
-    A log-sum is the natural logarithm of the sum over a query member's keys of exp(logit), in
-    float32. A member that reads nothing has output 0 and log-sum -inf. Dropout acts on the weights
-    after the softmax, scales those that remain by 1 / (1 - dropout), and does not change log-sums.
+    | merge | outputs | log-sums |
+    |---|---|---|
+    | "none" | `[P, E]` of query members | `[P]` |
+    | "mean" | `[R, E]`, of each row the mean over its members that read something | `[P]` |
+    | "lse" | `[R, E]`, of each row one softmax over the keys of all its members | `[R]` |
+
+    A log-sum is the natural logarithm of the sum over the keys of a query member, or of a row's
+    members, of exp(logit), in float32; with "mean" it passes no gradient on. What reads nothing has
+    output 0 and log-sum -inf. Dropout acts on the weights after the softmax, scales those that
+    remain by 1 / (1 - dropout), and does not change log-sums.
 
     Args:
         q_BHND: queries, a view with any strides; copied if the last stride is not 1. The same holds
             for keys and values.
         k_BHND: keys; the same object as `q_BHND` where queries serve as keys.
         v_BHNE: values, whose head size may differ.
-        by_member: return outputs `[P, E]` of query members. Otherwise return outputs `[R, E]` of
-            rows: each the mean over its members that read something, 0 without any.
+        merge: one of `MERGES`.
 
     Raises:
         ValueError: for what `refusal` names.
         RuntimeError: in a backward pass with create_graph=True: there are no second derivatives.
     """
+    assert merge in MERGES
     if why := refusal(q_BHND, v_BHNE, terms):
         raise ValueError(f"the packed kernels cannot run this ({why}): take backend='torch'")
     # Then dq + dk is one sum over the members of a row, see `row_gradients`.
@@ -138,7 +150,7 @@ def attend(
     seed_1 = None
     if terms.dropout:
         seed_1 = torch.randint(0, 2**63 - 1, (1,), device=q_BHND.device)
-    out_GE, lse_P, _, _ = packed_attention(
+    out_GE, lse_U, _, _ = packed_attention(
         q_BHND,
         None if queries_are_keys else unit_stride(k_BHND.to(dtype)),
         unit_stride(v_BHNE.to(dtype)),
@@ -151,9 +163,9 @@ def attend(
         terms.scale,
         terms.dropout,
         lists.in_order,
-        by_member or lists.in_order,
+        "none" if lists.in_order else merge,
     )
-    return out_GE, lse_P
+    return out_GE, lse_U
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -184,28 +196,32 @@ def packed_attention(
     scale: float,
     dropout: float,
     in_order: bool,
-    by_member: bool,
+    merge: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return outputs `[G, E]`, log-sums `[P]`, and two tensors that only the backward pass needs.
+    """Return outputs `[G, E]`, log-sums `[U]`, and two tensors that only the backward pass needs.
 
-    These two are outputs by member `[P, E]`, and the share `[R]` that each member has in its row's
-    mean. With `by_member` both are empty: the first output is by member already, and an operator
-    may not return a tensor twice.
+    With "mean" these two are outputs by member `[P, E]`, and the share `[R]` that each member has
+    in its row's mean. Otherwise both are empty.
 
     Args:
         k_BHND: None where queries serve as keys, with the same lists.
         lists: `ListTensors`.
         hidden: the tensors of `rtx.attention.packed.Hidden`, or none.
-        in_order: of `KernelLists`; with `by_member` alone.
+        in_order: of `KernelLists`; with merge "none" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
-        if by_member:
-            return out_PE, lse_P, out_PE.new_empty(0), lse_P.new_empty(0)
+        none = out_PE.new_empty(0), lse_P.new_empty(0)
+        if merge == "none":
+            return out_PE, lse_P, *none
         out_RE = v_BHNE.new_empty(x.R, x.E)
+        if merge == "lse":
+            lse_R = lse_P.new_empty(x.R)
+            join_by_row(out_PE, x.lists.query_members, lse_P, out_RE, lse_R)
+            return out_RE, lse_R, *none
         share_R = lse_P.new_empty(x.R)
         mean_by_row(out_PE, x.lists.query_members, lse_P, out_RE, share_R)
         return out_RE, lse_P, out_PE, share_R
@@ -225,26 +241,26 @@ def _(
     scale,
     dropout,
     in_order,
-    by_member,
+    merge,
 ):
     """Return tensors of the shapes that `packed_attention` returns."""
     P = lists[0].shape[0]
     R = q_BHND.shape[:3].numel()
     E = v_BHNE.shape[-1]
-    out_PE = v_BHNE.new_empty(P, E)
-    lse_P = q_BHND.new_empty(P, dtype=torch.float32)
-    if by_member:
-        return out_PE, lse_P, out_PE.new_empty(0), lse_P.new_empty(0)
-    return v_BHNE.new_empty(R, E), lse_P, out_PE, lse_P.new_empty(R)
+    out_GE = v_BHNE.new_empty(P if merge == "none" else R, E)
+    lse_U = q_BHND.new_empty(R if merge == "lse" else P, dtype=torch.float32)
+    if merge == "mean":
+        return out_GE, lse_U, v_BHNE.new_empty(P, E), lse_U.new_empty(R)
+    return out_GE, lse_U, out_GE.new_empty(0), lse_U.new_empty(0)
 
 
 @torch.library.custom_op("rtx::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
     dout_GE: Tensor,
-    dlse_P: Tensor | None,
-    out_PE: Tensor,
-    lse_P: Tensor,
-    share_R: Tensor | None,
+    dlse_U: Tensor | None,
+    out_UE: Tensor,
+    lse_U: Tensor,
+    share_R: Tensor,
     q_BHND: Tensor,
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
@@ -257,37 +273,37 @@ def packed_attention_backward(
     scale: float,
     dropout: float,
     in_order: bool,
+    merge: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, and of keys, bias and values by distance.
 
     The gradient of an input that is None is empty, as an operator may not return None in a tuple.
 
     Args:
-        dout_GE: by row if there is a `share_R`, else by member.
-        dlse_P: None where nothing depends on the log-sums.
-        out_PE, lse_P, share_R: of the forward pass; `share_R` is None where that was `by_member`.
+        dlse_U: None where nothing depends on the log-sums.
+        out_UE, lse_U, share_R: of the forward pass; `share_R` is read with merge "mean" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
-    by_member = share_R is None
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
-        if share_R is not None:
-            # A row's mean passes this share of its gradient on to each member.
-            dout_GE = dout_GE * share_R[:, None]
+        if merge == "mean":
+            # A row's mean passes a share of its gradient on to each member. All gradients have the
+            # factor w = exp(logit - lse), so it may be there instead.
+            lse_U = lse_U - share_R.log().index_select(0, x.lists.query_row_P)
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
-        of_members = member_gradients(x, dout_GE, dlse_P, out_PE, lse_P, by_member)
+        of_members = member_gradients(x, dout_GE, dlse_U, out_UE, lse_U, merge)
         dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, of_members, queries_are_keys=k_BHND is None)
         dkeys_HTD, dbias_HT = logit_table_gradients(x, of_members.dlogit_table_PT, dq_BHND)
-        dvalues_TE = values_gradient(x, of_members.weight_table_PT, dout_GE, by_member)
+        dvalues_TE = values_gradient(x, of_members.weight_table_PT, dout_GE, merge)
         return dq_BHND, dk_BHND, dv_BHNE, dkeys_HTD, dbias_HT, dvalues_TE
 
 
 @packed_attention_backward.register_fake
 def _(
     dout_GE,
-    dlse_P,
-    out_PE,
-    lse_P,
+    dlse_U,
+    out_UE,
+    lse_U,
     share_R,
     q_BHND,
     k_BHND,
@@ -301,6 +317,7 @@ def _(
     scale,
     dropout,
     in_order,
+    merge,
 ):
     """Return tensors of the shapes that `packed_attention_backward` returns."""
 
@@ -319,40 +336,37 @@ def _(
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save on `ctx` what `gradients` reads."""
-    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, in_order, by_member = inputs
-    out_GE, lse_P, out_PE, share_R = output
-    if by_member:
-        out_PE = out_GE
-    forward = out_PE, lse_P, share_R, q, k, v, keys, bias, values, seed
+    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, in_order, merge = inputs
+    out_GE, lse_U, out_PE, share_R = output
+    out_UE = out_PE if merge == "mean" else out_GE
+    forward = out_UE, lse_U, share_R, q, k, v, keys, bias, values, seed
     ctx.save_for_backward(*forward, *lists, *hidden)
     ctx.list_count = len(lists)
     ctx.hidden_count = len(hidden)
     ctx.scale = scale
     ctx.dropout = dropout
     ctx.in_order = in_order
-    ctx.by_member = by_member
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.merge = merge
+    ctx.mark_non_differentiable(*output[1 if merge == "mean" else 2 :])
     ctx.set_materialize_grads(False)  # an output that nothing depends on has gradient None
 
 
-def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None) -> tuple[Any, ...]:
+def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None) -> tuple[Any, ...]:
     """Return the gradient of every input of `packed_attention`; None where it has none."""
     # Not by torch's once_differentiable: it overlooks torch.autograd.grad of a single input.
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
-    out_PE, lse_P, share_R, q, k, v, keys, bias, values, seed, *others = ctx.saved_tensors
+    out_UE, lse_U, share_R, q, k, v, keys, bias, values, seed, *others = ctx.saved_tensors
     lists = others[: ctx.list_count]
     hidden = others[ctx.list_count :]
-    if ctx.by_member:
-        share_R = None  # an empty tensor, see `packed_attention`
     if dout_GE is None:
-        outputs = len(out_PE) if share_R is None else len(share_R)
-        dout_GE = out_PE.new_zeros(outputs, out_PE.shape[1])
+        outputs = len(share_R) if ctx.merge == "mean" else len(out_UE)
+        dout_GE = out_UE.new_zeros(outputs, out_UE.shape[1])
     dq, dk, dv, dkeys, dbias, dvalues = packed_attention_backward(
         dout_GE,
-        dlse_P,
-        out_PE,
-        lse_P,
+        dlse_U,
+        out_UE,
+        lse_U,
         share_R,
         q,
         k,
@@ -366,6 +380,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None)
         ctx.scale,
         ctx.dropout,
         ctx.in_order,
+        ctx.merge,
     )
     of_inputs = (
         dq,
@@ -377,7 +392,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_P: Tensor | None, *_: None)
         None if bias is None else dbias,
         None if values is None else dvalues,
     )
-    of_options = None, None, None, None, None  # seed, scale, dropout, in_order, by_member
+    of_options = None, None, None, None, None  # seed, scale, dropout, in_order, merge
     return *of_inputs, *of_options
 
 
@@ -467,12 +482,12 @@ class MemberGradients(NamedTuple):
 def member_gradients(
     x: KernelInputs,
     dout_GE: Tensor,
-    dlse_P: Tensor | None,
-    out_PE: Tensor,
-    lse_P: Tensor,
-    by_member: bool,
+    dlse_U: Tensor | None,
+    out_UE: Tensor,
+    lse_U: Tensor,
+    merge: str,
 ) -> MemberGradients:
-    """Return gradients by member; `dout_GE` is by member or by row."""
+    """Return gradients by member."""
     written = MemberGradients(
         dq_PD=dout_GE.new_empty(x.P, x.D),
         dk_MD=dout_GE.new_empty(x.M, x.D),
@@ -485,12 +500,13 @@ def member_gradients(
     if x.values_TE is not None:
         dweight_table_GT = dout_GE @ x.values_TE.to(dout_GE.dtype).mT
     both = {
-        "lse": lse_P,
+        "lse": lse_U,
         "dout": dout_GE,
-        "delta": torch.empty_like(lse_P),  # "dq" writes it, "dkv" reads it
+        "delta": lse_U.new_empty(x.P),  # "dq" writes it, "dkv" reads it
         "dweight_table": dweight_table_GT,
         "VALUES": x.values_TE is not None,
-        "BY_MEMBER": by_member,
+        "BY_MEMBER": merge == "none",
+        "SUMS_BY_MEMBER": merge != "lse",
     }
     launch(
         "dq",
@@ -499,12 +515,12 @@ def member_gradients(
         **both,
         start=x.lists.start_P,
         stop=x.lists.stop_P,
-        out=out_PE,
-        dlse=None if dlse_P is None else dlse_P.contiguous(),
+        out=out_UE,
+        dlse=None if dlse_U is None else dlse_U.contiguous(),
         dq=written.dq_PD,
         dlogit_table=written.dlogit_table_PT,
         weight_table=written.weight_table_PT,
-        HAS_DLSE=dlse_P is not None,
+        HAS_DLSE=dlse_U is not None,
     )
     launch(
         "dkv",
@@ -588,7 +604,7 @@ def values_gradient(
     x: KernelInputs,
     weight_table_PT: Tensor | None,
     dout_GE: Tensor,
-    by_member: bool,
+    merge: str,
 ) -> Tensor:
     """Return the gradient of values by distance; empty where there are none.
 
@@ -596,5 +612,7 @@ def values_gradient(
     """
     if x.values_TE is None or weight_table_PT is None:
         return x.q_BHND.new_empty(0)
-    dout_PE = dout_GE if by_member else dout_GE.index_select(0, x.lists.query_row_P)
+    dout_PE = dout_GE
+    if merge != "none":
+        dout_PE = dout_GE.index_select(0, x.lists.query_row_P)
     return (weight_table_PT.mT @ dout_PE).to(x.values_TE.dtype)

@@ -19,6 +19,9 @@ and distance, from which `packed_attention.py` adds values by distance to `out`.
     dk(m)        = scale * sum over p of dlogit(p, m) * q[p]
     dv(m)        = sum over p of w(p, m) * f(p, m) * dout(p)
 
+`join_kernel` makes one softmax of all that the members of a row read. With its log-sums and outputs
+of rows in place of lse(p) and out(p), the formulas of the backward pass are those of that softmax.
+
 Every kernel computes the pairs' numbers again, so that no tensor has an entry for each pair.
 
 A program has a tile of BQ neighbouring query members (`dkv_kernel`: BK neighbouring key members)
@@ -42,13 +45,14 @@ Parameters that several kernels have (`x [P, T]`: a pointer to a contiguous tens
     hidden_value [HIDDEN, M]      with hidden_low, hidden_high [HIDDEN, P]: what of these ranges is
                                   not read (`rtx.attention.packed.Hidden`)
     logit_table [R, T]            in units of a product q . k; with BY_DISTANCE
-    dweight_table [., T]          dout times the values by distance; of rows as `dout`; with VALUES
+    dweight_table [., T]          dout times the values by distance, of what `dout` is; with VALUES
     weight_table [P, T]           sums of w * f by distance, with VALUES; zeros before a kernel
     dlogit_table [P, T]           sums of scale * dlogit by distance, with BY_DISTANCE; zeros before
     seed [1]                      of dropout; with DROPOUT
-    out [P, E], lse [P]           natural logarithms; -inf for a member that reads nothing
+    out, lse, dlse                [P, E], [P] and [P]; in the backward pass [R, E], [R] and [R]
+                                  without SUMS_BY_MEMBER. lse are natural logarithms, -inf where
+                                  nothing is read. dlse with HAS_DLSE
     dout                          [P, E] with BY_MEMBER, else [R, E]: members share their row's
-    dlse [P]                      with HAS_DLSE
     last_distance                 T - 1
     rescale                       1 / (1 - dropout)
     IN_ORDER                      member p is row p (`KernelLists.in_order`): query_row and key_row
@@ -211,9 +215,9 @@ def add_to_softmax(s_QK, top_Q, total_Q):
 
 
 @triton.jit
-def load_lse(lse, p_Q, real_Q):
+def load_lse(lse, number_Q, real_Q):
     """Return log-sums times log2(e); inf where nothing is read, so that 2^(s - inf) = 0."""
-    lse_Q = tl.load(lse + p_Q, real_Q, float("-inf"))
+    lse_Q = tl.load(lse + number_Q, real_Q, float("-inf"))
     return tl.where(lse_Q == float("-inf"), float("inf"), lse_Q * LOG2E)
 
 
@@ -286,25 +290,25 @@ def write_ends(table, entry_Q1, real_Q, last_distance, end_sums):
 
 
 @triton.jit
-def dout_rows(p_Q, row_Q, real_Q, BY_MEMBER: tl.constexpr):
-    """Return which row of `dout` and of `dweight_table` belongs to each query member."""
-    dout_row_Q = row_Q
+def entries(p_Q, row_Q, real_Q, BY_MEMBER: tl.constexpr):
+    """Return which entry of a tensor by member, or else by row, belongs to each query member."""
+    entry_Q = row_Q
     if BY_MEMBER:
-        dout_row_Q = tl.where(real_Q, p_Q, 0)
-    return dout_row_Q
+        entry_Q = tl.where(real_Q, p_Q, 0)
+    return entry_Q
 
 
 @triton.jit
 def lse_and_delta(
-    dout_QE, out, lse, dlse, p_Q, real_Q, HAS_DLSE: tl.constexpr,
+    dout_QE, out, lse, dlse, number_Q, real_Q, HAS_DLSE: tl.constexpr,
     E: tl.constexpr, E_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Return `load_lse`, and delta = dout . out - dlse, which is 0 where nothing is read."""
-    out_QE = load_rows(out, p_Q, real_Q, E, E_PADDED)
+    out_QE = load_rows(out, number_Q, real_Q, E, E_PADDED)
     delta_Q = tl.sum(out_QE.to(tl.float32) * dout_QE.to(tl.float32), 1)
-    lse_Q = load_lse(lse, p_Q, real_Q)
+    lse_Q = load_lse(lse, number_Q, real_Q)
     if HAS_DLSE:
-        delta_Q -= tl.load(dlse + p_Q, real_Q, 0.0)
+        delta_Q -= tl.load(dlse + number_Q, real_Q, 0.0)
     return lse_Q, tl.where(lse_Q == float("inf"), 0.0, delta_Q)
 
 
@@ -419,7 +423,8 @@ def dq_kernel(
     dq, delta, dlogit_table, weight_table,  # written
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
     HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr, IN_ORDER: tl.constexpr,
-    VALUES: tl.constexpr, BY_MEMBER: tl.constexpr, HAS_DLSE: tl.constexpr,
+    VALUES: tl.constexpr, BY_MEMBER: tl.constexpr, SUMS_BY_MEMBER: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of BQ query members, and their `delta`, which `dkv_kernel` reads.
@@ -432,10 +437,11 @@ def dq_kernel(
     q_QD = gather_rows(
         q, (q_b, q_h, q_n), row_Q, real_Q, head, H, N, IN_ORDER, D, D_PADDED
     )  # fmt: skip
-    dout_row_Q = dout_rows(p_Q, row_Q, real_Q, BY_MEMBER)
+    dout_row_Q = entries(p_Q, row_Q, real_Q, BY_MEMBER)
     dout_QE = load_rows(dout, dout_row_Q, real_Q, E, E_PADDED)
+    sum_Q = entries(p_Q, row_Q, real_Q, SUMS_BY_MEMBER)
     lse_Q, delta_Q = lse_and_delta(
-        dout_QE, out, lse, dlse, p_Q, real_Q, HAS_DLSE, E, E_PADDED
+        dout_QE, out, lse, dlse, sum_Q, real_Q, HAS_DLSE, E, E_PADDED
     )  # fmt: skip
     tl.store(delta + p_Q, delta_Q, real_Q)
     dq_QD = tl.zeros([BQ, D_PADDED], tl.float32)
@@ -500,7 +506,7 @@ def dkv_kernel(
     dk, dv,  # written
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
     HIDDEN: tl.constexpr, BY_DISTANCE: tl.constexpr, DROPOUT: tl.constexpr, IN_ORDER: tl.constexpr,
-    VALUES: tl.constexpr, BY_MEMBER: tl.constexpr,
+    VALUES: tl.constexpr, BY_MEMBER: tl.constexpr, SUMS_BY_MEMBER: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of BK key members and their values, sums over the queries that read them.
@@ -523,12 +529,12 @@ def dkv_kernel(
         p_Q = first_p + tl.arange(0, BQ)
         real_Q = p_Q < end
         row_Q = load_row_numbers(query_row, p_Q, real_Q, IN_ORDER)
-        dout_row_Q = dout_rows(p_Q, row_Q, real_Q, BY_MEMBER)
+        dout_row_Q = entries(p_Q, row_Q, real_Q, BY_MEMBER)
         q_QD = gather_rows(
             q, (q_b, q_h, q_n), row_Q, real_Q, head, H, N, IN_ORDER, D, D_PADDED
         )  # fmt: skip
         dout_QE = load_rows(dout, dout_row_Q, real_Q, E, E_PADDED)
-        lse_Q = load_lse(lse, p_Q, real_Q)
+        lse_Q = load_lse(lse, entries(p_Q, row_Q, real_Q, SUMS_BY_MEMBER), real_Q)
         delta_Q = tl.load(delta + p_Q, real_Q, 0.0)
 
         s_KQ = tl.dot(k_KD, tl.trans(q_QD), input_precision="ieee")
@@ -601,3 +607,48 @@ def by_row_kernel(
     at_SW = r_S.to(tl.int64)[:, None] * WIDTH + column_W[None, :]
     mask_SW = real_S[:, None] & (column_W < WIDTH)[None, :]
     tl.store(out + at_SW, sum_SW.to(out.dtype.element_ty), mask_SW)
+
+
+@triton.jit
+def join_kernel(
+    x, lse, first, member,
+    out, row_lse,  # written
+    R, WIDTH,
+    BR: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Write, for BR rows and BW columns, the softmax over the keys of all members of each row.
+
+    A member weighs exp(lse) in it. Turn t of the loop adds the t-th member of every row that has so
+    many: a fixed order.
+
+    Parameters:
+        x [P, WIDTH]: outputs of members.
+        lse [P]: their log-sums, -inf for members that read nothing.
+        first [R + 1], member [P]: the members of each row (`lists.RowMembers`).
+        out [R, WIDTH]: 0 where a row reads nothing.
+        row_lse [R]: log-sums of rows, -inf where a row reads nothing.
+    """
+    r_S = tl.program_id(0) * BR + tl.arange(0, BR)
+    column_W = tl.program_id(1) * BW + tl.arange(0, BW)
+    real_S = r_S < R
+    first_S = tl.load(first + r_S, real_S, 0)
+    members_S = tl.load(first + r_S + 1, real_S, 0) - first_S
+    top_S = tl.full([BR], float("-inf"), tl.float32)
+    total_S = tl.zeros([BR], tl.float32)
+    sum_SW = tl.zeros([BR, BW], tl.float32)
+    for turn in range(0, tl.max(members_S, 0)):
+        has_S = turn < members_S
+        p_S = tl.load(member + first_S + turn, has_S, 0)
+        s_S = tl.load(lse + p_S, has_S, float("-inf")) * LOG2E
+        w_S1, factor_S, top_S, total_S = add_to_softmax(s_S[:, None], top_S, total_S)
+        at_SW = p_S.to(tl.int64)[:, None] * WIDTH + column_W[None, :]
+        mask_SW = (s_S != float("-inf"))[:, None] & (column_W < WIDTH)[None, :]
+        x_SW = tl.load(x + at_SW, mask_SW, 0.0).to(tl.float32)
+        sum_SW = sum_SW * factor_S[:, None] + w_S1 * x_SW
+    reads_S = total_S != 0  # also where the total is NaN: then the output is
+    total_S = tl.where(reads_S, total_S, 1.0)
+    lse_S = tl.where(reads_S, (top_S + tl.log2(total_S)) / LOG2E, float("-inf"))
+    tl.store(row_lse + r_S, lse_S, real_S & (tl.program_id(1) == 0))
+    at_SW = r_S.to(tl.int64)[:, None] * WIDTH + column_W[None, :]
+    mask_SW = real_S[:, None] & (column_W < WIDTH)[None, :]
+    tl.store(out + at_SW, (sum_SW / total_S[:, None]).to(out.dtype.element_ty), mask_SW)

@@ -15,9 +15,9 @@ from rtx.attention.engine.lists import KernelLists, RowMembers
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
 
 ROWS_OF_SUM = 32
-"""Rows of a program of `by_row_kernel`."""
+"""Rows of a program of `by_row_kernel` and of `join_kernel`."""
 MAX_COLUMNS_OF_SUM = 128
-"""The most columns of a program of `by_row_kernel`."""
+"""The most columns of such a program."""
 
 
 class Tile(NamedTuple):
@@ -45,7 +45,7 @@ class KernelTiles(NamedTuple):
 
 TILES = {
     "attend": KernelTiles(
-        up_to_64=Tile(128, 64, 8, 3),
+        up_to_64=Tile(64, 64, 4, 2),
         up_to_128=Tile(128, 64, 8, 3),
         up_to_64_by_distance=Tile(64, 64, 8, 2),
         up_to_128_by_distance=Tile(64, 64, 8, 2),
@@ -57,20 +57,23 @@ TILES = {
         up_to_128_by_distance=Tile(64, 64, 8, 2),
     ),
     "dq": KernelTiles(
-        up_to_64=Tile(64, 64, 4, 3),
+        up_to_64=Tile(64, 64, 4, 1),
         up_to_128=Tile(64, 64, 4, 2),
         up_to_64_by_distance=Tile(32, 64, 8, 1),
         up_to_128_by_distance=Tile(32, 64, 8, 1),
     ),
     "dkv": KernelTiles(
-        up_to_64=Tile(64, 64, 4, 2),
+        up_to_64=Tile(32, 64, 4, 2),
         up_to_128=Tile(32, 64, 4, 3),
         up_to_64_by_distance=Tile(32, 64, 8, 1),
         up_to_128_by_distance=Tile(32, 64, 8, 2),
     ),
 }
-"""Tiles in float16 and bfloat16. Chosen such that almost no form of a kernel needs more than the
-255 registers of a thread; more would be spilled to slow memory (`benchmarks/results/aot.txt`)."""
+"""Tiles in float16 and bfloat16. Those of attend, dq and dkv up to 64 are the fastest of a dozen on
+an H100, where a query read 256 keys of a list; with 64 keys of each of several lists, attend with
+(64, 32, 4, 3) takes 15% less, while dq and dkv gain 5% at the most by any other. Beyond that, tiles
+are chosen such that almost no form of a kernel needs more than the 255 registers of a thread; more
+would be spilled to slow memory (`benchmarks/results/aot.txt`)."""
 FLOAT32_UP_TO_64 = Tile(32, 32, 8, 1)
 FLOAT32_UP_TO_128 = Tile(16, 16, 8, 1)
 """Smaller: no tensor core multiplies float32 in full precision, so products take registers."""
@@ -308,24 +311,48 @@ def by_row(
     share: Tensor | None,
 ) -> None:
     """Run `by_row_kernel`: a mean with `lse` and `share`, else a sum."""
+    launch_by_row(
+        kernels().by_row_kernel,
+        members,
+        out_RW,
+        x=x,
+        y=y,
+        lse=lse,
+        share=share,
+        HAS_Y=y is not None,
+        MEAN=lse is not None,
+    )
+
+
+def join_by_row(
+    x_PW: Tensor,
+    members: RowMembers,
+    lse_P: Tensor,
+    out_RW: Tensor,
+    lse_R: Tensor,
+) -> None:
+    """Write to `out_RW` and `lse_R` one softmax over the keys of all members of each row.
+
+    Args:
+        x_PW, lse_P: outputs and log-sums of members.
+    """
+    launch_by_row(kernels().join_kernel, members, out_RW, x=x_PW, lse=lse_P, row_lse=lse_R)
+
+
+def launch_by_row(kernel: Any, members: RowMembers, out_RW: Tensor, **arguments: Any) -> None:
+    """Run a kernel whose programs have some rows and some columns of `out_RW` each."""
     R, W = out_RW.shape
     if R == 0:
         return
     columns = min(MAX_COLUMNS_OF_SUM, power_of_two(W))
     grid = whole_pieces(R, ROWS_OF_SUM), whole_pieces(W, columns)
-    kernel: Any = kernels().by_row_kernel
     kernel[grid](
-        x=x,
-        y=y,
+        **arguments,
         first=members.first_R1,
         member=members.member_M,
-        lse=lse,
         out=out_RW,
-        share=share,
         R=R,
         WIDTH=W,
-        HAS_Y=y is not None,
-        MEAN=lse is not None,
         BR=ROWS_OF_SUM,
         BW=columns,
         num_warps=4,
