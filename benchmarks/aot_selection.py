@@ -26,6 +26,7 @@ from rtx.attention.engine.norm import sizes_of
 from rtx.attention.engine.triton_selection import (
     EMIT_TILE,
     MARK_TILE,
+    PIECE,
     RANGE_TILE,
     SAMPLE,
     TALLY_TILE,
@@ -39,7 +40,7 @@ FLOAT32 = (
     "centroid",
     "threshold",
     "margin",
-    "moment",
+    "part",
     "score",
     "value",
     "best",
@@ -54,7 +55,7 @@ NORMS |= {"wide": "*fp32", "dwide": "*fp32"}
 """Types of arguments of the kernels of `norm_kernels`."""
 INT64 = {"emit_kernel": ["last"], "range_kernel": ["slot_M", "bound_L1"]}
 INT16 = {"emit_kernel": ["list_S"], "range_kernel": ["list_M"]}
-FLOAT64 = {"moment_kernel": ["total"], "sum_kernel": ["total"]}
+FLOAT64 = {"moment_kernel": ["part", "moment"], "sum_kernel": ["total"]}
 
 
 class Form(NamedTuple):
@@ -78,7 +79,11 @@ def forms() -> Iterator[Form]:
     for attend_self in (True, False):
         yield Form(selection_kernels.range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
         yield Form(selection_kernels.top_range_kernel, {"BM": RANGE_TILE, "SELF": attend_self})
-    yield Form(selection_kernels.moment_kernel, {"TILE": TILE, "BT": 128})
+    for size in (64, 128):
+        sizes = {"D": size, "PIECE": PIECE, "BN": 32, "BD": 64}
+        for precision in ("tf32x3", "ieee"):
+            yield Form(selection_kernels.product_kernel, sizes | {"PRECISION": precision})
+        yield Form(selection_kernels.moment_kernel, {"D": size, "BD": size, "ROWS": 16})
     yield Form(top_kernels.earliest_kernel, {"BN": 1024})
     yield Form(top_kernels.floor_kernel, {"SAMPLE": SAMPLE}, warps=8)
     yield Form(top_kernels.mark_kernel, {"BW": MARK_TILE})

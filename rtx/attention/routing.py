@@ -202,7 +202,10 @@ class Routing(ClusterPattern):
             margin_HC = centroid_margin(store.centroid_HCD, x_BHND.dtype)
             counted = functions.nearest_members(store.centroid_HCD, x_BHND, margin_HC)
         sum_LD = functions.list_sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
-        store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, selected.moment_2BHC)
+        moment_2BHC = None
+        if self.thresholds()[number] is not None:
+            moment_2BHC = functions.score_moments(store.centroid_HCD, x_BHND)
+        store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, moment_2BHC)
 
     def select_best(self, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
         """Return the `window` best members of every cluster, or all positions where these are fewer."""
@@ -227,7 +230,6 @@ class Routing(ClusterPattern):
             lists=lists,
             bound_L1=torch.arange(B * H * C + 1, device=x_BHND.device) * window,
             lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
-            moment_2BHC=None,
         )
 
     def room(self, x_BHND: Tensor) -> int:

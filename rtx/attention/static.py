@@ -24,9 +24,9 @@ def selection_functions(x: Tensor, backend: str) -> ModuleType:
     """Return the module whose functions select among `x`'s vectors in static shapes.
 
     `triton_selection` and `static_selection` both have the functions `by_thresholds`,
-    `nearest_clusters`, `nearest_members`, `top_members`, `top_lists`, `best_places` and
-    `list_sums`, with the same arguments and results. Triton's
-    take float32 alone, and need Triton and a GPU, or Triton's interpreter.
+    `nearest_clusters`, `nearest_members`, `top_members`, `top_lists`, `best_places`, `list_sums`
+    and `score_moments`, with the same arguments and results. Triton's take float32 alone, and need
+    Triton and a GPU, or Triton's interpreter.
 
     Args:
         backend: "torch" takes `static_selection` everywhere.

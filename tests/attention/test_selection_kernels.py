@@ -151,9 +151,9 @@ def test_members_ranges_and_statistics_are_those_of_the_scores(
     packed_nearest = pack(nearest_BHN, case.C)
     assert torch.equal(of_nearest.count_L, packed_nearest.count_L)
     assert torch.equal(of_nearest.row_M, packed_nearest.row_M)
-    assert (found.moment_2BHC is None) == (not has_thresholds)
-    if found.moment_2BHC is not None and moment_2BHC is not None:
-        torch.testing.assert_close(found.moment_2BHC, moment_2BHC, rtol=1e-5, atol=1e-4)
+    if moment_2BHC is not None:
+        ours_2BHC = way.score_moments(data.centroid_HCD, data.x_BHND)
+        torch.testing.assert_close(ours_2BHC, moment_2BHC, rtol=1e-5, atol=1e-4)
 
 
 @WAYS
@@ -272,9 +272,7 @@ def test_the_deviation_of_scores_that_hardly_differ_survives(way: ModuleType) ->
     shift = 1e-4 * torch.randn(1000, 16, generator=torch.Generator().manual_seed(1))
     x_BHND = (1 + shift)[None, None].to(DEVICE)
     data = data._replace(x_BHND=x_BHND, centroid_HCD=data.centroid_HCD.abs())
-    found = select(way, data, case, True, 3000)
-    assert found.moment_2BHC is not None
-    mean_HC, square_HC = found.moment_2BHC[:, 0] / 1000
+    mean_HC, square_HC = way.score_moments(data.centroid_HCD, data.x_BHND)[:, 0] / 1000
     deviation_HC = (square_HC - mean_HC.square()).sqrt()
     score_HCN = data.centroid_HCD.double() @ x_BHND[0].double().mT
     torch.testing.assert_close(deviation_HC, score_HCN.std(-1, correction=0), rtol=0.01, atol=0)
@@ -442,8 +440,8 @@ def all_of(way: ModuleType, data: Drawn, case: Case) -> list[Tensor]:
     top = way.top_lists(position_XCW, case.N, case.W, case.attend_self)
     sum_LD = way.list_sums(data.x_BHND.flatten(0, 2), found[0].row_M, found[0].bound_L1.diff())
     lists = [x for one in (found[0].lists, separate, top) for x in one[:6]]
-    assert found[0].moment_2BHC is not None
-    return [found[0].row_M, found[0].count_L, found[0].lost, found[0].moment_2BHC, position_XCW, sum_LD, *lists]
+    moment_2BHC = way.score_moments(data.centroid_HCD, data.x_BHND)
+    return [found[0].row_M, found[0].count_L, found[0].lost, moment_2BHC, position_XCW, sum_LD, *lists]
 
 
 @WAYS
@@ -474,6 +472,7 @@ def test_nothing_waits_for_numbers() -> None:
             entries_by_thresholds=triton_selection.entries_by_thresholds._init_fn,
             ranges_by_kernel=triton_selection.ranges_by_kernel._init_fn,
             top_ranges=triton_selection.top_ranges._init_fn,
+            moments_by_kernels=triton_selection.moments_by_kernels._init_fn,
             earliest=triton_selection.earliest_by_kernel,
             list_sums=triton_selection.sums_by_kernel,
             top_by_sample=triton_selection.top_by_kernels,
@@ -496,6 +495,7 @@ def test_operators_have_the_shapes_and_types_that_they_announce() -> None:
     for as_lists in (True, False):
         arguments = data.centroid_HCD, data.x_BHND, data.margin_HC, as_lists
         torch.library.opcheck(triton_selection.nearest_by_kernel, arguments, test_utils=tests)
+    torch.library.opcheck(triton_selection.moments_by_kernels, (data.centroid_HCD, data.x_BHND), test_utils=tests)
     torch.library.opcheck(triton_selection.entries_by_thresholds, (*data, 300), test_utils=tests)
     entries = static_selection.Entries(*triton_selection.entries_by_thresholds(*data, 300))
     list_M, slot_M = entries.list_S.sort(stable=True)

@@ -3,7 +3,6 @@
 By thresholds there are four, in this order:
 
     score_kernel    scores a tile of positions against all clusters of its head, and decides
-    moment_kernel   sums the tiles' moments of scores
     tally_kernel    counts the members of each row, and of each tile in each cluster
     (torch.cumsum   sums the counts of rows: where each row's members begin)
     emit_kernel     writes the members in order of rows
@@ -14,7 +13,8 @@ Scores stay in registers; memory gets the decisions. Bit i of word w of a positi
 joins cluster 32 w + i. The kernels that count and write members both read these bits, so that they
 cannot disagree by a rounding error.
 
-`sum_kernel` sums members' vectors. `top_kernels.py` has the kernels that choose the best scores.
+`product_kernel` and `moment_kernel` sum scores and their squares. `sum_kernel` sums members'
+vectors. `top_kernels.py` has the kernels that choose the best scores.
 
 Words: a tensor of members has `room` slots; the first hold members, the others are empty, see
 `static_selection.py`. A *group* is one head of one sequence, x = b * H + h.
@@ -65,10 +65,9 @@ def values_of(
     x_nd, x, row_n, inside_n, centroid, threshold, c, C,
     D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, THRESHOLDS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of positions with clusters, and their values.
+    """Return the values of positions with clusters; -inf for clusters that do not exist.
 
-    A value is score - threshold with THRESHOLDS, else the score. It is -inf for clusters that do
-    not exist.
+    A value is score - threshold with THRESHOLDS, else the score.
     """
     score_nc = scores_of(x_nd, x, row_n, inside_n, centroid, c, C, D, CHUNK, PRECISION)
     if THRESHOLDS:
@@ -76,7 +75,7 @@ def values_of(
         value_nc = score_nc - threshold_c[None, :]
     else:
         value_nc = tl.where((c < C)[None, :], score_nc, float("-inf"))
-    return score_nc, value_nc
+    return value_nc
 
 
 @triton.jit
@@ -106,7 +105,7 @@ def highest_of(best_nc, second_nc, turn_nc, margin, BC: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    x, centroid, threshold, margin, bits, highest, moment, N, H, C, apart,
+    x, centroid, threshold, margin, bits, highest, N, H, C, apart,
     D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
     THRESHOLDS: tl.constexpr,
 ):  # fmt: skip
@@ -121,12 +120,10 @@ def score_kernel(
         highest [X, N]: `ties.highest` of the values of `values_of`: the first cluster whose
             value + margin is at least the best value; 0 where a value is NaN. `apart` times the
             group is added: with C this makes it the number of a list.
-        moment [2, X, C, T]: with THRESHOLDS, see `write_moments`.
     """
     group = tl.program_id(0)
     tile = tl.program_id(1)
     head = group % H
-    tiles = tl.num_programs(1)
     n = tile * BN + tl.arange(0, BN)
     inside = n < N
     row = group.to(tl.int64) * N + n
@@ -144,7 +141,7 @@ def score_kernel(
     most_margin_c = tl.zeros([CLUSTERS], tl.float32)
     for word in range(0, words):
         c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-        score_nc, value_nc = values_of(
+        value_nc = values_of(
             x_nd, x, row, inside, centroid, threshold, c, C, D, CHUNK, PRECISION, THRESHOLDS
         )  # fmt: skip
         margin_c = tl.load(margin + c, c < C, 0.0)
@@ -154,7 +151,6 @@ def score_kernel(
             bit_c = 1 << tl.arange(0, CLUSTERS)
             word_n = tl.sum(tl.where(joins_nc, bit_c[None, :], 0), 1)
             tl.store(bits + (group.to(tl.int64) * words + word) * N + n, word_n, inside)
-            write_moments(score_nc, inside, N - tile * BN, moment, group, c, C, tile, tiles, BN)
         turn_nc = tl.where(value_nc > best_nc, word, turn_nc)
         second_nc = tl.maximum(second_nc, tl.minimum(best_nc, value_nc))
         best_nc = tl.maximum(best_nc, value_nc, propagate_nan=tl.PropagateNan.ALL)
@@ -168,7 +164,7 @@ def score_kernel(
         reaching_nc = tl.full([BN, CLUSTERS], NO_CLUSTER, tl.int32)
         for word in range(0, words):
             c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-            _, value_nc = values_of(
+            value_nc = values_of(
                 x_nd, x, row, inside, centroid, threshold, c, C, D, CHUNK, PRECISION, THRESHOLDS
             )  # fmt: skip
             margin_c = tl.load(margin + c, c < C, 0.0)
@@ -178,30 +174,6 @@ def score_kernel(
         first_n = tl.where(unsure_n > 0, tl.min(reaching_nc, 1), first_n)
     number_n = (first_n + group * apart).to(highest.dtype.element_ty)
     tl.store(highest + row, number_n, inside)
-
-
-@triton.jit
-def write_moments(
-    score_nc, inside, left, moment, group, c, C, tile, tiles, BN: tl.constexpr
-):  # fmt: skip
-    """Write two moments of a tile's scores with each cluster.
-
-    Args:
-        left: positions from the tile's first one to the last of all.
-
-    Writes:
-        moment [2, X, C, T]: the sums of the scores, and of their squared distances from the tile's
-            mean. float32 keeps the digits of these distances where scores hardly differ, which it
-            would lose in a sum of squares.
-    """
-    count = tl.minimum(left, BN).to(tl.float32)
-    sum_c = tl.sum(tl.where(inside[:, None], score_nc, 0.0), 0)
-    distance_nc = tl.where(inside[:, None], score_nc - (sum_c / count)[None, :], 0.0)
-    to_c = (group.to(tl.int64) * C + c) * tiles + tile
-    tl.store(moment + to_c, sum_c, c < C)
-    second_moments = tl.num_programs(0).to(tl.int64) * C * tiles
-    squares_c = tl.sum(distance_nc * distance_nc, 0)
-    tl.store(moment + second_moments + to_c, squares_c, c < C)
 
 
 @triton.jit
@@ -369,24 +341,80 @@ def top_range_kernel(
 
 
 @triton.jit
-def moment_kernel(moment, total, N, L, T, TILE: tl.constexpr, BT: tl.constexpr):
-    """Write the sums of a list's scores and of their squares, total [2, L], in float64.
+def product_kernel(
+    x, part, N, D: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum the vectors of a piece of positions and their products, less the head's first vector.
 
-    A tile of k scores with the sum s and the squared distances q from its mean s / k (`moment`, see
-    `write_moments`) has the sum of squares q + s^2 / k.
+    Less that vector, float32 keeps the digits by which vectors that hardly differ do.
+
+    A program is (group, piece of PIECE positions, block of BD by BD products).
+
+    Writes:
+        part [X, T, D + 1, D]: with y = x - first x the sums of y y^T, and in the last row of y.
+    """
+    group = tl.program_id(0)
+    piece = tl.program_id(1)
+    blocks = tl.cdiv(D, BD)
+    d = tl.program_id(2) // blocks * BD + tl.arange(0, BD)
+    e = tl.program_id(2) % blocks * BD + tl.arange(0, BD)
+    x += group.to(tl.int64) * N * D
+    first_d = tl.load(x + d, d < D, 0.0)
+    first_e = tl.load(x + e, e < D, 0.0)
+    product_de = tl.zeros([BD, BD], tl.float32)
+    sum_ne = tl.zeros([BN, BD], tl.float32)
+    for begin in range(0, PIECE, BN):
+        n = piece * PIECE + begin + tl.arange(0, BN)
+        inside_n1 = (n < N)[:, None]
+        from_n1 = n.to(tl.int64)[:, None] * D
+        x_nd = tl.load(x + from_n1 + d[None, :], inside_n1 & (d < D)[None, :], 0.0)
+        x_ne = tl.load(x + from_n1 + e[None, :], inside_n1 & (e < D)[None, :], 0.0)
+        y_nd = tl.where(inside_n1, x_nd - first_d[None, :], 0.0)
+        y_ne = tl.where(inside_n1, x_ne - first_e[None, :], 0.0)
+        product_de = tl.dot(tl.trans(y_nd), y_ne, product_de, input_precision=PRECISION)
+        sum_ne += y_ne
+    part += (group.to(tl.int64) * tl.num_programs(1) + piece) * (D + 1) * D
+    tl.store(part + d[:, None] * D + e[None, :], product_de, (d < D)[:, None] & (e < D)[None, :])
+    tl.store(part + D * D + e, tl.sum(sum_ne, 0), (e < D) & (tl.program_id(2) < blocks))
+
+
+@triton.jit
+def moment_kernel(
+    x, part, centroid, moment, N, H, C, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Write the sums of a centroid's scores and of their squares, in float64.
+
+    A program is a list. With y = x - first x, the sums s of y and P of y y^T, the centroid c and
+    a = c (first x), the scores c x are a + c y. Their sum is N a + c s, and that of their squares
+    N a^2 + 2 a c s + c P c.
+
+    Args:
+        part [X, D + 1, D]: P and s, see `product_kernel`; float64.
+
+    Writes:
+        moment [2, X, C].
     """
     of_list = tl.program_id(0).to(tl.int64)
-    sum_t = tl.zeros([BT], tl.float64)
-    square_t = tl.zeros([BT], tl.float64)
-    for begin in range(0, T, BT):
-        t = begin + tl.arange(0, BT)
-        part_t = tl.load(moment + of_list * T + t, t < T, 0.0).to(tl.float64)
-        distance_t = tl.load(moment + (L + of_list) * T + t, t < T, 0.0).to(tl.float64)
-        size_t = tl.maximum(tl.minimum(N - t * TILE, TILE), 1)
-        sum_t += part_t
-        square_t += distance_t + part_t * part_t / size_t.to(tl.float64)
-    tl.store(total + of_list, tl.sum(sum_t, 0))
-    tl.store(total + L + of_list, tl.sum(square_t, 0))
+    group = of_list // C
+    centroid += (group % H * C + of_list % C) * D
+    part += group * (D + 1) * D
+    e = tl.arange(0, BD)
+    c_e = tl.load(centroid + e, e < D, 0.0).to(tl.float64)
+    first_e = tl.load(x + group * N * D + e, e < D, 0.0).to(tl.float64)
+    first = tl.sum(c_e * first_e, 0)
+    along = tl.sum(c_e * tl.load(part + D * D + e, e < D, 0.0), 0)
+    along_e = tl.zeros([BD], tl.float64)
+    for begin in range(0, D, ROWS):
+        d = begin + tl.arange(0, ROWS)
+        c_d = tl.load(centroid + d, d < D, 0.0).to(tl.float64)
+        real_de = (d < D)[:, None] & (e < D)[None, :]
+        product_de = tl.load(part + d[:, None] * D + e[None, :], real_de, 0.0)
+        along_e += tl.sum(product_de * c_d[:, None], 0)
+    square = tl.sum(along_e * c_e, 0)
+    tl.store(moment + of_list, N * first + along)
+    second = N * first * first + 2 * first * along + square
+    tl.store(moment + tl.num_programs(0).to(tl.int64) + of_list, second)
 
 
 @triton.jit

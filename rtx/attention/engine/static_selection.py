@@ -72,9 +72,6 @@ class Selected(NamedTuple):
     """The members as query members and as key members, for the attention kernels."""
     lost: Tensor
     """How many members there is no room for, int64 `[1]`: those of the last rows."""
-    moment_2BHC: Tensor | None
-    """The sums over all positions of a centroid's scores, and of their squares, float64; None
-    without thresholds."""
 
 
 class Entries(NamedTuple):
@@ -87,9 +84,9 @@ class Entries(NamedTuple):
     first_R1: Tensor
     """Where the members of each row begin, and behind them the number of filled slots, int32."""
     count_L: Tensor | None
-    """See `Selected`, where that is; so are the next two. None: as many as have slots."""
+    """See `Selected`. None: as many as have slots."""
     lost: Tensor
-    moment_2BHC: Tensor | None
+    """See `Selected`."""
 
 
 def list_type(lists: int) -> torch.dtype:
@@ -184,7 +181,6 @@ def entries_of_nearest(list_R: Tensor, lists: int, room: int) -> Entries:
         first_R1=torch.arange(rows + 1, dtype=torch.int32, device=device),
         count_L=None,
         lost=torch.zeros(1, dtype=torch.int64, device=device),
-        moment_2BHC=None,
     )
 
 
@@ -211,7 +207,6 @@ def entries_by_thresholds(
     members = torch.zeros(1, dtype=torch.int64, device=device)
     times_XN = torch.zeros(B * H, N, dtype=torch.int64, device=device)
     count_XC = torch.zeros(B * H, C, dtype=torch.int64, device=device)
-    moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
     for heads in heads_at_once(x_BHND, C):
         some = slice(heads.start, heads.stop)
         head_X = torch.arange(heads.start, heads.stop, device=device) % H
@@ -221,7 +216,6 @@ def entries_by_thresholds(
         members = collect(takes_E, heads.start * C * N, place_S1, members)
         times_XN[some] = joins_XCN.sum(-2)
         count_XC[some] = joins_XCN.sum(-1)
-        moment_2XC[:, some] = moments(score_XCN)
     row_S = place_S1[:room] // max(1, C)
     list_S = row_S // max(1, N) * C + place_S1[:room] % max(1, C)
     is_filled_S = torch.arange(room, device=device) < members
@@ -232,7 +226,6 @@ def entries_by_thresholds(
         first_R1=first_R1.int(),
         count_L=count_XC.flatten(),
         lost=(members - room).clamp(min=0),
-        moment_2BHC=moment_2XC.view(2, B, H, C),
     )
 
 
@@ -250,13 +243,22 @@ def memberships(score_XCN: Tensor, threshold_XC: Tensor, margin_XC: Tensor) -> T
     return joins_XCN.scatter(-2, best_X1N, True)
 
 
-def moments(score_XCN: Tensor) -> Tensor:
-    """Return the sums of scores and of their squares, `[2, X, C]`, float64.
+def score_moments(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
+    """Return the sums over all positions of a centroid's scores, and of their squares.
 
-    In float32 the deviation of scores that hardly differ would be lost.
+    The scores are not needed: with the sum s of all vectors x and the sum P of their products x x^T
+    a centroid c has the sums c s and c P c. In float32 the deviation of scores that hardly differ
+    would be lost.
+
+    Returns:
+        `[2, B, H, C]`, float64.
     """
-    wide_XCN = score_XCN.double()
-    return torch.stack([wide_XCN.sum(-1), wide_XCN.square().sum(-1)])
+    with no_autocast(x_BHND):
+        wide_BHND = x_BHND.double()
+        centroid_HCD = centroid_HCD.double()
+        sum_BHC1 = centroid_HCD @ wide_BHND.sum(2)[..., None]
+        along_BHCD = centroid_HCD @ (wide_BHND.mT @ wide_BHND)
+        return torch.stack([sum_BHC1[..., 0], (along_BHCD * centroid_HCD).sum(-1)])
 
 
 def collect(takes_E: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
@@ -339,7 +341,6 @@ def selected_with(
         bound_L1=bound_L1,
         lists=shared_lists(members.row_M, ranges, by_row, bound_L1[-1:].int()),
         lost=entries.lost,
-        moment_2BHC=entries.moment_2BHC,
     )
 
 

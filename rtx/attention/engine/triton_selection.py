@@ -8,8 +8,7 @@ can replay it.
 Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, D head size, W attention
 window, L = B * H * C lists, L1 = L + 1, R = B * H * N rows (row = (b * H + h) * N + n), R1 = R + 1,
 S slots of members in order of rows, M slots of members in order of lists, K scores. T tiles of
-positions: of `TILE` positions for scores and their moments, of `TALLY_TILE` for counts.
-LT = L * T.
+`TALLY_TILE` positions.
 """
 
 import functools
@@ -48,6 +47,8 @@ EMIT_TILE = 128
 """Positions that a program of `emit_kernel` works on."""
 RANGE_TILE = 256
 """Slots that a program of `range_kernel` works on."""
+PIECE = 512
+"""Positions that a program of `product_kernel` works on."""
 
 
 @functools.cache
@@ -156,7 +157,7 @@ def entries_by_thresholds(
     threshold_HC: Tensor,
     margin_HC: Tensor,
     room: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `Entries`, by the kernels in the order that `selection_kernels.py` describes."""
     C = centroid_HCD.shape[1]
     if not x_BHND.numel():
@@ -167,7 +168,7 @@ def entries_by_thresholds(
     row_S, list_S, first_R1 = launch_emit(scored, tallied.times_R, last_R, C, room)
     count_L = tallied.count_XTC.sum(1).flatten()
     lost = (last_R[-1:] - room).clamp(min=0)
-    return row_S, list_S, first_R1, count_L, lost, launch_moments(scored.moment_2LT, x_BHND, C)
+    return row_S, list_S, first_R1, count_L, lost
 
 
 @entries_by_thresholds.register_fake
@@ -177,7 +178,7 @@ def empty_entries(
     threshold_HC: Tensor,
     margin_HC: Tensor,
     room: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the result of `entries_by_thresholds` without positions: all slots are empty.
 
     It has the shapes and types of any result.
@@ -189,16 +190,14 @@ def empty_entries(
     list_S = x_BHND.new_full((room,), L, dtype=list_type(L))
     first_R1 = row_S.new_zeros(B * H * N + 1)
     count_L = x_BHND.new_zeros(L, dtype=torch.int64)
-    moment_2BHC = x_BHND.new_zeros(2, B, H, C, dtype=torch.float64)
-    return row_S, list_S, first_R1, count_L, count_L.new_zeros(1), moment_2BHC
+    return row_S, list_S, first_R1, count_L, count_L.new_zeros(1)
 
 
 class Scored(NamedTuple):
-    """What `score_kernel` writes; without thresholds `highest_BHN` alone has elements."""
+    """What `score_kernel` writes; without thresholds `bits` is empty."""
 
     bits: Tensor
     highest_BHN: Tensor
-    moment_2LT: Tensor
 
 
 def launch_score(
@@ -224,7 +223,6 @@ def launch_score(
     scored = Scored(
         bits=x_BHND.new_empty(B * H, words, N, dtype=torch.int32),
         highest_BHN=x_BHND.new_empty(B, H, N, dtype=dtype),
-        moment_2LT=x_BHND.new_empty(2, B * H * C, tiles if has_thresholds else 0),
     )
     margin_HC = margin_HC.contiguous()
     # Without thresholds the kernel does not read them, but needs a pointer.
@@ -378,18 +376,42 @@ def empty_top_ranges(
     return row_M, start_M, stop_M, low_M, high_M
 
 
-def launch_moments(moment_2LT: Tensor, x_BHND: Tensor, C: int) -> Tensor:
-    """Return the sums `[2, B, H, C]` of scores and of their squares.
+def score_moments(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
+    """Return what `static_selection.score_moments` does, of float32."""
+    return moments_by_kernels(centroid_HCD.detach(), x_BHND.detach())
 
-    Args:
-        moment_2LT: the moments of tiles of `TILE` positions.
-    """
-    _, L, tiles = moment_2LT.shape
-    B, H, N, _ = x_BHND.shape
-    moment_2BHC = moment_2LT.new_empty(2, B, H, C, dtype=torch.float64)
-    sizes = {"TILE": TILE, "BT": 128, "num_warps": 4}
-    kernels().moment_kernel[(L,)](moment_2LT, moment_2BHC, N, L, tiles, **sizes)
+
+@torch.library.custom_op("rtx::score_moments", mutates_args=())
+def moments_by_kernels(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
+    """Return the sums `[2, B, H, C]` of scores and of their squares, float64."""
+    assert x_BHND.dtype == torch.float32, "the kernels compute in float32"
+    B, H, N, D = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    moment_2BHC = no_moments(centroid_HCD, x_BHND)
+    if not x_BHND.numel():
+        return moment_2BHC
+    x_BHND = x_BHND.contiguous()
+    pieces = whole_pieces(N, PIECE)
+    width = min(64, max(16, power_of_two(D)))
+    part_XTDD = x_BHND.new_empty(B * H, pieces, D + 1, D)
+    kernels().product_kernel[(B * H, pieces, whole_pieces(D, width) ** 2)](
+        x_BHND, part_XTDD, N,
+        D=D, PIECE=PIECE, BN=32, BD=width, PRECISION=precision(x_BHND.device), num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+    part_XDD = part_XTDD.sum(1, dtype=torch.float64)
+    kernels().moment_kernel[(B * H * C,)](
+        x_BHND, part_XDD, centroid_HCD.contiguous(), moment_2BHC, N, H, C,
+        D=D, BD=power_of_two(D), ROWS=16, num_warps=4,
+    )  # fmt: skip
     return moment_2BHC
+
+
+@moments_by_kernels.register_fake
+def no_moments(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
+    """Return the moments without positions."""
+    B, H, _, _ = x_BHND.shape
+    return x_BHND.new_zeros(2, B, H, centroid_HCD.shape[1], dtype=torch.float64)
 
 
 # The best scores.
