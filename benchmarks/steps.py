@@ -146,7 +146,7 @@ def training_step(config: Config, store: Store, device: torch.device) -> tuple[C
     model = model.to(device, WEIGHTS_IN.get(config.hardware.precision)).train()
     optimizer = build_optimizer(model, config.optimizer)
     loss: Callable[..., Any] = training_loss(model, config, store.answers)
-    loss = compile_loss(model, loss, config.hardware.graphs) if hardware.compile else loss
+    loss = compile_loss(model, loss) if hardware.compile else loss
 
     def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):

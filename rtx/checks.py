@@ -297,11 +297,12 @@ def training_problems(config: Config) -> Iterator[str]:
 def gpu_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with options that only a GPU has."""
     hardware, model, data = config.hardware, config.model, config.data
-    for key, value, wished in (("graphs", "true", hardware.graphs), ("loss", "liger", hardware.loss == "liger")):
-        if wished and hardware.name == "cpu":
-            yield f"hardware.{key}={value} needs a GPU, not hardware=cpu"
-    if hardware.graphs and (hardware.compile is False or hardware.name == "fsdp" or model.memory):
-        yield "hardware.graphs=true needs hardware.compile=auto or true, without hardware=fsdp and model.memory"
+    if hardware.name == "cpu" and hardware.graphs is True:
+        yield "hardware.graphs=true needs a GPU, not hardware=cpu"
+    if hardware.name == "cpu" and hardware.loss == "liger":
+        yield "hardware.loss=liger needs a GPU, not hardware=cpu"
+    if hardware.graphs is True and (hardware.compile is False or hardware.name in SPREAD or model.memory):
+        yield "hardware.graphs=true needs hardware.compile=auto or true, without hardware=ddp, fsdp and model.memory"
     if hardware.loss != "liger":
         return
     if model.embedding == "adaptive":

@@ -295,8 +295,8 @@ class HardwareConfig:
     """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on Intel)."""
     compile: bool | str = "auto"
     """Compile the model with torch.compile; auto: on a GPU where Triton and a C compiler are, not on a CPU."""
-    graphs: bool = False
-    """Replay the compiled model's kernels as CUDA graphs, which saves the CPU's time to launch them (GPU)."""
+    graphs: bool | str = "auto"
+    """Record the compiled passes as CUDA graphs, whose kernels a CPU starts at once; auto: on one GPU, if possible."""
     loss: str = one_of("auto", "torch", "liger")
     """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the other is measured."""
     deterministic: bool = False

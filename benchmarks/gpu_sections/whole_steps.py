@@ -1,11 +1,13 @@
 """Section `steps`: whole steps (forward, backward, clipping, optimizer, centroids).
 
-Every model stands beside the same one with full heads alone, and with local heads alone.
+Every model stands beside the same one with full heads alone, and with local heads alone. It runs
+eagerly, compiled, or as `rtx train` runs it: compiled, and its passes recorded as CUDA graphs.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from rtx.attention.routing import after_step
 from rtx.compose import compose
 from rtx.config import Config
 from rtx.model.transformer import compile_loss
+from rtx.training.cuda_graphs import RecordedLoss, without_cast_cache
 from rtx.training.hardware import precision_on
 from rtx.training.module import (
     build_model,
@@ -33,9 +36,11 @@ from rtx.training.module import (
 from .journal import Found, Row
 
 VOCABULARY = 256
+EAGER, COMPILED, RECORDED = "eager", "compiled", "recorded"
 WARM_UP = 3
-SECONDS, MOST_STEPS = 1.5, 30
+SECONDS, MOST_STEPS = 1.5, 60
 """How long steps are timed, and how many of them at the most."""
+STEPS_WITHOUT_WAIT = 3
 ROUTED = ("causal", "topk", "probed")
 ALONE = ("full", "local")
 HEADS = (*ROUTED, *ALONE)
@@ -111,35 +116,36 @@ def sizes_of(variant: Variant) -> list[str]:
 
 def rows(dry: bool) -> list[Row]:
     """Return the rows of this section, those of the goals first."""
-    found = [(Variant("6x512", heads, 8192), how) for how in (False, True) for heads in HEADS]
-    found += [(Variant("rt12", heads, 8192, 2), True) for heads in ROUTED]
-    found += [(Variant("6x512", heads, N), True) for N in (32_768, 65_536) for heads in HEADS]
-    found += [(Variant("rt24", heads, 8192, 2), True) for heads in ("causal", "full", "topk")]
-    found += [(Variant("6x512", heads, N), False) for N in (32_768, 65_536) for heads in HEADS]
-    found += [(Variant("rt12", heads, 8192, 2), True) for heads in ("full", "local")]
-    found += [(Variant("rt12", heads, 8192, 2), False) for heads in HEADS]
-    found += [(Variant("rt24", "local", 8192, 2), True)]
-    found += [(Variant("rt24", heads, 8192, 2), False) for heads in HEADS]
-    return [step_row(variant, compile, dry) for variant, compile in found]
+    found = [(Variant("6x512", heads, 8192), how) for how in (EAGER, RECORDED) for heads in HEADS]
+    found += [(Variant("rt12", heads, 8192, 2), RECORDED) for heads in ROUTED]
+    found += [(Variant("6x512", heads, N), RECORDED) for N in (32_768, 65_536) for heads in HEADS]
+    found += [(Variant("rt24", heads, 8192), RECORDED) for heads in ("causal", "full", "topk")]
+    found += [(Variant("6x512", heads, 8192), COMPILED) for heads in HEADS]
+    found += [(Variant("6x512", heads, N), EAGER) for N in (32_768, 65_536) for heads in HEADS]
+    found += [(Variant("rt12", heads, 8192, 2), RECORDED) for heads in ("full", "local")]
+    found += [(Variant("rt12", heads, 8192, 2), EAGER) for heads in HEADS]
+    found += [(Variant("rt24", "local", 8192), RECORDED)]
+    found += [(Variant("rt24", heads, 8192), EAGER) for heads in HEADS]
+    return [step_row(variant, how, dry) for variant, how in found]
 
 
-def step_row(variant: Variant, compile: bool, dry: bool) -> Row:
+def step_row(variant: Variant, how: str, dry: bool) -> Row:
     """Return the row of a model; only the smallest runs without CUDA."""
-    how = "compiled" if compile else "eager"
     is_large = variant.base not in SIZES or variant.length > 8192
-    measure = functools.partial(measure_steps, variant, compile, dry)
-    return Row(f"steps/{variant.key}/{how}", measure, needs_cuda=compile or is_large)
+    measure = functools.partial(measure_steps, variant, how, dry)
+    return Row(f"steps/{variant.key}/{how}", measure, needs_cuda=how != EAGER or is_large)
 
 
 class Stepper:
     """A model that takes training steps as `rtx train` does, in bfloat16 mixed precision on a GPU.
 
     Args:
-        compile: the loss, and the movement of centroids.
+        how: EAGER, COMPILED (the loss, and the movement of centroids) or RECORDED (compiled, and
+            the passes of the loss as CUDA graphs).
         dry: on the CPU, the smallest model with a short sequence.
     """
 
-    def __init__(self, variant: Variant, compile: bool, dry: bool) -> None:
+    def __init__(self, variant: Variant, how: str, dry: bool) -> None:
         self.device = "cpu" if dry else "cuda"
         variant = variant._replace(**TINY) if dry else variant
         self.variant, self.config = variant, composed(variant, dry)
@@ -147,18 +153,22 @@ class Stepper:
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.loss: Any = training_loss(self.model, self.config, None)
         self.move: Any = moved
-        if compile:
-            self.loss = compile_loss(self.model, self.loss, self.config.hardware.graphs)
+        self.is_narrow = precision_on(self.config.hardware, self.device == "cuda") == "bf16"
+        if how != EAGER:
+            self.loss = compile_loss(self.model, self.loss)
             self.move = torch.compile(moved, dynamic=False)
         generator = torch.Generator().manual_seed(0)
         tokens_BN = torch.randint(0, VOCABULARY, (variant.batch, variant.length), generator=generator)
         self.tokens_BN = tokens_BN.to(self.device)
         set_learning_rate(self.optimizer, learning_rate(self.config, 100))
+        if how == RECORDED:
+            self.loss = without_cast_cache(self.loss, torch.bfloat16 if self.is_narrow else None)
+            self.step()
+            self.loss = RecordedLoss(self.model, self.loss, self.tokens_BN)
 
     def backward(self) -> Tensor:
         """Compute the gradients, and return the loss."""
-        is_narrow = precision_on(self.config.hardware, self.device == "cuda") == "bf16"
-        with torch.autocast(self.device, torch.bfloat16, enabled=is_narrow):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.is_narrow):
             nats_BN, auxiliary = self.loss(self.tokens_BN)
             mean = nats_BN.mean() + auxiliary
         mean.backward()
@@ -181,10 +191,10 @@ def composed(variant: Variant, dry: bool) -> Config:
     return with_choice(config, variant.batch, False)
 
 
-def measure_steps(variant: Variant, compile: bool, dry: bool) -> Found:
+def measure_steps(variant: Variant, how: str, dry: bool) -> Found:
     """Time the steps of a model."""
     began = time.monotonic()
-    stepper = Stepper(variant, compile, dry)
+    stepper = Stepper(variant, how, dry)
     for _ in range(1 if dry else WARM_UP):
         stepper.step()
     synchronize(stepper.device)
@@ -202,17 +212,17 @@ def measure_steps(variant: Variant, compile: bool, dry: bool) -> Found:
 
 
 def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
-    """Return the mean milliseconds of steps that are taken without a wait, and their losses."""
-    synchronize(stepper.device)
+    """Return the median of the mean milliseconds of a few steps, taken without a wait, and losses."""
+    losses = []
+    times = []
     began = time.perf_counter()
-    losses = [stepper.step()]
-    synchronize(stepper.device)
-    first = time.perf_counter() - began
-    count = max(1, min(most, int(SECONDS / first)))
-    began = time.perf_counter()
-    losses = [stepper.step() for _ in range(count)]
-    synchronize(stepper.device)
-    return 1e3 * (time.perf_counter() - began) / count, [float(loss) for loss in losses]
+    while len(losses) < most and (not losses or time.perf_counter() - began < SECONDS):
+        synchronize(stepper.device)
+        begin = time.perf_counter()
+        losses += [stepper.step() for _ in range(STEPS_WITHOUT_WAIT)]
+        synchronize(stepper.device)
+        times.append(1e3 * (time.perf_counter() - begin) / STEPS_WITHOUT_WAIT)
+    return statistics.median(times), [float(loss) for loss in losses]
 
 
 def rates(stepper: Stepper, ms: float) -> Found:

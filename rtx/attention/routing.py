@@ -464,7 +464,7 @@ class Centroids(nn.Module):
         )
 
     def reset_sums(self) -> None:
-        """Forget the statistics gathered since the last update."""
+        """Make room for statistics, on the device of the centroids, and forget what was gathered."""
         H, C, D = self.centroid_HCD.shape
         room = sum(statistics_sizes((H, C, D)))
         self.total_T = torch.zeros(room, dtype=torch.float64, device=self.centroid_HCD.device)
@@ -474,6 +474,10 @@ class Centroids(nn.Module):
         # Of queries and of keys with memberships of their own: members, and first two moments of the scores.
         self.seen_XHC = seen.seen_2_3_HC
         self.positions, self.sequences = seen.positions, seen.sequences
+
+    def forget_sums(self) -> None:
+        """Forget the statistics gathered since the last update, in the tensor that holds them."""
+        self.total_T.zero_()
 
     def sums(self) -> tuple[Tensor, ...]:
         """The statistics gathered since the last update, to be summed over ranks."""

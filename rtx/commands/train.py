@@ -200,7 +200,7 @@ def train(
         say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
         for line in opening_lines(config, hardware):
             say(line)
-    module = TrainingModule(model, config, store.answers, ranks, facts, hardware.compile)
+    module = TrainingModule(model, config, store.answers, ranks, facts, hardware.compile, hardware.graphs)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
     with logging_to(folder if status else None, config, hyperparameters, tell, data.step) as loggers:
         speed = run_meter(config, store, hardware, tell)

@@ -248,15 +248,12 @@ def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], conte
     return contextlib.nullcontext(), statistics_paused()
 
 
-def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
+def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled `loss`, a method of `model`; changes patterns that a compiler cannot take in.
 
     On a GPU attention and selection are operators of static shapes, and the loss is one graph. On a CPU what is
     selected has sizes that depend on data: patterns run eagerly there, and matrices, norms and activations around them
     are compiled.
-
-    Args:
-        graphs: replay the graph as CUDA graphs, which start all kernels at once.
     """
 
     @functools.cache
@@ -266,7 +263,7 @@ def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = Fals
         for pattern in model.modules():
             if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
                 pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
-        return torch.compile(loss, mode="reduce-overhead" if graphs else None)
+        return torch.compile(loss)
 
     shapes_seen: set[tuple[torch.Size | None, ...]] = set()
 

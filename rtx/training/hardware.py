@@ -36,6 +36,7 @@ class Hardware:
     accelerator: str  # cpu or gpu
     precision: str  # fp32, bf16, bf16-true, tf32 or fp64
     compile: bool  # whether torch.compile is to compile the model
+    graphs: bool  # whether the passes are to be recorded as CUDA graphs
     devices: int  # processes on this machine
     nodes: int  # machines
     rank: int  # this process among all
@@ -61,7 +62,7 @@ def resolve_hardware(config: Config) -> Hardware:
         raise UserError(NO_GPU)
     if wish.precision == "tf32" and not use_gpu:
         raise UserError(NO_TF32)
-    if wish.graphs and not use_gpu:
+    if wish.graphs is True and not use_gpu:
         raise UserError(NO_GRAPHS)
     if wish.loss == "liger":
         refuse_liger(use_gpu)
@@ -77,6 +78,7 @@ def resolve_hardware(config: Config) -> Hardware:
         accelerator="gpu" if use_gpu else "cpu",
         precision=precision_on(wish, use_gpu),
         compile=compiles(config, use_gpu),
+        graphs=records(config, use_gpu),
         devices=devices,
         nodes=nodes,
         rank=rank,
@@ -95,6 +97,14 @@ def compiles(config: Config, gpu: bool) -> bool:
     if wish.compile != "auto":
         return bool(wish.compile)
     return gpu and wish.name != "fsdp" and not config.model.memory and has_gpu_compiler()
+
+
+def records(config: Config, gpu: bool) -> bool:
+    """Tell whether a run records its passes as CUDA graphs: hardware.graphs, where auto is yes for a compiled model on
+    one GPU."""
+    if config.hardware.graphs != "auto":
+        return bool(config.hardware.graphs)
+    return gpu and config.hardware.name not in SPREAD and compiles(config, gpu)
 
 
 def refuse_liger(gpu: bool) -> None:

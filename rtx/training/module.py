@@ -23,7 +23,9 @@ from rtx.model.block import Memory
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, tensor_problem
+from rtx.training.cuda_graphs import RecordedLoss, without_cast_cache
 from rtx.training.distributed import Ranks, is_part, shard, whole
+from rtx.training.hardware import precision_on
 
 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
@@ -59,7 +61,7 @@ class TrainingModule(pl.LightningModule):
     """The model with its optimizer; what a checkpoint holds of it, and the score of a validation.
 
     `answers`: finds the units that alone count; None: all do. `facts`: the `config` and `data` of every checkpoint.
-    `compiled`: whether torch.compile is to compile the loss.
+    `compiled`: whether torch.compile is to compile the loss. `recorded`: whether its passes are to be CUDA graphs.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TrainingModule(pl.LightningModule):
         ranks: Ranks | None = None,
         facts: Any = None,
         compiled: bool = False,
+        recorded: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.config = model, config
@@ -86,9 +89,12 @@ class TrainingModule(pl.LightningModule):
         self.loss: Callable[..., Any] = training_loss(model, config, answers)
         self.move = moved
         self.compiled = compiled
-        self.graphs = compiled and config.hardware.graphs
+        self.recorded = recorded and compiled and answers is None  # the answers of a batch may be of any number
         if compiled:
-            self.loss = compile_loss(model, self.loss, self.graphs)
+            self.loss = compile_loss(model, self.loss)
+        if self.recorded:
+            is_narrow = precision_on(config.hardware, gpu=True) == "bf16"
+            self.loss = without_cast_cache(self.loss, torch.bfloat16 if is_narrow else None)
 
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
@@ -115,8 +121,6 @@ class TrainingModule(pl.LightningModule):
 
     def minimised(self, tokens_BN: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean nats of a micro-batch, its share of right answers (else 0), and the auxiliary loss."""
-        if self.graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # the tensors of the pass before may be overwritten
         if self.answers is None:
             nats_BN, auxiliary = self.loss(tokens_BN, **given)
             return nats_BN.mean(), nats_BN.new_zeros(()), auxiliary
@@ -143,18 +147,39 @@ class TrainingModule(pl.LightningModule):
                 raise
             self.loss = training_loss(self.model, self.config, self.answers)
             self.move = moved
-            self.compiled = self.graphs = False
+            self.compiled = self.recorded = False
             torch.compiler.reset()
             return f"hardware.compile=auto: not compiled, {shorten(repr(error), 200)}; the model runs eagerly"
         finally:
             for centroids in all_centroids(self.model):
-                centroids.reset_sums()
-        return f"compiled in {time.monotonic() - began:.0f} s"
+                centroids.forget_sums()
+        recorded = self.record_now()
+        return f"compiled in {time.monotonic() - began:.0f} s{recorded}"
+
+    def record_now(self) -> str:
+        """Record the compiled passes as CUDA graphs, if they are to be, and return the end of a line on it.
+
+        Where they cannot be recorded, kernels are started one by one, if `hardware.graphs` is auto; `true` raises.
+        """
+        if not self.recorded:
+            return ""
+        try:
+            self.loss = RecordedLoss(self.model, self.loss, self.first_tokens())
+        except RuntimeError as error:
+            if self.config.hardware.graphs is True:
+                raise
+            self.recorded = False
+            return f"; hardware.graphs=auto: not recorded as CUDA graphs, {shorten(repr(error), 200)}"
+        return ", and recorded as CUDA graphs"
+
+    def first_tokens(self) -> Tensor:
+        """Return the first micro-batch."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        return MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
 
     def pass_once(self) -> None:
         """Compute a gradient of the first micro-batch, and on a GPU move centroids, without any effect."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        tokens_BN = MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+        tokens_BN = self.first_tokens()
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         devices = [self.device] if self.device.type == "cuda" else []
         compiled = self.loss

@@ -197,9 +197,7 @@ def launch_tally(
     word_XTC = source.new_empty(heads, tiles, clusters)
     count_XCT = source.new_empty(heads, clusters, tiles)
     grid = heads, whole_pieces(tiles, 8), whole_pieces(clusters, 32)
-    kernels().tally_kernel[grid](
-        source, word_XTC, count_XCT, length, clusters, tiles, BT=8, KEYS=of_keys, num_warps=4
-    )
+    kernels().tally_kernel[grid](source, word_XTC, count_XCT, length, clusters, tiles, BT=8, KEYS=of_keys, num_warps=4)
     dtype = torch.int32 if most < 1 << 31 else torch.int64
     last_XCT = count_XCT.flatten().cumsum(0, dtype=dtype).view(heads, clusters, tiles)
     return Tally(word_XTC, last_XCT, F.pad(last_XCT[..., -1].flatten(), (1, 0)))
