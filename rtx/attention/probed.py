@@ -45,7 +45,7 @@ after each optimizer step.
 The rule is `Probed.rule`, query by query. The batch form is `Probed.reads`: `probed_lists` or
 `best_of_probed`, each either by the compiled kernel (probing.cpp) or by torch, for some heads at a
 time (`pieces`). On a GPU `probed_lists` has kernels of its own (engine/triton_probing.py), for
-float32 and up to 8,192 clusters; torch's operations, which serve all other cases there, are many
+float32 and up to 4,095 clusters; torch's operations, which serve all other cases there, are many
 times slower. The stream is `ProbedCache`.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
@@ -209,6 +209,8 @@ class Probed(Choice):
     def by_triton(self, k_BHND: Tensor) -> bool:
         """Tell whether our kernels for GPUs probe."""
         if self.has_index or self.clusters > triton_probing.MAX_CLUSTERS:
+            return False
+        if k_BHND.shape[2] > triton_probing.MAX_LENGTH:
             return False
         is_static_here = is_static(k_BHND, self.backend)
         return is_static_here and selection_functions(k_BHND, self.backend) is triton_selection

@@ -61,6 +61,8 @@ TILE = tl.constexpr(32)
 """Positions of a tile: a bit of an int32 for each."""
 MOST = tl.constexpr(3.4028234663852886e38)
 """The largest number of float32."""
+ONE = tl.constexpr(1 << 20)
+"""The weight of a cluster in `last_taken`, above the number of all keys."""
 
 
 @triton.jit
@@ -273,88 +275,102 @@ def key_kernel(
 
 
 @triton.jit
-def keys_held(score_nc, count_nc, least_n):
-    """Return how many keys the clusters hold whose scores are `least_n` or more."""
-    return tl.sum(tl.where(score_nc >= least_n[:, None], count_nc, 0), 1)
-
-
-@triton.jit
-def middle(low_n, high_n, margin_n):
-    """Return the middle of intervals, and whether they are wider than the margin.
+def middle(low, high, margin):
+    """Return the middle of an interval, and whether it is wider than the margin.
 
     An interval without a number between its ends is not.
     """
-    middle_n = 0.5 * low_n + 0.5 * high_n
-    is_wide_n = (high_n - low_n > margin_n) & (middle_n > low_n) & (middle_n < high_n)
-    return middle_n, is_wide_n
+    middle = 0.5 * low + 0.5 * high
+    return middle, (high - low > margin) & (middle > low) & (middle < high)
 
 
 @triton.jit
-def last_taken(score_nc, count_nc, margin_n, asks_n, target):
-    """Return a score that is tied with that of the last cluster that each query takes.
+def weight_from(score_c, weight_c, least):
+    """Return the sum of the weights of the clusters whose scores are `least` or more."""
+    return tl.sum(tl.where(score_c >= least, weight_c, 0), 0)
+
+
+@triton.jit
+def last_taken(score_c, count_c, margin, target):
+    """Return a score that is tied with that of the last cluster that a query takes.
 
     That is the largest score v of which the clusters with v or more hold `target` keys. Bisection
-    finds it in about log2(range of scores / margin) steps. It ends when the scores between its
-    bounds are tied, whichever of them v is.
+    finds it. It ends when one cluster is left between its bounds, or several that are tied.
+
+    A cluster weighs ONE for itself, and 1 for each key that counts. So one sum says how many
+    clusters and how many keys there are. It may exceed int32; a difference of two sums tells
+    numbers of clusters apart up to MAX_CLUSTERS of `triton_probing.py`.
 
     Args:
-        score_nc: -inf where a cluster holds no key that the query may read.
-        count_nc: how many keys a cluster holds that count.
-        asks_n: for which queries; 0 for the others.
+        score_c: -inf where a cluster holds no key that the query may read.
+        count_c: how many keys a cluster holds that count.
     """
-    most_n = tl.where(asks_n, tl.max(score_nc, 1), 0.0)
-    least_n = tl.min(tl.where(count_nc > 0, score_nc, MOST), 1)
-    # v is at least `low_n`. It is below `high_n`, unless both are the largest score.
-    high_n = most_n
-    is_above_n = asks_n & (keys_held(score_nc, count_nc, most_n) < target)
-    low_n = tl.where(is_above_n, least_n, most_n)
-    middle_n, is_wide_n = middle(low_n, high_n, margin_n)
-    while tl.max(is_wide_n.to(tl.int32), 0) > 0:
-        is_enough_n = keys_held(score_nc, count_nc, middle_n) >= target
-        low_n = tl.where(is_wide_n & is_enough_n, middle_n, low_n)
-        high_n = tl.where(is_wide_n & ~is_enough_n, middle_n, high_n)
-        middle_n, is_wide_n = middle(low_n, high_n, margin_n)
-    tied_n = tl.min(tl.where(score_nc >= low_n[:, None], score_nc, MOST), 1)
-    return tl.where(asks_n, tied_n, 0.0)
+    weight_c = count_c + ONE
+    most = tl.max(score_c, 0)
+    above = weight_from(score_c, weight_c, most)
+    is_open = (above & (ONE - 1)) < target
+    # v is at least `low`, and below `high` unless both are the largest score.
+    high = most
+    low = most
+    weight_low = above
+    weight_high = above
+    if is_open:
+        low = tl.min(tl.where(count_c > 0, score_c, most), 0)
+        weight_low = weight_from(score_c, weight_c, low)
+    at, is_wide = middle(low, high, margin)
+    while is_wide & (clusters_between(weight_low, weight_high) > 1):
+        weight = weight_from(score_c, weight_c, at)
+        if (weight & (ONE - 1)) >= target:
+            low = at
+            weight_low = weight
+        else:
+            high = at
+            weight_high = weight
+        at, is_wide = middle(low, high, margin)
+    return tl.min(tl.where(score_c >= low, score_c, most), 0)
 
 
 @triton.jit
-def tied_with(score_nc, margin_n, tied_n):
-    """Return the least and the largest score that steps of at most the margin link to `tied_n`."""
-    low_n = tied_n
-    high_n = tied_n
-    grows = 1
-    while grows > 0:
-        is_linked_nc = low_n[:, None] - score_nc <= margin_n[:, None]
-        next_low_n = tl.min(tl.where(is_linked_nc, score_nc, low_n[:, None]), 1)
-        is_linked_nc = score_nc - high_n[:, None] <= margin_n[:, None]
-        next_high_n = tl.max(tl.where(is_linked_nc, score_nc, high_n[:, None]), 1)
-        grows = tl.max(((next_low_n < low_n) | (next_high_n > high_n)).to(tl.int32), 0)
-        low_n = next_low_n
-        high_n = next_high_n
-    return low_n, high_n
+def clusters_between(weight_low, weight_high):
+    """Return how many clusters the first of two sums of weights has more than the second."""
+    return (weight_low - weight_high).to(tl.uint32, bitcast=True) // ONE
 
 
 @triton.jit
-def clusters_taken(score_nc, count_nc, margin_n, asks_n, target):
-    """Return which clusters queries take, as `rtx.attention.probed.probed_clusters` says.
+def tied_with(score_c, margin, tied):
+    """Return the least and the largest score that steps of at most the margin link to `tied`."""
+    low = tied
+    high = tied
+    grows = True
+    while grows:
+        below = tl.max(tl.where(score_c < low, score_c, float("-inf")), 0)
+        above = tl.min(tl.where(score_c > high, score_c, float("inf")), 0)
+        has_below = low - below <= margin
+        has_above = above - high <= margin
+        low = tl.where(has_below, below, low)
+        high = tl.where(has_above, above, high)
+        grows = has_below | has_above
+    return low, high
+
+
+@triton.jit
+def clusters_taken(score_c, count_c, margin, target):
+    """Return which clusters a query takes, as `rtx.attention.probed.probed_clusters` says.
 
     Clusters tied with the last one taken are its *group*. A query takes all clusters with higher
     scores, and of the group the first ones, until it has `target` keys.
 
     Args: see `last_taken`.
     """
-    tied_n = last_taken(score_nc, count_nc, margin_n, asks_n, target)
-    low_n, high_n = tied_with(score_nc, margin_n, tied_n)
-    is_above_nc = score_nc > high_n[:, None]
-    is_in_group_nc = (score_nc >= low_n[:, None]) & ~is_above_nc
-    before_nc = tl.zeros_like(count_nc)
-    if tl.max(tl.sum(is_in_group_nc.to(tl.int32), 1), 0) > 1:
-        in_group_nc = tl.where(is_in_group_nc, count_nc, 0)
-        before_nc = tl.cumsum(in_group_nc, 1) - in_group_nc
-    above_n = tl.sum(tl.where(is_above_nc, count_nc, 0), 1)
-    is_taken_nc = is_above_nc | (is_in_group_nc & (above_n[:, None] + before_nc < target))
-    return is_taken_nc & asks_n[:, None]
+    low, high = tied_with(score_c, margin, last_taken(score_c, count_c, margin, target))
+    is_above_c = score_c > high
+    is_in_group_c = (score_c >= low) & ~is_above_c
+    before_c = tl.zeros_like(count_c)
+    if tl.sum(is_in_group_c.to(tl.int32), 0) > 1:
+        in_group_c = tl.where(is_in_group_c, count_c, 0)
+        above = tl.sum(tl.where(is_above_c, count_c, 0), 0)
+        before_c = above + tl.cumsum(in_group_c, 0) - in_group_c
+    return is_above_c | (is_in_group_c & (before_c < target))
 
 
 @triton.jit
@@ -391,42 +407,43 @@ def score_kernel(
 @triton.jit
 def probe_kernel(
     score, margin, key_word, key_last, key_bound, bits, begin_n, N, C, T, S, target, early,
-    BN: tl.constexpr, BC: tl.constexpr, SELF: tl.constexpr,
+    QUERIES: tl.constexpr, BC: tl.constexpr, SELF: tl.constexpr,
 ):  # fmt: skip
-    """Write which clusters the queries of a tile take, `bits`; early ones take none.
+    """Write which clusters QUERIES queries of a tile take, `bits`; early ones take none.
 
-    A program is (group, tile). It holds the scores of BN queries with all clusters at a time; BC is
-    a power of two that is not below C, nor below 32.
+    A program is (group, queries). It chooses for one query after the other; BC is a power of two
+    that is not below C, nor below 32.
 
     Args:
         score, margin, begin_n: see `score_kernel`.
     """
     group = tl.program_id(0)
-    first_s = tl.program_id(1) * TILE
-    tile = begin_n // TILE + tl.program_id(1)
+    s = tl.program_id(1) * QUERIES
+    tile = (begin_n + s) // TILE
     c = tl.arange(0, BC)
+    w = tl.arange(0, BC // 32)
+    words = tl.cdiv(C, 32)
     last_c, word_c = load_tally(key_last, key_word, group, c, tile, C, T, c < C)
-    last_c -= tl.load(key_bound + group * C + c, c < C, 0)
-    for first_j in range(0, TILE, BN):
-        j = first_j + tl.arange(0, BN)
-        n = begin_n + first_s + j
-        inside = n < N
-        from_n = group.to(tl.int64) * S + first_s + j
-        real_nc = inside[:, None] & (c < C)[None, :]
-        score_nc = tl.load(score + from_n[:, None] * C + c[None, :], real_nc, 0.0)
-        margin_n = tl.load(margin + from_n, inside, 0.0)
-        count_nc = members_before(last_c[None, :], word_c[None, :], j[:, None], SELF)
-        count_nc = tl.minimum(count_nc, target)
-        score_nc = tl.where(count_nc > 0, score_nc, float("-inf"))
-        asks_n = inside & (n >= early)
-        is_taken_nc = clusters_taken(score_nc, count_nc, margin_n, asks_n, target)
-
-        bit_nc = is_taken_nc.to(tl.int32) << (c % 32)[None, :]
-        bits_nw = tl.sum(tl.reshape(bit_nc, [BN, BC // 32, 32]), 2)
-        w = tl.arange(0, BC // 32)
-        words = tl.cdiv(C, 32)
-        to_nw = bits + (group.to(tl.int64) * words + w[None, :]) * N + n[:, None]
-        tl.store(to_nw, bits_nw, inside[:, None] & (w < words)[None, :])
+    held_c = members_before(last_c, word_c, c * 0 + s % TILE, False)
+    held_c -= tl.load(key_bound + group * C + c, c < C, 0)
+    for _ in range(0, QUERIES):
+        own_c = (word_c >> (s % TILE)) & 1
+        count_c = held_c
+        if SELF:
+            count_c = held_c + own_c
+        held_c += own_c
+        n = begin_n + s
+        bits_w = tl.zeros([BC // 32], tl.int32)
+        if (n >= early) & (n < N):
+            at = group.to(tl.int64) * S + s
+            score_c = tl.load(score + at * C + c, c < C, 0.0)
+            score_c = tl.where(count_c > 0, score_c, float("-inf"))
+            count_c = tl.minimum(count_c, target)
+            is_taken_c = clusters_taken(score_c, count_c, tl.load(margin + at), target)
+            bits_w = tl.sum(tl.reshape(is_taken_c.to(tl.int32) << (c % 32), [BC // 32, 32]), 1)
+        to_w = bits + (group.to(tl.int64) * words + w) * N + n
+        tl.store(to_w, bits_w, (w < words) & (n < N))
+        s += 1
 
 
 @triton.jit

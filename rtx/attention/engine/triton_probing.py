@@ -33,8 +33,11 @@ from rtx.attention.ties import tie_margin
 
 TILE = 32
 """Positions of a tile, `probing_kernels.TILE`."""
-MAX_CLUSTERS = 8192
-"""The most clusters of a head: a program holds the scores of a query with all of them."""
+MAX_CLUSTERS = 4095
+MAX_LENGTH = (1 << 20) - 1
+"""The most clusters of a head and positions of a sequence, see `probing_kernels.last_taken`."""
+REGISTERS = 168
+"""Registers of a thread of `probe_kernel`: with more, fewer than 12 of its programs fit at once."""
 MAX_SCORES = 1 << 26
 """Scores of queries with clusters that are in memory at once."""
 
@@ -246,17 +249,19 @@ def probes_by_kernels(
     q_BHND = q_BHND.contiguous()
     centroid_HCD = centroid_HCD.contiguous()
     width = max(32, power_of_two(C))
+    # More queries read the tally of their tile once; fewer are ready earlier where there are few.
+    queries = TILE if width > 256 else 8
     for begin in range(0, N, size):
         kernels().score_kernel[(B * H, whole_pieces(size, 64))](
             q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, size,
             D=D, CHUNK=chunk_of(D, exactness), BN=64, BC=64, PRECISION=exactness,
             num_warps=4, num_stages=1,
         )  # fmt: skip
-        kernels().probe_kernel[(B * H, whole_pieces(size, TILE))](
+        kernels().probe_kernel[(B * H, whole_pieces(size, queries))](
             score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
             begin, N, C, last_XCT.shape[-1], size, target, early,
-            BN=max(1, 1024 // width), BC=width, SELF=attend_self,
-            num_warps=max(1, width // 1024), num_stages=1,
+            QUERIES=queries, BC=width, SELF=attend_self,
+            num_warps=max(1, width // 1024), num_stages=1, maxnreg=REGISTERS,
         )  # fmt: skip
     most = most_members(B * H * N, C, target)
     return bits, *launch_tally(bits, B * H, N, C, of_keys=False, most=most)
