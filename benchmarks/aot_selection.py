@@ -55,7 +55,7 @@ NORMS |= {"wide": "*fp32", "dwide": "*fp32"}
 """Types of arguments of the kernels of `norm_kernels`."""
 INT64 = {"emit_kernel": ["last"], "range_kernel": ["slot_M", "bound_L1"]}
 INT16 = {"emit_kernel": ["list_S"], "range_kernel": ["list_M"]}
-FLOAT64 = {"moment_kernel": ["part", "moment"], "sum_kernel": ["total"]}
+FLOAT64 = {"moment_kernel": ["part", "moment"], "sum_kernel": ["part"]}
 
 
 class Form(NamedTuple):

@@ -418,21 +418,29 @@ def moment_kernel(
 
 
 @triton.jit
-def sum_kernel(x, row_M, bound_L1, total, D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr):
-    """Write CHUNK numbers of the sum of the vectors of a list's members, total [L, D], in float64.
+def sum_kernel(x, row_M, bound_L1, part, D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr):
+    """Write CHUNK numbers of the sum of the vectors of a part of a list's members, in float64.
 
-    A program is (list, chunk). It adds members in a fixed order, so that equal inputs give equal
-    bits.
+    A program is (list, chunk, part): lists may differ much in length, and the longest would take
+    long in one program. It adds members in a fixed order, so that equal inputs give equal bits.
+
+    Writes:
+        part [L, S, D]: the sums of the S parts of each list.
     """
     of_list = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    number = tl.program_id(2)
+    parts = tl.num_programs(2)
     first = tl.load(bound_L1 + of_list)
-    end = tl.load(bound_L1 + of_list + 1)
+    last = tl.load(bound_L1 + of_list + 1)
+    size = tl.cdiv(last - first, parts)
+    start = first + number * size
+    end = tl.minimum(start + size, last)
     sum_d = tl.zeros([CHUNK], tl.float64)
-    for begin in range(first, end, BM):
+    for begin in range(start, end, BM):
         m = begin + tl.arange(0, BM)
         row_m = tl.load(row_M + m, m < end, 0).to(tl.int64)
         real_md = (m < end)[:, None] & (d < D)[None, :]
         x_md = tl.load(x + row_m[:, None] * D + d[None, :], real_md, 0.0)
         sum_d += tl.sum(x_md, 0).to(tl.float64)
-    tl.store(total + of_list * D + d, sum_d, d < D)
+    tl.store(part + (of_list * parts + number) * D + d, sum_d, d < D)

@@ -535,21 +535,25 @@ def _(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tensor) -> 
 
 # The sums of lists.
 
+PARTS_OF_SUM = 16
+"""Parts of a list that programs of `sum_kernel` add up."""
+
 
 def sums_by_kernel(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
     """Return what `static_selection.list_sums` does, of float32 and int32 rows."""
     assert x_RD.dtype == torch.float32, "the kernels compute in float32"
     L = len(count_L)
     D = x_RD.shape[1]
-    total_LD = x_RD.new_zeros(L, D, dtype=torch.float64)
-    if L and len(row_M):
-        chunk = min(128, max(16, power_of_two(D)))
-        bound_L1 = bounds(count_L, len(row_M)).int()
-        kernels().sum_kernel[(L, whole_pieces(D, chunk))](
-            x_RD.contiguous(), row_M.contiguous(), bound_L1, total_LD,
-            D=D, CHUNK=chunk, BM=32, num_warps=4,
-        )  # fmt: skip
-    return total_LD
+    if not L or not len(row_M):
+        return x_RD.new_zeros(L, D, dtype=torch.float64)
+    part_LSD = x_RD.new_empty(L, PARTS_OF_SUM, D, dtype=torch.float64)
+    chunk = min(128, max(16, power_of_two(D)))
+    bound_L1 = bounds(count_L, len(row_M)).int()
+    kernels().sum_kernel[(L, whole_pieces(D, chunk), PARTS_OF_SUM)](
+        x_RD.contiguous(), row_M.contiguous(), bound_L1, part_LSD,
+        D=D, CHUNK=chunk, BM=32, num_warps=4,
+    )  # fmt: skip
+    return part_LSD.sum(1)
 
 
 list_sums = torch.library.custom_op("rtx::list_sums", sums_by_kernel, mutates_args=())
