@@ -301,8 +301,8 @@ def gpu_problems(config: Config) -> Iterator[str]:
         yield "hardware.graphs=true needs a GPU, not hardware=cpu"
     if hardware.name == "cpu" and hardware.loss == "liger":
         yield "hardware.loss=liger needs a GPU, not hardware=cpu"
-    if hardware.graphs is True and (hardware.compile is False or hardware.name in SPREAD or model.memory):
-        yield "hardware.graphs=true needs hardware.compile=auto or true, without hardware=ddp, fsdp and model.memory"
+    if hardware.graphs is True and (hardware.name in SPREAD or model.memory):
+        yield "hardware.graphs=true is not for hardware=ddp or fsdp, nor for model.memory"
     if hardware.loss != "liger":
         return
     if model.embedding == "adaptive":

@@ -296,7 +296,7 @@ class HardwareConfig:
     compile: bool | str = "auto"
     """Compile the model with torch.compile; auto: on a GPU where Triton and a C compiler are, not on a CPU."""
     graphs: bool | str = "auto"
-    """Record the compiled passes as CUDA graphs, whose kernels a CPU starts at once; auto: on one GPU, if possible."""
+    """Record the passes of a step as CUDA graphs, whose kernels a CPU starts at once; auto: on one GPU, if possible."""
     loss: str = one_of("auto", "torch", "liger")
     """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the other is measured."""
     deterministic: bool = False

@@ -173,7 +173,7 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ("hardware.devices=2", "hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware=auto"),
         ("hardware.name=fsdp hardware.compile=true", "hardware.compile=true is not for hardware=fsdp"),
         ("hardware.name=cpu hardware.graphs=true", "hardware.graphs=true needs a GPU, not hardware=cpu"),
-        ("hardware.graphs=true hardware.compile=false", "hardware.graphs=true needs hardware.compile=auto or true"),
+        ("hardware.graphs=true hardware.name=ddp", "hardware.graphs=true is not for hardware=ddp or fsdp"),
         ("hardware.name=cpu hardware.loss=liger", "hardware.loss=liger needs a GPU, not hardware=cpu"),
         ("hardware.loss=liger data.name=recall", "hardware.loss=liger is not for data=recall, where answers alone"),
         ("hardware.loss=liger hardware.precision=fp64", "is not for hardware=fsdp or hardware.precision=fp64"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +84,14 @@ class Journal:
     def end(self) -> None:
         """Say that the row has ended."""
         self.current.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Hold the GPU's clock: of several processes on a machine one at a time measures, while others compile."""
+    with (Path(tempfile.gettempdir()) / "rtx-gpu-turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def measured(row: Row, dry: bool) -> Found:

@@ -113,13 +113,13 @@ def products_seconds(pairs: float, products: int) -> float:
 def step_rows() -> Rows:
     """Return the expected milliseconds and shares of the peak of whole steps.
 
-    Eager, compiled and recorded steps have the same.
+    Steps of all kinds have the same.
     """
     rows: Rows = {}
     for base, N, batch in STEPS:
         for heads in ("full", "causal"):
             variant = Variant(base, heads, N, batch)
-            for how in ("eager", "compiled", "recorded"):
+            for how in ("eager", "compiled", "graphs", "recorded"):
                 rows[f"steps/{variant.key}/{how}"] = step_row(variant)
     return rows
 

@@ -1,7 +1,8 @@
 """Section `steps`: whole steps (forward, backward, clipping, optimizer, centroids).
 
 Every model stands beside the same one with full heads alone, and with local heads alone. It runs
-eagerly, compiled, or as `rtx train` runs it: compiled, and its passes recorded as CUDA graphs.
+eagerly, compiled, with its passes recorded as CUDA graphs, or as `rtx train` runs it: compiled, and
+its passes recorded.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from rtx.training.module import (
     training_loss,
 )
 
-from .journal import Found, Row
+from .journal import Found, Row, turn
 
 VOCABULARY = 256
-EAGER, COMPILED, RECORDED = "eager", "compiled", "recorded"
+EAGER, COMPILED, GRAPHS, RECORDED = "eager", "compiled", "graphs", "recorded"
+"""GRAPHS: eager passes, recorded as CUDA graphs. RECORDED: compiled ones."""
 WARM_UP = 3
 SECONDS, MOST_STEPS = 1.5, 60
 """How long steps are timed, and how many of them at the most."""
@@ -120,6 +122,8 @@ def rows(dry: bool) -> list[Row]:
     found += [(Variant("rt12", heads, 8192, 2), RECORDED) for heads in ROUTED]
     found += [(Variant("6x512", heads, N), RECORDED) for N in (32_768, 65_536) for heads in HEADS]
     found += [(Variant("rt24", heads, 8192), RECORDED) for heads in ("causal", "full", "topk")]
+    found += [(Variant("6x512", heads, 8192), GRAPHS) for heads in HEADS]
+    found += [(Variant("rt24", heads, 8192), GRAPHS) for heads in ("causal", "full", "topk")]
     found += [(Variant("6x512", heads, 8192), COMPILED) for heads in HEADS]
     found += [(Variant("6x512", heads, N), EAGER) for N in (32_768, 65_536) for heads in HEADS]
     found += [(Variant("rt12", heads, 8192, 2), RECORDED) for heads in ("full", "local")]
@@ -140,8 +144,7 @@ class Stepper:
     """A model that takes training steps as `rtx train` does, in bfloat16 mixed precision on a GPU.
 
     Args:
-        how: EAGER, COMPILED (the loss, and the movement of centroids) or RECORDED (compiled, and
-            the passes of the loss as CUDA graphs).
+        how: EAGER, COMPILED (the loss, and the movement of centroids), GRAPHS or RECORDED.
         dry: on the CPU, the smallest model with a short sequence.
     """
 
@@ -154,14 +157,14 @@ class Stepper:
         self.loss: Any = training_loss(self.model, self.config, None)
         self.move: Any = moved
         self.is_narrow = precision_on(self.config.hardware, self.device == "cuda") == "bf16"
-        if how != EAGER:
+        if how in (COMPILED, RECORDED):
             self.loss = compile_loss(self.model, self.loss)
             self.move = torch.compile(moved, dynamic=False)
         generator = torch.Generator().manual_seed(0)
         tokens_BN = torch.randint(0, VOCABULARY, (variant.batch, variant.length), generator=generator)
         self.tokens_BN = tokens_BN.to(self.device)
         set_learning_rate(self.optimizer, learning_rate(self.config, 100))
-        if how == RECORDED:
+        if how in (GRAPHS, RECORDED):
             self.loss = without_cast_cache(self.loss, torch.bfloat16 if self.is_narrow else None)
             self.step()
             self.loss = RecordedLoss(self.model, self.loss, self.tokens_BN)
@@ -215,13 +218,14 @@ def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
     """Return the median of the mean milliseconds of a few steps, taken without a wait, and losses."""
     losses = []
     times = []
-    began = time.perf_counter()
-    while len(losses) < most and (not losses or time.perf_counter() - began < SECONDS):
-        synchronize(stepper.device)
-        begin = time.perf_counter()
-        losses += [stepper.step() for _ in range(STEPS_WITHOUT_WAIT)]
-        synchronize(stepper.device)
-        times.append(1e3 * (time.perf_counter() - begin) / STEPS_WITHOUT_WAIT)
+    with turn():
+        began = time.perf_counter()
+        while len(losses) < most and (not losses or time.perf_counter() - began < SECONDS):
+            synchronize(stepper.device)
+            begin = time.perf_counter()
+            losses += [stepper.step() for _ in range(STEPS_WITHOUT_WAIT)]
+            synchronize(stepper.device)
+            times.append(1e3 * (time.perf_counter() - begin) / STEPS_WITHOUT_WAIT)
     return statistics.median(times), [float(loss) for loss in losses]
 
 

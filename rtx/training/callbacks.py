@@ -122,7 +122,7 @@ class Watch(Callback):
         self.signals.hold()
         self.began = time.monotonic()
         trainer.should_stop = step >= self.plan.steps
-        if not trainer.should_stop and (line := self.module.compile_now()):
+        if not trainer.should_stop and (line := self.module.prepare_passes()):
             self.say(line)
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True

@@ -100,11 +100,10 @@ def compiles(config: Config, gpu: bool) -> bool:
 
 
 def records(config: Config, gpu: bool) -> bool:
-    """Tell whether a run records its passes as CUDA graphs: hardware.graphs, where auto is yes for a compiled model on
-    one GPU."""
+    """Tell whether a run records its passes as CUDA graphs: hardware.graphs, where auto is yes on one GPU."""
     if config.hardware.graphs != "auto":
         return bool(config.hardware.graphs)
-    return gpu and config.hardware.name not in SPREAD and compiles(config, gpu)
+    return gpu and config.hardware.name not in SPREAD and not config.model.memory
 
 
 def refuse_liger(gpu: bool) -> None:

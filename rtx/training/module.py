@@ -89,12 +89,11 @@ class TrainingModule(pl.LightningModule):
         self.loss: Callable[..., Any] = training_loss(model, config, answers)
         self.move = moved
         self.compiled = compiled
-        self.recorded = recorded and compiled and answers is None  # the answers of a batch may be of any number
+        self.recorded = recorded and answers is None  # the answers of a batch may be of any number
         if compiled:
             self.loss = compile_loss(model, self.loss)
         if self.recorded:
-            is_narrow = precision_on(config.hardware, gpu=True) == "bf16"
-            self.loss = without_cast_cache(self.loss, torch.bfloat16 if is_narrow else None)
+            self.loss = without_cast_cache(self.loss, self.autocast_type())
 
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
@@ -130,14 +129,22 @@ class TrainingModule(pl.LightningModule):
         weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
         return (nats_BA * weight_B1).mean(), (right_BA * weight_B1.double()).mean(), auxiliary
 
+    def prepare_passes(self) -> str:
+        """Compile the passes of the loss and record them as CUDA graphs, as far as they are to be; return a line on it.
+
+        Weights, statistics and random streams are left as they were.
+        """
+        if any(centroids.seed_with_next for centroids in all_centroids(self.model)):
+            return ""  # their first batch compiles, as it is where they start
+        return "; ".join(filter(None, [self.compile_now(), self.record_now()]))
+
     def compile_now(self) -> str:
         """Compile what is to be compiled, by one pass whose results are dropped, and return a line on it.
 
         Where the compiler fails, or has too little memory, the model runs eagerly, if `hardware.compile` is auto; what
-        was asked for by `true` raises. Weights, statistics and random streams are left as they were.
+        was asked for by `true` raises.
         """
-        waits = any(centroids.seed_with_next for centroids in all_centroids(self.model))
-        if not self.compiled or waits:  # for the first batch, as its centroids do
+        if not self.compiled:
             return ""
         began = time.monotonic()
         try:
@@ -146,18 +153,19 @@ class TrainingModule(pl.LightningModule):
             if self.config.hardware.compile is True:
                 raise
             self.loss = training_loss(self.model, self.config, self.answers)
+            if self.recorded:
+                self.loss = without_cast_cache(self.loss, self.autocast_type())
             self.move = moved
-            self.compiled = self.recorded = False
+            self.compiled = False
             torch.compiler.reset()
             return f"hardware.compile=auto: not compiled, {shorten(repr(error), 200)}; the model runs eagerly"
         finally:
             for centroids in all_centroids(self.model):
                 centroids.forget_sums()
-        recorded = self.record_now()
-        return f"compiled in {time.monotonic() - began:.0f} s{recorded}"
+        return f"compiled in {time.monotonic() - began:.0f} s"
 
     def record_now(self) -> str:
-        """Record the compiled passes as CUDA graphs, if they are to be, and return the end of a line on it.
+        """Record the passes as CUDA graphs, if they are to be, and return a line on it.
 
         Where they cannot be recorded, kernels are started one by one, if `hardware.graphs` is auto; `true` raises.
         """
@@ -169,8 +177,12 @@ class TrainingModule(pl.LightningModule):
             if self.config.hardware.graphs is True:
                 raise
             self.recorded = False
-            return f"; hardware.graphs=auto: not recorded as CUDA graphs, {shorten(repr(error), 200)}"
-        return ", and recorded as CUDA graphs"
+            return f"hardware.graphs=auto: not recorded as CUDA graphs, {shorten(repr(error), 200)}"
+        return "recorded as CUDA graphs"
+
+    def autocast_type(self) -> torch.dtype | None:
+        """Return the type in which autocast computes on a GPU, None without autocast."""
+        return torch.bfloat16 if precision_on(self.config.hardware, gpu=True) == "bf16" else None
 
     def first_tokens(self) -> Tensor:
         """Return the first micro-batch."""
