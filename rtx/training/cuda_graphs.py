@@ -29,7 +29,8 @@ class Loss(nn.Module):
 class RecordedLoss:
     """`loss(tokens)`, replayed for batches of the shape that it was recorded with; others run without graphs.
 
-    It is recorded again where the lists of a pattern have got more room (`rtx.attention.routing.make_room`).
+    It is recorded again where the lists of a pattern have got more room (`rtx.attention.routing.make_room`). Gradients
+    are written where the backward pass before has written its own, so they have to be used and forgotten in between.
 
     Args:
         model: what the loss is a method of, on a GPU.

@@ -169,6 +169,13 @@ class TrainingModule(pl.LightningModule):
 
         Where they cannot be recorded, kernels are started one by one, if `hardware.graphs` is auto; `true` raises.
         """
+        parts = self.trainer.accumulate_grad_batches
+        if self.recorded and parts > 1:
+            # A replayed backward pass overwrites the gradients of the one before, to which it should add.
+            self.recorded = False
+            if self.config.hardware.graphs is True:
+                whole = f"one forward pass a step, not {parts}"
+                raise UserError(f"hardware.graphs=true needs {whole}: raise trainer.micro_batch_size")
         if not self.recorded:
             return ""
         try:
