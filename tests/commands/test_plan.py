@@ -106,7 +106,7 @@ ENGINES = [
     ),
     (
         ("model.base=adaptive_span", "model.positions=none"),
-        f"not {OURS}: it has no adaptive spans)",
+        f"not {OURS}: it has no adaptive spans; not {FLASH}: it has no terms by distance)",
     ),
     (
         ("hardware.precision=fp64",),
@@ -114,7 +114,7 @@ ENGINES = [
         f"not {FLASH}: it computes in float32 or narrower), ",
     ),
     (("hardware.precision=fp32",), f"local by {OURS}, "),
-    (("model.hidden=1152",), f"local by {FLASH} (not {OURS}: it computes with heads of 16 to 128 units), "),
+    (("model.hidden=576",), f"local by {FLASH} (not {OURS}: it computes with heads of 16 to 128 units), "),
     (("hardware.attention=torch",), f"local by {FLASH}, causal by {TILES} "),
     (("hardware.attention=flex",), "local by torch's FlexAttention, causal by torch's FlexAttention "),
     (
