@@ -1,6 +1,7 @@
 """Triton kernels that let queries probe clusters of keys; `triton_probing.py` launches them.
 
-`rtx.attention.probed` has the method. The kernels run in this order:
+`rtx.attention.probed` has the method. The kernels run in this order,
+score_kernel and probe_kernel for some positions at a time:
 
     cluster_kernel  finds the cluster of each key
     tally_kernel    turns them around: which keys of each tile are in each cluster, and how many
@@ -38,7 +39,7 @@ t tiles, m key members, p query members; 1 an axis that broadcasts.
 Parameters that several kernels have:
 
     centroid [H, C, D]
-    key_word [X, T, C], key_last [X, C, T]      the words of the keys, and running sums of their ones
+    key_word [X, T, C], key_last [X, C, T]      words of the keys, and running sums of their ones
     key_bound [L1]                              the first key of each list, and the end of the last
     query_word [X, T, C], query_last [X, C, T]  the same of queries that probe; the sums may be
                                                 int64, as there may be more members than room
@@ -55,7 +56,7 @@ Parameters that several kernels have:
 import triton
 import triton.language as tl
 
-from rtx.attention.engine.selection_kernels import NO_CLUSTER, first_that_reaches, load_vectors
+from rtx.attention.engine.selection_kernels import NO_CLUSTER, load_vectors
 
 TILE = tl.constexpr(32)
 """Positions of a tile: a bit of an int32 for each."""
@@ -87,6 +88,14 @@ def members_before(last, word, j, INCLUDED: tl.constexpr):
     if INCLUDED:
         behind = behind >> 1
     return last - ones(behind)
+
+
+@triton.jit
+def first_that_reaches(reach_nc, c, best_n):
+    """Return the first cluster whose reach (value + margin) is at least best_n; else NO_CLUSTER."""
+    reaches_nc = reach_nc >= best_n[:, None]
+    cluster_nc = tl.broadcast_to(c[None, :], reach_nc.shape)
+    return tl.min(tl.where(reaches_nc, cluster_nc, NO_CLUSTER), 1)
 
 
 @triton.jit
