@@ -538,6 +538,8 @@ class Probed(Choice):
             store.seed_from([k_BHND])
         if not self.training or gathering.is_paused or not k_BHND.numel():
             return
+        if self.by_triton(k_BHND):
+            self.filed = self.file_keys(k_BHND)
         keys = self.clustered_keys(k_BHND)
         k_RD = k_BHND.reshape(-1, k_BHND.shape[-1])
         if is_static(k_BHND, self.backend):
@@ -548,11 +550,10 @@ class Probed(Choice):
         store.observe_sums(0, k_BHND, sum_LD, keys.count_L, keys.count_L, None)
 
     def clustered_keys(self, k_BHND: Tensor) -> Packed:
-        """Return the keys of each cluster."""
+        """Return the keys of each cluster: those of `filed`, if there are some."""
         if self.by_native(k_BHND):
             return native.cluster_keys(self.centroids.centroid_HCD, k_BHND)
-        if self.by_triton(k_BHND):
-            self.filed = self.file_keys(k_BHND)
+        if self.filed is not None:
             return self.filed.packed()
         return pack(self.clusters_of(k_BHND), self.clusters, complete=True)
 

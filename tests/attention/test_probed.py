@@ -170,9 +170,8 @@ def test_the_kernel_probes_what_torch_probes(
     pattern.backend = "torch"
     expected_RN = members(pattern, q, k)
     assert int(expected_RN.max()) == 1 and bool((expected_RN.sum(-1) > 0).all())
-    for backend in ("native", "triton") if pattern.reads_all else ("native",):
-        pattern.backend = backend
-        assert torch.equal(members(pattern, q, k), expected_RN)
+    pattern.backend = "native"
+    assert torch.equal(members(pattern, q, k), expected_RN)
 
 
 @needs_compiler

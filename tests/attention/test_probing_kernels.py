@@ -17,10 +17,9 @@ from rtx.attention import Probed
 from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
-from rtx.attention.packed import Reads, members_read
+from rtx.attention.packed import Reads
 from rtx.attention.probed import nearest_clusters, probed_clusters, query_margins, searched
 from rtx.attention.selection import products
-from rtx.attention.static import selection_functions
 
 OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 """numpy warns where numbers of GPUs become infinite."""
@@ -42,11 +41,11 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(1, 2, 90, 16, 5, 7),
-    Case(2, 1, 70, 6, 35, 9, attend_self=False),
-    Case(2, 2, 97, 20, 40, 3, repeated=True),
-    Case(1, 1, 64, 80, 70, 16, attend_self=False, repeated=True),
-    Case(1, 1, 40, 16, 1, 1),
+    Case(1, 2, 45, 16, 5, 7),
+    Case(2, 1, 40, 6, 35, 9, attend_self=False),
+    Case(2, 2, 37, 20, 40, 3, repeated=True),
+    Case(1, 1, 34, 80, 70, 16, attend_self=False, repeated=True),
+    Case(1, 1, 20, 16, 1, 1),
     Case(1, 2, 33, 16, 3, 31),
 ]
 
@@ -126,24 +125,8 @@ def test_lists_say_who_reads_whom_and_are_as_kernels_read_them(case: Case) -> No
     assert torch.equal(lists.low_M < lists.high_M, is_read_M)
     assert torch.equal(lists.low_M[is_read_M], low_M[is_read_M])
     assert torch.equal(lists.high_M[is_read_M], high_M[is_read_M])
+    assert part.key is not part.query
     assert part.most is not None and int((lists.stop_P - lists.start_P).max()) <= part.most
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranges_end_with_the_last_key_that_a_query_may_read(case: Case) -> None:
-    data = drawn(case)
-    part, _ = lists_of(data)
-    filled = int(part.query.count_L.sum())
-    queries = part.query._replace(row_M=part.query.row_M[:filled].long())
-    keys = part.key._replace(row_M=part.key.row_M.long())
-    wanted = members_read(queries, keys, case.N, case.N, attend_self=True)
-    is_self_P = keys.row_M[(wanted.stop_P - 1).clamp(min=0)] == queries.row_M
-    is_self_P &= wanted.stop_P > wanted.start_P
-    if case.attend_self:
-        is_self_P &= False
-    is_first_P = queries.row_M % case.N == 0
-    stop_P = wanted.stop_P - (is_self_P & ~is_first_P).long()
-    assert torch.equal(part.stop_P[:filled].long(), stop_P)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,8 +139,6 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     k_XND = data.k_BHND.flatten(0, 1)
     files = pattern.file_keys(data.k_BHND)
     assert torch.equal(files.cluster_XN.long(), nearest_clusters(centroid_XCD, k_XND))
-    wanted = selection_functions(data.k_BHND, "torch")
-    assert wanted is not triton_probing
     probes = probes_of(data, files)
     last_N = pattern.last(torch.arange(case.N, device=DEVICE))[:, 0]
     count_XNC = searched(centroid_XCD, q_XND, k_XND, last_N).count_XNC
@@ -182,12 +163,11 @@ def taken(probes: triton_probing.Probes, clusters: int) -> Tensor:
     return is_taken_XWN32.transpose(1, 2).flatten(2)[..., :clusters]
 
 
-@pytest.mark.parametrize("scores_at_once", [1, 3 * 32 * 40, 1 << 26])
-def test_scores_in_pieces_lead_to_the_same_choice(scores_at_once: int) -> None:
-    data = drawn(CASES[2])
+def test_scores_in_pieces_lead_to_the_same_choice() -> None:
+    data = drawn(CASES[3])
     files = data.pattern.file_keys(data.k_BHND)
     expected = probes_of(data, files)
-    with mock.patch.object(triton_probing, "MAX_SCORES", scores_at_once):
+    with mock.patch.object(triton_probing, "MAX_SCORES", 1):
         found = probes_of(data, files)
     assert torch.equal(found.bits, expected.bits)
 
@@ -279,14 +259,14 @@ def test_queries_without_room_are_the_last_of_the_last_lists(case: Case) -> None
 
 
 def test_equal_inputs_give_equal_bits() -> None:
-    data = drawn(CASES[2])
+    data = drawn(CASES[0])
     _, once = lists_of(data)
     _, again = lists_of(data)
-    for x, y in zip(triton_probing_tensors(once), triton_probing_tensors(again), strict=True):
+    for x, y in zip(tensors_of(once), tensors_of(again), strict=True):
         assert torch.equal(x, y)
 
 
-def triton_probing_tensors(lists: KernelLists) -> list[Tensor]:
+def tensors_of(lists: KernelLists) -> list[Tensor]:
     """Return all tensors of lists."""
     return [*lists[:6], *lists.query_members, *lists.key_members, lists.count_2]
 
@@ -297,10 +277,9 @@ def triton_probing_tensors(lists: KernelLists) -> list[Tensor]:
 def test_vectors_of_no_finite_numbers_are_probed_as_the_rule_does(wrong: float) -> None:
     data = drawn(CASES[0])
     data.k_BHND[0, 0, 11] = wrong
-    data.q_BHND[0, 1, 60] = wrong
-    part, lists = lists_of(data)
+    data.q_BHND[0, 1, 30] = wrong
+    _, lists = lists_of(data)
     assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(data)
-    assert part.key is not part.query
 
 
 def test_the_clusters_that_centroids_gather_by_are_found_once() -> None:

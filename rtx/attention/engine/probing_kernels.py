@@ -1,6 +1,7 @@
 """Triton kernels that let queries probe clusters of keys; `triton_probing.py` launches them.
 
-`rtx.attention.probed` has the method. The kernels run in this order:
+`rtx.attention.probed` has the method. The kernels run in this order,
+score_kernel and probe_kernel for some positions at a time:
 
     cluster_kernel  finds the cluster of each key
     tally_kernel    turns them around: which keys of each tile are in each cluster, and how many
@@ -38,7 +39,7 @@ t tiles, m key members, p query members; 1 an axis that broadcasts.
 Parameters that several kernels have:
 
     centroid [H, C, D]
-    key_word [X, T, C], key_last [X, C, T]      the words of the keys, and running sums of their ones
+    key_word [X, T, C], key_last [X, C, T]      words of the keys, and running sums of their ones
     key_bound [L1]                              the first key of each list, and the end of the last
     query_word [X, T, C], query_last [X, C, T]  the same of queries that probe; the sums may be
                                                 int64, as there may be more members than room

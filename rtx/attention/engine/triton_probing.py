@@ -133,7 +133,8 @@ def files_by_kernels(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesT
         cluster_XN, tally.last_XCT, tally.word_XTC, row_M, first_R1, member_M, N, C, tiles, early,
         BN=128, num_warps=4,
     )  # fmt: skip
-    return cluster_XN, *tally, row_M, first_R1, member_M
+    word_XTC, last_XCT, bound_L1 = tally
+    return cluster_XN, word_XTC, last_XCT, bound_L1, row_M, first_R1, member_M
 
 
 file_operator = torch.library.custom_op("rtx::file_keys", files_by_kernels, mutates_args=())
@@ -143,10 +144,12 @@ file_operator = torch.library.custom_op("rtx::file_keys", files_by_kernels, muta
 def _(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesTuple:
     B, H, N, _ = k_BHND.shape
     cluster_XN = k_BHND.new_empty(B * H, N, dtype=torch.int32)
-    tally = empty_tally(cluster_XN, N, centroid_HCD.shape[1], torch.int32)
+    shapes = empty_tally(cluster_XN, N, centroid_HCD.shape[1], torch.int32)
+    word_XTC, last_XCT, bound_L1 = shapes
     row_M = cluster_XN.new_empty(B * H * (early + N))
     first_R1 = cluster_XN.new_empty(B * H * N + 1)
-    return cluster_XN, *tally, row_M, first_R1, torch.empty_like(row_M)
+    member_M = torch.empty_like(row_M)
+    return cluster_XN, word_XTC, last_XCT, bound_L1, row_M, first_R1, member_M
 
 
 def empty_tally(x: Tensor, length: int, clusters: int, dtype: torch.dtype) -> Tally:
@@ -201,9 +204,13 @@ def launch_tally(
     count_XCT = source.new_empty(heads, clusters, tiles)
     grid = heads, whole_pieces(tiles, 8), whole_pieces(clusters, 32)
     kernels().tally_kernel[grid](source, word_XTC, count_XCT, length, clusters, tiles, BT=8, KEYS=of_keys, num_warps=4)
-    dtype = torch.int32 if most < 1 << 31 else torch.int64
-    last_XCT = count_XCT.flatten().cumsum(0, dtype=dtype).view(heads, clusters, tiles)
+    last_XCT = count_XCT.flatten().cumsum(0, dtype=sum_type(most)).view(heads, clusters, tiles)
     return Tally(word_XTC, last_XCT, F.pad(last_XCT[..., -1].flatten(), (1, 0)))
+
+
+def sum_type(most: int) -> torch.dtype:
+    """Return the type of running sums that are `most` at the most."""
+    return torch.int32 if most < 1 << 31 else torch.int64
 
 
 # Which clusters each query takes.
@@ -248,23 +255,22 @@ def probes_by_kernels(
     exactness = precision(q_BHND.device)
     q_BHND = q_BHND.contiguous()
     centroid_HCD = centroid_HCD.contiguous()
-    width = max(32, power_of_two(C))
-    # More queries read the tally of their tile once; fewer are ready earlier where there are few.
-    queries = TILE if width > 256 else 8
+    constants, options = probe_options(C)
+    programs = whole_pieces(size, constants["QUERIES"])
     for begin in range(0, N, size):
         kernels().score_kernel[(B * H, whole_pieces(size, 64))](
             q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, size,
             D=D, CHUNK=chunk_of(D, exactness), BN=64, BC=64, PRECISION=exactness,
             num_warps=4, num_stages=1,
         )  # fmt: skip
-        kernels().probe_kernel[(B * H, whole_pieces(size, queries))](
+        kernels().probe_kernel[(B * H, programs)](
             score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
             begin, N, C, last_XCT.shape[-1], size, target, early,
-            QUERIES=queries, BC=width, SELF=attend_self,
-            num_warps=max(1, width // 1024), num_stages=1, maxnreg=REGISTERS,
+            **constants, SELF=attend_self, **options,
         )  # fmt: skip
     most = most_members(B * H * N, C, target)
-    return bits, *launch_tally(bits, B * H, N, C, of_keys=False, most=most)
+    tally = launch_tally(bits, B * H, N, C, of_keys=False, most=most)
+    return bits, tally.word_XTC, tally.last_XCT, tally.bound_L1
 
 
 probe_operator = torch.library.custom_op("rtx::probe_files", probes_by_kernels, mutates_args=())
@@ -282,13 +288,25 @@ def _(
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
     bits = q_BHND.new_empty(B * H, whole_pieces(C, 32), N, dtype=torch.int32)
-    is_short = most_members(B * H * N, C, target) < 1 << 31
-    return bits, *empty_tally(bits, N, C, torch.int32 if is_short else torch.int64)
+    tally = empty_tally(bits, N, C, sum_type(most_members(B * H * N, C, target)))
+    return bits, tally.word_XTC, tally.last_XCT, tally.bound_L1
 
 
 def most_members(rows: int, clusters: int, target: int) -> int:
     """Return how many members there are at the most: each holds a key that its query probes for."""
     return rows * min(clusters, target)
+
+
+def probe_options(clusters: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return constants of `probe_kernel`, and options of its launch.
+
+    A program with more queries reads the tally of their tile once for all of them. Where they have
+    few clusters to look at, it waits for each step, so that fewer queries are ready earlier.
+    """
+    width = max(32, power_of_two(clusters))
+    constants = {"QUERIES": TILE if width > 256 else 8, "BC": width}
+    warps = max(1, width // 1024)
+    return constants, {"num_warps": warps, "num_stages": 1, "maxnreg": REGISTERS}
 
 
 def positions_at_once(heads: int, length: int, clusters: int) -> int:
