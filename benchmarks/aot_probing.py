@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rtx.attention.engine import probing_kernels
-from rtx.attention.engine.triton_probing import probe_options
-from rtx.attention.engine.triton_selection import chunk_of
+from rtx.attention.engine.triton_probing import probe_options, score_constants
 
 RESULTS = Path(__file__).with_name("results") / "aot-probing.txt"
 FLOAT32 = ("x", "centroid", "half_square", "radius", "unit", "score", "margin")
@@ -47,9 +46,9 @@ def forms() -> Iterator[Form]:
     four = {"num_warps": 4, "num_stages": 1}
     for size in (64, 128):
         for precision in ("tf32x3", "ieee"):
-            sizes = {"D": size, "CHUNK": chunk_of(size, precision), "BN": 64, "BC": 64}
+            constants = score_constants(size, precision)
             for kernel in (probing_kernels.cluster_kernel, probing_kernels.score_kernel):
-                yield Form(kernel, sizes | {"PRECISION": precision}, four)
+                yield Form(kernel, constants, four)
     for clusters in (32, 128, 512, 1024, 4095):
         constants, options = probe_options(clusters)
         for attend_self in (True, False):

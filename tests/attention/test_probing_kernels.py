@@ -4,16 +4,18 @@ They run on the GPU where there is one, else in Triton's interpreter.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
+import cases
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="our GPU kernels need Triton")
 
-from rtx.attention import Probed
+from rtx.attention import Probed, oracle
 from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
@@ -296,3 +298,17 @@ def test_the_clusters_that_centroids_gather_by_are_found_once() -> None:
         pattern(data.q_BHND, data.k_BHND, data.k_BHND)
     assert len(calls) == 1
     assert pattern.filed is None
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_outputs_and_gradients_are_those_of_the_oracle(attend_self: bool) -> None:
+    options = {"distances": 0, "attend_self": attend_self, "seed": 4}
+    case = cases.Case(B=2, H=2, N=43, D=16, C=6, W=5, **options)
+    pattern, wide = cases.drawn("probed", case)
+    out = cases.run(partial(oracle.attend, pattern), wide)
+    expected = {"out": out, **cases.gradients(pattern, wide, out)}
+    pattern, here = cases.drawn("probed", case, torch.float32, backend="triton")
+    out = cases.run(pattern, here)
+    found = {"out": out, **cases.gradients(pattern, here, out)}
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name].double(), x, rtol=2e-5, atol=2e-6)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rtx.attention.engine.lists import KernelLists, RowMembers
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
-from rtx.attention.engine.triton_selection import chunk_of, precision
+from rtx.attention.engine.triton_selection import precision
 from rtx.attention.packed import Packed
 from rtx.attention.ties import tie_margin
 
@@ -36,6 +36,8 @@ TILE = 32
 MAX_CLUSTERS = 4095
 MAX_LENGTH = (1 << 20) - 1
 """The most clusters of a head and positions of a sequence, see `probing_kernels.last_taken`."""
+VECTORS = 64
+"""Vectors that a program of `cluster_kernel` or `score_kernel` works on."""
 REGISTERS = 168
 """Registers of a thread of `probe_kernel`: with more, fewer than 12 of its programs fit at once."""
 MAX_SCORES = 1 << 26
@@ -170,13 +172,24 @@ def launch_cluster(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
     cluster_XN = k_BHND.new_empty(B * H, N, dtype=torch.int32)
     square_HC = centroid_HCD.square().sum(-1)
     radius_H = square_HC.amax(-1).sqrt()
-    exactness = precision(k_BHND.device)
-    kernels().cluster_kernel[(B * H, whole_pieces(N, 64))](
+    kernels().cluster_kernel[(B * H, whole_pieces(N, VECTORS))](
         k_BHND, centroid_HCD, square_HC / 2, radius_H, unit_margin(radius_H), cluster_XN, N, H, C,
-        D=D, CHUNK=chunk_of(D, exactness), BN=64, BC=64, PRECISION=exactness,
-        num_warps=4, num_stages=1,
+        **score_constants(D, precision(k_BHND.device)), num_warps=4, num_stages=1,
     )  # fmt: skip
     return cluster_XN
+
+
+def score_constants(size: int, exactness: str) -> dict[str, Any]:
+    """Return constants of `cluster_kernel` and `score_kernel`, with which they hardly spill."""
+    is_fast = exactness == "tf32x3"
+    chunk = 64 if is_fast and size <= 64 else 32
+    return {
+        "D": size,
+        "CHUNK": min(chunk, max(16, power_of_two(size))),
+        "BN": VECTORS,
+        "BC": 64 if is_fast else 32,
+        "PRECISION": exactness,
+    }
 
 
 def unit_margin(radius_H: Tensor) -> Tensor:
@@ -252,16 +265,14 @@ def probes_by_kernels(
     score_XSC = q_BHND.new_empty(B * H, size, C)
     margin_XS = q_BHND.new_empty(B * H, size)
     unit_H = unit_margin(centroid_HCD.square().sum(-1).amax(-1).sqrt())
-    exactness = precision(q_BHND.device)
     q_BHND = q_BHND.contiguous()
     centroid_HCD = centroid_HCD.contiguous()
     constants, options = probe_options(C)
     programs = whole_pieces(size, constants["QUERIES"])
     for begin in range(0, N, size):
-        kernels().score_kernel[(B * H, whole_pieces(size, 64))](
+        kernels().score_kernel[(B * H, whole_pieces(size, VECTORS))](
             q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, size,
-            D=D, CHUNK=chunk_of(D, exactness), BN=64, BC=64, PRECISION=exactness,
-            num_warps=4, num_stages=1,
+            **score_constants(D, precision(q_BHND.device)), num_warps=4, num_stages=1,
         )  # fmt: skip
         kernels().probe_kernel[(B * H, programs)](
             score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
