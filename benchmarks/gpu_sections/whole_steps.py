@@ -211,7 +211,7 @@ def measure_steps(variant: Variant, how: str, dry: bool) -> Found:
         "loss": losses[-1],
         "batch": variant.batch,
     }
-    return found | rates(stepper, ms) | memory(stepper)
+    return found | rates(stepper, ms) | memory(stepper, how)
 
 
 def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
@@ -242,11 +242,14 @@ def rates(stepper: Stepper, ms: float) -> Found:
     }
 
 
-def memory(stepper: Stepper) -> Found:
-    """Return the bytes that the plan counts, and the peak of the GPU's allocations."""
+def memory(stepper: Stepper, how: str) -> Found:
+    """Return the bytes that the plan counts, and the peak of the GPU's allocations.
+
+    Recorded passes have no such peak: their tensors lie in a pool that no longer counts as allocated.
+    """
     config, batch = stepper.config, stepper.variant.batch
     planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())
-    if stepper.device == "cpu":
+    if stepper.device == "cpu" or how in (GRAPHS, RECORDED):
         return {"plan_bytes": round(planned)}
     return {"plan_bytes": round(planned), "peak_bytes": torch.cuda.max_memory_allocated()}
 

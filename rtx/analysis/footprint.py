@@ -2,8 +2,8 @@
 
 Sizes are in bytes. Counted is what `rtx/model` and `rtx.attention.engine` keep for the backward pass, tensor by tensor,
 and what they work with; not what an allocator loses in holes, nor the program itself. `benchmarks/footprint.py` sets it
-beside real runs on CPUs; figures of GPUs, which follow the engines there (gpu_memory.py), are counted and not measured
-yet. Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
+beside real runs on CPUs, `benchmarks/gpu.py` beside steps on a GPU, where figures follow the engines there
+(gpu_memory.py). Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
 """
 
 import itertools
@@ -32,6 +32,11 @@ from rtx.training.hardware import precision_on
 FILLED, FILLED_CPU = 0.85, 0.4
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a
 GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 2.3 times the plan)."""
+
+
+WORKSPACES = 2 * 2**25
+"""What cuBLAS keeps on a GPU: 32 MiB for the thread of the forward and for that of the backward pass, as an H100 has
+shown."""
 
 
 def on_gpu(config: Config) -> bool:
@@ -69,6 +74,7 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
         "optimizer": (0.02 if adafactor else 2) * wide * own,
         "activations": activations,
         "temporary": working,
+        **({"libraries": WORKSPACES} if on_gpu(config) else {}),
         # What every layer of every stream keeps of earlier segments, and of a micro-batch what replaces it.
         **({"memory": wide * config.model.hidden * config.model.layers * M * memories} if M else {}),
     }

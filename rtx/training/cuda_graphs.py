@@ -54,7 +54,8 @@ class RecordedLoss:
         statistics += [module.lost_members for module in losing(self.model)]
         kept = [numbers.clone() for numbers in statistics]
         module = Loss(self.model, self.loss).train()
-        with torch.random.fork_rng([tokens_BN.device]):
+        devices = [tokens_BN.device] if tokens_BN.is_cuda else []
+        with torch.random.fork_rng(devices):
             self.replay = torch.cuda.make_graphed_callables(
                 module,
                 (tokens_BN.clone(),),

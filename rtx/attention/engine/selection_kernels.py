@@ -25,6 +25,9 @@ lists. Rows are x * N + n. Lower-case letters are the axes of a tile in register
 clusters, d numbers of a vector, s and m members, t tiles; 1 an axis that broadcasts.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# Triton compiles what pyright takes for Python: its functions have no types for a checker.
+
 import triton
 import triton.language as tl
 
