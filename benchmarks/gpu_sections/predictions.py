@@ -43,7 +43,7 @@ STEPS = (
     ("6x512", 32_768, 1),
     ("6x512", 65_536, 1),
     ("rt12", 8192, 2),
-    ("rt24", 8192, 2),
+    ("rt24", 8192, 1),
 )
 """Base, length and sequences a step of the models whose steps are in goals."""
 
