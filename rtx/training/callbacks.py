@@ -86,7 +86,7 @@ class Watch(Callback):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, validations and checkpoints included, and those of earlier processes."""
+        """Seconds since the first step, validations and checkpoints included, and those of earlier processes."""
         return self.kept["seconds"] + time.monotonic() - self.began
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,10 +120,10 @@ class Watch(Callback):
         else:
             seed_everything(self.module.config.seed, 1 + rank + world * step)
         self.signals.hold()
-        self.began = time.monotonic()
         trainer.should_stop = step >= self.plan.steps
         if not trainer.should_stop and (line := self.module.prepare_passes()):
             self.say(line)
+        self.began = time.monotonic()  # to compile is not to train: trainer.max_minutes are the same for all models
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()

@@ -20,6 +20,7 @@ from rtx.training.hardware import (
     device_memory,
     out_of_memory,
     prepare_torch,
+    records,
     resolve_hardware,
 )
 
@@ -70,8 +71,10 @@ def test_a_gpu_compiles_and_has_its_batches_prepared_where_nobody_says_otherwise
         assert not resolved(compile=False).compile
         assert not resolved(name="fsdp").compile
         assert (resolved(name="cpu").workers, resolved(name="cpu").compile) == (0, False)
+        assert resolved().graphs and not resolved(graphs=False).graphs
+        assert not any(resolved(name=name).graphs for name in ("cpu", "ddp", "fsdp"))
     memory = Config(model=dataclasses.replace(ModelConfig(), memory=8))
-    assert not compiles(memory, gpu=True)
+    assert not compiles(memory, gpu=True) and not records(memory, gpu=True)
     with pytest.raises(UserError, match="needs Triton and a C compiler"):
         prepare_torch(Config(hardware=HardwareConfig(compile=True)), resolved(compile=True))
 
