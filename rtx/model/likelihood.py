@@ -1,7 +1,8 @@
 """From hidden states to nats, without holding the logits of a whole batch at once: by one softmax over all units, or
 adaptive (Baevski and Auli 2019): words in bands of falling frequency, the rarer the narrower, also as they are read.
 
-Shapes: B sequences, N positions, R = B * N rows, E hidden width, V units, G words of a band, S its width.
+Shapes: B sequences, N positions, R = B * N rows, E hidden width, V units, G words of a band, S its width, K rows whose
+words are in one band.
 """
 
 import itertools
@@ -115,9 +116,10 @@ class Bands(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """The likelihood of a word: that of its band times that of the word in it; the first band's words stand alone.
+    """The likelihood of a word, exact: over the whole vocabulary it adds up to 1 (Grave et al. 2017).
 
-    It is exact: over the whole vocabulary it adds up to 1 (Grave et al. 2017).
+    One softmax, the head, is over the words of the first band and, as one entry each, the further bands. A word of a
+    further band has the likelihood of its band times that of the word within the band, by a softmax of the band's own.
     """
 
     def __init__(self, bands: Bands, hidden: int) -> None:
@@ -127,50 +129,56 @@ class AdaptiveSoftmax(nn.Module):
         self.bias_V = nn.Parameter(torch.zeros(bands.ranges[-1][1]))
 
     def logits(self, hidden_RE: Tensor, band: int) -> Tensor:
-        """Return the logits of a band's words, behind those of the first band of the further bands; wide."""
+        """Return the logits of a band's words, float32 or wider; for the first band, those of the head."""
         start, stop = self.bands.ranges[band]
         narrow_RS = hidden_RE @ self.bands.widen[band].weight  # type: ignore[operator]
         logits_RG = narrow_RS @ self.bands.tables[band].T + self.bias_V[start:stop]
-        logits_RG = logits_RG if band else torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
+        if band == 0:
+            logits_RG = torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
         return logits_RG.to(torch.promote_types(logits_RG.dtype, torch.float32))
 
     def token_nats(self, hidden_BNE: Tensor, target_BN: Tensor) -> Tensor:
         """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`.
 
-        In training on a GPU all rows look at all bands: how many rows a band has is a number that the CPU would have to
-        wait for, and on which the shapes of a graph may not depend.
+        In training on a GPU all rows look at all bands: the CPU would have to wait for the number of rows of each band,
+        and no shape of a graph may depend on it.
         """
         first = self.bands.ranges[0][1]
         words = self.bands.ranges[-1][1]
         if hidden_BNE.is_cpu or not torch.is_grad_enabled():
-            return in_parts(self.nats, hidden_BNE, target_BN, max(first, words // 4))
+            # An estimate: every row looks at the first band, and at one of the others at the most.
+            logits = max(first, words // 4)
+            return in_parts(self.nats, hidden_BNE, target_BN, logits)
         largest = max(stop - start for start, stop in self.bands.ranges)
         return in_parts(self.nats_of_all_bands, hidden_BNE, target_BN, largest)
 
     def nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
         """Return -log p(target) of some rows, float32 or wider, `[R]`; each row looks at its own band alone."""
         nats_R = self.head_nats(hidden_RE, target_R)
-        within_YR = [(target_R >= start) & (target_R < stop) for start, stop in self.bands.ranges[1:]]
+        further = self.bands.ranges[1:]
+        is_in_R_by_band = [(target_R >= start) & (target_R < stop) for start, stop in further]
         # Read together: the CPU waits for a GPU once.
-        counts = torch.stack([within_R.sum() for within_R in within_YR]).tolist()
-        for band, (start, _) in enumerate(self.bands.ranges[1:], 1):
-            at = within_YR[band - 1].nonzero_static(size=counts[band - 1])[:, 0]
-            within = F.cross_entropy(self.logits(hidden_RE[at], band), target_R[at] - start, reduction="none")
-            nats_R = nats_R.index_add(0, at, within)
+        counts = torch.stack([is_in_R.sum() for is_in_R in is_in_R_by_band]).tolist()
+        for band, (start, _) in enumerate(further, 1):
+            row_K = is_in_R_by_band[band - 1].nonzero_static(size=counts[band - 1])[:, 0]
+            logits_KG = self.logits(hidden_RE[row_K], band)
+            nats_K = F.cross_entropy(logits_KG, target_R[row_K] - start, reduction="none")
+            nats_R = nats_R.index_add(0, row_K, nats_K)
         return nats_R
 
     def nats_of_all_bands(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return what `nats` does, where no shape depends on the words; each row looks at every band."""
+        """Return what `nats` does; each row looks at every band, so that no shape depends on the words."""
         nats_R = self.head_nats(hidden_RE, target_R)
         for band, (start, stop) in enumerate(self.bands.ranges[1:], 1):
-            is_within_R = (target_R >= start) & (target_R < stop)
+            is_in_R = (target_R >= start) & (target_R < stop)
+            # A row of another band looks at some word of this one, which is not added.
             place_R = (target_R - start).clamp(0, stop - start - 1)
             of_band_R = F.cross_entropy(self.logits(hidden_RE, band), place_R, reduction="none")
-            nats_R = nats_R + torch.where(is_within_R, of_band_R, 0.0)
+            nats_R = nats_R + torch.where(is_in_R, of_band_R, 0.0)
         return nats_R
 
     def head_nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return -log p of each row's word where it is in the first band, else of its band, `[R]`."""
+        """Return -log p of each row by the head, `[R]`: of its word in the first band, else of its band."""
         first = self.bands.ranges[0][1]
         place_R = target_R
         for band, (start, _) in enumerate(self.bands.ranges[1:]):

@@ -249,7 +249,7 @@ def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], conte
 
 
 def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled `loss`, a method of `model`; changes patterns that a compiler cannot take in.
+    """Return `loss`, a method of `model`, compiled at its first call; on a CPU patterns of the model are changed.
 
     On a GPU attention and selection are operators of static shapes, and the loss is one graph. On a CPU what is
     selected has sizes that depend on data: patterns run eagerly there, and matrices, norms and activations around them
@@ -257,14 +257,13 @@ def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., An
     """
 
     @functools.cache
-    def compiled() -> Callable[..., Any]:
-        # Asked for at the first call: a model is made on a CPU, and moved to its device later.
-        on_cpu = next(model.parameters()).device.type == "cpu"
-        for pattern in model.modules():
-            if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
-                pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
+    def compiled_loss() -> Callable[..., Any]:
+        # Not before the first call: a model is made on a CPU, and moved to its device later.
+        if next(model.parameters()).device.type == "cpu":
+            exclude_patterns(model)
         return torch.compile(loss)
 
+    # Lists depend on shapes, so they are made before the loss is compiled for shapes that it has not had.
     shapes_seen: set[tuple[torch.Size | None, ...]] = set()
 
     @functools.wraps(loss)
@@ -276,17 +275,24 @@ def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., An
             shapes_seen.add(shapes)
             make_lists(lambda: loss(*arguments, **named), device)
         with torch._dynamo.config.patch(COMPILER_OPTIONS):
-            return compiled()(*arguments, **named)
+            return compiled_loss()(*arguments, **named)
 
     return call
 
 
+def exclude_patterns(model: nn.Module) -> None:
+    """Let the compiler leave out the patterns of a model, except those of our kernels, which it takes for operators."""
+    for pattern in model.modules():
+        if isinstance(pattern, Pattern) and pattern.backend != "triton":
+            pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
+
+
 @torch.no_grad()
 def make_lists(run: Callable[[], Any], device: torch.device) -> None:
-    """Run once what is to be compiled, so that lists which shapes alone decide exist before it is.
+    """Run once what is to be compiled, which makes the lists that follow from shapes alone.
 
-    A compiler cannot trace how they are made, but takes those that exist for constants. Centroids gather nothing, and
-    random numbers go on as if nothing had run.
+    A compiler cannot trace how they are made, but takes lists that exist as constants. No statistics are gathered, and
+    random streams are left as they were.
     """
     devices = [device] if device.type == "cuda" else []
     with statistics_paused(), torch.random.fork_rng(devices):

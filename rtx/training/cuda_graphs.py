@@ -1,8 +1,8 @@
 """The forward and the backward pass of a loss as CUDA graphs: the CPU starts all kernels of a pass at once.
 
-A step of a small model is some hundred kernels, and a CPU takes longer to start them one by one than a GPU to run them.
-`torch.cuda.make_graphed_callables` records the kernels of both passes once, with the places of their inputs and outputs
-in memory, and replays them. What it records has no shape that depends on numbers and waits for none.
+A step of a small model runs some hundred kernels. A CPU takes longer to start them one by one than a GPU to run them.
+`torch.cuda.make_graphed_callables` records the kernels of both passes once, with the addresses of their inputs and
+outputs, and replays them. So no shape in these passes may depend on numbers on the GPU, and none may be waited for.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from rtx.attention.routing import all_centroids
 
 
 class Loss(nn.Module):
-    """A loss as a module that holds the weights it is differentiated by, which is what can be recorded."""
+    """A loss as a module: `make_graphed_callables` differentiates by the parameters of the module that it is given."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__()
@@ -27,14 +27,15 @@ class Loss(nn.Module):
 
 
 class RecordedLoss:
-    """`loss(tokens)`, replayed for batches of the shape that it was recorded with; others run without graphs.
+    """`loss(tokens)` by replay for batches of the recorded shape; batches of other shapes run without graphs.
 
-    It is recorded again where the lists of a pattern have got more room (`rtx.attention.routing.make_room`). Gradients
-    are written where the backward pass before has written its own, so they have to be used and forgotten in between.
+    Once the lists of a pattern have got more room (`rtx.attention.routing.make_room`), shapes are others, so the passes
+    are recorded again. Every backward pass writes gradients to the same memory: use and drop them before the next one.
 
     Args:
-        model: what the loss is a method of, on a GPU.
-        loss: compiled or not; what it has to compile or to make is compiled and made.
+        model: on a GPU.
+        loss: a method of the model, compiled or not. What it makes or compiles at its first call, it makes in the
+            passes that run before recording.
         tokens_BN: a batch.
 
     Raises:
@@ -48,10 +49,12 @@ class RecordedLoss:
         self.record(tokens_BN)
 
     def record(self, tokens_BN: Tensor) -> None:
-        """Record both passes. They run some times before; what these gather is forgotten."""
-        self.rooms = rooms(self.model)
-        statistics = [centroids.total_T for centroids in all_centroids(self.model)]
-        statistics += [module.lost_members for module in losing(self.model)]
+        """Record both passes, and leave statistics and random streams as they were.
+
+        `make_graphed_callables` runs the passes a few times before it records them.
+        """
+        self.room_factors = room_factors(self.model)
+        statistics = statistics_of(self.model)
         kept = [numbers.clone() for numbers in statistics]
         module = Loss(self.model, self.loss).train()
         devices = [tokens_BN.device] if tokens_BN.is_cuda else []
@@ -67,25 +70,32 @@ class RecordedLoss:
     def __call__(self, tokens_BN: Tensor) -> Any:
         if tokens_BN.shape != self.shape:
             return self.loss(tokens_BN)
-        if rooms(self.model) != self.rooms:
+        if room_factors(self.model) != self.room_factors:
             self.record(tokens_BN)
         return self.replay(tokens_BN)
 
 
-def losing(model: nn.Module) -> list[Any]:
-    """Return the heads of a model whose lists may lack room."""
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """Return the tensors to which passes in training add what they see."""
+    seen = [centroids.total_T for centroids in all_centroids(model)]
+    lost = [pattern.lost_members for pattern in patterns_that_lose(model)]
+    return seen + lost
+
+
+def room_factors(model: nn.Module) -> list[int]:
+    """Return how much room the lists of each pattern have that may lack it."""
+    return [pattern.room_factor for pattern in patterns_that_lose(model)]
+
+
+def patterns_that_lose(model: nn.Module) -> list[Any]:
+    """Return the patterns of a model whose lists may lack room, so that members are left out."""
     return [module for module in model.modules() if getattr(module, "may_lose_members", False)]
 
 
-def rooms(model: nn.Module) -> list[int]:
-    """Return how much room the lists of each of these heads have."""
-    return [module.room_factor for module in losing(model)]
-
-
 def without_cast_cache(loss: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
-    """Return the loss under autocast to a type, if any, that casts weights anew in each pass.
+    """Return the loss under autocast to `dtype`, which casts weights anew in each pass; the loss itself for None.
 
-    Casts that autocast has kept from a pass before would be missing from a recorded one.
+    Autocast may keep a weight that an earlier pass has cast. Then the cast would be missing from what is recorded.
     """
     if dtype is None:
         return loss

@@ -130,52 +130,60 @@ class TrainingModule(pl.LightningModule):
         return (nats_BA * weight_B1).mean(), (right_BA * weight_B1.double()).mean(), auxiliary
 
     def prepare_passes(self) -> str:
-        """Compile the passes of the loss and record them as CUDA graphs, as far as they are to be; return a line on it.
+        """Compile the loss and record its passes as CUDA graphs, if the run does so, and return a line on it.
 
         Weights, statistics and random streams are left as they were.
         """
+        # Centroids that start at the first batch would start at a pass that is dropped: the first step compiles.
         if any(centroids.seed_with_next for centroids in all_centroids(self.model)):
-            return ""  # their first batch compiles, as it is where they start
-        return "; ".join(filter(None, [self.compile_now(), self.record_now()]))
+            return ""
+        lines = [self.compile_now(), self.record_now()]
+        return "; ".join(line for line in lines if line)
 
     def compile_now(self) -> str:
         """Compile what is to be compiled, by one pass whose results are dropped, and return a line on it.
 
-        Where the compiler fails, or has too little memory, the model runs eagerly, if `hardware.compile` is auto; what
-        was asked for by `true` raises.
+        Where the compiler fails or memory runs out, the model runs eagerly with `hardware.compile=auto`; with `true`
+        the error is raised.
         """
         if not self.compiled:
             return ""
         began = time.monotonic()
         try:
             self.pass_once()
+            self.compile_move()
         except Exception as error:  # of the compiler, of its kernels, or for want of memory
             if self.config.hardware.compile is True:
                 raise
-            self.loss = training_loss(self.model, self.config, self.answers)
-            if self.recorded:
-                self.loss = without_cast_cache(self.loss, self.autocast_type())
-            self.move = moved
-            self.compiled = False
-            torch.compiler.reset()
+            self.run_eagerly()
             return f"hardware.compile=auto: not compiled, {shorten(repr(error), 200)}; the model runs eagerly"
         finally:
             for centroids in all_centroids(self.model):
                 centroids.forget_sums()
         return f"compiled in {time.monotonic() - began:.0f} s"
 
+    def run_eagerly(self) -> None:
+        """Give up what is compiled."""
+        self.loss = training_loss(self.model, self.config, self.answers)
+        if self.recorded:
+            self.loss = without_cast_cache(self.loss, self.autocast_type())
+        self.move = moved
+        self.compiled = False
+        torch.compiler.reset()
+
     def record_now(self) -> str:
         """Record the passes as CUDA graphs, if they are to be, and return a line on it.
 
-        Where they cannot be recorded, kernels are started one by one, if `hardware.graphs` is auto; `true` raises.
+        Where they cannot be recorded, kernels are started one by one with `hardware.graphs=auto`; with `true` the error
+        is raised.
         """
         parts = self.trainer.accumulate_grad_batches
         if self.recorded and parts > 1:
             # A replayed backward pass overwrites the gradients of the one before, to which it should add.
             self.recorded = False
             if self.config.hardware.graphs is True:
-                whole = f"one forward pass a step, not {parts}"
-                raise UserError(f"hardware.graphs=true needs {whole}: raise trainer.micro_batch_size")
+                need = f"one forward pass a step, not {parts}"
+                raise UserError(f"hardware.graphs=true needs {need}: raise trainer.micro_batch_size")
         if not self.recorded:
             return ""
         try:
@@ -188,7 +196,7 @@ class TrainingModule(pl.LightningModule):
         return "recorded as CUDA graphs"
 
     def autocast_type(self) -> torch.dtype | None:
-        """Return the type in which autocast computes on a GPU, None without autocast."""
+        """Return the type to which autocast casts on a GPU; None without autocast."""
         return torch.bfloat16 if precision_on(self.config.hardware, gpu=True) == "bf16" else None
 
     def first_tokens(self) -> Tensor:
@@ -197,19 +205,23 @@ class TrainingModule(pl.LightningModule):
         return MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
 
     def pass_once(self) -> None:
-        """Compute a gradient of the first micro-batch, and on a GPU move centroids, without any effect."""
+        """Compute a gradient of the first micro-batch, which compiles the loss, and drop it."""
         tokens_BN = self.first_tokens()
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         devices = [self.device] if self.device.type == "cuda" else []
-        compiled = self.loss
+        loss = self.loss
         with torch.random.fork_rng(devices), self.trainer.precision_plugin.train_step_context():
-            # An eager pass makes what shapes alone decide, which the graph then has as inputs.
+            # What follows from shapes alone has to exist before the loss is compiled: an eager pass makes it.
             self.loss = training_loss(self.model, self.config, self.answers)
             with torch.no_grad():
                 self.minimised(tokens_BN)
-            self.loss = compiled
+            self.loss = loss
             mean, _, auxiliary = self.minimised(tokens_BN)
-            torch.autograd.grad(mean + auxiliary, weights, allow_unused=True)  # by no hook of DDP
+            # Not backward(), which would call the hooks of DDP.
+            torch.autograd.grad(mean + auxiliary, weights, allow_unused=True)
+
+    def compile_move(self) -> None:
+        """Compile, on a GPU, the function that moves centroids, by one call whose results are dropped."""
         if self.device.type != "cuda":
             return
         self.move = torch.compile(moved, dynamic=False)

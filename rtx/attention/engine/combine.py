@@ -1,20 +1,20 @@
-"""Combine attention over several lists into one softmax, by the output and the log-sum of each
-list.
+"""Combine attention over several lists into one softmax, from outputs and log-sums of the lists.
 
-Let list l give the output o_l and the log-sum s_l = ln(sum of e^logit over its keys). One softmax
-over the keys of all lists has the output
+Let a row have the output o_l and the log-sum s_l = ln(sum of e^logit over the keys) in list l. One
+softmax over the keys of all its lists has the output
 
     out = sum_l share_l o_l,    share_l = e^(s_l - top) / sum_l' e^(s_l' - top),    top = max_l s_l.
 
 For example, outputs 1 and 4 with log-sums ln 2 and ln 1 give shares 2/3 and 1/3, and the output 2.
+
 A gradient g of the output gives the gradients
 
     do_l = share_l g,    ds_l = share_l (g . o_l - g . out).
 
-These need no sum over lists, so that the backward pass only gathers. Automatic differentiation
-would add up by row, for which thousands of members of one row wait for each other on a GPU.
+These need no sum over lists, so the backward pass only gathers. Automatic differentiation would add
+up by row, where thousands of members of one row would wait for each other on a GPU (see `places`).
 
-Shapes: S members of all lists (a row is one member of each list that it is in), D head size, R
+Shapes: S members of all lists (a row has one member in each list that it is in), D head size, R
 rows.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 SPARE = 64
-"""Rows beside the real ones, for members that read nothing."""
+"""Rows behind the real ones, for members that read nothing."""
 
 
 class Partial(NamedTuple):
@@ -38,10 +38,9 @@ class Partial(NamedTuple):
 
 
 def combine(partials: list[Partial], rows: int) -> Tensor:
-    """Return softmax attention over the keys of all lists that a row reads, `[rows, D]`; zero where
-    it reads nothing.
+    """Return one softmax attention over the keys of all lists of each row, `[rows, D]`.
 
-    It has the type of the log-sums, float32 or wider.
+    It is zero where a row reads nothing, and has the type of the log-sums, float32 or wider.
 
     Raises:
         RuntimeError: in a backward pass with create_graph=True: there are no second derivatives.
@@ -112,21 +111,27 @@ combined.register_autograd(gradients, setup_context=save_for_backward)
 
 
 def places(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
-    """Return the rows of members, and for those that read nothing one of SPARE further rows.
+    """Return the rows of members; those that read nothing are spread over SPARE further rows.
 
-    Lists with room name the same row for each of their many empty places. On a GPU additions to one
-    row wait for each other.
+    Lists with room name one and the same row for all of their empty places, which may be many, and
+    on a GPU additions to one row wait for each other.
     """
     spare_S = torch.arange(len(row_S), device=row_S.device) % SPARE + rows
     return torch.where(sum_S == float("-inf"), spare_S, row_S)
 
 
 def shares(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
-    """Return by what each member's output is multiplied, `[S]`; the shares of a row add up to 1, or
-    0 if it reads nothing."""
+    """Return the share of each member in its row, `[S]`.
+
+    The shares of a row add up to 1, or to 0 where it reads nothing.
+
+    Args:
+        rows: how many there are, the spare ones included.
+    """
     nothing_R = sum_S.new_full((rows,), float("-inf"))
     top_R = nothing_R.scatter_reduce(0, row_S, sum_S, "amax")
-    top_R = top_R.masked_fill(top_R.isinf(), 0)  # -inf - (-inf) would be NaN
+    # A row without keys has -inf, and -inf - (-inf) would be NaN.
+    top_R = top_R.masked_fill(top_R.isinf(), 0)
     weight_S = (sum_S - top_R[row_S]).exp()
     total_R = weight_S.new_zeros(rows).index_add(0, row_S, weight_S)
     return weight_S / total_R.masked_fill(total_R == 0, 1)[row_S]

@@ -1,12 +1,12 @@
 """Windows of whole sequences on a GPU by `varlen_attn`, torch's flash kernel for packed sequences.
 
-Every list is one whole sequence, of which a position reads the last W positions up to itself. There
-may be a memory: a number of positions in front of the sequence that are read but do not read
-(`rtx.attention.packed.Window`). Our kernels (`by_triton.py`) take less than half the time for as
-many pairs on an H100, so this engine serves where they do not run.
+Every list is one whole sequence, in which a position reads the last positions up to itself, as many
+as the window has. There may be a memory: positions in front of the sequence that are read but do
+not read (`rtx.attention.packed.Window`). On an H100 our kernels (`by_triton.py`) take less than
+half the time for as many pairs, so this engine serves where they do not run.
 
-Shapes: B sequences, H heads, N positions (those of the memory included), D head size, S the
-positions that read of all sequences, one sequence after the other.
+Shapes: B sequences, H heads, N positions (those of the memory included), D head size, R = B * H * N
+rows, S the positions that read of all sequences, one sequence after the other.
 """
 
 import torch
@@ -87,7 +87,7 @@ def by_flash(
     """
     B, _, N, _ = q_BHND.shape
     queries = N - window.memory
-    # The kernel's window counts the keys before a query's own; -1: all of them.
+    # The kernel's window counts the keys before a query's own; -1 stands for all of them.
     back = window.keys - 1
     if window.keys >= N:
         back = -1
@@ -104,9 +104,14 @@ def by_flash(
     )
     assert isinstance(out_SHD, Tensor)
     out_BHND = out_SHD.unflatten(0, (B, queries)).transpose(1, 2)
-    return F.pad(out_BHND, (0, 0, window.memory, 0)) if window.memory else out_BHND
+    if window.memory == 0:
+        return out_BHND
+    return F.pad(out_BHND, (0, 0, window.memory, 0))
 
 
 def cumulative_lengths(sequences: int, length: int, device: torch.device) -> Tensor:
-    """Return where each of B packed sequences of one length begins and the last ends, `[B + 1]`."""
+    """Return where each of B packed sequences begins, and where the last one ends, `[B + 1]`.
+
+    All sequences have one length.
+    """
     return torch.arange(sequences + 1, dtype=torch.int32, device=device) * length

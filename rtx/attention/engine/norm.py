@@ -1,8 +1,8 @@
 """LayerNorm without scale or bias of the vectors of heads, by Triton kernels.
 
-`normalise` is an operator with gradients. One pass over the vectors gives them in float32, in which
-clusters are chosen, and in the type that they came in, in which attention reads them. torch's
-`layer_norm` takes several passes for that: it widens, normalises and narrows one after the other.
+`normalise` is an operator with gradients. One pass over the vectors returns them normalised in two
+types: in float32, in which clusters are chosen, and in their own, in which attention reads them. By
+torch's `layer_norm` this takes several passes: to widen, to normalise and to narrow them.
 
 Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows.
 """
@@ -22,7 +22,7 @@ EPSILON = 1e-6
 MAX_SIZE = 1024
 """The greatest head size: a program holds whole vectors in registers."""
 TILE = 2048
-"""How many numbers a program holds, or those of one vector where these are more."""
+"""How many numbers a program holds, vectors filled up to a power of two."""
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def normalise(x_BHND: Tensor) -> tuple[Tensor, Tensor]:
     """Return the normalised vectors in float32, and in the type of `x_BHND`, both contiguous.
 
     The second tensor is empty where that type is float32: an operator may not return a tensor
-    twice. The gradient is the sum of those by both.
+    twice.
 
     Args:
         x_BHND: float32, float16 or bfloat16; a view with any strides.
@@ -72,7 +72,7 @@ def empty_results(x_BHND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sizes_of(size: int) -> dict[str, int]:
-    """Return the constants of the kernels for heads of a size."""
+    """Return the constants of the kernels for heads of a size; tiles have BR rows of BD numbers."""
     width = power_of_two(size)
     return {"D": size, "BD": width, "BR": max(1, TILE // width)}
 
@@ -83,7 +83,7 @@ def normalise_backward(
     dwide_BHND: Tensor | None,
     dnarrow_BHND: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of `x_BHND`, in its layout, by those of the results of `normalise`.
+    """Return the gradient of `x_BHND`, in its layout, from those of the results of `normalise`.
 
     Args:
         dwide_BHND, dnarrow_BHND: None where nothing depends on that result.

@@ -7,8 +7,8 @@
 2. `merge` says what becomes of them: nothing ("none"), the mean over the members of each row
    ("mean", `mean_by_row`), or one softmax over all keys of a row's members ("lse", `join_by_row`).
 
-Where member p is row p (`KernelLists.in_order`), the first step is the only one: what is by member
-is by row.
+Where member p is row p (`KernelLists.in_order`), every row has one member. Then there is nothing to
+merge, and `attend` calls the operator with "none", whatever its `merge` is.
 
 The backward pass computes gradients by member, too, and adds them up by row. With "lse" it needs
 outputs and log-sums of rows alone, so those of members are not kept. No sum is by atomic additions:
@@ -27,8 +27,11 @@ These tables have R * T and P * T entries, so T should be far less than N.
 their outputs follow from the shapes of their inputs, so `torch.compile` takes them into one graph.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members of all
-lists together, T distances, D and E head sizes of keys and values, G outputs: P of members with
-"none", else R of rows; U log-sums: R of rows with "lse", else P of members.
+lists together, T distances, D and E head sizes of keys and values.
+
+What `merge` decides: G outputs are P of members with "none", else R of rows. U log-sums are R of
+rows with "lse", else P of members. The backward pass reads an output for each log-sum, `[U, E]`:
+with "mean" these are the outputs of members, which are kept for it.
 """
 
 import importlib.util
@@ -68,7 +71,7 @@ DEVICES = ("cuda", "meta")
 """Types of devices. Tensors on "meta" have shapes but no numbers, so they need no GPU: by these
 `rtx.analysis` plans a run."""
 MERGES = ("none", "mean", "lse")
-"""What outputs are, see `attend`."""
+"""What becomes of the outputs of members, see `attend`."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_SIZE = 16
 """The least head size: the least side of a matrix product in Triton."""
@@ -114,7 +117,7 @@ def attend(
     terms: Terms,
     merge: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and log-sums:
+    """Return outputs and log-sums, of rows or of query members:
 
     | merge | outputs | log-sums |
     |---|---|---|
@@ -200,8 +203,8 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs `[G, E]`, log-sums `[U]`, and two tensors that only the backward pass needs.
 
-    With "mean" these two are outputs by member `[P, E]`, and the share `[R]` that each member has
-    in its row's mean. Otherwise both are empty.
+    With "mean" these two are the outputs of members `[P, E]`, and the share of each member in its
+    row's mean, which is the same for all members of a row, `[R]`. Otherwise both are empty.
 
     Args:
         k_BHND: None where queries serve as keys, with the same lists.
@@ -214,14 +217,15 @@ def packed_attention(
     # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
-        none = out_PE.new_empty(0), lse_P.new_empty(0)
+        # Two tensors: an operator may not return one twice.
+        unused = out_PE.new_empty(0), lse_P.new_empty(0)
         if merge == "none":
-            return out_PE, lse_P, *none
+            return out_PE, lse_P, *unused
         out_RE = v_BHNE.new_empty(x.R, x.E)
         if merge == "lse":
             lse_R = lse_P.new_empty(x.R)
             join_by_row(out_PE, x.lists.query_members, lse_P, out_RE, lse_R)
-            return out_RE, lse_R, *none
+            return out_RE, lse_R, *unused
         share_R = lse_P.new_empty(x.R)
         mean_by_row(out_PE, x.lists.query_members, lse_P, out_RE, share_R)
         return out_RE, lse_P, out_PE, share_R
@@ -287,8 +291,8 @@ def packed_attention_backward(
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if merge == "mean":
-            # A row's mean passes a share of its gradient on to each member. All gradients have the
-            # factor w = exp(logit - lse), so it may be there instead.
+            # A member gets the share of its row's gradient. All gradients of a member have the factor
+            # exp(logit - lse), so the share goes in there: it is exp(logit - (lse - ln share)).
             lse_U = lse_U - share_R.log().index_select(0, x.lists.query_row_P)
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
         of_members = member_gradients(x, dout_GE, dlse_U, out_UE, lse_U, merge)
@@ -347,7 +351,10 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.dropout = dropout
     ctx.in_order = in_order
     ctx.merge = merge
-    ctx.mark_non_differentiable(*output[1 if merge == "mean" else 2 :])
+    if merge == "mean":
+        ctx.mark_non_differentiable(lse_U, out_PE, share_R)
+    else:
+        ctx.mark_non_differentiable(out_PE, share_R)
     ctx.set_materialize_grads(False)  # an output that nothing depends on has gradient None
 
 
@@ -360,8 +367,8 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
     lists = others[: ctx.list_count]
     hidden = others[ctx.list_count :]
     if dout_GE is None:
-        outputs = len(share_R) if ctx.merge == "mean" else len(out_UE)
-        dout_GE = out_UE.new_zeros(outputs, out_UE.shape[1])
+        G = len(share_R) if ctx.merge == "mean" else len(out_UE)
+        dout_GE = out_UE.new_zeros(G, out_UE.shape[1])
     dq, dk, dv, dkeys, dbias, dvalues = packed_attention_backward(
         dout_GE,
         dlse_U,

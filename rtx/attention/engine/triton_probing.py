@@ -1,18 +1,18 @@
 """Let queries probe clusters of keys with Triton kernels, in static shapes.
 
-`rtx.attention.probed` has the method, `probing_kernels.py` the kernels and what they pass on to one
-another. Three operators run them:
+`rtx.attention.probed` has the method, `probing_kernels.py` the kernels and the tensors that one
+writes for another. Three operators run them:
 
     file_keys       the lists of keys, which do not depend on queries
     probe_files     which clusters each query takes
     pack_members    the lists of queries, and who reads whom
 
-The CPU launches kernels and never waits for the GPU. The first member numbers are those of the
-lists of early positions, of which each head has one; those of clusters' lists follow.
+The CPU launches kernels and never waits for the GPU. Members are numbered list after list: first
+those of the lists of early positions, of which each head has one, then those of clusters' lists.
 
-Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, D head size, T tiles of
-32 positions, E early positions, L = X * C lists of clusters, L1 = L + 1, R = X * N rows,
-R1 = R + 1, M = X * E + R key members, P = X * E + room query members.
+Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, S of them at a time,
+D head size, T tiles of 32 positions, E early positions, L = X * C lists of clusters, L1 = L + 1,
+R = X * N rows, R1 = R + 1, M = X * E + R key members, P = X * E + room query members.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from rtx.attention.packed import Packed
 from rtx.attention.ties import tie_margin
 
 TILE = 32
-"""Positions of a tile, `probing_kernels.TILE`."""
+"""Positions of a tile, as `probing_kernels.TILE`, which only a machine with Triton can read."""
 MAX_CLUSTERS = 4095
+"""The most clusters of a head, see `probing_kernels.last_taken`."""
 MAX_LENGTH = (1 << 20) - 1
-"""The most clusters of a head and positions of a sequence, see `probing_kernels.last_taken`."""
+"""The most positions of a sequence, see `probing_kernels.last_taken`."""
 VECTORS = 64
 """Vectors that a program of `cluster_kernel` or `score_kernel` works on."""
 REGISTERS = 168
-"""Registers of a thread of `probe_kernel`: with more, fewer than 12 of its programs fit at once."""
+"""The most that a thread has in `probe_kernel`. With more, fewer than 12 programs fit at once."""
 MAX_SCORES = 1 << 26
 """Scores of queries with clusters that are in memory at once."""
 
@@ -58,26 +59,29 @@ class Tally(NamedTuple):
     word_XTC: Tensor
     """Bit j: position j of the tile is a member."""
     last_XCT: Tensor
-    """The number of members up to and with the tile, those of lists before included."""
+    """The number of members up to the end of the tile, those of the lists before included."""
     bound_L1: Tensor
-    """The first member of each list, and behind them the number of all."""
+    """The first member of each list, and behind these the number of all members."""
 
 
 class Files(NamedTuple):
     """The keys of each cluster, and what `KernelLists` say of keys."""
 
     cluster_XN: Tensor
+    """The cluster of each key."""
     tally: Tally
+    """Of keys."""
     row_M: Tensor
-    """Early keys, then the keys of clusters' lists."""
+    """The rows of early keys, then those of the keys of clusters' lists."""
     members: RowMembers
+    """The key members of each row."""
     early: int
     """E."""
 
     def packed(self) -> Packed:
         """Return the clusters' lists alone."""
-        first = len(self.row_M) - self.cluster_XN.numel()
-        return Packed(self.row_M[first:], self.tally.bound_L1.diff().long())
+        of_early = len(self.row_M) - self.cluster_XN.numel()
+        return Packed(self.row_M[of_early:], self.tally.bound_L1.diff().long())
 
 
 class Probes(NamedTuple):
@@ -86,6 +90,7 @@ class Probes(NamedTuple):
     bits: Tensor
     """Bit i of word w, `[X, ceil(C / 32), N]`: the query takes cluster 32 w + i."""
     tally: Tally
+    """Of queries."""
 
     def count_1(self) -> Tensor:
         """Return the number of members of clusters' lists as queries."""
@@ -96,18 +101,16 @@ class Reach(NamedTuple):
     """How far a query probes."""
 
     target: int
-    """m: the keys that it probes for, and the most that it takes of a cluster."""
+    """How many keys it probes for, and the most that it takes of a cluster."""
     attend_self: bool
     """Whether it may read the key of its own position."""
 
 
-# The lists of keys.
-
-
 def file_keys(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> Files:
-    """Return the lists of keys, of float32.
+    """Return the lists of keys.
 
     Args:
+        k_BHND: float32.
         early: E.
     """
     assert k_BHND.dtype == torch.float32, "the kernels compute in float32"
@@ -146,8 +149,7 @@ file_operator = torch.library.custom_op("rtx::file_keys", files_by_kernels, muta
 def _(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesTuple:
     B, H, N, _ = k_BHND.shape
     cluster_XN = k_BHND.new_empty(B * H, N, dtype=torch.int32)
-    shapes = empty_tally(cluster_XN, N, centroid_HCD.shape[1], torch.int32)
-    word_XTC, last_XCT, bound_L1 = shapes
+    word_XTC, last_XCT, bound_L1 = empty_tally(cluster_XN, N, centroid_HCD.shape[1], torch.int32)
     row_M = cluster_XN.new_empty(B * H * (early + N))
     first_R1 = cluster_XN.new_empty(B * H * N + 1)
     member_M = torch.empty_like(row_M)
@@ -155,7 +157,12 @@ def _(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesTuple:
 
 
 def empty_tally(x: Tensor, length: int, clusters: int, dtype: torch.dtype) -> Tally:
-    """Return a tally of shapes alone, on the device of a tensor `[X, ...]`."""
+    """Return a tally of shapes alone.
+
+    Args:
+        x: a tensor `[X, ...]` on the device of the tally.
+        dtype: of the running sums.
+    """
     X = len(x)
     tiles = whole_pieces(length, TILE)
     return Tally(
@@ -180,7 +187,12 @@ def launch_cluster(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
 
 
 def score_constants(size: int, exactness: str) -> dict[str, Any]:
-    """Return constants of `cluster_kernel` and `score_kernel`, with which they hardly spill."""
+    """Return constants of `cluster_kernel` and `score_kernel`, with which they hardly spill.
+
+    Args:
+        size: D.
+        exactness: how products of float32 are computed, see `triton_selection.precision`.
+    """
     is_fast = exactness == "tf32x3"
     chunk = 64 if is_fast and size <= 64 else 32
     return {
@@ -193,7 +205,7 @@ def score_constants(size: int, exactness: str) -> dict[str, Any]:
 
 
 def unit_margin(radius_H: Tensor) -> Tensor:
-    """Return the margins of vectors of norm 1, by the largest norms of the centroids."""
+    """Return the margins of vectors of norm 1, from the largest norms of the centroids."""
     return tie_margin(radius_H, 1.0, radius_H.dtype)
 
 
@@ -210,27 +222,33 @@ def launch_tally(
 
     Args:
         source: the cluster of each key, or the `bits` of queries.
+        heads: X.
         most: how many members there are at the most.
     """
     tiles = whole_pieces(length, TILE)
     word_XTC = source.new_empty(heads, tiles, clusters)
     count_XCT = source.new_empty(heads, clusters, tiles)
     grid = heads, whole_pieces(tiles, 8), whole_pieces(clusters, 32)
-    kernels().tally_kernel[grid](source, word_XTC, count_XCT, length, clusters, tiles, BT=8, KEYS=of_keys, num_warps=4)
+    kernels().tally_kernel[grid](
+        source, word_XTC, count_XCT, length, clusters, tiles, BT=8, KEYS=of_keys, num_warps=4
+    )  # fmt: skip
+    # Lists follow one another, so one running sum goes through all of them.
     last_XCT = count_XCT.flatten().cumsum(0, dtype=sum_type(most)).view(heads, clusters, tiles)
-    return Tally(word_XTC, last_XCT, F.pad(last_XCT[..., -1].flatten(), (1, 0)))
+    end_L = last_XCT[..., -1].flatten()
+    return Tally(word_XTC, last_XCT, F.pad(end_L, (1, 0)))
 
 
 def sum_type(most: int) -> torch.dtype:
-    """Return the type of running sums that are `most` at the most."""
+    """Return the type of running sums up to `most`."""
     return torch.int32 if most < 1 << 31 else torch.int64
 
 
-# Which clusters each query takes.
-
-
 def probe_files(centroid_HCD: Tensor, q_BHND: Tensor, files: Files, reach: Reach) -> Probes:
-    """Return which clusters each query takes, of float32."""
+    """Return which clusters each query takes.
+
+    Args:
+        q_BHND: float32.
+    """
     assert q_BHND.dtype == torch.float32, "the kernels compute in float32"
     tensors = probe_operator(
         centroid_HCD.detach().float(),
@@ -261,22 +279,22 @@ def probes_by_kernels(
     C = centroid_HCD.shape[1]
     word_XTC, last_XCT, bound_L1 = key_tally
     bits = word_XTC.new_empty(B * H, whole_pieces(C, 32), N)
-    size = positions_at_once(B * H, N, C)
-    score_XSC = q_BHND.new_empty(B * H, size, C)
-    margin_XS = q_BHND.new_empty(B * H, size)
+    S = positions_at_once(B * H, N, C)
+    score_XSC = q_BHND.new_empty(B * H, S, C)
+    margin_XS = q_BHND.new_empty(B * H, S)
     unit_H = unit_margin(centroid_HCD.square().sum(-1).amax(-1).sqrt())
     q_BHND = q_BHND.contiguous()
     centroid_HCD = centroid_HCD.contiguous()
     constants, options = probe_options(C)
-    programs = whole_pieces(size, constants["QUERIES"])
-    for begin in range(0, N, size):
-        kernels().score_kernel[(B * H, whole_pieces(size, VECTORS))](
-            q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, size,
+    programs = whole_pieces(S, constants["QUERIES"])
+    for begin in range(0, N, S):
+        kernels().score_kernel[(B * H, whole_pieces(S, VECTORS))](
+            q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, S,
             **score_constants(D, precision(q_BHND.device)), num_warps=4, num_stages=1,
         )  # fmt: skip
         kernels().probe_kernel[(B * H, programs)](
             score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
-            begin, N, C, last_XCT.shape[-1], size, target, early,
+            begin, N, C, last_XCT.shape[-1], S, target, early,
             **constants, SELF=attend_self, **options,
         )  # fmt: skip
     most = most_members(B * H * N, C, target)
@@ -304,15 +322,20 @@ def _(
 
 
 def most_members(rows: int, clusters: int, target: int) -> int:
-    """Return how many members there are at the most: each holds a key that its query probes for."""
+    """Return how many members as queries there are at the most.
+
+    A query takes every cluster once at the most, and each that it takes holds at least one of the
+    keys that it probes for.
+    """
     return rows * min(clusters, target)
 
 
 def probe_options(clusters: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return constants of `probe_kernel`, and options of its launch.
 
-    A program with more queries reads the tally of their tile once for all of them. Where they have
-    few clusters to look at, it waits for each step, so that fewer queries are ready earlier.
+    A program reads the tally of a tile once for all of its queries, which speaks for many of them.
+    With few clusters its time is that of steps that wait for one another, query after query, which
+    speaks for few.
     """
     width = max(32, power_of_two(clusters))
     constants = {"QUERIES": TILE if width > 256 else 8, "BC": width}
@@ -321,16 +344,17 @@ def probe_options(clusters: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def positions_at_once(heads: int, length: int, clusters: int) -> int:
-    """Return how many positions of all heads have their scores in memory at once: whole tiles."""
+    """Return S: how many positions of each head have scores in memory at once, whole tiles."""
     tiles = max(1, MAX_SCORES // (heads * clusters * TILE))
     return min(tiles, whole_pieces(length, TILE)) * TILE
 
 
-# The lists of queries.
-
-
 def pack_members(files: Files, probes: Probes, reach: Reach, room: int) -> KernelLists:
-    """Return who reads whom, in lists with room for a fixed number of members as queries."""
+    """Return who reads whom.
+
+    Args:
+        room: for how many members as queries clusters' lists have room; more are left out.
+    """
     tensors = pack_operator(
         files.cluster_XN,
         list(files.tally),
@@ -371,7 +395,7 @@ def lists_by_kernels(
     attend_self: bool,
     room: int,
 ) -> ListsTuple:
-    """Return the tensors of queries in `KernelLists`, and by which of them keys are read."""
+    """Return what `pack_members` takes over into `KernelLists`."""
     X, N = cluster_XN.shape
     keys = Tally._make(key_tally)
     queries = Tally._make(query_tally)
@@ -438,7 +462,7 @@ def member_counts(tally: Tally, early: int, room: int) -> Tensor:
 
     Args:
         early: E.
-        room: members of clusters' lists without room do not count.
+        room: of clusters' lists; members without room do not count.
     """
     heads = len(tally.word_XTC)
     count_L = tally.bound_L1.clamp(max=room).diff().long()
