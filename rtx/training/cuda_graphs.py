@@ -58,7 +58,10 @@ class RecordedLoss:
         kept = [numbers.clone() for numbers in statistics]
         module = Loss(self.model, self.loss).train()
         devices = [tokens_BN.device] if tokens_BN.is_cuda else []
-        with torch.random.fork_rng(devices):
+        self.replay: Callable[..., Any] | None = None  # frees the memory of passes that were recorded before
+        # Under the autocast of a training step nothing may be recorded, as that keeps casts: the loss has one of its own.
+        without_autocast = torch.autocast(tokens_BN.device.type, enabled=False)
+        with torch.random.fork_rng(devices), without_autocast:
             self.replay = torch.cuda.make_graphed_callables(
                 module,
                 (tokens_BN.clone(),),
@@ -72,6 +75,7 @@ class RecordedLoss:
             return self.loss(tokens_BN)
         if room_factors(self.model) != self.room_factors:
             self.record(tokens_BN)
+        assert self.replay is not None
         return self.replay(tokens_BN)
 
 
