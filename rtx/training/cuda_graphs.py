@@ -59,7 +59,7 @@ class RecordedLoss:
         module = Loss(self.model, self.loss).train()
         devices = [tokens_BN.device] if tokens_BN.is_cuda else []
         self.replay: Callable[..., Any] | None = None  # frees the memory of passes that were recorded before
-        # Under the autocast of a training step nothing may be recorded, as that keeps casts: the loss has one of its own.
+        # Nothing may be recorded under the autocast of a training step, which keeps casts; the loss brings its own.
         without_autocast = torch.autocast(tokens_BN.device.type, enabled=False)
         with torch.random.fork_rng(devices), without_autocast:
             self.replay = torch.cuda.make_graphed_callables(
