@@ -475,10 +475,6 @@ class Centroids(nn.Module):
         self.seen_XHC = seen.seen_2_3_HC
         self.positions, self.sequences = seen.positions, seen.sequences
 
-    def forget_sums(self) -> None:
-        """Forget the statistics gathered since the last update, in the tensor that holds them."""
-        self.total_T.zero_()
-
     def sums(self) -> tuple[Tensor, ...]:
         """The statistics gathered since the last update, to be summed over ranks."""
         return self.sum_HCD, self.count_HC, self.seen_XHC, self.positions, self.sequences

@@ -149,8 +149,7 @@ class AdaptiveSoftmax(nn.Module):
             # An estimate: every row looks at the first band, and at one of the others at the most.
             logits = max(first, words // 4)
             return in_parts(self.nats, hidden_BNE, target_BN, logits)
-        largest = max(stop - start for start, stop in self.bands.ranges)
-        return in_parts(self.nats_of_all_bands, hidden_BNE, target_BN, largest)
+        return in_parts(self.nats_of_all_bands, hidden_BNE, target_BN, words)
 
     def nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
         """Return -log p(target) of some rows, float32 or wider, `[R]`; each row looks at its own band alone."""

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from rtx.analysis.speed import Meter
-from rtx.attention.routing import make_room
 from rtx.errors import RunFailed
 from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
 from rtx.training.module import TrainingModule, learning_rate, seed_everything
@@ -151,7 +150,7 @@ class Watch(Callback):
     def agree(self, trainer: Trainer) -> int:
         """Return the exit code that a signal to any rank asks for, or 0; end training after its last step or minute."""
         (nats, _, passes), norm, step = self.module.sums.tolist(), float(self.module.norm), trainer.global_step
-        for line in make_room(self.module.model):
+        for line in self.module.make_room():
             self.say(f"step {step}: {line}")
         self.bits, limit = nats / passes / math.log(2), self.plan.max_minutes
         up = step >= self.plan.steps or (limit is not None and self.seconds >= 60 * limit)

@@ -29,13 +29,16 @@ class Loss(nn.Module):
 class RecordedLoss:
     """`loss(tokens)` by replay for batches of the recorded shape; batches of other shapes run without graphs.
 
-    Once the lists of a pattern have got more room (`rtx.attention.routing.make_room`), shapes are others, so the passes
-    are recorded again. Every backward pass writes gradients to the same memory: use and drop them before the next one.
+    Every backward pass writes gradients to the same memory: use and drop them before the next one. What is recorded
+    has the room for members that lists have at the time (`rtx.attention.routing.make_room`).
+
+    `make_graphed_callables` runs the passes a few times before it records them. Statistics and random streams are left
+    as they were.
 
     Args:
         model: on a GPU.
         loss: a method of the model, compiled or not. What it makes or compiles at its first call, it makes in the
-            passes that run before recording.
+            passes that run before recording. It brings its own autocast, see `without_cast_cache`.
         tokens_BN: a batch.
 
     Raises:
@@ -43,39 +46,26 @@ class RecordedLoss:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], tokens_BN: Tensor) -> None:
-        self.model = model
         self.loss = loss
         self.shape = tokens_BN.shape
-        self.record(tokens_BN)
-
-    def record(self, tokens_BN: Tensor) -> None:
-        """Record both passes, and leave statistics and random streams as they were.
-
-        `make_graphed_callables` runs the passes a few times before it records them.
-        """
-        self.room_factors = room_factors(self.model)
-        statistics = statistics_of(self.model)
+        statistics = statistics_of(model)
         kept = [numbers.clone() for numbers in statistics]
-        module = Loss(self.model, self.loss).train()
+        module = Loss(model, loss).train()
         devices = [tokens_BN.device] if tokens_BN.is_cuda else []
-        self.replay: Callable[..., Any] | None = None  # frees the memory of passes that were recorded before
-        # Nothing may be recorded under the autocast of a training step, which keeps casts; the loss brings its own.
-        without_autocast = torch.autocast(tokens_BN.device.type, enabled=False)
-        with torch.random.fork_rng(devices), without_autocast:
-            self.replay = torch.cuda.make_graphed_callables(
-                module,
-                (tokens_BN.clone(),),
-                allow_unused_input=True,
-            )
-        for numbers, before in zip(statistics, kept, strict=True):
-            numbers.copy_(before)
+        try:
+            with torch.random.fork_rng(devices):
+                self.replay: Any = torch.cuda.make_graphed_callables(
+                    module,
+                    (tokens_BN.clone(),),
+                    allow_unused_input=True,
+                )
+        finally:
+            for numbers, before in zip(statistics, kept, strict=True):
+                numbers.copy_(before)
 
     def __call__(self, tokens_BN: Tensor) -> Any:
         if tokens_BN.shape != self.shape:
             return self.loss(tokens_BN)
-        if room_factors(self.model) != self.room_factors:
-            self.record(tokens_BN)
-        assert self.replay is not None
         return self.replay(tokens_BN)
 
 
@@ -84,11 +74,6 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
     seen = [centroids.total_T for centroids in all_centroids(model)]
     lost = [pattern.lost_members for pattern in patterns_that_lose(model)]
     return seen + lost
-
-
-def room_factors(model: nn.Module) -> list[int]:
-    """Return how much room the lists of each pattern have that may lack it."""
-    return [pattern.room_factor for pattern in patterns_that_lose(model)]
 
 
 def patterns_that_lose(model: nn.Module) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroid_update import moved
-from rtx.attention.routing import after_step, all_centroids, initialise_from_data, layers_by_rule, stacked
+from rtx.attention.routing import after_step, all_centroids, initialise_from_data, layers_by_rule, make_room, stacked
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
 from rtx.data.datamodule import MicroBatches
@@ -23,7 +23,7 @@ from rtx.model.block import Memory
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, tensor_problem
-from rtx.training.cuda_graphs import RecordedLoss, without_cast_cache
+from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.distributed import Ranks, is_part, shard, whole
 from rtx.training.hardware import precision_on
 
@@ -136,7 +136,8 @@ class TrainingModule(pl.LightningModule):
         """
         # Centroids that start at the first batch would start at a pass that is dropped: the first step compiles.
         if any(centroids.seed_with_next for centroids in all_centroids(self.model)):
-            return ""
+            waits = "not recorded as CUDA graphs: centroids start at the first batch"
+            return f"hardware.graphs: {waits}" if self.recorded else ""
         lines = [self.compile_now(), self.record_now()]
         return "; ".join(line for line in lines if line)
 
@@ -158,8 +159,8 @@ class TrainingModule(pl.LightningModule):
             self.run_eagerly()
             return f"hardware.compile=auto: not compiled, {shorten(repr(error), 200)}; the model runs eagerly"
         finally:
-            for centroids in all_centroids(self.model):
-                centroids.forget_sums()
+            for numbers in statistics_of(self.model):
+                numbers.zero_()
         return f"compiled in {time.monotonic() - began:.0f} s"
 
     def run_eagerly(self) -> None:
@@ -186,6 +187,8 @@ class TrainingModule(pl.LightningModule):
                 raise UserError(f"hardware.graphs=true needs {need}: raise trainer.micro_batch_size")
         if not self.recorded:
             return ""
+        if isinstance(self.loss, RecordedLoss):
+            self.loss = self.loss.loss  # frees the memory of what was recorded
         try:
             self.loss = RecordedLoss(self.model, self.loss, self.first_tokens())
         except RuntimeError as error:
@@ -194,6 +197,16 @@ class TrainingModule(pl.LightningModule):
             self.recorded = False
             return f"hardware.graphs=auto: not recorded as CUDA graphs, {shorten(repr(error), 200)}"
         return "recorded as CUDA graphs"
+
+    def make_room(self) -> list[str]:
+        """Give more room to lists that have lacked it, and return lines on it.
+
+        The passes have other shapes then, and are recorded again.
+        """
+        lines = make_room(self.model)
+        if lines and (line := self.record_now()):
+            lines.append(line)
+        return lines
 
     def autocast_type(self) -> torch.dtype | None:
         """Return the type to which autocast casts on a GPU; None without autocast."""

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.attention import Probed, Routing
+from rtx.attention import Routing
 from rtx.attention.routing import all_centroids
 from rtx.compose import compose
+from rtx.config import Config
+from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.training.cuda_graphs import Loss, RecordedLoss, without_cast_cache
+from rtx.training.module import TrainingModule
 
 WORDS = "model.layers=2 model.hidden=64 model.window=16 model.ffn_hidden=64 data.length=64"
 WORDS += " routing.layers=1 routing.window=16"
@@ -25,7 +28,7 @@ class Recorder:
         self.count = 0
 
     def __call__(self, module: Loss, given: tuple[Tensor], allow_unused_input: bool) -> Callable[..., Any]:
-        assert allow_unused_input and module.training and not torch.is_autocast_enabled("cpu")
+        assert allow_unused_input and module.training
         assert {*map(id, module.parameters())} == {*map(id, module.model.parameters())}
         self.count += 1
         for _ in range(3):
@@ -36,25 +39,70 @@ class Recorder:
 
 
 @pytest.mark.parametrize("selection", ["causal", "probed"])
-def test_a_loss_is_recorded_once_for_a_shape_and_again_where_lists_get_more_room(selection: str) -> None:
+def test_what_runs_before_recording_leaves_no_trace(selection: str) -> None:
     torch.manual_seed(0)
     model = Transformer(compose(f"{WORDS} routing={selection}".split()), 256).train()
     tokens_BN = torch.randint(0, 256, (2, 64))
     state = torch.get_rng_state()
     with mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder:
         loss = RecordedLoss(model, model.loss, tokens_BN)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(not centroids.total_T.any() for centroids in all_centroids(model)), "passes that count gather alone"
-        torch.testing.assert_close(loss(tokens_BN), model.loss(tokens_BN))
-        assert all(centroids.total_T.any() for centroids in all_centroids(model))
-        loss(tokens_BN[:1])
-        assert recorder.count == 1
-        (routed,) = (module for module in model.modules() if isinstance(module, Routing | Probed))
-        routed.room_factor *= 2
-        with torch.autocast("cpu", torch.bfloat16):
-            loss(tokens_BN)
-            loss(tokens_BN)
-        assert recorder.count == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(centroids.total_T.any() for centroids in all_centroids(model)), "passes that count gather alone"
+    torch.testing.assert_close(loss(tokens_BN), model.loss(tokens_BN))
+    assert all(centroids.total_T.any() for centroids in all_centroids(model))
+    loss(tokens_BN[:1])
+    assert recorder.count == 1
+
+
+def test_a_failure_to_record_leaves_no_trace_and_the_loss_as_it_was() -> None:
+    module = TrainingModule(*tiny_run(), None, recorded=True)
+    plain = module.loss
+    tokens_BN = torch.randint(0, 256, (2, 64))
+    module.trainer = mock.Mock(accumulate_grad_batches=1)
+
+    def fails(loss: Loss, given: tuple[Tensor], **_: Any) -> None:
+        loss(*given)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with (
+        mock.patch.object(torch.cuda, "make_graphed_callables", fails),
+        mock.patch.object(TrainingModule, "first_tokens", lambda self: tokens_BN),
+    ):
+        line = module.record_now()
+    assert "not recorded as CUDA graphs" in line and "not permitted" in line
+    assert module.loss is plain and not module.recorded
+    assert not any(centroids.total_T.any() for centroids in all_centroids(module.model))
+
+
+def test_passes_are_recorded_again_where_lists_get_more_room() -> None:
+    module = TrainingModule(*tiny_run(), None, recorded=True)
+    tokens_BN = torch.randint(0, 256, (2, 64))
+    module.trainer = mock.Mock(accumulate_grad_batches=1)
+    with (
+        mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder,
+        mock.patch.object(TrainingModule, "first_tokens", lambda self: tokens_BN),
+    ):
+        assert module.record_now() == "recorded as CUDA graphs"
+        assert module.make_room() == [] and recorder.count == 1
+        (routed,) = (each for each in module.model.modules() if isinstance(each, Routing))
+        routed.lost_members.fill_(3)
+        lines = module.make_room()
+    assert "3 members had no room" in lines[0] and lines[1:] == ["recorded as CUDA graphs"]
+    assert recorder.count == 2 and isinstance(module.loss, RecordedLoss)
+    assert not isinstance(module.loss.loss, RecordedLoss)
+
+
+def test_passes_of_several_micro_batches_are_not_recorded() -> None:
+    module = TrainingModule(*tiny_run("hardware.graphs=true"), None, recorded=True)
+    module.trainer = mock.Mock(accumulate_grad_batches=2)
+    with pytest.raises(UserError, match="needs one forward pass a step, not 2: raise"):
+        module.record_now()
+
+
+def tiny_run(*words: str) -> tuple[Transformer, Config]:
+    """Return a model with causal clusters, and its configuration."""
+    config = compose([*WORDS.split(), "routing=causal", "hardware.precision=fp32", *words])
+    return Transformer(config, 256).train(), config
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -286,12 +286,13 @@ def probes_by_kernels(
     q_BHND = q_BHND.contiguous()
     centroid_HCD = centroid_HCD.contiguous()
     constants, options = probe_options(C)
-    programs = whole_pieces(S, constants["QUERIES"])
     for begin in range(0, N, S):
         kernels().score_kernel[(B * H, whole_pieces(S, VECTORS))](
             q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, S,
             **score_constants(D, precision(q_BHND.device)), num_warps=4, num_stages=1,
         )  # fmt: skip
+        # No program behind the last position: it would read words behind those of the last tile.
+        programs = whole_pieces(min(S, N - begin), constants["QUERIES"])
         kernels().probe_kernel[(B * H, programs)](
             score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
             begin, N, C, last_XCT.shape[-1], S, target, early,
