@@ -271,7 +271,7 @@ def test_patterns_stay_in_the_graph_of_a_model_that_moves_to_a_gpu_after_it_is_c
     tokens_BN = torch.zeros(1, config.data.length, dtype=torch.int64)
     for move, stays in ((on_meta, True), (Transformer.train, False)):
         model = Transformer(config, 256)
-        with mock.patch.object(torch, "compile", lambda loss, mode: loss):
+        with mock.patch.object(torch, "compile", lambda loss: loss):
             loss = compile_loss(model, model.loss)
             loss(tokens_BN.to(next(move(model).parameters()).device))
         patterns = [module for module in model.modules() if isinstance(module, Pattern)]

@@ -84,7 +84,7 @@ def test_every_hardware_of_a_cpu_takes_a_step(workshop: Workshop, hardware: str)
 def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, still = [], ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=2")
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda loss, mode: compiled.append(loss) or real(loss, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager"))
     runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false", "auto")]
     assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
     assert final(runs[1]) == final(runs[2]), "auto does not compile on a CPU"
@@ -105,7 +105,7 @@ def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
         def backward(ctx, gradient):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    def broken(loss, mode):
+    def broken(loss):
         def refused(*given):
             nats_BN, auxiliary = loss(*given)
             if fails == "forward":

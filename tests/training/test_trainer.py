@@ -96,7 +96,7 @@ def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*arguments: Any) -> torch.Tensor:
-        time.sleep(0.5)
+        time.sleep(1.0)
         return score_batch(*arguments)
 
     monkeypatch.setattr("rtx.training.module.score_batch", slow)
@@ -107,7 +107,8 @@ def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
     assert 0 < seconds[0] < seconds[1] < seconds[2], "the resumed run does not begin at zero"
     assert rows[-1]["kind"] == "final" and rows[-1]["train_seconds"] == seconds[2]
     (whole,) = [row["seconds"] for row in rows if row["kind"] == "train" and row["step"] == 12]
-    assert seconds[2] < whole - 3 * 0.5, "three validations do not count"
+    # They take 3 s and more. The seconds of steps are partly estimated, so half of that is a safe margin.
+    assert seconds[2] < whole - 1.5, "three validations do not count"
 
 
 def scheduled(schedule: str, warmup: int) -> Config:
