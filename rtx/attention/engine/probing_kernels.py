@@ -60,7 +60,7 @@ Parameters that several kernels have:
 import triton
 import triton.language as tl
 
-from rtx.attention.engine.selection_kernels import NO_CLUSTER, load_vectors
+from rtx.attention.engine.selection_kernels import NO_CLUSTER, load_vectors, scores_of
 
 TILE = tl.constexpr(32)
 """Positions of a tile: a bit of an int32 for each."""
@@ -117,27 +117,8 @@ def margin_of(norm_n, unit):
 
 
 @triton.jit
-def scores_with(
-    x_nd, x, row_n, inside_n, centroid, c, C,
-    D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return the products of vectors with centroids; 0 for clusters that do not exist.
-
-    Args:
-        x_nd: the first CHUNK numbers of each vector. The others are read here.
-    """
-    centroid_cd = load_vectors(centroid, c, c < C, 0, D, CHUNK)
-    score_nc = tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
-    for begin in range(CHUNK, D, CHUNK):
-        more_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
-        centroid_cd = load_vectors(centroid, c, c < C, begin, D, CHUNK)
-        score_nc = tl.dot(more_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
-    return score_nc
-
-
-@triton.jit
 def norm_of(x_nd, x, row_n, inside_n, D: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the norms of vectors. Args: see `scores_with`."""
+    """Return the norms of vectors. Args: see `selection_kernels.scores_of`."""
     square_n = tl.sum(x_nd * x_nd, 1)
     for begin in range(CHUNK, D, CHUNK):
         more_nd = load_vectors(x, row_n, inside_n, begin, D, CHUNK)
@@ -161,14 +142,14 @@ def nearest_cluster(
 ):  # fmt: skip
     """Return the nearest cluster of keys, how near it is, and how near the second nearest one is.
 
-    Args: see `scores_with` and `nearness`.
+    Args: see `scores_of` and `nearness`.
     """
     best_n = tl.full([BN], float("-inf"), tl.float32)
     second_n = tl.full([BN], float("-inf"), tl.float32)
     nearest_n = tl.zeros([BN], tl.int32)
     for begin in range(0, C, BC):
         c = begin + tl.arange(0, BC)
-        score_nc = scores_with(x_nd, x, row_n, inside_n, centroid, c, C, D, CHUNK, PRECISION)
+        score_nc = scores_of(x_nd, x, row_n, inside_n, centroid, c, C, D, CHUNK, PRECISION)
         near_nc = nearness(score_nc, half_square, c, C)
         here_n = tl.max(near_nc, 1)
         at_n = first_that_reaches(near_nc, c, here_n)
@@ -217,7 +198,7 @@ def cluster_kernel(
         first_n = tl.full([BN], NO_CLUSTER, tl.int32)
         for begin in range(0, C, BC):
             c = begin + tl.arange(0, BC)
-            score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+            score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
             near_nc = nearness(score_nc, half_square, c, C)
             first_n = tl.minimum(first_n, first_that_reaches(near_nc, c, least_n))
     tl.store(cluster + row, first_n, inside)
@@ -428,7 +409,7 @@ def score_kernel(
     tl.store(margin + to_n, margin_n, inside)
     for begin in range(0, C, BC):
         c = begin + tl.arange(0, BC)
-        score_nc = scores_with(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
         to_nc = score + to_n[:, None] * C + c[None, :]
         tl.store(to_nc, finite(score_nc), inside[:, None] & (c < C)[None, :])
 
