@@ -29,7 +29,7 @@ from rtx.attention import (
     Lsh,
     Pattern,
     Random,
-    Relative,
+    RelativeTables,
     Routing,
     Strided,
     after_step,
@@ -88,7 +88,7 @@ class Ours:
     """A call of one of our patterns."""
 
     pattern: Pattern
-    relative: Relative | None = None
+    relative: RelativeTables | None = None
     rotate: Callable[..., Tensor] | None = None
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,9 @@ class Ours:
         """Return the output as the oracle has it in float64."""
         tables = None
         if self.relative is not None:
-            tables = Relative(**{name: x.double() for name, x in self.relative._asdict().items() if x is not None})
+            tables = RelativeTables(
+                **{name: x.double() for name, x in self.relative._asdict().items() if x is not None}
+            )
         given = self.given(*(x.double() for x in inputs))
         return oracle.attend(self.pattern, *given, relative=tables, rotate=self.rotate), None
 
@@ -136,10 +138,10 @@ def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Rou
     return pattern
 
 
-def shaw(args: argparse.Namespace) -> Relative:
+def shaw(args: argparse.Namespace) -> RelativeTables:
     """Return Shaw's tables for distances up to 255."""
     keys_MD, values_MD = (torch.randn(256, args.dim, device=args.device) * 0.02 for _ in range(2))
-    return Relative(keys_MD.requires_grad_(), values_MD.requires_grad_())
+    return RelativeTables(keys_MD.requires_grad_(), values_MD.requires_grad_())
 
 
 def sdpa_blocks(size: Size, args: argparse.Namespace) -> Attention:

@@ -26,7 +26,7 @@ from machine import code, machine
 from torch import Tensor
 
 from rtx.attention import AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random, Routing
-from rtx.attention.pattern import Inputs
+from rtx.attention.pattern import QueriesKeys
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.evaluation.protocols import windows
@@ -90,7 +90,7 @@ def attention_stream(pattern: Pattern, position: int) -> Callable[[], object]:
     generator = torch.Generator().manual_seed(position)
     cache, count = pattern.start(), itertools.count(position)
 
-    def inputs(length: int, first: int) -> tuple[Inputs, Tensor]:
+    def inputs(length: int, first: int) -> tuple[QueriesKeys, Tensor]:
         q, k, v = torch.randn(3, 1, 8, length, 64, generator=generator)
         return pattern.inputs(q, k if pattern.has_keys else None, None, first), v
 

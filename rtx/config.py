@@ -20,25 +20,25 @@ GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experi
 SECTIONS = (*GROUPS[:-1], "trainer")
 
 BASES: dict[str, Any] = {
-    "local": "rtx.attention.patterns.Local",
-    "full": "rtx.attention.patterns.Full",
-    "recurrent": "rtx.attention.patterns.Recurrent",
+    "local": "rtx.attention.positional.Local",
+    "full": "rtx.attention.positional.Full",
+    "recurrent": "rtx.attention.positional.Recurrent",
     "lsh": "rtx.attention.lsh.Lsh",
-    "adaptive_span": "rtx.attention.patterns.AdaptiveSpan",
-    "strided": "rtx.attention.patterns.Strided",
-    "fixed": "rtx.attention.patterns.Fixed",
-    "fixed_block": "rtx.attention.patterns.FixedBlock",
-    "fixed_summary": "rtx.attention.patterns.FixedSummary",
+    "adaptive_span": "rtx.attention.positional.AdaptiveSpan",
+    "strided": "rtx.attention.positional.Strided",
+    "fixed": "rtx.attention.positional.Fixed",
+    "fixed_block": "rtx.attention.positional.FixedBlock",
+    "fixed_summary": "rtx.attention.positional.FixedSummary",
 }
 """The patterns of model.base, and where they are, or what they are; docs/extending.md adds to it."""
 
 SELECTIONS: dict[str, Any] = {
     **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
-    "random": "rtx.attention.patterns.Random",
-    "exact": "rtx.attention.choices.Exact",
-    "blocks": "rtx.attention.choices.Blocks",
-    "blocks_random": "rtx.attention.choices.RandomBlocks",
-    "indexer": "rtx.attention.choices.Indexer",
+    "random": "rtx.attention.positional.Random",
+    "exact": "rtx.attention.top_keys.Exact",
+    "blocks": "rtx.attention.top_keys.Blocks",
+    "blocks_random": "rtx.attention.top_keys.RandomBlocks",
+    "indexer": "rtx.attention.top_keys.Indexer",
     "probed": "rtx.attention.probed.Probed",
 }
 """The patterns of routing.selection."""

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rtx import attention
 from rtx.attention import Pattern, after_step
-from rtx.attention.packed import Reads
+from rtx.attention.reads import RangeReads
 
 from .journal import Found, Row, said_of, turn
 
@@ -96,7 +96,7 @@ def callable_of(name: str, leaves: list[Tensor], window: int, dry: bool) -> Call
 def select(pattern: Pattern, q_BHND: Tensor) -> Tensor:
     """Choose who reads whom, and nothing else; returns the rows of the members."""
     part = pattern.reads(pattern.inputs(q_BHND, None, None), False)[0]
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     return part.query.row_M
 
 

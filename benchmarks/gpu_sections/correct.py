@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rtx import attention
-from rtx.attention import Pattern, Relative, oracle
+from rtx.attention import Pattern, RelativeTables, oracle
 from rtx.attention.engine import packed_attention
 
 from .journal import Found, Row, place_of, said_of
@@ -161,7 +161,7 @@ def made(kind: str, shape: Shape) -> Pattern:
     if isinstance(pattern, attention.Probed):
         # Its centroids would start at keys of the first pass, and the oracle makes none.
         keys = drawn(shape, torch.float32, has_keys=True, shaw=False)["k"]
-        pattern.centroids.seed_from([pattern.inputs(keys, keys, None).turned_k_BHND])
+        pattern.centroids.seed_from([pattern.inputs(keys, keys, None).rotated_k_BHND])
     return pattern
 
 
@@ -193,7 +193,7 @@ def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> 
     """Return the outputs, and every leaf's gradient for fixed weights of the outputs, on the CPU."""
     relative_terms = None
     if "keys" in leaves:
-        relative_terms = Relative(leaves["keys"], leaves["values"])
+        relative_terms = RelativeTables(leaves["keys"], leaves["values"])
     found = (attend or pattern)(leaves["q"], leaves.get("k"), leaves["v"], relative=relative_terms)
     out = found[0] if isinstance(found, tuple) else found
     # Eighths, which no type rounds.

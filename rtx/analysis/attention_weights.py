@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.engine import attend
-from rtx.attention.engine.softmax import Relative
-from rtx.attention.packed import Hidden, Indexed, Packed, Part, Reads
-from rtx.attention.pattern import Inputs, Pattern
-from rtx.attention.patterns import AdaptiveSpan
+from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.pattern import Pattern, QueriesKeys
+from rtx.attention.positional import AdaptiveSpan
+from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
 
 KEYS = 256  # keys whose weights are worked out at once
 
-Heads = tuple[Pattern, Inputs, list[Part], Relative | None]
+Heads = tuple[Pattern, QueriesKeys, list[Reads], RelativeTables | None]
 """The heads of a group, what they are given, what they read, and Shaw's tables."""
 Pair = tuple[tuple[str, int], tuple[str, int]]  # two heads of a layer: the group of each, and its number in it
 
@@ -48,13 +48,13 @@ def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     return groups
 
 
-def read_by(part: Part, kept_R: Tensor) -> Part:
+def read_by(part: Reads, kept_R: Tensor) -> Reads:
     """Return what is left of a part when only some rows ask."""
-    if isinstance(part, Indexed):
+    if isinstance(part, IndexReads):
         return part._replace(index_RK=part.index_RK.masked_fill(~kept_R[:, None], -1))
     kept_P = kept_R[part.query.row_M]
-    hidden = part.hidden and Hidden(part.hidden.value_XM, part.hidden.low_XP[:, kept_P], part.hidden.high_XP[:, kept_P])
-    return Reads(part.query.keep(kept_R), part.key, part.start_P[kept_P], part.stop_P[kept_P], part.length, hidden)
+    hidden = part.holes and Holes(part.holes.value_XM, part.holes.low_XP[:, kept_P], part.holes.high_XP[:, kept_P])
+    return RangeReads(part.query.keep(kept_R), part.key, part.start_P[kept_P], part.stop_P[kept_P], part.length, hidden)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def weight_blocks(heads: Heads, at_P: Tensor) -> Iterator[Tensor]:
         unit_NK = torch.eye(N, min(KEYS, N - first), dtype=wide, device=device).roll(first, dims=0)
         relative = None if relative is None else relative._replace(values_MD=None)
         with torch.autocast(device.type, enabled=False):
-            q, k = given.turned_q_BHND.to(wide), given.turned_k_BHND.to(wide)
+            q, k = given.rotated_q_BHND.to(wide), given.rotated_k_BHND.to(wide)
             terms = pattern.terms(D, relative)
             yield attend(q, k, unit_NK.expand(1, H, N, -1), parts, terms, "torch", pattern.merge)[0][:, at_P]
 
@@ -189,7 +189,7 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
     return told
 
 
-def layer_telemetry(lists: list[Packed], rows: int, window: int) -> dict[str, Tensor]:
+def layer_telemetry(lists: list[MemberLists], rows: int, window: int) -> dict[str, Tensor]:
     """Return the figures of one layer as scalars."""
     times_R = torch.bincount(lists[0].row_M, minlength=rows)
     filled_L = lists[-1].count_L.double() / window

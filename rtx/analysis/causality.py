@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.attention.choices import Indexer, RandomBlocks
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
-from rtx.attention.patterns import Random
+from rtx.attention.positional import Random
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing, after_step, all_centroids
+from rtx.attention.top_keys import Indexer, RandomBlocks
 from rtx.errors import RunFailed
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -140,7 +140,7 @@ def audit_model(
             split = layer.split(torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1))
             kinds = layer.groups, layer.each(), layer.rotations, layer.relative()
             for name, pattern, rotary, relative, qkv in zip(*kinds, split, strict=True):
-                found[number, name] = pattern(*qkv, rotate=rotary, relative=relative, prefix=streaming)[0]
+                found[number, name] = pattern(*qkv, rotate=rotary, relative=relative, streaming=streaming)[0]
         return found
 
     with contextlib.ExitStack() as hooks:

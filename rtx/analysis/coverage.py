@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
-from rtx.attention.pattern import Inputs, Pattern
+from rtx.attention.pattern import Pattern, QueriesKeys
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing, after_step
 from rtx.compose import with_values
@@ -68,13 +68,13 @@ def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back:
     return found
 
 
-def kept(pattern: Pattern, given: Inputs, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
+def kept(pattern: Pattern, given: QueriesKeys, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
     """Return what a query puts on keys at least `back` back, what of it a selection of these keeps, and how many."""
     N = weight_HPN.shape[-1] - back
-    queries, keys = (given.q_BHND, given.turned_q_BHND), (given.k_BHND, given.turned_k_BHND)
+    queries, keys = (given.q_BHND, given.rotated_q_BHND), (given.k_BHND, given.rotated_k_BHND)
     (q, turned_q), (k, turned_k) = (x[:, :, back:] for x in queries), (x[:, :, :N] for x in keys)
-    moved = Inputs(q, k, turned_q, turned_k)
-    alike = moved._replace(turned_q_BHND=torch.zeros_like(moved.turned_q_BHND))  # what is read then has equal weights
+    moved = QueriesKeys(q, k, turned_q, turned_k)
+    alike = moved._replace(rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND))  # what is read then has equal weights
     heads = pattern, alike, pattern.reads(moved, False), None
     read_HPN = torch.cat(list(weight_blocks(heads, at_P - back)), dim=-1) > 0
     far_HPN = weight_HPN[..., :N] * (torch.arange(N, device=at_P.device) <= at_P[:, None] - back)

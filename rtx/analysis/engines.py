@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.choices import Choice, Indexer
 from rtx.attention.engine import ENGINES, blocks, by_triton, choose, dense, flash, flex, indexed, windows
 from rtx.attention.engine.problem import Problem
-from rtx.attention.engine.softmax import Relative
-from rtx.attention.packed import Indexed, Part, Reads
+from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Pattern
-from rtx.attention.patterns import AdaptiveSpan, Random
+from rtx.attention.positional import AdaptiveSpan, Random
 from rtx.attention.probed import Probed
+from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing, statistics_paused
+from rtx.attention.top_keys import Indexer, TopKeys
 from rtx.config import Config, memory_slots
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.training.hardware import precision_on
@@ -88,15 +88,15 @@ def joined_phrases(pattern: Pattern, config: Config, device: torch.device) -> st
     return " and ".join(dict.fromkeys(one.phrase() for one in computed(pattern, parts, config, device)))
 
 
-def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Part]:
+def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     """Return who reads whom in a sequence of random vectors, by a pattern of one head.
 
     For a GPU, lists of clusters have the room that they have there, and hold no numbers.
     """
     model, N = config.model, config.data.length
     size, memory = model.hidden // model.heads, memory_slots(model)
-    if isinstance(pattern, Choice) and pattern.has_index:
-        return [Indexed(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
+    if isinstance(pattern, TopKeys) and pattern.has_index:
+        return [IndexReads(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     if gpu and isinstance(pattern, Routing | Probed):
         return static_parts(pattern.to(META).train(), N, size)
     if gpu and isinstance(pattern, AdaptiveSpan):
@@ -106,14 +106,14 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Part]:
     return pattern.reads(given._replace(memory=memory), False)
 
 
-def static_parts(pattern: Routing | Probed, length: int, size: int) -> list[Part]:
+def static_parts(pattern: Routing | Probed, length: int, size: int) -> list[Reads]:
     """Return the lists of a head of clusters as training on a GPU makes them, in shapes alone."""
     q_11ND, k_11ND = torch.empty(2, 1, 1, length, size, device=META)
     with statistics_paused():
         return pattern.reads(pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), False)
 
 
-def computed(pattern: Pattern, parts: list[Part], config: Config, device: torch.device = META) -> list[Computed]:
+def computed(pattern: Pattern, parts: list[Reads], config: Config, device: torch.device = META) -> list[Computed]:
     """Return the engine that computes each part of what a pattern of one head reads in training on a GPU."""
     model = config.model
     size = model.hidden // model.heads
@@ -151,13 +151,13 @@ def distances_of(config: Config) -> int:
     return 0
 
 
-def relative_of(config: Config) -> Relative | None:
+def relative_of(config: Config) -> RelativeTables | None:
     """Return tables by distance of one head, in shapes alone; None where positions have none."""
     T, size = distances_of(config), config.model.hidden // config.model.heads
     if config.model.positions == "shaw":
-        return Relative(torch.empty(T, size, device=META), torch.empty(T, size, device=META))
+        return RelativeTables(torch.empty(T, size, device=META), torch.empty(T, size, device=META))
     if config.model.positions == "xl":
-        return Relative(torch.empty(1, T, size, device=META), None, torch.empty(1, T, device=META))
+        return RelativeTables(torch.empty(1, T, size, device=META), None, torch.empty(1, T, device=META))
     return None
 
 
@@ -177,9 +177,9 @@ def chosen(problem: Problem, backend: str) -> Computed:
     return Computed(problem, engine, refusals)
 
 
-def is_made_for(engine: ModuleType, part: Part) -> bool:
+def is_made_for(engine: ModuleType, part: Reads) -> bool:
     """Tell whether an engine computes parts of such a form, whatever their sizes, types and terms."""
-    if not isinstance(part, Reads):
+    if not isinstance(part, RangeReads):
         return False
     if engine in (dense, flash):
         reads_everything = part.window is not None and dense.reads_everything(part.window)

@@ -15,14 +15,14 @@ import torch
 from rtx.analysis.cost import Cost, cost
 from rtx.analysis.engines import computed, parts_of
 from rtx.analysis.gpu_memory import INDEX, SHORT_INDEX, Kept, kept_by_engine
-from rtx.attention.choices import Blocks, Choice, Indexer
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_MASK, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
 from rtx.attention.lsh import Lsh
-from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
-from rtx.attention.patterns import Random
+from rtx.attention.positional import Random
+from rtx.attention.reads import IndexReads, Reads
 from rtx.attention.routing import ROOM, Routing
+from rtx.attention.top_keys import Blocks, Indexer, TopKeys
 from rtx.compose import with_values
 from rtx.config import Config, clusters, embedding_width, memory_slots, sizes_of
 from rtx.model.likelihood import most_logits
@@ -211,7 +211,7 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         found = [kept_of(part, pattern, config, joined, first=part is parts[0]) for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
-    if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
+    if isinstance(pattern, TopKeys):  # what a convolution of keys reads and gives; both branches and what gates them
         vectors += N * narrow * (2 * (config.routing.key_conv > 1) + 4 * compressed)
     if isinstance(pattern, Indexer):  # what it makes of queries and of keys
         vectors += N * narrow * 2 * pattern.query_HDE.shape[-1] / size
@@ -237,7 +237,7 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     return all_kept
 
 
-def kept_on_gpu(pattern: Pattern, parts: list[Part], config: Config) -> list[Kept]:
+def kept_on_gpu(pattern: Pattern, parts: list[Reads], config: Config) -> list[Kept]:
     """Count what the parts of what a head reads keep on a GPU, vectors in values."""
     narrow, joined = widths_of(config)[1], len(parts) > 1 or pattern.merge == "lse"
     found = []
@@ -250,7 +250,7 @@ def kept_on_gpu(pattern: Pattern, parts: list[Part], config: Config) -> list[Kep
     return found
 
 
-def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: bool) -> Kept:
+def kept_of(part: Reads, pattern: Pattern, config: Config, joined: bool, first: bool) -> Kept:
     """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend`.
 
     `first`: of the parts, which share queries, keys and values.
@@ -264,7 +264,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     most = MAX_SCORES_GPU if gpu else MAX_SCORES_CPU
     distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     # A number for each key; scores of all keys are worked out some at a time, and again, but for few, which are kept.
-    if isinstance(part, Indexed):
+    if isinstance(part, IndexReads):
         every = config.trainer.batch_size * config.routing.heads * N * N
         scores = min(most, every)
         again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)
@@ -274,7 +274,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
-        hidden = sum(x.numel() for x in part.hidden or ())
+        hidden = sum(x.numel() for x in part.holes or ())
         # Joined, outputs stand by member, beside their shares.
         vectors = (2 + own_keys) * N * first + 2 * len(part.start_P) * joined
         return Kept(vectors * narrow, lists + INDEX * hidden, 0)

@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 
 from rtx.analysis.engines import Computed, distances_of, shares_keys
-from rtx.attention.choices import Choice
 from rtx.attention.engine import by_triton, choose, dense, flash, flex, windows
 from rtx.attention.engine.blocks import MAX_SCORES_GPU
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.lsh import Lsh
-from rtx.attention.packed import Reads
 from rtx.attention.pattern import Pattern
-from rtx.attention.patterns import Random
+from rtx.attention.positional import Random
 from rtx.attention.probed import Probed
+from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
+from rtx.attention.top_keys import TopKeys
 from rtx.config import Config
 
 INDEX, SHORT_INDEX = 8, 4
@@ -77,7 +77,7 @@ def engine_of(one: Computed) -> ModuleType:
 def views(pattern: Pattern, config: Config) -> int:
     """Return how many of queries, keys and values are views of the product that makes them."""
     model, routing = config.model, config.routing
-    is_turned = model.positions == "rotary" and (routing.rotary or not isinstance(pattern, Choice))
+    is_turned = model.positions == "rotary" and (routing.rotary or not isinstance(pattern, TopKeys))
     if is_turned or isinstance(pattern, Routing | Random):
         return 1
     if isinstance(pattern, Lsh):  # its keys are scaled queries
@@ -109,7 +109,7 @@ def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: 
     rows, and with them products by distance of every row and weights by distance of every member.
     """
     part, joined = one.problem.part, one.problem.by_member
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     in_order = part.window is not None and part.window.memory == 0
     P, M, rows = len(part.start_P), len(part.key.row_M), part.length
     size = config.model.hidden // config.model.heads
@@ -138,12 +138,12 @@ def tables_bytes(one: Computed, config: Config, narrow: int) -> float:
     part, relative = one.problem.part, one.problem.terms.relative
     if relative is None:
         return 0
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     kinds = 1 if relative.values_MD is None else 2
     return kinds * (part.length + len(part.start_P)) * distances_of(config) * narrow
 
 
-def lists_bytes(part: Reads, pattern: Pattern, rows: int) -> int:
+def lists_bytes(part: RangeReads, pattern: Pattern, rows: int) -> int:
     """Return the bytes of the lists that our kernels keep of every forward pass."""
     if part.derived is not None and isinstance(pattern, Routing | Probed) and LISTS in part.derived:
         lists = part.derived[LISTS]
@@ -167,7 +167,7 @@ def tiled(one: Computed, config: Config, narrow: int) -> Kept:
     Scores are worked out again.
     """
     part, model = one.problem.part, config.model
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     query_GQ, key_GK = windows.tiles(part)
     P, queries, keys = len(part.start_P), query_GQ.numel(), key_GK.numel()
     slots = queries * key_GK.shape[1]
@@ -188,7 +188,7 @@ def tiled(one: Computed, config: Config, narrow: int) -> Kept:
 def gathered(one: Computed, pattern: Pattern, narrow: int) -> Kept:
     """FlexAttention: queries, keys, values and outputs by member, log-sums and row numbers."""
     part = one.problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     P, M = len(part.start_P), len(part.key.row_M)
     has_keys = not (shares_keys(pattern) and part.key is part.query)
     vectors = (2 * P + (1 + has_keys) * M) * narrow

@@ -45,7 +45,7 @@ def unit_bits(
     ordered = sorted(spans, key=lambda span: span.stop - span.start)
     for batch in equal_batches(ordered, None):
         tokens_BN, skipped_B = read_windows(tokens, [ordered[k] for k in batch])
-        nats_BN, _ = model.loss(tokens_BN.to(device), prefix=streaming)  # type: ignore[operator]
+        nats_BN, _ = model.loss(tokens_BN.to(device), streaming=streaming)  # type: ignore[operator]
         if not bool(nats_BN.isfinite().all()):
             raise RunFailed("the model gives nats that are no numbers: the run has diverged")
         bits_BN = (nats_BN.double() / math.log(2)).cpu().numpy()

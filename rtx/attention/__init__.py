@@ -1,10 +1,9 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
-from rtx.attention.choices import Blocks, Exact, Indexer, RandomBlocks
-from rtx.attention.engine.softmax import Relative
+from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.lsh import Lsh
-from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionPattern, Spread
-from rtx.attention.patterns import (
+from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionLists, PositionPattern
+from rtx.attention.positional import (
     AdaptiveSpan,
     Fixed,
     FixedBlock,
@@ -17,6 +16,7 @@ from rtx.attention.patterns import (
 )
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Centroids, Routing, after_step
+from rtx.attention.top_keys import Blocks, Exact, Indexer, RandomBlocks
 
 __all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ClusterPattern", "ContiguousPattern", "Exact", "Fixed", "FixedBlock"]
 __all__ += [
@@ -31,4 +31,4 @@ __all__ += [
     "Random",
     "RandomBlocks",
 ]
-__all__ += ["Recurrent", "Relative", "Routing", "Spread", "Strided", "after_step"]
+__all__ += ["PositionLists", "Recurrent", "RelativeTables", "Routing", "Strided", "after_step"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.softmax import Relative
+from rtx.attention.engine.softmax import RelativeTables
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -20,7 +20,7 @@ def check_call(
     k_BHND: Tensor | None,
     v_BHND: Tensor,
     real_BN: Tensor | None,
-    relative: Relative | None,
+    relative: RelativeTables | None,
     finite: bool,
 ) -> None:
     """Refuse what a pattern cannot attend over; `finite`: values that are NaN or infinite, too."""
@@ -44,13 +44,13 @@ def check_call(
             check_finite_values(**{f"relative.{name}": table})
 
 
-def check_relative(relative: Relative | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
+def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
     """Refuse what is not tables by distance, and tables that do not fit queries, keys and values."""
     if relative is None:
         return
-    if not isinstance(relative, Relative):
+    if not isinstance(relative, RelativeTables):
         kind = type(relative).__name__
-        raise ValueError(f"relative is a {kind}: must be None or rtx.attention.Relative(keys_MD, values_MD)")
+        raise ValueError(f"relative is a {kind}: must be None or rtx.attention.RelativeTables(keys_MD, values_MD)")
     check_tensor("relative.keys_MD", relative.keys_MD)
     heads, distances = q_BHND.shape[1], max(1, relative.keys_MD.shape[-2]) if relative.keys_MD.dim() > 1 else 1
     by_head = (heads,) if relative.keys_MD.dim() == 3 else ()

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine.combine import Partial, combine
-from rtx.attention.engine.softmax import Relative, Terms, soft_attend
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables, soft_attend
 
 if TYPE_CHECKING:
-    from rtx.attention.choices import Choice
-    from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, PositionPattern
-    from rtx.attention.selection import PrefixTopK
+    from rtx.attention.members import PrefixTopK
+    from rtx.attention.pattern import ClusterPattern, Pattern, PositionPattern, QueriesKeys
+    from rtx.attention.top_keys import TopKeys
 
 FIRST_SLOTS = 256
 """Slots that a growing cache begins with; it doubles when they are full."""
@@ -32,19 +32,24 @@ class Cache(ABC):
     """What a stream of heads of one kind keeps."""
 
     @abstractmethod
-    def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
+    def prefill(self, given: QueriesKeys, v_BHND: Tensor) -> None:
         """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave, in one pass.
 
-        The outputs of these positions are those of the pattern's forward pass with `prefix`.
+        The outputs of these positions are those of the pattern's forward pass with `streaming`.
         """
 
     @abstractmethod
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, 1, D]`."""
 
 
 def attend_step(
-    q_BH1D: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, mask_BH1K: Tensor | None, distance_BH1K: Tensor | None, terms: Terms
+    q_BH1D: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    mask_BH1K: Tensor | None,
+    distance_BH1K: Tensor | None,
+    terms: LogitTerms,
 ) -> Tensor:
     """Return softmax attention of one query a head, `[B, H, 1, D]`; mask and distances broadcast over B and H."""
     if not terms.by_distance:
@@ -62,24 +67,24 @@ def attend_step(
 class RowCache(Cache):
     """Keys and values by position: position n in slot n modulo their number, which doubles unless it is `ring`."""
 
-    def __init__(self, pattern: Pattern, relative: Relative | None = None, ring: int | None = None) -> None:
+    def __init__(self, pattern: Pattern, relative: RelativeTables | None = None, ring: int | None = None) -> None:
         self.pattern, self.relative, self.ring = pattern, relative, ring
         self.key_BHSD: Tensor | None = None
         self.value_BHSD: Tensor | None = None
 
-    def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
+    def prefill(self, given: QueriesKeys, v_BHND: Tensor) -> None:
         self.put(given, v_BHND, 0)
 
-    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Take in positions from `first` on and return all slots of keys and values."""
-        self.key_BHSD = place(self.key_BHSD, given.turned_k_BHND.to(v_BHND.dtype), first, self.ring)
+        self.key_BHSD = place(self.key_BHSD, given.rotated_k_BHND.to(v_BHND.dtype), first, self.ring)
         self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
         return self.key_BHSD, self.value_BHSD
 
-    def attend(self, given: Inputs, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
+    def attend(self, given: QueriesKeys, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
         """Return what the newest position reads of keys and values `[B, H, K, D]`."""
         terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
-        return attend_step(given.turned_q_BHND.to(v.dtype), k, v, mask, distance, terms)
+        return attend_step(given.rotated_q_BHND.to(v.dtype), k, v, mask, distance, terms)
 
 
 def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
@@ -100,15 +105,15 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
 class GrowingCache(RowCache):
     """Every key and value so far, for patterns whose queries choose among all of them by content."""
 
-    pattern: Choice
+    pattern: TopKeys
     choice_BHSE: Tensor | None = None
     """What the choice of keys reads of each earlier position."""
 
-    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(given), first)
         return super().put(given, v_BHND, first)
 
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         rows = self.put(given, v_BH1D, position)
         assert self.choice_BHSE is not None
         queries = self.pattern.choice_queries(given)
@@ -122,7 +127,7 @@ class PositionCache(RowCache):
 
     pattern: PositionPattern
 
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         k, v = self.put(given, v_BH1D, position)
         slots, filled = k.shape[2], min(k.shape[2], position + 1)
         at_S = position - (position - torch.arange(filled, device=k.device)) % slots
@@ -155,7 +160,7 @@ def mask_without_self(read_XS: Tensor, own_XS: Tensor) -> Tensor:
 class ClusterCache(Cache):
     """The last `slots` members of every cluster, or those that `ClusterPattern.join` puts into slots of its choice."""
 
-    def __init__(self, pattern: ClusterPattern, slots: int, relative: Relative | None = None) -> None:
+    def __init__(self, pattern: ClusterPattern, slots: int, relative: RelativeTables | None = None) -> None:
         self.pattern, self.slots, self.relative = pattern, slots, relative
         self.key_LSD: Tensor | None = None
         self.best: list[PrefixTopK] = []
@@ -171,7 +176,7 @@ class ClusterCache(Cache):
         self.position_LS = torch.full((lists, self.slots), -1, device=device)
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
-    def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
+    def prefill(self, given: QueriesKeys, v_BHND: Tensor) -> None:
         """Take in the last members of each list; the next to come takes the place of the oldest."""
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
@@ -181,27 +186,31 @@ class ClusterCache(Cache):
         rank_M = torch.arange(len(list_M), device=list_M.device) - lists.first_L()[list_M]
         kept_M = rank_M >= lists.count_L[list_M] - self.slots
         list_J, row_J = list_M[kept_M], lists.row_M[kept_M]
-        self.allocate(given.turned_k_BHND.to(v_BHND.dtype), v_BHND, len(lists.count_L) // (B * H))
+        self.allocate(given.rotated_k_BHND.to(v_BHND.dtype), v_BHND, len(lists.count_L) // (B * H))
         self.write(given, v_BHND, (list_J, rank_M[kept_M] % self.slots), row_J, row_J % N)
         self.joined_L = lists.count_L.clone()
 
-    def write(self, given: Inputs, v: Tensor, at: tuple[Tensor, Tensor], row_J: Tensor, position: int | Tensor) -> None:
+    def write(
+        self, given: QueriesKeys, v: Tensor, at: tuple[Tensor, Tensor], row_J: Tensor, position: int | Tensor
+    ) -> None:
         """Write the keys and values of some rows of B * H * N into slots."""
         assert self.key_LSD is not None
-        self.key_LSD[at] = given.turned_k_BHND.to(v.dtype).flatten(0, 2)[row_J]
+        self.key_LSD[at] = given.rotated_k_BHND.to(v.dtype).flatten(0, 2)[row_J]
         self.value_LSD[at] = v.flatten(0, 2)[row_J]
         self.position_LS[at] = position  # type: ignore[assignment]
 
-    def put(self, given: Inputs, v_BH1D: Tensor, joins_BHC: Tensor, slot_BHC: Tensor | None, position: int) -> None:
+    def put(
+        self, given: QueriesKeys, v_BH1D: Tensor, joins_BHC: Tensor, slot_BHC: Tensor | None, position: int
+    ) -> None:
         """Put a position's key and value into the clusters that it joins."""
         if self.key_LSD is None:
-            self.allocate(given.turned_k_BHND.to(v_BH1D.dtype), v_BH1D, joins_BHC.shape[-1])
+            self.allocate(given.rotated_k_BHND.to(v_BH1D.dtype), v_BH1D, joins_BHC.shape[-1])
         list_J = joins_BHC.flatten().nonzero()[:, 0]
         slot_J = self.joined_L[list_J] % self.slots if slot_BHC is None else slot_BHC.flatten()[list_J]
         self.write(given, v_BH1D, (list_J, slot_J), list_J // self.clusters, position)
         self.joined_L[list_J] += 1
 
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         dtype = v_BH1D.dtype
         query_BHC, key_BHC, slot_BHC = self.pattern.join(given, position, self)
         self.put(given, v_BH1D, key_BHC, slot_BHC, position)
@@ -212,7 +221,7 @@ class ClusterCache(Cache):
         if not len(list_J):
             return torch.zeros_like(v_BH1D)
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
-        q_J1D = given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
+        q_J1D = given.rotated_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
         seen_J1S = self.seen(at_JS, list_J, position)[:, None]
         read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], seen_J1S
         terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)

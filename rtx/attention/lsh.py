@@ -19,10 +19,10 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
-from rtx.attention.engine.softmax import Relative
-from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
-from rtx.attention.pattern import ClusterPattern, Inputs, Prepared
-from rtx.attention.selection import MAX_SCORES
+from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.members import MAX_SCORES
+from rtx.attention.pattern import ClusterPattern, Prepared, QueriesKeys
+from rtx.attention.reads import Holes, MemberLists, RangeReads, Reads, pack
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ class Lsh(ClusterPattern):
             them; strictly causal. "reformer", as published: in each round the positions are sorted by bucket, then
             position, and cut into chunks of m = W // 2 (at least 1); a position sees the members of its bucket before
             it in its own chunk and the chunk before. **It sees the future**: later positions push earlier ones across
-            the borders of chunks. With `prefix` the chunks are cut for each position from the prefix that ends with it.
+            the borders of chunks. With `streaming` the chunks of each position are cut from the prefix up to it.
     """
 
     decided = ("attend_self", "has_keys", "merge")
@@ -85,11 +85,11 @@ class Lsh(ClusterPattern):
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
         return Prepared(q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         """See `Pattern.reads`: a list for each bucket of every round, which hides what an earlier round shows."""
         B, H, N, _ = given.q_BHND.shape
         bucket_TBHN = hash_positions(given.q_BHND, self.rotation_HTDF)
-        rule = "prefix" if prefix and self.variant == "reformer" else self.variant
+        rule = "prefix" if streaming and self.variant == "reformer" else self.variant
         rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
         own_M = torch.arange(B * H * N, device=bucket_TBHN.device)
         number_TR = own_M.new_empty(len(rounds), len(own_M))  # where each row stands in the lists
@@ -100,16 +100,16 @@ class Lsh(ClusterPattern):
         for turn, (lists, start_M) in enumerate(rounds):
             # What earlier rounds show lies from a first member to the own place there.
             number_TM, low_M = number_TR[:turn, lists.row_M], start_M
-            hidden = Hidden(number_TM, start_TR[:turn, lists.row_M], number_TM)
+            hidden = Holes(number_TM, start_TR[:turn, lists.row_M], number_TM)
             if rule == "prefix":  # the first keys of a prefix's chunks may fall along a list, those of ranges may not
                 low_M = start_M.flip(0).cummin(0).values.flip(0)
                 more = own_M[None], low_M[None], start_M[None]
-                hidden = Hidden(*map(torch.cat, zip(hidden, more, strict=True)))
+                hidden = Holes(*map(torch.cat, zip(hidden, more, strict=True)))
             stop_M = own_M if turn else own_M + alone_R[lists.row_M]
-            parts.append(Reads(lists, lists, low_M, stop_M, N, hidden if len(hidden.value_XM) else None))
+            parts.append(RangeReads(lists, lists, low_M, stop_M, N, hidden if len(hidden.value_XM) else None))
         return parts
 
-    def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[Packed, Tensor]:
+    def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[MemberLists, Tensor]:
         """Return the buckets' lists, and for every member the first that it sees; it sees those before itself."""
         N = bucket_BHN.shape[2]
         lists = pack(bucket_BHN, self.buckets, complete=True)
@@ -125,21 +125,23 @@ class Lsh(ClusterPattern):
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         score_TNF = torch.stack([given.q_BHND[0, head] @ r.to(given.q_BHND.dtype) for r in self.rotation_HTDF[head]])
         bucket_TN = torch.cat([score_TNF, -score_TNF], dim=-1).argmax(-1)
-        return oracle.hashed(bucket_TN, self.window, "prefix" if prefix and not self.strictly_causal else self.variant)
+        return oracle.hashed(
+            bucket_TN, self.window, "prefix" if streaming and not self.strictly_causal else self.variant
+        )
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)
 
-    def lists(self, given: Inputs) -> list[Packed]:
+    def lists(self, given: QueriesKeys) -> list[MemberLists]:
         """Return the members of every bucket: list (b, h, t, c) is bucket c of round t."""
         T, B, H, N = (bucket_TBHN := hash_positions(given.q_BHND, self.rotation_HTDF)).shape
         lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets, complete=True)
-        return [Packed(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)]
+        return [MemberLists(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)]
 
-    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
+    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
         bucket_BHT = hash_positions(given.q_BHND, self.rotation_HTDF)[..., 0].permute(1, 2, 0)
         joins_BHC = F.one_hot(bucket_BHT, self.buckets).bool().flatten(2)
         return joins_BHC, joins_BHC, None

@@ -5,7 +5,7 @@ such lists. They are made on the CPU, then copied to their device: on a GPU the 
 about a hundred small kernels, and the CPU would wait for each number of members.
 
 Engines compute tables of their own from lists. `derived_once` stores these tables in the lists
-(`Reads.derived`), so that they live as long as the lists do.
+(`RangeReads.derived`), so that they live as long as the lists do.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from rtx.attention.packed import Hidden, Packed, Reads
+from rtx.attention.reads import Holes, MemberLists, RangeReads
 
 MAX_CACHED = 64
 """The number of cache entries; a new entry beyond it displaces the oldest one."""
 
-cached_lists: dict[Hashable, list[Reads]] = {}
+cached_lists: dict[Hashable, list[RangeReads]] = {}
 """The lists by their form and device, oldest first."""
 
 
 def made_once(
     form: Hashable,
     device: torch.device,
-    make: Callable[[torch.device], list[Reads]],
-) -> list[Reads]:
+    make: Callable[[torch.device], list[RangeReads]],
+) -> list[RangeReads]:
     """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
     Args:
@@ -41,7 +41,7 @@ def made_once(
     return cached_lists[key]
 
 
-def make_on_cpu(make: Callable[[torch.device], list[Reads]], device: torch.device) -> list[Reads]:
+def make_on_cpu(make: Callable[[torch.device], list[RangeReads]], device: torch.device) -> list[RangeReads]:
     """Return `make(cpu)`, copied to the device, with an empty `derived` for `derived_once`.
 
     The first call may come in inference mode. Tensors made there could not be used in training
@@ -52,7 +52,7 @@ def make_on_cpu(make: Callable[[torch.device], list[Reads]], device: torch.devic
         return [on_device(part, device)._replace(derived={}) for part in parts]
 
 
-def on_device(part: Reads, device: torch.device) -> Reads:
+def on_device(part: RangeReads, device: torch.device) -> RangeReads:
     """Return the part with its tensors on a device.
 
     Engines test `part.key is part.query` to learn whether queries and keys share their lists. This
@@ -62,24 +62,24 @@ def on_device(part: Reads, device: torch.device) -> Reads:
     key = query
     if part.key is not part.query:
         key = packed_on_device(part.key, device)
-    hidden = part.hidden
-    if hidden is not None:
-        hidden = Hidden(*(x.to(device) for x in hidden))
+    holes = part.holes
+    if holes is not None:
+        holes = Holes(*(x.to(device) for x in holes))
     return part._replace(
         query=query,
         key=key,
         start_P=part.start_P.to(device),
         stop_P=part.stop_P.to(device),
-        hidden=hidden,
+        holes=holes,
     )
 
 
-def packed_on_device(packed: Packed, device: torch.device) -> Packed:
+def packed_on_device(packed: MemberLists, device: torch.device) -> MemberLists:
     """Return the lists of rows on a device."""
-    return Packed(packed.row_M.to(device), packed.count_L.to(device))
+    return MemberLists(packed.row_M.to(device), packed.count_L.to(device))
 
 
-def derived_once(part: Reads, name: str, make: Callable[[], Any]) -> Any:
+def derived_once(part: RangeReads, name: str, make: Callable[[], Any]) -> Any:
     """Return `make()`, stored in `part.derived` for later calls; not stored where that is None.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.softmax import Relative, Terms
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 
 if TYPE_CHECKING:
     from rtx.attention.pattern import Pattern, Rotate
@@ -29,7 +29,7 @@ def dense(
     k_ND: Tensor,
     v_ND: Tensor,
     mask_PNN: Tensor,
-    terms: Terms,
+    terms: LogitTerms,
     head: int = 0,
     attend_self: bool = True,
     merge: str = "mean",
@@ -76,8 +76,8 @@ def attend(
     v_BHND: Tensor,
     *,
     rotate: Rotate | None = None,
-    relative: Relative | None = None,
-    prefix: bool = False,
+    relative: RelativeTables | None = None,
+    streaming: bool = False,
 ) -> Tensor:
     """Return the outputs `[B, H, N, D]` of a pattern by its own rule, without padding or dropout."""
     outs = []
@@ -85,8 +85,8 @@ def attend(
         given = pattern.inputs(q_BHND[b : b + 1], None if k_BHND is None else k_BHND[b : b + 1], rotate)
         terms = pattern.terms(q_BHND.shape[-1], relative)
         for h in range(q_BHND.shape[1]):
-            q_ND, k_ND = given.turned_q_BHND[0, h], given.turned_k_BHND[0, h]
-            mask_PNN = pattern.rule(given, h, prefix)
+            q_ND, k_ND = given.rotated_q_BHND[0, h], given.rotated_k_BHND[0, h]
+            mask_PNN = pattern.rule(given, h, streaming)
             own = pattern.attend_self, pattern.merge
             out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
             gate_H2D, block = getattr(pattern, "gate_H2D", None), getattr(pattern, "block", 0)
@@ -98,7 +98,7 @@ def attend(
 
 
 def compressed(
-    out_ND: Tensor, q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, gate_2D: Tensor, block: int, terms: Terms
+    out_ND: Tensor, q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, gate_2D: Tensor, block: int, terms: LogitTerms
 ) -> Tensor:
     """Outputs joined, by gates of the query, with attention over the means of the blocks that ended before it."""
     last_G = torch.arange(len(q_ND) // block, device=q_ND.device) * block + block - 1

@@ -27,10 +27,10 @@ from rtx.attention.arguments import (
 )
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine import BACKENDS, MERGES, attend
-from rtx.attention.engine.softmax import Relative, Terms
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
-from rtx.attention.packed import Packed, Part, Reads, Window, bounded_read, members_read, pack, without_self
-from rtx.attention.selection import normalise_twice
+from rtx.attention.reads import MemberLists, RangeReads, Reads, Window, bounded_read, members_read, pack, without_self
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 PLAIN = (bool, int, float, str, type(None))
@@ -40,19 +40,19 @@ Rotate = Callable[..., Tensor]
 QKV = tuple[Tensor, Tensor | None, Tensor]
 
 
-class Inputs(NamedTuple):
+class QueriesKeys(NamedTuple):
     """The queries and keys of some positions of each sequence."""
 
     q_BHND: Tensor
     k_BHND: Tensor
     """As a choice by content reads them."""
-    turned_q_BHND: Tensor
-    turned_k_BHND: Tensor
+    rotated_q_BHND: Tensor
+    rotated_k_BHND: Tensor
     """As the logits read them: turned by rotary angles, where there are any."""
     memory: int = 0
     """Positions in front whose keys alone are read: what earlier segments have left."""
     narrow_q_BHND: Tensor | None = None
-    """`turned_q_BHND` in the type that queries were given in, where that is there already."""
+    """`rotated_q_BHND` in the type that queries were given in, where that is there already."""
     narrow_k_BHND: Tensor | None = None
 
 
@@ -82,7 +82,7 @@ class Pattern(nn.Module, ABC):
     has_keys = True
     """Whether keys are given; else the queries stand for them."""
     strictly_causal = True
-    """Whether outputs depend on earlier positions alone, without `prefix`."""
+    """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
     """Whether a query that reads other keys of a list reads its own, too; rules leave that to the oracle."""
     merge = "mean"
@@ -122,37 +122,37 @@ class Pattern(nn.Module, ABC):
         return Prepared(q_BHND, k_BHND)
 
     @abstractmethod
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
 
-        `prefix`: every choice is made from the prefix alone.
+        `streaming`: every choice is made from the prefix alone.
         """
 
-    def gather(self, given: Inputs) -> None:
+    def gather(self, given: QueriesKeys) -> None:
         """Gather, before `reads`, what training is to move by; nothing here for patterns without such."""
 
     @abstractmethod
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """Return which keys each position of the first sequence reads in each of a head's lists, `[P, N, N]`, bool.
 
         Written for the reader, not for speed: the oracle of `rtx.attention.oracle`, and what pictures draw.
         """
 
     @abstractmethod
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         """Return the empty KV cache of a stream, or of a batch of them."""
 
-    def loss(self, given: Inputs) -> Tensor:
+    def loss(self, given: QueriesKeys) -> Tensor:
         """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
         return given.q_BHND.new_zeros((), dtype=torch.promote_types(given.q_BHND.dtype, torch.float32))
 
     def after_step(self) -> None:
         """Do what is due after each optimizer step, on every rank."""
 
-    def terms(self, size: int, relative: Relative | None) -> Terms:
+    def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return what logits and weights get besides queries, keys and values."""
         scale = 1 / math.sqrt(size) if self.scale is None else self.scale
-        return Terms(scale, self.dropout if self.training else 0.0, relative)
+        return LogitTerms(scale, self.dropout if self.training else 0.0, relative)
 
     def forward(
         self,
@@ -161,8 +161,8 @@ class Pattern(nn.Module, ABC):
         v_BHND: Tensor,
         *,
         rotate: Rotate | None = None,
-        relative: Relative | None = None,
-        prefix: bool = False,
+        relative: RelativeTables | None = None,
+        streaming: bool = False,
         real_BN: Tensor | None = None,
         check_finite: bool = False,
         memory: int = 0,
@@ -188,18 +188,18 @@ class Pattern(nn.Module, ABC):
         with_memory, N = isinstance(self, ContiguousPattern), q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
         if real_BN is not None and not bool(real_BN.all()):
-            return self.forward_padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, prefix)
-        return self.forward_whole((q_BHND, k_BHND, v_BHND), memory, rotate, relative, prefix)
+            return self.forward_padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, streaming)
+        return self.forward_whole((q_BHND, k_BHND, v_BHND), memory, rotate, relative, streaming)
 
     def forward_whole(
-        self, qkv: QKV, memory: int, rotate: Rotate | None, relative: Relative | None, prefix: bool
+        self, qkv: QKV, memory: int, rotate: Rotate | None, relative: RelativeTables | None, streaming: bool
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does for sequences without padding."""
         q_BHND, k_BHND, v_BHND = qkv
         given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
             self.gather(given)
-            parts = self.reads(given, prefix)
+            parts = self.reads(given, streaming)
         return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
 
     def forward_padded(self, qkv: QKV, real_BN: Tensor, memory: int, *own: Any) -> tuple[Tensor, Tensor]:
@@ -221,24 +221,24 @@ class Pattern(nn.Module, ABC):
         out_RHD = qkv[2].new_zeros(B * N, H, D).index_copy(0, row_S, torch.cat(outs))
         return out_RHD.view(B, N, H, D).transpose(1, 2)[:, :, memory:], torch.stack(losses).sum()
 
-    def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
+    def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> QueriesKeys:
         """Return the queries and keys of positions from `first` on."""
         check_heads(q_BHND, self.heads, self.size)
         ready = self.prepare(q_BHND, k_BHND)
-        turned_q_BHND = turned_k_BHND = turn(ready.q_BHND, rotate, first)
+        rotated_q_BHND = rotated_k_BHND = turn(ready.q_BHND, rotate, first)
         if ready.k_BHND is not ready.q_BHND:
-            turned_k_BHND = turn(ready.k_BHND, rotate, first)
-        given = Inputs(ready.q_BHND, ready.k_BHND, turned_q_BHND, turned_k_BHND)
+            rotated_k_BHND = turn(ready.k_BHND, rotate, first)
+        given = QueriesKeys(ready.q_BHND, ready.k_BHND, rotated_q_BHND, rotated_k_BHND)
         if rotate is not None:
             return given
         return given._replace(narrow_q_BHND=ready.narrow_q_BHND, narrow_k_BHND=ready.narrow_k_BHND)
 
-    def attend(self, given: Inputs, v_BHND: Tensor, parts: list[Part], relative: Relative | None) -> Tensor:
+    def attend(self, given: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
         """Return the outputs for what is read."""
-        q_BHND = of_type(v_BHND.dtype, given.turned_q_BHND, given.narrow_q_BHND)
+        q_BHND = of_type(v_BHND.dtype, given.rotated_q_BHND, given.narrow_q_BHND)
         k_BHND = q_BHND
-        if given.turned_k_BHND is not given.turned_q_BHND:
-            k_BHND = of_type(v_BHND.dtype, given.turned_k_BHND, given.narrow_k_BHND)
+        if given.rotated_k_BHND is not given.rotated_q_BHND:
+            k_BHND = of_type(v_BHND.dtype, given.rotated_k_BHND, given.narrow_k_BHND)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
@@ -275,22 +275,22 @@ class ClusterPattern(Pattern):
         return Prepared(q_BHND, k_BHND, narrow_q_BHND, narrow_k_BHND)
 
     @abstractmethod
-    def lists(self, given: Inputs) -> list[Packed]:
+    def lists(self, given: QueriesKeys) -> list[MemberLists]:
         """Return the members of every cluster, or those of queries and of keys."""
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         lists, N = self.lists(given), given.q_BHND.shape[2]
         return [members_read(lists[0], lists[-1], N, self.window, self.attend_self)]
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
 
-    def lists_kept(self, given: Inputs, cache: ClusterCache) -> Packed:
+    def lists_kept(self, given: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """Return the members that a prompt leaves in a stream's cache."""
         return self.lists(given)[-1]
 
     @abstractmethod
-    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
+    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return which clusters the next query and key of a stream join, `[B, H, C]`.
 
         And the slots that the key takes there; None: those of the oldest members.
@@ -355,7 +355,7 @@ def of_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -
     return wide_BHND.to(dtype)
 
 
-class Spread(NamedTuple):
+class PositionLists(NamedTuple):
     """Lists chosen by position: the query at n reads the keys of its list at positions since_N[n] to until_N[n] - 1."""
 
     list_HN: Tensor
@@ -379,18 +379,18 @@ class PositionPattern(Pattern):
     """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
 
     @abstractmethod
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
 
     @abstractmethod
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None] - given.memory
         return ((i >= i.T) & self.sees(head, i, i.T))[None]
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = given.q_BHND.shape
         make = partial(self.make_reads, B, H, N, given.memory)
         form = self.form()
@@ -417,7 +417,7 @@ class PositionPattern(Pattern):
         is_plain = all(isinstance(value, PLAIN) for value in attributes.values())
         return tuple(attributes.items()) if is_plain else None
 
-    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[Reads]:
+    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
         """Return who reads whom in B sequences and H heads of N positions, a memory included."""
         position_N = torch.arange(-memory, N - memory, device=device)
         parts = []
@@ -435,7 +435,7 @@ class PositionPattern(Pattern):
             parts.append(bounded_read(queries, keys, N, since_N, until_N))
         return parts if self.attend_self else without_self(parts, B * H * N)
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         return PositionCache(self, relative, self.keeps)
 
 
@@ -446,11 +446,11 @@ class ContiguousPattern(PositionPattern):
     def since(self, i: Tensor) -> Tensor:
         """Return the first position that the queries at `i` read; it never falls as i grows. Below 0: the first."""
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         one_N = torch.zeros_like(position_N)
-        return [Spread(one_N, one_N, self.since(position_N), position_N + 1)]
+        return [PositionLists(one_N, one_N, self.since(position_N), position_N + 1)]
 
-    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[Reads]:
+    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
         parts = super().make_reads(B, H, N, memory, device)
         if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
             return parts  # only a CPU tells what tensors hold without a wait
@@ -464,7 +464,7 @@ class ContiguousPattern(PositionPattern):
             parts = [parts[0]._replace(window=Window(N, most, memory))]
         return parts
 
-    def has_one_list(self, part: Reads, sequences: int) -> bool:
+    def has_one_list(self, part: RangeReads, sequences: int) -> bool:
         """Tell whether every sequence of a head is one list."""
         return len(part.query.count_L) == sequences
 

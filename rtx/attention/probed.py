@@ -69,21 +69,21 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.centroid_update import SPLIT
-from rtx.attention.choices import Choice
 from rtx.attention.engine import native, static_selection, triton_probing, triton_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
-from rtx.attention.engine.softmax import Relative
+from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.members import MAX_SCORES, products
 from rtx.attention.once import made_once
-from rtx.attention.packed import Indexed, Packed, Part, Reads, members_read, pack
-from rtx.attention.pattern import Inputs
+from rtx.attention.pattern import QueriesKeys
+from rtx.attention.reads import IndexReads, MemberLists, RangeReads, Reads, members_read, pack
 from rtx.attention.routing import Centroids, gathering
-from rtx.attention.selection import MAX_SCORES, products
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
+from rtx.attention.top_keys import TopKeys
 
 
-class Probed(Choice):
+class Probed(TopKeys):
     """H heads whose queries read keys of the clusters that match them best; see the module.
 
     Args:
@@ -163,9 +163,9 @@ class Probed(Choice):
 
     # The rule.
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
-        q_ND = given.turned_q_BHND[0, head]
-        k_ND = given.turned_k_BHND[0, head]
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        q_ND = given.rotated_q_BHND[0, head]
+        k_ND = given.rotated_k_BHND[0, head]
         N = len(q_ND)
         centroid_1CD = self.centroids.centroid_HCD[head, None].to(q_ND.dtype)
         cluster_N = nearest_clusters(centroid_1CD, k_ND[None])[0].tolist()
@@ -193,9 +193,9 @@ class Probed(Choice):
 
     # The batch form.
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
-        q_BHND = widened(given.turned_q_BHND)
-        k_BHND = widened(given.turned_k_BHND)
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
+        q_BHND = widened(given.rotated_q_BHND)
+        k_BHND = widened(given.rotated_k_BHND)
         if self.reads_all:
             return self.probed_lists(q_BHND, k_BHND)
         return [self.best_of_probed(q_BHND, k_BHND)]
@@ -235,7 +235,7 @@ class Probed(Choice):
 
     # The batch form where queries read all keys that they probe: lists.
 
-    def probed_lists(self, q_BHND: Tensor, k_BHND: Tensor) -> list[Part]:
+    def probed_lists(self, q_BHND: Tensor, k_BHND: Tensor) -> list[Reads]:
         """Return the lists of early positions and of clusters, and what queries read of them."""
         B, H, N, _ = q_BHND.shape
         early = self.early(N)
@@ -249,7 +249,7 @@ class Probed(Choice):
             return [self.triton_part(q_BHND, files)]
         make = partial(early_lists, B, H, N, early, self.attend_self)
         form = (type(self), B, H, N, early, self.attend_self)
-        parts: list[Part] = [*made_once(form, q_BHND.device, make)]
+        parts: list[Reads] = [*made_once(form, q_BHND.device, make)]
         if early == N or not B * H:
             return parts
         if is_static(q_BHND, self.backend):
@@ -258,7 +258,7 @@ class Probed(Choice):
             parts.append(self.dynamic_part(q_BHND, k_BHND, early))
         return parts
 
-    def native_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> Reads:
+    def native_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> RangeReads:
         """Return the lists of early positions and of clusters, made by the compiled kernel."""
         N = q_BHND.shape[2]
         lists = native.probe(
@@ -269,20 +269,20 @@ class Probed(Choice):
             early=early,
             attend_self=self.attend_self,
         )
-        return Reads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=early)
+        return RangeReads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=early)
 
-    def dynamic_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> Reads:
+    def dynamic_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> RangeReads:
         """Return what the queries from position `early` on read of the clusters' lists."""
         N = q_BHND.shape[2]
         number_P, keys = self.numbered(q_BHND, k_BHND, early)
         list_P = number_P // N
         position_P = number_P % N
         row_P = list_P // self.clusters * N + position_P
-        queries = Packed(row_P, torch.bincount(list_P, minlength=len(keys.count_L)))
+        queries = MemberLists(row_P, torch.bincount(list_P, minlength=len(keys.count_L)))
         start_P, stop_P = self.ranges(keys, list_P, position_P, N)
-        return Reads(queries, keys, start_P, stop_P, N, most=self.target(N))
+        return RangeReads(queries, keys, start_P, stop_P, N, most=self.target(N))
 
-    def numbered(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> tuple[Tensor, Packed]:
+    def numbered(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> tuple[Tensor, MemberLists]:
         """Return the members of the clusters' lists: numbers of those as queries, and the keys.
 
         A member has the number list * N + position. Members in the order of numbers are in the
@@ -313,7 +313,7 @@ class Probed(Choice):
 
     def ranges(
         self,
-        keys: Packed,
+        keys: MemberLists,
         list_P: Tensor,
         position_P: Tensor,
         length: int,
@@ -328,7 +328,7 @@ class Probed(Choice):
         start_P = keys.first_L()[list_P].maximum(stop_P - self.target(length))
         return start_P, stop_P
 
-    def triton_part(self, q_BHND: Tensor, files: triton_probing.Files) -> Reads:
+    def triton_part(self, q_BHND: Tensor, files: triton_probing.Files) -> RangeReads:
         """Return the lists of early positions and of clusters, made by our kernels for GPUs.
 
         The lists of clusters have room for a fixed number of queries, see `room_lacking`.
@@ -340,9 +340,9 @@ class Probed(Choice):
         room += self.room_lacking(probes.count_1(), room)
         lists = triton_probing.pack_members(files, probes, reach, room)
         member_counts = triton_probing.member_counts
-        return Reads(
-            query=Packed(lists.query_row_P, member_counts(probes.tally, files.early, room)),
-            key=Packed(lists.key_row_M, member_counts(files.tally, files.early, B * H * N)),
+        return RangeReads(
+            query=MemberLists(lists.query_row_P, member_counts(probes.tally, files.early, room)),
+            key=MemberLists(lists.key_row_M, member_counts(files.tally, files.early, B * H * N)),
             start_P=lists.start_P,
             stop_P=lists.stop_P,
             length=N,
@@ -355,7 +355,7 @@ class Probed(Choice):
         early = self.early(k_BHND.shape[2])
         return triton_probing.file_keys(self.centroids.centroid_HCD, k_BHND, early)
 
-    def static_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> Reads:
+    def static_part(self, q_BHND: Tensor, k_BHND: Tensor, early: int) -> RangeReads:
         """Return what `dynamic_part` does, in lists with room for a fixed number of queries, see
         `room_lacking`."""
         B, H, N, _ = q_BHND.shape
@@ -413,7 +413,7 @@ class Probed(Choice):
         keys = pack(torch.cat(clusters).view(B, H, N), self.clusters, complete=True)
         return Members(number_P1[:room], torch.cat(counts), count_1, keys)
 
-    def lists_with_room(self, members: Members, length: int) -> Reads:
+    def lists_with_room(self, members: Members, length: int) -> RangeReads:
         """Return lists with room, and with them what kernels read of them.
 
         Members behind the count are of no row. Their ranges are empty and begin behind all keys, so
@@ -435,8 +435,8 @@ class Probed(Choice):
             members.count_1.clamp(max=room),
         )
         count_L = static_selection.bounds(members.count_L, room).diff()
-        return Reads(
-            query=Packed(lists.query_row_P, count_L),
+        return RangeReads(
+            query=MemberLists(lists.query_row_P, count_L),
             key=keys,
             start_P=lists.start_P,
             stop_P=lists.stop_P,
@@ -447,7 +447,7 @@ class Probed(Choice):
 
     # The batch form where queries read the best of the keys that they probe: an index.
 
-    def best_of_probed(self, q_BHND: Tensor, k_BHND: Tensor) -> Indexed:
+    def best_of_probed(self, q_BHND: Tensor, k_BHND: Tensor) -> IndexReads:
         """Return the rows of the W best keys, by q k^T, of those that each query probes."""
         B, H, N, _ = q_BHND.shape
         if N and self.by_native(k_BHND):
@@ -459,9 +459,9 @@ class Probed(Choice):
             for queries, position_XQW in self.best_positions(piece):
                 row_XQW = torch.where(position_XQW < 0, -1, first_row_X11 + position_XQW)
                 index_XNW[heads, queries] = row_XQW
-        return Indexed(index_XNW.flatten(0, 1), N)
+        return IndexReads(index_XNW.flatten(0, 1), N)
 
-    def native_index(self, q_BHND: Tensor, k_BHND: Tensor) -> Indexed:
+    def native_index(self, q_BHND: Tensor, k_BHND: Tensor) -> IndexReads:
         """Return what `best_of_probed` does, by the compiled kernel."""
         N = q_BHND.shape[2]
         index_RW = native.probe_best(
@@ -472,7 +472,7 @@ class Probed(Choice):
             window=self.most_keys(N),
             attend_self=self.attend_self,
         )
-        return Indexed(index_RW, N)
+        return IndexReads(index_RW, N)
 
     def best_positions(self, piece: Searched) -> Iterator[tuple[slice, Tensor]]:
         """Yield the positions `[X, Q, W]` that some queries at a time read, -1 for none."""
@@ -523,17 +523,17 @@ class Probed(Choice):
 
     # The stream.
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         return ProbedCache(self, relative)
 
     # The centroids.
 
     @torch.no_grad()
-    def gather(self, given: Inputs) -> None:
+    def gather(self, given: QueriesKeys) -> None:
         """Let centroids start at keys, if they have not, and in training gather sums of keys."""
         self.filed = None
         store = self.centroids
-        k_BHND = widened(given.turned_k_BHND.detach())
+        k_BHND = widened(given.rotated_k_BHND.detach())
         if store.seed_with_next and store.training:
             store.seed_from([k_BHND])
         if not self.training or gathering.is_paused or not k_BHND.numel():
@@ -549,7 +549,7 @@ class Probed(Choice):
             sum_LD = F.embedding_bag(keys.row_M, k_RD, keys.first_L(), mode="sum")
         store.observe_sums(0, k_BHND, sum_LD, keys.count_L, keys.count_L, None)
 
-    def clustered_keys(self, k_BHND: Tensor) -> Packed:
+    def clustered_keys(self, k_BHND: Tensor) -> MemberLists:
         """Return the keys of each cluster: those of `filed`, if there are some."""
         if self.by_native(k_BHND):
             return native.cluster_keys(self.centroids.centroid_HCD, k_BHND)
@@ -693,12 +693,12 @@ def early_lists(
     early: int,
     attend_self: bool,
     device: torch.device,
-) -> list[Reads]:
+) -> list[RangeReads]:
     """Return one list for each head: the positions before `early`, each of which reads all up to
     itself."""
     row_XN = torch.arange(B * H * N, device=device).view(B * H, N)
     count_X = torch.full((B * H,), early, device=device)
-    lists = Packed(row_XN[:, :early].flatten(), count_X)
+    lists = MemberLists(row_XN[:, :early].flatten(), count_X)
     return [members_read(lists, lists, N, max(1, early), attend_self)]
 
 
@@ -711,7 +711,7 @@ class Members(NamedTuple):
     """Queries of each list, those without room among them."""
     count_1: Tensor
     """Queries of all lists, those without room among them."""
-    keys: Packed
+    keys: MemberLists
 
 
 def kernel_lists(
@@ -788,9 +788,9 @@ class ProbedCache(RowCache):
     """The keys as they came, where the best are chosen: `key_BHSD` may round them to the values'
     type."""
 
-    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         pattern = self.pattern
-        k_BHND = widened(given.turned_k_BHND)
+        k_BHND = widened(given.rotated_k_BHND)
         B, H, _, _ = k_BHND.shape
         if self.count_BHC is None:
             shape = (B, H, pattern.clusters)
@@ -801,16 +801,16 @@ class ProbedCache(RowCache):
         self.count_BHC = count_BHC
         self.filed_BHS2 = place(self.filed_BHS2, filed_BHN2, first)
         if not pattern.reads_all:
-            self.choice_BHSD = place(self.choice_BHSD, given.turned_k_BHND, first)
+            self.choice_BHSD = place(self.choice_BHSD, given.rotated_k_BHND, first)
         return super().put(given, v_BHND, first)
 
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         readable_BHC = self.count_BHC
         k_BHSD, v_BHSD = self.put(given, v_BH1D, position)
         if self.pattern.attend_self or position == 0:
             readable_BHC = self.count_BHC
         assert readable_BHC is not None
-        slot_BH1K = self.read_slots(widened(given.turned_q_BHND), readable_BHC, position)
+        slot_BH1K = self.read_slots(widened(given.rotated_q_BHND), readable_BHC, position)
         at_BHK1 = slot_BH1K.mT.clamp(min=0)
         k_BHKD = k_BHSD.take_along_dim(at_BHK1, 2)
         v_BHKD = v_BHSD.take_along_dim(at_BHK1, 2)

@@ -37,9 +37,9 @@ from rtx.attention.centroid_update import (
 from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
-from rtx.attention.packed import Hidden, Packed, Part, Reads, members_read, pack
-from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
-from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
+from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
+from rtx.attention.pattern import ClusterPattern, Pattern, QueriesKeys, of_configuration
+from rtx.attention.reads import Holes, MemberLists, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import centroid_margin
 
@@ -69,7 +69,7 @@ class Routing(ClusterPattern):
             W_R (q + k) (the ICLR and first arXiv versions; W_R (q + k) is not normalised again).
         selection: "topk": each centroid takes its W best positions of the whole sequence, as Algorithm 1 does (but
             masked by true positions, and divided by the clusters' count exactly). **It sees the future**: which past
-            positions are members depends on later ones; `prefix` decides each from the prefix alone. "causal": a
+            positions are members depends on later ones; `streaming` decides each from the prefix alone. "causal": a
             position joins every cluster that scores it at or above its threshold, and where there is none the one whose
             threshold it misses by least. "nearest": the cluster alone that scores it highest. The last two are strictly
             causal.
@@ -86,7 +86,7 @@ class Routing(ClusterPattern):
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.heads, _, self.size = centroids.centroid_HCD.shape
         self.strictly_causal = selection != "topk"
-        self.seen: tuple[list[Packed], int] | None = None
+        self.seen: tuple[list[MemberLists], int] | None = None
         """The members in the last training batch (of its last padding), and how many rows it had, for telemetry."""
         self.may_lose_members = selection == "causal"
         """Whether lists on a GPU may lack room; see `make_room`."""
@@ -100,7 +100,7 @@ class Routing(ClusterPattern):
         held = {**known, "threshold_rate": known["threshold_rate"] if known["selection"] == "causal" else 0.0}
         return super().from_config({**known, "centroids": Centroids(**of_configuration(Centroids, held))})
 
-    def clustered(self, given: Inputs) -> list[Tensor]:
+    def clustered(self, given: QueriesKeys) -> list[Tensor]:
         """Return what is clustered: one vector of each position, or its query and its key apart."""
         if self.centroids.keys == "separate":
             return [given.q_BHND, given.k_BHND]
@@ -115,17 +115,17 @@ class Routing(ClusterPattern):
         store = self.centroids
         return [store.threshold_HC, store.key_threshold_HC] if self.selection == "causal" else [None, None]
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         store = self.centroids
         if store.seed_with_next and store.training:
             store.seed_from([x.detach() for x in self.clustered(given)])
-        if prefix and self.selection == "topk":
+        if streaming and self.selection == "topk":
             return self.prefix_reads(given)
         if is_static(given.q_BHND, self.backend):
             return self.static_reads(given)
-        return super().reads(given, prefix)
+        return super().reads(given, streaming)
 
-    def static_reads(self, given: Inputs) -> list[Part]:
+    def static_reads(self, given: QueriesKeys) -> list[Reads]:
         """Return who reads whom, in lists with room for a fixed number of members.
 
         In training the CPU never waits for a GPU. In evaluation causal selection reads one number back (`select`).
@@ -146,7 +146,7 @@ class Routing(ClusterPattern):
         else:
             queries, keys = selected
             lists = static_selection.separate_lists(queries, keys, N, self.window, self.attend_self)
-        part = Reads(
+        part = RangeReads(
             query=members[0],
             key=members[-1],
             start_P=lists.start_P,
@@ -193,7 +193,7 @@ class Routing(ClusterPattern):
         )
 
     @torch.no_grad()
-    def observe(self, number: int, x_BHND: Tensor, selected: Selected, members: Packed) -> None:
+    def observe(self, number: int, x_BHND: Tensor, selected: Selected, members: MemberLists) -> None:
         """Let the centroids gather the statistics of a training batch; members without room are in no mean."""
         store = self.centroids
         functions = selection_functions(x_BHND, self.backend)
@@ -240,31 +240,31 @@ class Routing(ClusterPattern):
         expected = B * H * max(N, self.centroids.centroid_HCD.shape[1] * math.ceil(share * N))
         return self.room_factor * expected
 
-    def remember(self, lists: list[Packed], given: Inputs) -> None:
+    def remember(self, lists: list[MemberLists], given: QueriesKeys) -> None:
         """Keep the members of a training batch for telemetry."""
         if self.training and not gathering.is_paused and (rows := given.q_BHND.shape[:3].numel()):
             self.seen = lists, rows
 
-    def prefix_reads(self, given: Inputs) -> list[Part]:
+    def prefix_reads(self, given: QueriesKeys) -> list[Reads]:
         """Return who reads whom with top-w sets of every prefix."""
         store, N = self.centroids, given.q_BHND.shape[2]
         # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
         both = [arrivals(store.centroid_HCD, x, self.window) for x in self.clustered(given)]
         part = members_read(both[0].lists, both[-1].lists, N, N, self.attend_self or self.window == 1)
         position_1P = part.query.row_M[None] % max(1, N)
-        hidden = Hidden(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
-        return [part._replace(hidden=hidden)]
+        hidden = Holes(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
+        return [part._replace(holes=hidden)]
 
-    def lists(self, given: Inputs) -> list[Packed]:
+    def lists(self, given: QueriesKeys) -> list[MemberLists]:
         lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
         self.remember(lists, given)
         return lists
 
     @torch.no_grad()
-    def assign(self, number: int, x_BHND: Tensor) -> Packed:
+    def assign(self, number: int, x_BHND: Tensor) -> MemberLists:
         """Return the members of every cluster, of positions or queries (number 0) or keys, `[B, H, N, D]`.
 
-        Of equals (`rtx.attention.selection` says what these are) it is the earlier position or the first cluster, which
+        Of equals (`rtx.attention.members` says what these are) it is the earlier position or the first cluster, which
         takes positions of NaN, too; else NaN is worse than every score. In training the centroids gather their
         statistics here.
         """
@@ -276,7 +276,7 @@ class Routing(ClusterPattern):
         window = 0 if self.selection == "nearest" else self.window
         given = store.centroid_HCD, x_BHND, self.thresholds()[number]
         row_M, count_L, nearest_BHN, moment_2BHC = choose(*given, window=window, nearest=nearest)
-        lists = counted = Packed(row_M, count_L)
+        lists = counted = MemberLists(row_M, count_L)
         if nearest_BHN is not None:
             counted = pack(nearest_BHN, store.centroid_HCD.shape[1], complete=True)
             lists = counted if self.selection == "nearest" else lists
@@ -284,7 +284,7 @@ class Routing(ClusterPattern):
             store.observe(number, x_BHND, lists, counted, moment_2BHC)
         return lists
 
-    def loss(self, given: Inputs) -> Tensor:
+    def loss(self, given: QueriesKeys) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
         if not self.training or not self.commitment or not given.q_BHND.numel():
             return super().loss(given)
@@ -309,11 +309,11 @@ class Routing(ClusterPattern):
         functions = selection_functions(x_BHND, self.backend)
         return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
         scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)], self.window
         margin_C = centroid_margin(centroid_CD, scores[0].dtype)
-        if prefix and self.selection == "topk":
+        if streaming and self.selection == "topk":
             return oracle.prefix_topk(scores[0], scores[-1], margin_C, window)
         if self.selection == "topk":
             members = [oracle.topk_members(score_CN, margin_C, window) for score_CN in scores]
@@ -326,7 +326,7 @@ class Routing(ClusterPattern):
                     members.append(oracle.threshold_members(score_CN, threshold_HC[head], margin_C))
         return oracle.last_members(members[0], members[-1], window)
 
-    def lists_kept(self, given: Inputs, cache: ClusterCache) -> Packed:
+    def lists_kept(self, given: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
         if self.selection != "topk":
             with statistics_paused():
@@ -336,9 +336,9 @@ class Routing(ClusterPattern):
         position_LW = cache.best[-1].position_W
         list_M, slot_M = (position_LW < N).nonzero(as_tuple=True)
         rows_M = list_M // store.centroid_HCD.shape[1] * N + position_LW[list_M, slot_M]
-        return Packed(rows_M, torch.bincount(list_M, minlength=len(position_LW)))
+        return MemberLists(rows_M, torch.bincount(list_M, minlength=len(position_LW)))
 
-    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
+    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
         scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(given)]
         margin_HC = centroid_margin(self.centroids.centroid_HCD, scores[0].dtype)
         if self.selection != "topk":
@@ -354,9 +354,9 @@ class Routing(ClusterPattern):
         return offers[0][0].view(shape), offers[-1][0].view(shape), offers[-1][1].view(shape)
 
 
-def packed_of(selected: Selected) -> Packed:
+def packed_of(selected: Selected) -> MemberLists:
     """Return the members as lists; counts are of those for which there is room."""
-    return Packed(selected.row_M, selected.bound_L1.diff())
+    return MemberLists(selected.row_M, selected.bound_L1.diff())
 
 
 @contextlib.contextmanager
@@ -484,7 +484,9 @@ class Centroids(nn.Module):
         return [x for x in (self.threshold_HC, self.key_threshold_HC) if x is not None]
 
     @torch.no_grad()
-    def observe(self, number: int, x_BHND: Tensor, lists: Packed, counted: Packed, moment_2BHC: Tensor | None) -> None:
+    def observe(
+        self, number: int, x_BHND: Tensor, lists: MemberLists, counted: MemberLists, moment_2BHC: Tensor | None
+    ) -> None:
         """Gather statistics of a training batch of positions or queries (number 0) or keys.
 
         Args:

@@ -138,7 +138,7 @@ def score_batch(
     """
     tokens_BN, skipped_B = read
     if answers is None:
-        nats_BN, _ = model.loss(tokens_BN, prefix=streaming)  # type: ignore[operator]
+        nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
         counts_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device) >= skipped_B[:, None]
         nats_B = torch.where(counts_BN, nats_BN.double(), 0.0).sum(dim=1)
         units_B, more = counts_BN.sum(dim=1), []
@@ -149,6 +149,6 @@ def score_batch(
     else:
         assert not skipped_B.any(), "answers are scored in whole windows"
         at_BA, back_BA = answers(tokens_BN)
-        nats_BA, right_BA, _ = model.answers(tokens_BN, at_BA, prefix=streaming)  # type: ignore[operator]
+        nats_BA, right_BA, _ = model.answers(tokens_BN, at_BA, streaming=streaming)  # type: ignore[operator]
         nats_B, units_B, more = nats_BA.double().sum(dim=1), (at_BA >= 0).sum(dim=1), [right_BA, back_BA]
     return torch.cat([units_B[:, None], nats_B[:, None], *more], dim=1).double().cpu()

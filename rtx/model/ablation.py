@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from rtx.attention.pattern import Pattern, keys_of
-from rtx.attention.patterns import Local, Random
+from rtx.attention.positional import Local, Random
 from rtx.config import Config
 from rtx.model.multihead import ROUTED, MultiheadAttention, layer_patterns
 from rtx.model.transformer import Transformer

@@ -78,7 +78,11 @@ class Block(nn.Module):
             self.compression = Compression(config.model.hidden, config.model.compression_rate, config.model.compression)
 
     def forward(
-        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None, memory_BME: Tensor | None = None
+        self,
+        x_BNE: Tensor,
+        streaming: bool = False,
+        streams: list[Stream] | None = None,
+        memory_BME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; see `MultiheadAttention`.
 
@@ -86,7 +90,7 @@ class Block(nn.Module):
         """
         read_BKE = x_BNE if memory_BME is None else torch.cat([memory_BME, x_BNE], dim=1)
         read_BKE, memory = self.attention_norm(read_BKE) if self.pre else read_BKE, read_BKE.shape[1] - x_BNE.shape[1]
-        branch_BNE, loss = self.attention(read_BKE, prefix, streams, memory)
+        branch_BNE, loss = self.attention(read_BKE, streaming, streams, memory)
         return self.finish(x_BNE, branch_BNE), loss
 
     def finish(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:

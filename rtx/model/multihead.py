@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.cache import Cache
-from rtx.attention.engine.softmax import Relative
+from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Pattern, keys_of
 from rtx.config import BASES, REGISTERED, ROUTED, SELECTIONS, Config, layer_patterns
 from rtx.errors import UserError
@@ -120,14 +120,14 @@ class MultiheadAttention(nn.Module):
         apart_FE = parts[queries - 1] - parts[queries + sum(self.with_keys) - 1]
         return apart_FE.abs().sum(-1).unflatten(0, (-1, self.size)).amax(-1).mean()
 
-    def relative(self) -> list[Relative | None]:
+    def relative(self) -> list[RelativeTables | None]:
         """Return the tables by distance of each group, None without."""
         if self.xl is not None:
             return [self.xl(pattern.keeps) for pattern in self.each()]  # type: ignore[attr-defined]
         return [self.shaw[name]() if name in self.shaw else None for name in self.groups]
 
     def forward(
-        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None, memory: int = 0
+        self, x_BNE: Tensor, streaming: bool = False, streams: list[Stream] | None = None, memory: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `streams` take the sequence in.
 
@@ -140,7 +140,7 @@ class MultiheadAttention(nn.Module):
         for stream, (pattern, rotary, (q, k, v)) in zip(streams or [], groups, strict=False):
             stream.cache.prefill(pattern.inputs(q, k, rotary), v)
         for relative, (pattern, rotary, (q, k, v)) in zip(self.relative(), groups, strict=True):
-            out_BHND, loss = pattern(q, k, v, rotate=rotary, relative=relative, prefix=prefix, memory=memory)
+            out_BHND, loss = pattern(q, k, v, rotate=rotary, relative=relative, streaming=streaming, memory=memory)
             outputs.append(out_BHND)
             total = total + loss
         joined_BNE = torch.cat(outputs, dim=1).transpose(1, 2).flatten(2)

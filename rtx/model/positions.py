@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.engine.softmax import Relative
+from rtx.attention.engine.softmax import RelativeTables
 from rtx.model.linear import Linear
 
 TABLE_DEVIATION = 0.02
@@ -59,9 +59,9 @@ class Shaw(nn.Module):
         self.keys_MD = nn.Parameter(torch.randn(max_distance + 1, size) * TABLE_DEVIATION)
         self.values_MD = nn.Parameter(torch.randn(max_distance + 1, size) * TABLE_DEVIATION)
 
-    def forward(self) -> Relative:
+    def forward(self) -> RelativeTables:
         """Return the tables."""
-        return Relative(self.keys_MD, self.values_MD)
+        return RelativeTables(self.keys_MD, self.values_MD)
 
 
 class SinusoidKeys(nn.Module):
@@ -78,7 +78,7 @@ class SinusoidKeys(nn.Module):
         self.content_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
         self.place_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
 
-    def forward(self, distances: int) -> Relative:
+    def forward(self, distances: int) -> RelativeTables:
         """Return keys and bias, for queries with u, of so many distances from 0 on."""
         weight_EE = self.project.weight
         count = min(distances, (self.clamp or distances) + 1)
@@ -89,7 +89,7 @@ class SinusoidKeys(nn.Module):
         keys_ME = self.project(F.dropout(sinusoid_ME, self.dropout, self.training))
         keys_HMD = keys_ME.unflatten(-1, self.place_HD.shape).transpose(0, 1)
         bias_HM = (keys_HMD @ (self.place_HD - self.content_HD)[..., None])[..., 0]
-        return Relative(keys_HMD, None, bias_HM)
+        return RelativeTables(keys_HMD, None, bias_HM)
 
 
 class LearnedPositions(nn.Module):

@@ -153,16 +153,18 @@ class Transformer(nn.Module):
             for parameter in self.embedding.positions.parameters():
                 parameter.mul_(0.01 / TABLE_DEVIATION)
 
-    def forward(self, tokens_BN: Tensor, prefix: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, streaming: bool = False, memory: Memory | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
 
-        `prefix`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
+        `streaming`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
         `memory`: the sequences go on where it ends, and it takes them in.
         """
         x_BNE, inputs = self.embedding(tokens_BN, memory and memory.last_B), []
         total = x_BNE.new_zeros((), dtype=torch.float32)
         for layer, block in enumerate(self.blocks):
-            given = (x_BNE, prefix, None, memory.read(layer) if memory else None)
+            given = (x_BNE, streaming, None, memory.read(layer) if memory else None)
             inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
                 x_BNE, loss = recomputed_block(block, *given)
@@ -187,16 +189,16 @@ class Transformer(nn.Module):
                 total = total + block.reconstruction_loss(*given)  # type: ignore[operator]
         return total
 
-    def loss(self, tokens_BN: Tensor, prefix: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens_BN: Tensor, streaming: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss.
 
         A model of segments reads a sequence of several as a stream; `memory`: see `forward`.
         """
         if memory is None and 0 < self.segment < tokens_BN.shape[1]:
             memory = Memory(self.config)
-            nats = [self.loss(part_BN, prefix, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
+            nats = [self.loss(part_BN, streaming, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
             return torch.cat(nats, dim=1), nats[0].new_zeros(())
-        hidden_BNS, auxiliary = self(tokens_BN, prefix, memory)
+        hidden_BNS, auxiliary = self(tokens_BN, streaming, memory)
         if self.softmax is not None:
             return self.softmax.token_nats(hidden_BNS, tokens_BN), auxiliary
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
@@ -207,12 +209,12 @@ class Transformer(nn.Module):
         hidden_BNS, auxiliary = self(tokens_BN, memory=memory)
         return fused_mean_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
-    def answers(self, tokens_BN: Tensor, at_BA: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def answers(self, tokens_BN: Tensor, at_BA: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the nats of the units at positions `at_BA` alone and whether each is the likeliest, `[B, A]`.
 
         Where the position is -1: 0 and false. The third result is the auxiliary loss, of the whole sequence.
         """
-        hidden_BNS, auxiliary = self(tokens_BN, prefix)
+        hidden_BNS, auxiliary = self(tokens_BN, streaming)
         row_B1, chosen_BA = torch.arange(len(tokens_BN), device=at_BA.device)[:, None], at_BA.clamp(min=0)
         targets_BA = tokens_BN.gather(1, chosen_BA)
         logits_BAV = self.logits(hidden_BNS[row_B1, chosen_BA])

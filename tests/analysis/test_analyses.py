@@ -18,8 +18,8 @@ from rtx.analysis import coverage
 from rtx.analysis import loss_by_position as losses
 from rtx.analysis.loss_by_position import RERUN, STREAMING, TEACHER_FORCED
 from rtx.attention import oracle
-from rtx.attention.packed import Reads
-from rtx.attention.patterns import AdaptiveSpan
+from rtx.attention.positional import AdaptiveSpan
+from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
 from rtx.evaluation.protocols import Window, windows
 from tests.model.tiny_models import OTHERS, OWN_KEYS, TIED, VOCABULARY, Kind, each_kind, tiny_config, tiny_model, tokens
@@ -42,7 +42,7 @@ def oracle_weights(heads: weights.Heads) -> list[Tensor]:
     pattern, given, _, relative = heads
     terms, found = pattern.terms(given.q_BHND.shape[-1], relative), []
     for head in range(given.q_BHND.shape[1]):
-        q_ND, k_ND = given.turned_q_BHND[0, head], given.turned_k_BHND[0, head]
+        q_ND, k_ND = given.rotated_q_BHND[0, head], given.rotated_k_BHND[0, head]
         rule = pattern.rule(given, head, False)
         found.append(oracle.dense(q_ND, k_ND, k_ND, rule, terms, head, pattern.attend_self)[1].sum(0))
     return found
@@ -109,7 +109,7 @@ def test_telemetry_counts_the_members_of_a_whole_batch(selection: str, keys: str
     times, counts = [], []
     for b in range(3):
         heads, _, (part,), _ = weights.groups_of(attention, x_BNE[b : b + 1])["routed"]
-        assert isinstance(part, Reads) and isinstance(heads, Routing)
+        assert isinstance(part, RangeReads) and isinstance(heads, Routing)
         times += torch.bincount(part.query.row_M, minlength=2 * LENGTH).tolist()
         counts += part.key.count_L.tolist()
     assert len(counts) == 3 * 2 * CLUSTERS

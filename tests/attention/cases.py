@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtx import attention
-from rtx.attention import Pattern, Relative, oracle
+from rtx.attention import Pattern, RelativeTables, oracle
 from rtx.model.positions import rotate
 
 KINDS = (
@@ -118,7 +118,7 @@ def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) ->
     q, k, v = (draw(*shape).to(dtype).requires_grad_() for _ in range(3))
     relative = None
     if case.distances:
-        relative = Relative(*(draw(case.distances, case.D).to(dtype).requires_grad_() for _ in range(2)))
+        relative = RelativeTables(*(draw(case.distances, case.D).to(dtype).requires_grad_() for _ in range(2)))
     turn = rotate if case.rotary else None
     return {"q": q, "k": k if pattern.has_keys else None, "v": v, "rotate": turn, "relative": relative}
 
@@ -154,7 +154,7 @@ def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
         return pattern.inputs(q[:, :, here], None if k is None else k[:, :, here], rotate, here.start)
 
     head = {**given, "q": q[:, :, :prompt], "k": None if k is None else k[:, :, :prompt], "v": v[:, :, :prompt]}
-    outs = [run(pattern, head, prefix=True)]
+    outs = [run(pattern, head, streaming=True)]
     cache.prefill(inputs(slice(0, prompt)), v[:, :, :prompt])
     for position in range(prompt, q.shape[2]):
         outs.append(cache.decode(inputs(slice(position, position + 1)), v[:, :, position : position + 1], position))
@@ -164,12 +164,12 @@ def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
 def check(pattern: Pattern, case: Case) -> None:
     """Compare with the oracle's outputs and gradients, and streams behind some prompts with what the prefix decides."""
     here = tensors(pattern, case)
-    found = [run(pattern, here, prefix=prefix) for prefix in (False, True)]
+    found = [run(pattern, here, streaming=prefix) for prefix in (False, True)]
     for prefix, ours in zip((False, True), found, strict=True):
         if prefix and pattern.strictly_causal:
             torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
         else:
-            theirs = run(partial(oracle.attend, pattern), here, prefix=prefix)
+            theirs = run(partial(oracle.attend, pattern), here, streaming=prefix)
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
             mine, its = gradients(pattern, here, ours), gradients(pattern, here, theirs)
             torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)

@@ -19,8 +19,8 @@ from rtx.attention.engine import packed_attention
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.lists import KernelLists, RowMembers, kernel_lists
 from rtx.attention.engine.packed_attention import MERGES
-from rtx.attention.engine.softmax import Relative, Terms
-from rtx.attention.packed import Hidden, Packed, Reads, Window, members_read
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.reads import Holes, MemberLists, RangeReads, Window, members_read
 
 DEVICE = "cpu" if packed_attention.INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -71,7 +71,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype).to(DEVICE).requires_grad_()
 
 
-def members(sizes: Sizes, share: float) -> Packed:
+def members(sizes: Sizes, share: float) -> MemberLists:
     """Rows of every list at random; the second list of a head has none."""
     row_XM, count_L = [], []
     for head in range(sizes.B * sizes.H):
@@ -79,25 +79,25 @@ def members(sizes: Sizes, share: float) -> Packed:
             chosen_N = torch.rand(sizes.N) < (0 if c == 1 else share)
             row_XM.append(chosen_N.nonzero()[:, 0] + head * sizes.N)
             count_L.append(len(row_XM[-1]))
-    return Packed(torch.cat(row_XM).to(DEVICE), torch.tensor(count_L).to(DEVICE))
+    return MemberLists(torch.cat(row_XM).to(DEVICE), torch.tensor(count_L).to(DEVICE))
 
 
-def clusters(sizes: Sizes, window: int = 9, attend_self: bool = False) -> Reads:
+def clusters(sizes: Sizes, window: int = 9, attend_self: bool = False) -> RangeReads:
     """Queries stand for keys."""
     both = members(sizes, 0.6)
     return members_read(both, both, sizes.N, window, attend_self)
 
 
-def whole(sizes: Sizes, window: int = 9) -> Reads:
+def whole(sizes: Sizes, window: int = 9) -> RangeReads:
     """Every list is one sequence, in order."""
     row_R = torch.arange(sizes.rows, device=DEVICE)
     count_L = torch.full((sizes.B * sizes.H,), sizes.N, device=DEVICE)
-    both = Packed(row_R, count_L)
+    both = MemberLists(row_R, count_L)
     part = members_read(both, both, sizes.N, window)
     return part._replace(window=Window(sizes.N, window, memory=0))
 
 
-def apart(sizes: Sizes) -> Reads:
+def apart(sizes: Sizes) -> RangeReads:
     """Lists of queries and of keys, ranges of any form whose bounds never fall, some of them empty."""
     queries, keys = members(sizes, 0.4), members(sizes, 0.7)
     start_P, stop_P, begin = [], [], 0
@@ -107,14 +107,14 @@ def apart(sizes: Sizes) -> Reads:
         start_P.append(low_P + begin)
         stop_P.append(low_P.maximum(high_P) + begin)
         begin += count_M
-    return Reads(queries, keys, torch.cat(start_P).to(DEVICE), torch.cat(stop_P).to(DEVICE), sizes.N)
+    return RangeReads(queries, keys, torch.cat(start_P).to(DEVICE), torch.cat(stop_P).to(DEVICE), sizes.N)
 
 
-def causal_apart(sizes: Sizes) -> Reads:
+def causal_apart(sizes: Sizes) -> RangeReads:
     return members_read(members(sizes, 0.4), members(sizes, 0.7), sizes.N, 9)
 
 
-def with_hidden(part: Reads, dtype: torch.dtype) -> Reads:
+def with_hidden(part: RangeReads, dtype: torch.dtype) -> RangeReads:
     """Hide by positions and by random numbers, and all that every seventh query might read."""
     P, M = len(part.query.row_M), len(part.key.row_M)
     position_P = (part.query.row_M % part.length).cpu()
@@ -124,20 +124,26 @@ def with_hidden(part: Reads, dtype: torch.dtype) -> Reads:
     low_XP = torch.stack([position_P - 3, random_P])
     high_XP = torch.stack([position_P, random_P + 3])
     high_XP[1, ::7] = 100
-    return part._replace(hidden=Hidden(*(x.to(DEVICE, dtype) for x in (value_XM, low_XP, high_XP))))
+    return part._replace(holes=Holes(*(x.to(DEVICE, dtype) for x in (value_XM, low_XP, high_XP))))
 
 
-def read_pairs(part: Reads) -> Tensor:
+def read_pairs(part: RangeReads) -> Tensor:
     """Return which query member reads which key member, `[P, M]`."""
     m = torch.arange(len(part.key.row_M), device=DEVICE)
     read_PM = (m >= part.start_P[:, None]) & (m < part.stop_P[:, None])
-    for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
+    for value_M, low_P, high_P in zip(*part.holes or (), strict=True):
         read_PM &= (value_M < low_P[:, None]) | (value_M >= high_P[:, None])
     return read_PM
 
 
 def dense(
-    q_BHND: Tensor, k_BHND: Tensor, v_BHNE: Tensor, part: Reads, terms: Terms, merge: str, kept_PM: Tensor | None
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHNE: Tensor,
+    part: RangeReads,
+    terms: LogitTerms,
+    merge: str,
+    kept_PM: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `packed_attention.attend` does, by definition; weights are dropped where `kept_PM` is False."""
     row_P, row_M, read_PM = part.query.row_M, part.key.row_M, read_pairs(part)
@@ -200,8 +206,8 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    part: Reads,
-    terms: Terms,
+    part: RangeReads,
+    terms: LogitTerms,
     merge: str,
     lists: KernelLists | None = None,
     kept_PM: Tensor | None = None,
@@ -212,7 +218,7 @@ def check(
     right_k = right_q if k is q else wide(k)
     right_relative = None
     if terms.relative is not None:
-        right_relative = Relative._make(None if x is None else wide(x) for x in terms.relative)
+        right_relative = RelativeTables._make(None if x is None else wide(x) for x in terms.relative)
     right_tables = [x for x in right_relative or () if x is not None]
     leaves = [q, v, *tables] if k is q else [q, k, v, *tables]
     right_leaves = [right_q, right_v, *right_tables] if k is q else [right_q, right_k, right_v, *right_tables]
@@ -246,7 +252,7 @@ def seed() -> None:
 def test_queries_that_stand_for_keys(dtype: torch.dtype, merge: str) -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16, dtype=dtype) for _ in range(2))
-    check(q, q, v, clusters(sizes), Terms(0.25), merge)
+    check(q, q, v, clusters(sizes), LogitTerms(0.25), merge)
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -254,19 +260,19 @@ def test_queries_that_stand_for_keys(dtype: torch.dtype, merge: str) -> None:
 def test_keys_and_their_lists_apart(dtype: torch.dtype, merge: str) -> None:
     sizes = Sizes(D=16, E=32)
     q, k = (draw(2, 2, sizes.N, 16, dtype=dtype) for _ in range(2))
-    check(q, k, draw(2, 2, sizes.N, 32, dtype=dtype), apart(sizes), Terms(0.25), merge)
+    check(q, k, draw(2, 2, sizes.N, 32, dtype=dtype), apart(sizes), LogitTerms(0.25), merge)
 
 
 def test_keys_of_their_own_in_the_lists_of_the_queries() -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
-    check(q, k, v, clusters(sizes, attend_self=True), Terms(0.25), "mean")
+    check(q, k, v, clusters(sizes, attend_self=True), LogitTerms(0.25), "mean")
 
 
 def test_queries_for_keys_in_lists_apart() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    check(q, q, v, apart(sizes), Terms(0.25), "mean")
+    check(q, q, v, apart(sizes), LogitTerms(0.25), "mean")
 
 
 @pytest.mark.parametrize("D, E", [(40, 40), (64, 72), (100, 128)])
@@ -274,7 +280,7 @@ def test_queries_for_keys_in_lists_apart() -> None:
 def test_head_sizes_that_are_no_powers_of_2(D: int, E: int, dtype: torch.dtype) -> None:
     sizes = Sizes(B=1, N=40, D=D, E=E)
     q, v = draw(1, 2, sizes.N, D, dtype=dtype), draw(1, 2, sizes.N, E, dtype=dtype)
-    check(q, q, v, clusters(sizes), Terms(D**-0.5), "mean")
+    check(q, q, v, clusters(sizes), LogitTerms(D**-0.5), "mean")
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -285,7 +291,7 @@ def test_hidden_pairs(kind: torch.dtype, merge: str) -> None:
     part = with_hidden(apart(sizes), kind)
     seen = read_pairs(part).any(1) < (part.stop_P > part.start_P)
     assert seen.any(), "a range is hidden as a whole"
-    check(q, k, v, part, Terms(0.25), merge)
+    check(q, k, v, part, LogitTerms(0.25), merge)
 
 
 @pytest.mark.parametrize("merge", ["mean", "lse"])
@@ -293,8 +299,8 @@ def test_hidden_pairs(kind: torch.dtype, merge: str) -> None:
 def test_keys_and_values_by_distance(entries: int, merge: str) -> None:
     sizes = Sizes(D=16, E=32)
     q, v = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 32)
-    relative = Relative(draw(entries, 16), draw(entries, 32))
-    check(q, q, v, clusters(sizes), Terms(0.25, relative=relative), merge)
+    relative = RelativeTables(draw(entries, 16), draw(entries, 32))
+    check(q, q, v, clusters(sizes), LogitTerms(0.25, relative=relative), merge)
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -302,23 +308,23 @@ def test_keys_and_values_by_distance(entries: int, merge: str) -> None:
 def test_short_types_by_distance(dtype: torch.dtype, merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16, dtype=dtype) for _ in range(3))
-    relative = Relative(draw(6, 16, dtype=dtype), draw(6, 16, dtype=dtype))
-    check(q, k, v, causal_apart(sizes), Terms(0.25, relative=relative), merge)
+    relative = RelativeTables(draw(6, 16, dtype=dtype), draw(6, 16, dtype=dtype))
+    check(q, k, v, causal_apart(sizes), LogitTerms(0.25, relative=relative), merge)
 
 
 def test_distances_below_0_and_hidden_pairs_by_distance() -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
-    relative = Relative(draw(6, 16), draw(6, 16))
-    check(q, k, v, with_hidden(apart(sizes), torch.int64), Terms(0.25, relative=relative), "mean")
+    relative = RelativeTables(draw(6, 16), draw(6, 16))
+    check(q, k, v, with_hidden(apart(sizes), torch.int64), LogitTerms(0.25, relative=relative), "mean")
 
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_keys_by_distance_of_each_head_with_a_bias(merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
-    relative = Relative(draw(2, 12, 16), None, draw(2, 12))
-    check(q, k, v, causal_apart(sizes), Terms(0.25, relative=relative), merge)
+    relative = RelativeTables(draw(2, 12, 16), None, draw(2, 12))
+    check(q, k, v, causal_apart(sizes), LogitTerms(0.25, relative=relative), merge)
 
 
 @pytest.mark.parametrize("N", [33, 64, 150])
@@ -329,22 +335,22 @@ def test_whole_sequences_in_order(dtype: torch.dtype, merge: str, N: int) -> Non
     q, k = (draw(2, 2, N, 16, dtype=dtype) for _ in range(2))
     part = whole(sizes, window=40)
     assert kernel_lists(part, sizes.rows).in_order
-    check(q, k, draw(2, 2, N, 32, dtype=dtype), part, Terms(0.25), merge)
+    check(q, k, draw(2, 2, N, 32, dtype=dtype), part, LogitTerms(0.25), merge)
 
 
 @pytest.mark.parametrize("entries", [0, 6, 200])
 def test_queries_for_keys_of_whole_sequences(entries: int) -> None:
     sizes = Sizes(N=70)
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    relative = Relative(draw(2, entries, 16), draw(entries, 16), draw(2, entries)) if entries else None
-    check(q, q, v, whole(sizes), Terms(0.25, relative=relative), "mean")
+    relative = RelativeTables(draw(2, entries, 16), draw(entries, 16), draw(2, entries)) if entries else None
+    check(q, q, v, whole(sizes), LogitTerms(0.25, relative=relative), "mean")
 
 
 def test_dropout_in_whole_sequences() -> None:
     sizes = Sizes(B=1, H=1, N=80)
     q, k, v = (draw(1, 1, sizes.N, 16) for _ in range(3))
     part = whole(sizes, window=30)
-    check(q, k, v, part, Terms(0.25, 0.3), "mean", kept_PM=kept_pairs(part, 0.3))
+    check(q, k, v, part, LogitTerms(0.25, 0.3), "mean", kept_PM=kept_pairs(part, 0.3))
 
 
 def test_a_memory_is_read_by_none_of_its_own() -> None:
@@ -356,16 +362,16 @@ def test_a_memory_is_read_by_none_of_its_own() -> None:
     lists = kernel_lists(part, sizes.rows)
     assert not lists.in_order
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
-    check(q, k, v, part, Terms(0.25), "mean", lists)
+    check(q, k, v, part, LogitTerms(0.25), "mean", lists)
 
 
 @pytest.mark.parametrize("part_of", [apart, whole])
-def test_views_of_one_projection(part_of: Callable[[Sizes], Reads]) -> None:
+def test_views_of_one_projection(part_of: Callable[[Sizes], RangeReads]) -> None:
     sizes = Sizes()
     x = draw(2, sizes.N, 3, 2, 16)
     q, k, v = (y.transpose(1, 2) for y in x.unbind(2))
     assert not q.is_contiguous()
-    part, terms = part_of(sizes), Terms(0.25)
+    part, terms = part_of(sizes), LogitTerms(0.25)
     found, _ = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), terms, "mean")
     right_x = x.detach().double().requires_grad_()
     right_q, right_k, right_v = (y.transpose(1, 2) for y in right_x.unbind(2))
@@ -379,20 +385,22 @@ def test_views_of_one_projection(part_of: Callable[[Sizes], Reads]) -> None:
 def test_strides_of_the_last_dimension() -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, 16, sizes.N) for _ in range(3))
-    part, lists, terms = apart(sizes), kernel_lists(apart(sizes), sizes.rows), Terms(0.25)
+    part, lists, terms = apart(sizes), kernel_lists(apart(sizes), sizes.rows), LogitTerms(0.25)
     lists = kernel_lists(part, sizes.rows)
     found, _ = packed_attention.attend(q.mT, k.mT, v.mT, lists, terms, "mean")
     right, _ = dense(q.mT.double(), k.mT.double(), v.mT.double(), part, terms, "mean", None)
     assert differ(found, right) <= 1e-6
 
 
-def nothing(sizes: Sizes, of_queries: bool, of_keys: bool) -> Reads:
+def nothing(sizes: Sizes, of_queries: bool, of_keys: bool) -> RangeReads:
     """Lists without query members, or without key members."""
-    empty = Packed(torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(12, dtype=torch.int64, device=DEVICE))
+    empty = MemberLists(
+        torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(12, dtype=torch.int64, device=DEVICE)
+    )
     queries = members(sizes, 0.5) if of_queries else empty
     keys = members(sizes, 0.5) if of_keys else empty
     bound_P = torch.zeros_like(queries.row_M)
-    return Reads(queries, keys, bound_P, bound_P, sizes.N)
+    return RangeReads(queries, keys, bound_P, bound_P, sizes.N)
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -400,10 +408,10 @@ def nothing(sizes: Sizes, of_queries: bool, of_keys: bool) -> Reads:
 def test_nobody_reads(of_queries: bool, of_keys: bool, merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
-    relative = Relative(draw(6, 16), draw(6, 16))
+    relative = RelativeTables(draw(6, 16), draw(6, 16))
     part = nothing(sizes, of_queries, of_keys)
     lists = kernel_lists(part, sizes.rows)
-    for terms in (Terms(0.25), Terms(0.25, relative=relative)):
+    for terms in (LogitTerms(0.25), LogitTerms(0.25, relative=relative)):
         out, lse_P = packed_attention.attend(q, k, v, lists, terms, merge)
         assert out.shape == (len(part.start_P) if merge == "none" else sizes.rows, 16)
         assert not out.any() and (lse_P == -math.inf).all()
@@ -429,16 +437,16 @@ def test_room_for_more_members_than_there_are(merge: str) -> None:
         query_members=RowMembers(exact.query_members.first_R1, torch.cat([exact.query_members.member_M, zeros])),
         key_members=RowMembers(exact.key_members.first_R1, torch.cat([exact.key_members.member_M, zeros])),
     )
-    check(q, k, v, part, Terms(0.25), merge, padded)
+    check(q, k, v, part, LogitTerms(0.25), merge, padded)
 
 
-def kept_pairs(part: Reads, dropout: float) -> Tensor:
+def kept_pairs(part: RangeReads, dropout: float) -> Tensor:
     """Return which weights the kernel keeps with the seed that torch's generator gives next: values tell the keys."""
     N = part.length
     q = torch.zeros(1, 1, N, 16, device=DEVICE)
     one_hot = torch.eye(N, device=DEVICE)[None, None]
     torch.manual_seed(11)
-    out_PN, _ = packed_attention.attend(q, q, one_hot, kernel_lists(part, N), Terms(0.25, dropout), "none")
+    out_PN, _ = packed_attention.attend(q, q, one_hot, kernel_lists(part, N), LogitTerms(0.25, dropout), "none")
     torch.manual_seed(11)
     return out_PN[:, part.key.row_M] > 0
 
@@ -448,17 +456,17 @@ def kept_pairs(part: Reads, dropout: float) -> Tensor:
 def test_dropout(merge: str, by_distance: bool) -> None:
     sizes = Sizes(B=1, H=1, N=60)
     q, v = (draw(1, 1, sizes.N, 16) for _ in range(2))
-    relative = Relative(draw(6, 16), draw(6, 16)) if by_distance else None
+    relative = RelativeTables(draw(6, 16), draw(6, 16)) if by_distance else None
     part = clusters(sizes, window=30, attend_self=True)
     kept_PM = kept_pairs(part, 0.3)
-    check(q, q, v, part, Terms(0.25, 0.3, relative), merge, kept_PM=kept_PM)
+    check(q, q, v, part, LogitTerms(0.25, 0.3, relative), merge, kept_PM=kept_PM)
 
 
 def test_dropout_of_keys_apart_in_float16() -> None:
     sizes = Sizes(B=1, H=1, N=120)
     q, k, v = (draw(1, 1, sizes.N, 16, dtype=torch.float16) for _ in range(3))
     part = apart(sizes)
-    check(q, k, v, part, Terms(0.25, 0.4), "mean", kept_PM=kept_pairs(part, 0.4))
+    check(q, k, v, part, LogitTerms(0.25, 0.4), "mean", kept_PM=kept_pairs(part, 0.4))
 
 
 def test_rate_of_dropout() -> None:
@@ -476,7 +484,7 @@ def test_rate_of_dropout() -> None:
 def test_everything_dropped() -> None:
     sizes = Sizes(B=1, H=1)
     q, v = (draw(1, 1, sizes.N, 16) for _ in range(2))
-    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.N), Terms(0.25, 1.0), "mean")
+    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.N), LogitTerms(0.25, 1.0), "mean")
     dq, dv = torch.autograd.grad(out.sum(), [q, v])
     assert not out.any() and not dq.any() and not dv.any()
 
@@ -486,7 +494,7 @@ def test_same_as_torch_s_kernels(by_distance: bool) -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
     tables = [draw(6, 16), draw(6, 16)] if by_distance else []
-    terms = Terms(0.25, relative=Relative(*tables) if tables else None)
+    terms = LogitTerms(0.25, relative=RelativeTables(*tables) if tables else None)
     part = clusters(sizes)
     found, _ = packed_attention.attend(q, q, v, kernel_lists(part, sizes.rows), terms, "mean")
     right = engine.attend(q, q, v, [part], terms, "torch").flatten(0, 2)
@@ -506,7 +514,7 @@ def test_nan_and_infinity_are_not_hidden(value: float, merge: str) -> None:
     row = int(part.query.row_M[5])
     q.view(-1, 16)[row] = value
     lists = kernel_lists(part, sizes.rows)
-    out, lse_P = packed_attention.attend(q, q, v, lists, Terms(0.25), merge)
+    out, lse_P = packed_attention.attend(q, q, v, lists, LogitTerms(0.25), merge)
     bad_P = part.query.row_M == row
     bad = bad_P if merge == "none" else row
     assert out[bad].isnan().all()
@@ -518,7 +526,7 @@ def test_same_bits_twice(merge: str) -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
     tables = [draw(6, 16), draw(6, 16)]
-    lists, terms = kernel_lists(clusters(sizes), sizes.rows), Terms(0.25, 0.2, Relative(*tables))
+    lists, terms = kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25, 0.2, RelativeTables(*tables))
     runs = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -533,8 +541,8 @@ def test_gradients_of_log_sums_alone(merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     part = apart(sizes)
-    _, lse_P = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), Terms(0.25), merge)
-    _, right_P = dense(q.double(), k.double(), v.double(), part, Terms(0.25), merge, None)
+    _, lse_P = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), LogitTerms(0.25), merge)
+    _, right_P = dense(q.double(), k.double(), v.double(), part, LogitTerms(0.25), merge, None)
     some_P = right_P > -math.inf
     found = torch.autograd.grad(lse_P[some_P].sum(), [q, k])
     right = torch.autograd.grad(right_P[some_P].sum(), [q, k])
@@ -548,7 +556,7 @@ def test_one_softmax_over_lists_errs_no_more_than_outputs_of_lists_that_are_comb
     sizes = Sizes(N=120, D=64, E=64, C=6)
     q, k, v = (draw(2, 2, sizes.N, 64, dtype=dtype) for _ in range(3))
     part = causal_apart(sizes)
-    lists, terms = kernel_lists(part, sizes.rows), Terms(0.125)
+    lists, terms = kernel_lists(part, sizes.rows), LogitTerms(0.125)
     joined, _ = packed_attention.attend(q, k, v, lists, terms, "lse")
     by_member = Partial(part.query.row_M, *packed_attention.attend(q, k, v, lists, terms, "none"))
     combined = combine([by_member], sizes.rows).to(dtype)
@@ -556,17 +564,17 @@ def test_one_softmax_over_lists_errs_no_more_than_outputs_of_lists_that_are_comb
     assert differ(joined, right) <= 1.01 * differ(combined, right)
 
 
-def every_form(sizes: Sizes) -> Iterator[tuple[list[Tensor], KernelLists, Terms]]:
+def every_form(sizes: Sizes) -> Iterator[tuple[list[Tensor], KernelLists, LogitTerms]]:
     """Inputs with and without terms by distance, and whole sequences."""
     for part in (clusters(sizes), whole(sizes)):
-        for relative in (None, Relative(draw(6, 16), draw(6, 16))):
+        for relative in (None, RelativeTables(draw(6, 16), draw(6, 16))):
             leaves = [draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), *(relative or ())[:2]]
-            yield leaves, kernel_lists(part, sizes.rows), Terms(0.25, relative=relative)
+            yield leaves, kernel_lists(part, sizes.rows), LogitTerms(0.25, relative=relative)
 
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_compiled_as_one_graph(merge: str) -> None:
-    def loss(q: Tensor, v: Tensor, lists: KernelLists, terms: Terms) -> Tensor:
+    def loss(q: Tensor, v: Tensor, lists: KernelLists, terms: LogitTerms) -> Tensor:
         out, lse_P = packed_attention.attend(q, q, v, lists, terms, merge)
         return out.square().sum() + lse_P.masked_fill(lse_P == -math.inf, 0).sum() * (merge != "mean")
 
@@ -585,7 +593,7 @@ def test_dropout_in_a_compiled_graph() -> None:
     lists = kernel_lists(clusters(sizes), sizes.rows)
 
     def out_of(q: Tensor, v: Tensor) -> Tensor:
-        return packed_attention.attend(q, q, v, lists, Terms(0.25, 0.5), "mean")[0]
+        return packed_attention.attend(q, q, v, lists, LogitTerms(0.25, 0.5), "mean")[0]
 
     torch._dynamo.reset()
     compiled = torch.compile(out_of, backend="aot_eager", fullgraph=True)
@@ -602,7 +610,7 @@ def test_shapes_without_kernels(merge: str) -> None:
         lists: KernelLists = tree_map_only(Tensor, mode.from_tensor, part)
         q, v = (torch.randn(2, 2, sizes.N, 16, device=DEVICE, requires_grad=True) for _ in range(2))
         keys, values = (torch.randn(6, 16, device=DEVICE, requires_grad=True) for _ in range(2))
-        terms = Terms(0.25, 0.1, Relative(keys, values))
+        terms = LogitTerms(0.25, 0.1, RelativeTables(keys, values))
         out, lse = packed_attention.attend(q, q, v, lists, terms, merge)
         P = len(part.start_P)
         assert out.shape == (P if merge == "none" else sizes.rows, 16)
@@ -625,7 +633,7 @@ def test_operators_keep_the_rules_of_torch_s_library(in_order: bool, merge: str)
 def test_no_second_derivatives() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25), "mean")
+    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25), "mean")
     with pytest.raises(RuntimeError, match="first derivatives alone"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
@@ -633,8 +641,8 @@ def test_no_second_derivatives() -> None:
 def test_autocast_changes_nothing() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    relative = Relative(draw(6, 16), draw(6, 16))
-    arguments = q, q, v, kernel_lists(clusters(sizes), sizes.rows), Terms(0.25, relative=relative), "mean"
+    relative = RelativeTables(draw(6, 16), draw(6, 16))
+    arguments = q, q, v, kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25, relative=relative), "mean"
     plain, _ = packed_attention.attend(*arguments)
     with torch.autocast(DEVICE, torch.bfloat16):
         found, _ = packed_attention.attend(*arguments)
@@ -647,8 +655,8 @@ def test_types_that_differ_are_widened() -> None:
     sizes = Sizes()
     q, v = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16, dtype=torch.bfloat16)
     lists = kernel_lists(clusters(sizes), sizes.rows)
-    found, _ = packed_attention.attend(q, q, v, lists, Terms(0.25), "mean")
-    right, _ = packed_attention.attend(q, q, v.float(), lists, Terms(0.25), "mean")
+    found, _ = packed_attention.attend(q, q, v, lists, LogitTerms(0.25), "mean")
+    right, _ = packed_attention.attend(q, q, v.float(), lists, LogitTerms(0.25), "mean")
     assert torch.equal(found, right)
     dq, dv = torch.autograd.grad(found.sum(), [q, v])
     assert dq.dtype == torch.float32 and dv.dtype == torch.bfloat16
@@ -658,12 +666,12 @@ def test_refusals() -> None:
     sizes = Sizes()
     q, lists = draw(2, 2, sizes.N, 16), kernel_lists(clusters(sizes), sizes.rows)
     refused = [
-        (q, Terms(0.25, bias_HM=torch.zeros(2, 3)), "it has no adaptive spans"),
-        (q.double(), Terms(0.25), "it computes in float32, float16 or bfloat16"),
-        (q[..., :8], Terms(0.25), "it computes with heads of 16 to 128 units"),
-        (q.repeat(1, 1, 1, 9), Terms(0.25), "it computes with heads of 16 to 128 units"),
+        (q, LogitTerms(0.25, bias_HM=torch.zeros(2, 3)), "it has no adaptive spans"),
+        (q.double(), LogitTerms(0.25), "it computes in float32, float16 or bfloat16"),
+        (q[..., :8], LogitTerms(0.25), "it computes with heads of 16 to 128 units"),
+        (q.repeat(1, 1, 1, 9), LogitTerms(0.25), "it computes with heads of 16 to 128 units"),
     ]
-    assert packed_attention.refusal(q, q, Terms(0.25)) is None
+    assert packed_attention.refusal(q, q, LogitTerms(0.25)) is None
     for x, terms, why in refused:
         assert packed_attention.refusal(x, x, terms) == why
         with pytest.raises(ValueError, match=why):
@@ -673,6 +681,6 @@ def test_refusals() -> None:
 def test_refuses_what_is_not_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 1, 4, 16)
     monkeypatch.setattr(packed_attention, "INTERPRETED", False)
-    assert packed_attention.refusal(q, q, Terms(0.25)) == "it computes on a GPU"
+    assert packed_attention.refusal(q, q, LogitTerms(0.25)) == "it computes on a GPU"
     monkeypatch.setattr(packed_attention, "HAS_TRITON", False)
-    assert packed_attention.refusal(q, q, Terms(0.25)) == "Triton is not installed"
+    assert packed_attention.refusal(q, q, LogitTerms(0.25)) == "Triton is not installed"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
-from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, Relative, Strided
-from rtx.attention.patterns import AdaptiveSpan
+from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, RelativeTables, Strided
+from rtx.attention.positional import AdaptiveSpan
 
 CASE = Case(B=2, H=3, N=9, D=4)
-TABLES = Relative(torch.zeros(3, 4), torch.zeros(3, 4))
+TABLES = RelativeTables(torch.zeros(3, 4), torch.zeros(3, 4))
 GIVEN: list[tuple[str, Any, str]] = [
     ("q", lambda x: x[0], "q_BHND is (3, 9, 4) of torch.float64: must be [B, H, N, D]"),
     ("q", torch.Tensor.long, "q_BHND is (2, 3, 9, 4) of torch.int64: must be [B, H, N, D]"),
@@ -26,10 +26,22 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("v", lambda x: x[:1], "v_BHND has the shape (1, 3, 9, 4): must be (2, 3, 9, 4)"),
     ("v", lambda x: x.sum(), "v_BHND has the shape (): must be"),
     ("v", torch.Tensor.tolist, "v_BHND is a list: must be a torch.Tensor"),
-    ("relative", lambda x: tuple(TABLES), "relative is a tuple: must be None or rtx.attention.Relative"),
-    ("relative", lambda x: Relative(torch.zeros(3, 5), TABLES[1]), "relative.keys_MD has the shape (3, 5): must be"),
-    ("relative", lambda x: Relative(TABLES[0], torch.zeros(2, 4)), "relative.values_MD has the shape (2, 4): must be"),
-    ("relative", lambda x: Relative(torch.zeros(0, 4), TABLES[1]), "relative.keys_MD has the shape (0, 4): must be"),
+    ("relative", lambda x: tuple(TABLES), "relative is a tuple: must be None or rtx.attention.RelativeTables"),
+    (
+        "relative",
+        lambda x: RelativeTables(torch.zeros(3, 5), TABLES[1]),
+        "relative.keys_MD has the shape (3, 5): must be",
+    ),
+    (
+        "relative",
+        lambda x: RelativeTables(TABLES[0], torch.zeros(2, 4)),
+        "relative.values_MD has the shape (2, 4): must be",
+    ),
+    (
+        "relative",
+        lambda x: RelativeTables(torch.zeros(0, 4), TABLES[1]),
+        "relative.keys_MD has the shape (0, 4): must be",
+    ),
     ("rotate", lambda x: lambda q, first=0: q[0], "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)"),
     ("rotate", lambda x: lambda q, first=0: [q], "what rotate returns is a list: must be a torch.Tensor"),
     ("memory", lambda x: 10, "memory=10: must be "),

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, engine, once
 from rtx.attention.engine import blocks, by_triton, dense, flash, windows
 from rtx.attention.engine.problem import Problem
-from rtx.attention.engine.softmax import Terms
-from rtx.attention.pattern import Inputs
+from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.pattern import QueriesKeys
 from rtx.attention.routing import Centroids, after_step, make_room
 from rtx.compose import compose
 from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
@@ -86,7 +86,7 @@ def test_static_windows_give_what_blocks_give(kind: str, merge: str) -> None:
     results = []
     for attend in (blocks.attend, windows.attend):
         given = pattern.inputs(here["q"], here["k"], None)
-        (part,) = pattern.reads(given, prefix=False)
+        (part,) = pattern.reads(given, streaming=False)
         terms = pattern.terms(6, here["relative"])._replace(heads=2)
         problem = Problem(given.q_BHND, given.k_BHND, here["v"], part, terms, merge == "lse")
         out, _ = attend(problem)
@@ -98,8 +98,8 @@ def test_static_windows_give_what_blocks_give(kind: str, merge: str) -> None:
 def meta_problem(pattern: Pattern, N: int, D: int, dtype: torch.dtype, **terms: Any) -> Problem:
     """Return what a pattern asks of an engine on a GPU."""
     x_BHND = torch.empty(1, 2, N, D, device="meta", dtype=dtype)
-    (part,) = pattern.reads(Inputs(x_BHND, x_BHND, x_BHND, x_BHND), prefix=False)
-    return Problem(x_BHND, x_BHND, x_BHND, part, Terms(1.0, **terms), by_member=False)
+    (part,) = pattern.reads(QueriesKeys(x_BHND, x_BHND, x_BHND, x_BHND), streaming=False)
+    return Problem(x_BHND, x_BHND, x_BHND, part, LogitTerms(1.0, **terms), by_member=False)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_windows_of_whole_sequences_are_those_that_the_oracle_reads() -> None:
     for pattern in patterns:
         x_BHND = torch.randn(2, 1, 16, 4)
         memory = getattr(pattern, "memory", 0)
-        given = Inputs(x_BHND, x_BHND, x_BHND, x_BHND, memory)
-        (part,) = pattern.reads(given, prefix=False)
+        given = QueriesKeys(x_BHND, x_BHND, x_BHND, x_BHND, memory)
+        (part,) = pattern.reads(given, streaming=False)
         window = part.window  # type: ignore[union-attr]
         assert window is not None and window.memory == memory
         place_N = torch.arange(16)

@@ -5,7 +5,7 @@ import re
 import torch
 
 from rtx.attention.engine import lists
-from rtx.attention.packed import Packed, members_read
+from rtx.attention.reads import MemberLists, members_read
 
 
 def documented(name: str) -> list[int]:
@@ -17,7 +17,7 @@ def documented(name: str) -> list[int]:
 
 
 def test_the_example_of_the_docstring() -> None:
-    packed = Packed(torch.tensor([0, 2, 5, 2, 3]), torch.tensor([3, 2]))
+    packed = MemberLists(torch.tensor([0, 2, 5, 2, 3]), torch.tensor([3, 2]))
     made = lists.kernel_lists(members_read(packed, packed, length=6, window=2), rows=6)
     for name in ("start_P", "stop_P", "low_M", "high_M"):
         assert getattr(made, name).tolist() == documented(name)

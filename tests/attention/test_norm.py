@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="our GPU kernels need Triton")
 
 from rtx.attention.engine import norm
-from rtx.attention.selection import normalise, normalise_twice
+from rtx.attention.members import normalise, normalise_twice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

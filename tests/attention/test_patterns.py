@@ -28,21 +28,21 @@ from rtx.attention import (
     Centroids,
     ContiguousPattern,
     Local,
+    PositionLists,
     Random,
-    Relative,
+    RelativeTables,
     Routing,
-    Spread,
-    choices,
     lsh,
     oracle,
     probed,
+    top_keys,
 )
 from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
-from rtx.attention.packed import Reads
-from rtx.attention.pattern import Inputs
-from rtx.attention.selection import centroid_scores
+from rtx.attention.members import centroid_scores
+from rtx.attention.pattern import QueriesKeys
+from rtx.attention.reads import RangeReads
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -56,7 +56,7 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
     pieces = (
-        (choices, "MAX_SCORES", 1000),
+        (top_keys, "MAX_SCORES", 1000),
         (probed, "MAX_SCORES", 1000),
         (lsh, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
@@ -78,7 +78,7 @@ def test_the_future_moves_nothing_but_where_the_pattern_says_so(kind: str, atten
     for first, prefix in itertools.product((1, 7, 20, 33), moved):
         own = {name: here[name] for name in "qkv" if here[name] is not None}
         after = {n: torch.cat([x[:, :, :first], torch.randn_like(x[:, :, first:])], dim=2) for n, x in own.items()}
-        outs = [run(pattern, given, prefix=prefix)[:, :, :first] for given in (here, here | after)]
+        outs = [run(pattern, given, streaming=prefix)[:, :, :first] for given in (here, here | after)]
         moved[prefix] = max(moved[prefix], float((outs[1] - outs[0]).abs().max()))
     # Blocks of other sizes may add up in another order.
     assert moved[True] < 1e-12 and (moved[False] > 1e-3 if kind in SEES_FUTURE else moved[False] < 1e-12)
@@ -112,7 +112,7 @@ def test_real_positions_get_what_they_would_without_padding(kind: str, distances
 
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize("kind", ["indexer", "indexer-dense", "nearest-separate"])
-@mock.patch.object(choices, "MAX_SCORES", 300)
+@mock.patch.object(top_keys, "MAX_SCORES", 300)
 def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: bool) -> None:
     pattern, here = drawn(kind, replace(CASE, attend_self=attend_self))
     pattern.train().commitment = 0.3  # type: ignore[assignment]
@@ -129,7 +129,7 @@ class Cooled(Local):
     def forward(self, q_BHND: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(q_BHND * 0.5, *given, **more)
 
-    def loss(self, given: Inputs) -> torch.Tensor:
+    def loss(self, given: QueriesKeys) -> torch.Tensor:
         return given.q_BHND.square().mean()
 
 
@@ -153,7 +153,7 @@ def test_the_indexers_loss_is_a_mean_in_half_precision_too() -> None:
 @torch.no_grad()
 def test_streams_of_clusters_read_each_heads_own_tables(merge: str, shape: tuple[int, ...]) -> None:
     pattern, here = drawn("causal-shared", Case(merge=merge))
-    here["relative"] = Relative(torch.randn(shape).double(), None, torch.randn(2, 5).double())
+    here["relative"] = RelativeTables(torch.randn(shape).double(), None, torch.randn(2, 5).double())
     expected = run(partial(oracle.attend, pattern), here)
     torch.testing.assert_close(run(pattern, here), expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(stream(pattern, here, 6), expected, rtol=1e-9, atol=1e-9)
@@ -345,7 +345,7 @@ def test_flex_gives_the_same_forward_pass(kind: str, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(run(pattern, here), expected, rtol=1e-4, atol=1e-5)
 
 
-def checked_mask(block_mask: Callable[[Reads], BlockMask], part: Reads) -> BlockMask:
+def checked_mask(block_mask: Callable[[RangeReads], BlockMask], part: RangeReads) -> BlockMask:
     """Return the mask, once its blocks, which a CPU does not look at, hold all pairs for queries and for keys."""
     mask, size = block_mask(part), flex.BLOCK
     key_M = torch.arange(len(part.key.row_M))
@@ -417,13 +417,13 @@ def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return i - j < self.keeps if wrong == "sees" else super().sees(head, i, j)
 
-        def spreads(self, position_N: torch.Tensor, heads: int) -> list[Spread]:
+        def spreads(self, position_N: torch.Tensor, heads: int) -> list[PositionLists]:
             (spread,) = super().spreads(position_N, heads)
             if wrong in spread._fields:  # a key too few; the next key, too
                 spread = spread._replace(**{wrong: getattr(spread, wrong) + self.stride})
             return [spread]
 
-        def start(self, relative: Relative | None = None) -> Cache:
+        def start(self, relative: RelativeTables | None = None) -> Cache:
             cache = super().start(relative)
             cache.ring -= self.stride * (wrong == "keeps")  # forgets a key too early
             return cache

@@ -10,7 +10,7 @@ from cases import Case, drawn, run, stream
 from rtx.attention import Exact, Probed, after_step
 from rtx.attention.centroid_update import SPREAD
 from rtx.attention.engine import native
-from rtx.attention.packed import Indexed
+from rtx.attention.reads import IndexReads
 from rtx.attention.routing import statistics_paused
 from rtx.training.hardware import has_compiler
 
@@ -129,7 +129,7 @@ def members(pattern: Probed, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     N = q.shape[2]
     times_RN = torch.zeros(q.shape[:3].numel(), N, dtype=torch.int64)
     for part in pattern.reads(pattern.inputs(q, k, None), False):
-        if isinstance(part, Indexed):
+        if isinstance(part, IndexReads):
             row_S, column_S = (part.index_RK >= 0).nonzero(as_tuple=True)
             position_S = part.index_RK[row_S, column_S] % N
             times_RN.index_put_((row_S, position_S), torch.tensor(1), accumulate=True)

@@ -19,9 +19,9 @@ from rtx.attention import Probed, oracle
 from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
-from rtx.attention.packed import Reads
+from rtx.attention.members import products
 from rtx.attention.probed import nearest_clusters, probed_clusters, query_margins, searched
-from rtx.attention.selection import products
+from rtx.attention.reads import RangeReads
 
 OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 """numpy warns where numbers of GPUs become infinite."""
@@ -77,10 +77,10 @@ def drawn(case: Case, seed: int = 0) -> Drawn:
     return Drawn(pattern.to(DEVICE).eval(), q.to(DEVICE), k.to(DEVICE))
 
 
-def lists_of(data: Drawn) -> tuple[Reads, KernelLists]:
+def lists_of(data: Drawn) -> tuple[RangeReads, KernelLists]:
     """Return who reads whom, by the kernels."""
     (part,) = data.pattern.reads(data.pattern.inputs(data.q_BHND, data.k_BHND, None), False)
-    assert isinstance(part, Reads) and part.derived is not None
+    assert isinstance(part, RangeReads) and part.derived is not None
     return part, part.derived[LISTS]
 
 
@@ -99,7 +99,7 @@ def expected_pairs(data: Drawn) -> list[tuple[int, int]]:
         parts = pattern.reads(pattern.inputs(data.q_BHND, data.k_BHND, None), False)
     found = []
     for part in parts:
-        assert isinstance(part, Reads)
+        assert isinstance(part, RangeReads)
         found += pairs(part.query.row_M, part.start_P, part.stop_P, part.key.row_M)
     return sorted(found)
 

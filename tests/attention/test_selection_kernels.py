@@ -20,8 +20,8 @@ pytest.importorskip("triton", reason="our GPU kernels need Triton")
 from rtx.attention.engine import static_selection, triton_selection
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.static_selection import Selected
-from rtx.attention.packed import Packed, members_read, pack
-from rtx.attention.selection import by_scores, members, normalise
+from rtx.attention.members import by_scores, members, normalise
+from rtx.attention.reads import MemberLists, members_read, pack
 from rtx.attention.ties import best_places, centroid_margin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +80,7 @@ def drawn(case: Case, seed: int = 0) -> Drawn:
     return Drawn(*(x.to(DEVICE) for x in parts))
 
 
-def expected(data: Drawn, case: Case, has_thresholds: bool) -> tuple[Packed, Tensor, Tensor | None]:
+def expected(data: Drawn, case: Case, has_thresholds: bool) -> tuple[MemberLists, Tensor, Tensor | None]:
     """Return the members, the nearest clusters and the moments of torch's own selection."""
     threshold_HC = data.threshold_HC if has_thresholds else None
     window = case.W if has_thresholds else 0
@@ -88,7 +88,7 @@ def expected(data: Drawn, case: Case, has_thresholds: bool) -> tuple[Packed, Ten
     row_M, count_L, nearest_BHN, moment_2BHC = found
     if nearest_BHN is None:
         nearest_BHN = torch.zeros(data.x_BHND.shape[:3], dtype=torch.int64, device=DEVICE)
-    lists = Packed(row_M, count_L) if has_thresholds else pack(nearest_BHN, case.C)
+    lists = MemberLists(row_M, count_L) if has_thresholds else pack(nearest_BHN, case.C)
     return lists, nearest_BHN, moment_2BHC
 
 
@@ -173,7 +173,7 @@ def test_without_room_the_members_of_the_last_rows_are_left_out(way: ModuleType,
     keeps_M[packed.row_M.argsort(stable=True)[:room]] = True
     count_L = packed.list_M()[keeps_M].bincount(minlength=len(packed.count_L))
     assert torch.equal(found.bound_L1.diff(), count_L)
-    cut = Packed(packed.row_M[keeps_M], count_L)
+    cut = MemberLists(packed.row_M[keeps_M], count_L)
     rows = data.x_BHND.shape[:3].numel()
     check_lists(found.lists, kernel_lists(members_read(cut, cut, case.N, case.W, case.attend_self), rows))
 
@@ -406,7 +406,7 @@ def test_lists_of_as_many_members_each_follow_from_their_positions(
     position_XCW = static_selection.top_members(score_XCN, torch.zeros(2, 3, device=DEVICE), window)
     W = position_XCW.shape[-1]
     row_M = (position_XCW + torch.arange(2, device=DEVICE).view(2, 1, 1) * 30).flatten().long()
-    packed = Packed(row_M, torch.full((6,), W, device=DEVICE))
+    packed = MemberLists(row_M, torch.full((6,), W, device=DEVICE))
     for positions in (position_XCW, position_XCW.view(2, 1, 3, W)):
         lists = way.top_lists(positions, 30, window, attend_self)
         check_lists(lists, kernel_lists(members_read(packed, packed, 30, window, attend_self), 60))
@@ -421,7 +421,7 @@ def test_the_sums_of_lists_are_those_of_their_members(way: ModuleType, case: Cas
     members = len(packed.row_M)
     for room in (members + 9, members // 2):
         found = select(way, data, case, True, room)
-        kept = Packed(found.row_M, found.bound_L1.diff())
+        kept = MemberLists(found.row_M, found.bound_L1.diff())
         filled = int(found.bound_L1[-1])
         list_M = torch.repeat_interleave(torch.arange(len(kept.count_L), device=DEVICE), kept.count_L)
         wanted_LD = x_RD.new_zeros(len(packed.count_L), case.D, dtype=torch.float64)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, stream
 from torch import Tensor
 
-from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, choices, oracle, selection
+from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, members, oracle, top_keys
 from rtx.attention.engine import native
 from rtx.attention.ties import best_places
 from rtx.training.hardware import has_compiler
@@ -63,15 +63,15 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
     close: Callable[..., None] = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     N = here["v"].shape[2]
     for prefix in (False, True):
-        close(run(pattern, here, prefix=prefix), run(partial(oracle.attend, pattern), here, prefix=prefix))
-    whole = run(pattern, here, prefix=True)
+        close(run(pattern, here, streaming=prefix), run(partial(oracle.attend, pattern), here, streaming=prefix))
+    whole = run(pattern, here, streaming=True)
     for prompt in (0, 1, N // 2, N):
         close(stream(pattern, here, prompt), whole)
     for b in range(len(whole)):
-        close(run(pattern, cut(here, slice(b, b + 1)), prefix=True), whole[b : b + 1])
-    close(run(pattern, cut(here, (slice(None), slice(None), slice(0, N - 3))), prefix=True), whole[:, :, : N - 3])
-    with mock.patch.object(choices, "MAX_SCORES", 100), mock.patch.object(selection, "MAX_SCORES", 100):
-        close(run(pattern, here, prefix=True), whole)
+        close(run(pattern, cut(here, slice(b, b + 1)), streaming=True), whole[b : b + 1])
+    close(run(pattern, cut(here, (slice(None), slice(None), slice(0, N - 3))), streaming=True), whole[:, :, : N - 3])
+    with mock.patch.object(top_keys, "MAX_SCORES", 100), mock.patch.object(members, "MAX_SCORES", 100):
+        close(run(pattern, here, streaming=True), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +115,7 @@ def test_of_equal_centroids_of_keys_the_first_takes_and_is_probed_first(kind: st
         pattern, here = repeated(kind, case, dtype)
         assert isinstance(pattern, Probed)
         store = pattern.centroids
-        store.seed_from([pattern.inputs(here["q"], here["k"], None).turned_k_BHND])
+        store.seed_from([pattern.inputs(here["q"], here["k"], None).rotated_k_BHND])
         store.centroid_HCD[:, -1] = store.centroid_HCD[:, 0]
         check_reads(pattern, here, DTYPES[dtype])
 
@@ -230,7 +230,7 @@ def test_the_kernel_selects_the_earlier_of_equals(
     store.threshold_HC.copy_((store.centroid_HCD * x_BHND[0, :, :1]).sum(-1))
     given = store.centroid_HCD, x_BHND, store.threshold_HC if choice == "causal" else None
     window = 0 if choice == "nearest" else W
-    chosen = [function(*given, window=window, nearest=True) for function in (native.select, selection.by_scores)]
+    chosen = [function(*given, window=window, nearest=True) for function in (native.select, members.by_scores)]
     for ours, theirs in zip(*(each[:3] for each in chosen), strict=True):
         assert torch.equal(ours, theirs)
 

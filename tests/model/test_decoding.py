@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from rtx.attention import cache
 from rtx.attention.cache import ClusterCache
-from rtx.attention.patterns import Local
+from rtx.attention.members import normalise
+from rtx.attention.positional import Local
 from rtx.attention.routing import Routing
-from rtx.attention.selection import normalise
 from rtx.model.ablation import ablate
 from rtx.model.decoding import Decoder, draw, generate
 from rtx.model.transformer import Transformer
@@ -162,7 +162,7 @@ def test_an_ablated_model_streams_as_it_scores(selection: str, how: str, positio
     model = ablated(how, **options)
     with torch.no_grad():
         parallel_BN, _ = model.loss(TOKENS_BN)
-        prefix_BN, _ = model.loss(TOKENS_BN, prefix=True)
+        prefix_BN, _ = model.loss(TOKENS_BN, streaming=True)
         plain_BN, _ = ablated("none", **options).loss(TOKENS_BN)
     torch.testing.assert_close(prefix_BN, parallel_BN, rtol=1e-12, atol=1e-12)
     check_streams(model, TOKENS_BN)

@@ -9,8 +9,8 @@ from tiny_models import BY_QUERY, COMMON, EVERY, OTHERS, Kind, each_kind, gradie
 from torch import Tensor
 
 from rtx.attention.engine import blocks
+from rtx.attention.members import normalise
 from rtx.attention.routing import Routing, after_step, all_centroids, initialise_from_data, to_sphere
-from rtx.attention.selection import normalise
 from rtx.model.block import Block
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.hardware import has_compiler

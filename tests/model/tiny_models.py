@@ -135,7 +135,7 @@ def check_streams(model: Transformer, tokens_BN: Tensor, *prompts: int, toleranc
     logits_NBV = torch.stack([slow.step(tokens_B) for tokens_B in inputs])
     found_NB = -logits_NBV.log_softmax(-1).gather(-1, tokens_BN.T[..., None])[..., 0]
     with torch.no_grad():
-        expected_BN, _ = model.loss(tokens_BN, prefix=True)
+        expected_BN, _ = model.loss(tokens_BN, streaming=True)
     torch.testing.assert_close(found_NB.T, expected_BN, rtol=tolerance, atol=tolerance)
     for prompt in prompts:
         quick, end = Decoder(model, len(tokens_BN)), prompt + 13

@@ -1,7 +1,7 @@
 """Softmax attention for every pattern, from lists of who reads whom.
 
-A pattern says who reads whom in one or several *parts* (`rtx.attention.packed`). A part is either
-packed lists (`Reads`: every query reads a range of one list of keys) or an index (`Indexed`: every
+A pattern says who reads whom in one or several *parts* (`rtx.attention.reads`). A part is either
+packed lists (`RangeReads`: every query reads a range of one list of keys) or an index (`IndexReads`: every
 query names its keys). `attend` makes a `Problem` of each part, `choose` picks the engine that
 computes it, and `combine` merges the results of several parts.
 
@@ -21,7 +21,7 @@ problem.py). All engines compute the same:
 | indexed | indexed.py | indexes anywhere |
 
 Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, P query members of a
-part (`rtx.attention.packed` explains rows, lists and members by an example).
+part (`rtx.attention.reads` explains rows, lists and members by an example).
 """
 
 from types import ModuleType
@@ -32,8 +32,8 @@ from torch import Tensor
 from rtx.attention.engine import blocks, by_triton, dense, flash, flex, indexed, native, windows
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.problem import Problem
-from rtx.attention.engine.softmax import Terms
-from rtx.attention.packed import Part, Reads
+from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.reads import RangeReads, Reads
 
 TORCH = (dense, flash, windows, indexed, blocks)
 """The engines of PyTorch's operations, which run anything between them."""
@@ -55,8 +55,8 @@ def attend(
     q_BHND: Tensor,
     k_BHND: Tensor,
     v_BHND: Tensor,
-    parts: list[Part],
-    terms: Terms,
+    parts: list[Reads],
+    terms: LogitTerms,
     backend: str,
     merge: str = "mean",
 ) -> Tensor:
@@ -111,7 +111,7 @@ def attend_joined(problems: list[Problem], backend: str) -> Tensor:
     one part.
     """
     problem = problems[0]
-    if len(problems) == 1 and isinstance(problem.part, Reads):
+    if len(problems) == 1 and isinstance(problem.part, RangeReads):
         engine = choose(problem, backend)
         if engine is native:
             return native.attend_joined(problem)

@@ -10,7 +10,7 @@ itself, become two forms:
     8 x 8   the list of 8, and the list of 7 with 1 empty slot
 
 Cutting looks at the lists, which makes a CPU wait for a GPU: lists that serve many passes are cut
-once (`Reads.derived`).
+once (`RangeReads.derived`).
 
 Shapes: R rows, L lists, P query members and M key members of all lists together, G blocks of one
 form, Q query slots and K key slots of a block, S = G * Q query slots of all of them, D head size.
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.engine.softmax import Terms, recomputed, soft_attend
+from rtx.attention.engine.softmax import LogitTerms, recomputed, soft_attend
 from rtx.attention.once import derived_once
-from rtx.attention.packed import Hidden, Reads
+from rtx.attention.reads import Holes, RangeReads
 
 MAX_SCORES_CPU = 1 << 20
 """Scores that a CPU computes at once: few enough for its cache. A single block may have more."""
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
-    if not isinstance(problem.part, Reads):
+    if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     return None
 
@@ -87,10 +87,10 @@ def attend(problem: Problem) -> Result:
     on a CPU.
     """
     part = problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     on_cpu = problem.q_BHND.is_cpu
     by_torch = torch_computes(problem)
-    triangles = by_torch and part.hidden is None
+    triangles = by_torch and part.holes is None
     forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
     pieces: list[Blocks] = []
     for form in forms:
@@ -125,7 +125,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
     """Return the outputs by row `[R, D]`, means over lists, and an empty tensor of log-sums."""
     part = problem.part
     terms = problem.terms
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     dtype = problem.v_BHND.dtype
     if not by_torch:
         dtype = torch.promote_types(dtype, torch.float32)
@@ -147,7 +147,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
 def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
     """Return the outputs `[P, D]` and log-sums `[P]` of the query members, in float32 or wider."""
     part = problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     P = len(part.start_P)
     v_BHND = problem.v_BHND
     wide = torch.promote_types(v_BHND.dtype, torch.float32)
@@ -172,7 +172,7 @@ def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
     return out_SD.masked_fill(~piece.real_GQ.flatten()[:, None], 0)
 
 
-class Inputs(NamedTuple):
+class QueriesKeys(NamedTuple):
     """What blocks attend over: the rows of their query and key slots, by number and by content."""
 
     row_GQ: Tensor
@@ -182,20 +182,20 @@ class Inputs(NamedTuple):
     v_GKD: Tensor
 
 
-def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[Inputs]:
+def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
     """Return the inputs of each piece, one after the other."""
     part = problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     q_RD, k_RD, v_RD = problem.rows()
     query_rows = [part.query.row_M[piece.query_GQ] for piece in pieces]
     key_rows = [part.key.row_M[piece.key_GK] for piece in pieces]
     queries = take(q_RD, query_rows)
     keys = take(k_RD, key_rows)
     values = take(v_RD, key_rows)
-    return map(Inputs, query_rows, key_rows, queries, keys, values)
+    return map(QueriesKeys, query_rows, key_rows, queries, keys, values)
 
 
-def attend_by_torch(inputs: Inputs, mask: Tensor | None, terms: Terms) -> Tensor:
+def attend_by_torch(inputs: QueriesKeys, mask: Tensor | None, terms: LogitTerms) -> Tensor:
     """Return the outputs `[G, Q, D]` by torch's attention kernels: each block as a sequence."""
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
@@ -212,10 +212,10 @@ def attend_by_torch(inputs: Inputs, mask: Tensor | None, terms: Terms) -> Tensor
 
 
 def attend_softly(
-    inputs: Inputs,
+    inputs: QueriesKeys,
     mask: Tensor | None,
     length: int,
-    terms: Terms,
+    terms: LogitTerms,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[G, Q, D]` and log-sums `[G, Q]` by our own softmax, which the backward
     pass computes again.
@@ -240,7 +240,7 @@ def soft_block(
     row_GQ: Tensor,
     row_GK: Tensor,
     head_G: Tensor,
-    terms: Terms,
+    terms: LogitTerms,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `soft_attend` for blocks of rows; distances are differences of row
     numbers.
@@ -270,7 +270,7 @@ class Runs(NamedTuple):
         return Runs(self.begin_G[chosen_G], self.count_G[chosen_G], self.low_G[chosen_G])
 
 
-def cut(part: Reads, triangles: bool) -> list[Blocks]:
+def cut(part: RangeReads, triangles: bool) -> list[Blocks]:
     """Return the lists, cut into blocks of few forms.
 
     With `triangles`, a list in which every query reads from the list's first member on is one
@@ -301,7 +301,7 @@ def cut(part: Reads, triangles: bool) -> list[Blocks]:
     return blocks + cut_into_runs(part, count_L, step)
 
 
-def read_from_the_first(part: Reads) -> Tensor:
+def read_from_the_first(part: RangeReads) -> Tensor:
     """Return the lists in which every member reads from the list's first member on, `[L]`, bool.
 
     Starts never fall from member to member, so the last member tells.
@@ -312,7 +312,7 @@ def read_from_the_first(part: Reads) -> Tensor:
     return (count_L > 0) & (part.start_P[last_L] == first_L)
 
 
-def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Blocks]:
+def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[Blocks]:
     """Return the first `count_L` queries of each list, cut into blocks of `step` query slots.
 
     There is one form for each width: the number of keys from the first that a run reads to the
@@ -327,7 +327,7 @@ def cut_into_runs(part: Reads, count_L: Tensor, step: int) -> list[Blocks]:
     return blocks
 
 
-def runs_of(part: Reads, count_L: Tensor, step: int) -> Runs:
+def runs_of(part: RangeReads, count_L: Tensor, step: int) -> Runs:
     """Return the first `count_L` queries of each list, cut into runs of at most `step` queries."""
     runs_L = whole_pieces(count_L, step)
     every_L = torch.arange(len(count_L), device=count_L.device)
@@ -340,7 +340,7 @@ def runs_of(part: Reads, count_L: Tensor, step: int) -> Runs:
     return Runs(begin_G, left_G.clamp(max=step), part.start_P[begin_G])
 
 
-def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
+def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks:
     """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on.
 
     Query slots of equal number often read the same key slots in all blocks. Then one mask serves
@@ -363,11 +363,11 @@ def make_blocks(part: Reads, runs: Runs, queries: int, keys: int) -> Blocks:
     if bool(are_same.all()):
         start = start_Q
         stop = stop_Q
-        if part.hidden is None and queries == keys and is_triangle(start_Q, stop_Q):
+        if part.holes is None and queries == keys and is_triangle(start_Q, stop_Q):
             return Blocks(query_GQ, inside_GQ & (stop_Q > start_Q), key_GK, None)
     mask = (slot_K >= start[..., None]) & (slot_K < stop[..., None])
-    if part.hidden is not None:
-        mask = not_hidden(mask, part.hidden, query_GQ, key_GK)
+    if part.holes is not None:
+        mask = not_hidden(mask, part.holes, query_GQ, key_GK)
     real_GQ = inside_GQ & mask.any(-1)
     # A softmax over no key would give NaN: a query that reads nothing reads slot 0, and its output
     # is dropped.
@@ -391,7 +391,7 @@ def is_triangle(start_Q: Tensor, stop_Q: Tensor) -> bool:
     return bool(((start_Q <= 0) & reads_own_Q).all())
 
 
-def not_hidden(mask: Tensor, hidden: Hidden, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
+def not_hidden(mask: Tensor, hidden: Holes, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
     """Return a mask of pairs without those that are hidden, `[G, Q, K]`.
 
     The mask broadcasts to that shape; `query_GQ` and `key_GK` are the members in query and key

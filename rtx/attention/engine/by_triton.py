@@ -1,21 +1,21 @@
 """The engine "triton": attention over packed lists by our GPU kernels (`packed_attention.py`).
 
-It runs parts that are `rtx.attention.packed.Reads`, where every query reads a range of a list.
+It runs parts that are `rtx.attention.reads.Reads`, where every query reads a range of a list.
 """
 
 from rtx.attention.engine import packed_attention
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.once import derived_once
-from rtx.attention.packed import Reads
+from rtx.attention.reads import RangeReads
 
 LISTS = "kernel lists"
-"""The key of a part's `KernelLists` in `Reads.derived`."""
+"""The key of a part's `KernelLists` in `RangeReads.derived`."""
 
 
 def refusal(problem: Problem) -> str | None:
     """Return why the kernels cannot run the problem; None where they can."""
-    if not isinstance(problem.part, Reads):
+    if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     return packed_attention.refusal(problem.q_BHND, problem.v_BHND, problem.terms)
 
@@ -34,7 +34,7 @@ def attend_joined(problem: Problem) -> Result:
 def merged(problem: Problem, merge: str) -> Result:
     """Return what `packed_attention.attend` does."""
     part = problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     B, H, N, _ = problem.q_BHND.shape
     return packed_attention.attend(
         problem.q_BHND,
@@ -46,7 +46,7 @@ def merged(problem: Problem, merge: str) -> Result:
     )
 
 
-def lists_of(part: Reads, rows: int) -> KernelLists:
+def lists_of(part: RangeReads, rows: int) -> KernelLists:
     """Return the lists of `part` as kernels read them.
 
     They are made once and stored in `part.derived` where the part serves several passes (there

@@ -1,20 +1,20 @@
 """Full causal attention of whole sequences on a GPU, by torch's `scaled_dot_product_attention`.
 
 Every list is one whole sequence, of which a position reads all positions up to itself
-(`rtx.attention.packed.Window`).
+(`rtx.attention.reads.Window`).
 """
 
 import torch
 import torch.nn.functional as F
 
 from rtx.attention.engine.problem import Problem, Result
-from rtx.attention.packed import Reads, Window
+from rtx.attention.reads import RangeReads, Window
 
 
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
     part = problem.part
-    if not isinstance(part, Reads) or part.window is None:
+    if not isinstance(part, RangeReads) or part.window is None:
         return "its lists are not whole sequences"
     if not reads_everything(part.window):
         return "its positions do not read all earlier ones"

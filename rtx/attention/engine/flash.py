@@ -2,7 +2,7 @@
 
 Every list is one whole sequence, in which a position reads the last positions up to itself, as many
 as the window has. There may be a memory: positions in front of the sequence that are read but do
-not read (`rtx.attention.packed.Window`). On an H100 our kernels (`by_triton.py`) take less than
+not read (`rtx.attention.reads.Window`). On an H100 our kernels (`by_triton.py`) take less than
 half the time for as many pairs, so this engine serves where they do not run.
 
 Shapes: B sequences, H heads, N positions (those of the memory included), D head size, R = B * H * N
@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rtx.attention.engine.dense import whole_refusal
 from rtx.attention.engine.problem import Problem, Result
-from rtx.attention.packed import Reads, Window
+from rtx.attention.reads import RangeReads, Window
 
 MAX_SIZE = 256
 """The largest head size of torch's flash kernel."""
@@ -27,7 +27,7 @@ FLASH_CAPABILITY = (8, 0)
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
     part = problem.part
-    if not isinstance(part, Reads) or part.window is None:
+    if not isinstance(part, RangeReads) or part.window is None:
         return "its lists are not whole sequences with a window"
     if why := whole_refusal(problem):
         return why
@@ -62,7 +62,7 @@ def has_flash(device: torch.device) -> bool:
 def attend(problem: Problem) -> Result:
     """Return the outputs `[R, D]` by row, and an empty tensor for the log-sums."""
     part = problem.part
-    assert isinstance(part, Reads) and part.window is not None
+    assert isinstance(part, RangeReads) and part.window is not None
     out_BHND = by_flash(
         problem.q_BHND,
         problem.k_BHND,

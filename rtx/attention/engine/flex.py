@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.packed import Reads
+from rtx.attention.reads import RangeReads
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask."""
@@ -39,7 +39,7 @@ def refusal(problem: Problem) -> str | None:
     terms = problem.terms
     q_BHND = problem.q_BHND
     sizes = q_BHND.shape[-1], problem.v_BHND.shape[-1]
-    if not isinstance(problem.part, Reads):
+    if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     if terms.dropout or terms.by_distance:
         return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
@@ -55,7 +55,7 @@ def attend(problem: Problem) -> Result:
     """
     q_RD, k_RD, v_RD = problem.rows()
     part = problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     out_PD, sum_P = attend_members(part, q_RD, k_RD, v_RD, problem.terms.scale)
     if problem.by_member:
         return out_PD, sum_P
@@ -66,7 +66,7 @@ def attend(problem: Problem) -> Result:
 
 
 def attend_members(
-    part: Reads,
+    part: RangeReads,
     q_RD: Tensor,
     k_RD: Tensor,
     v_RD: Tensor,
@@ -129,7 +129,7 @@ def compiled():
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def block_mask(part: Reads) -> BlockMask:
+def block_mask(part: RangeReads) -> BlockMask:
     """Return the mask of packed queries over packed keys.
 
     Raises:
@@ -167,7 +167,7 @@ def block_mask(part: Reads) -> BlockMask:
     )
 
 
-def key_blocks(part: Reads) -> tuple[Tensor, Tensor]:
+def key_blocks(part: RangeReads) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest key block that each query block meets, `[X]`."""
     P = len(part.start_P)
     first_X = torch.arange(whole_pieces(P, BLOCK), device=part.start_P.device) * BLOCK
@@ -192,13 +192,13 @@ def neighbours(low_Z: Tensor, high_Z: Tensor, width: int, blocks: int) -> tuple[
     return count_Z[None, None].int(), index_ZW[None, None].int()
 
 
-def pair_mask(part: Reads):
+def pair_mask(part: RangeReads):
     """Return the function that tells FlexAttention whether query member i reads key member j."""
     start_P = part.start_P
     stop_P = part.stop_P
     conditions = []
-    if part.hidden is not None:
-        conditions = list(zip(*part.hidden, strict=True))
+    if part.holes is not None:
+        conditions = list(zip(*part.holes, strict=True))
 
     def reads(b, h, i, j):
         is_read = (j >= start_P[i]) & (j < stop_P[i])

@@ -20,13 +20,13 @@ from torch import Tensor
 from rtx.attention.engine import blocks
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.engine.softmax import Terms, recomputed, soft_attend
-from rtx.attention.packed import Indexed
+from rtx.attention.engine.softmax import LogitTerms, recomputed, soft_attend
+from rtx.attention.reads import IndexReads
 
 
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
-    if not isinstance(problem.part, Indexed):
+    if not isinstance(problem.part, IndexReads):
         return "its keys are ranges of lists, not an index"
     return None
 
@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 def attend(problem: Problem) -> Result:
     """Return outputs and log-sums by row, see `Result`: every row is one query member."""
     part = problem.part
-    assert isinstance(part, Indexed)
+    assert isinstance(part, IndexReads)
     N = part.length
     heads = problem.q_BHND.shape[:2].numel()
     on_cpu = problem.q_BHND.is_cpu
@@ -109,7 +109,7 @@ def attend_heads(
     heads: Heads,
     position_T: Tensor,
     queries: int,
-    terms: Terms,
+    terms: LogitTerms,
     store: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `[G, T, D]` and log-sums `[G, T]`, computed for `queries` at a time.
@@ -142,7 +142,7 @@ def attend_heads(
 
 
 def attend_queries(
-    terms: Terms,
+    terms: LogitTerms,
     key_stop: int,
     head_G: Tensor,
     k_GND: Tensor,

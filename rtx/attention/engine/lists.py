@@ -46,7 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.packed import Hidden, Reads
+from rtx.attention.reads import Holes, RangeReads
 
 
 class RowMembers(NamedTuple):
@@ -77,7 +77,7 @@ class KernelLists(NamedTuple):
     key_members: RowMembers
     count_2: Tensor
     """The numbers of real query members and real key members, `[2]`."""
-    hidden: Hidden | None = None
+    hidden: Holes | None = None
     """Pairs within the ranges that are not read."""
     in_order: bool = False
     """Whether queries and keys share the lists, each of which is one whole sequence in order. It
@@ -112,7 +112,7 @@ def readers(start_P: Tensor, stop_P: Tensor, keys: int) -> tuple[Tensor, Tensor]
     return low_M, high_M
 
 
-def kernel_lists(part: Reads, rows: int) -> KernelLists:
+def kernel_lists(part: RangeReads, rows: int) -> KernelLists:
     """Return the lists of `part` as kernels read them, without room: every member is real.
 
     Args:
@@ -142,6 +142,6 @@ def kernel_lists(part: Reads, rows: int) -> KernelLists:
         query_members=query_members,
         key_members=key_members,
         count_2=torch.cat([query_count_1, key_count_1]),
-        hidden=part.hidden,
+        hidden=part.holes,
         in_order=shared and part.window is not None and part.window.memory == 0,
     )

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.once import derived_once
-from rtx.attention.packed import Hidden, Indexed, Packed, Reads
+from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads
 from rtx.attention.ties import centroid_margin
 
 FOLDER = Path(__file__).parent
@@ -100,8 +100,8 @@ class ProbingArguments(ctypes.Structure):
 class ProbedLists(NamedTuple):
     """Lists of keys, and of the queries that read in each; see packed.py."""
 
-    key: Packed
-    query: Packed
+    key: MemberLists
+    query: MemberLists
     start_P: Tensor
     stop_P: Tensor
     """Query member p reads the key members start_P[p] to stop_P[p] - 1."""
@@ -154,14 +154,14 @@ def reads_of(problem: Problem) -> list[Tensor]:
     """Return the tensors that say who reads whom, see `named`."""
     part = problem.part
     by_member = problem.by_member
-    if isinstance(part, Indexed):
+    if isinstance(part, IndexReads):
         return [part.index_RK]
     rows = problem.q_BHND.shape[:3].numel()
     name = f"native, by member {by_member}"
     return derived_once(part, name, lambda: kernel_ranges(part, rows, by_member))
 
 
-def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
+def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> list[Tensor]:
     """Return the tensors of `RANGES`; without `by_member` also the weight of each query member,
     float32.
 
@@ -173,10 +173,10 @@ def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
     heads = rows // part.length
     # The query members head_begin[g] to head_begin[g + 1] - 1 are those of head g.
     head_begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    hidden = part.hidden
+    hidden = part.holes
     if hidden is None:
         nothing_0P = row_P.new_zeros(0, len(row_P))
-        hidden = Hidden(row_M.new_zeros(0, len(row_M)), nothing_0P, nothing_0P)
+        hidden = Holes(row_M.new_zeros(0, len(row_M)), nothing_0P, nothing_0P)
     reads = [row_P, row_M, part.start_P, part.stop_P, head_begin]
     reads += [x.contiguous() for x in hidden]
     if not by_member:
@@ -418,7 +418,7 @@ def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> Packed:
+def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> MemberLists:
     """Return the keys of each cluster, in `[B * H * C]` lists: a key is in that of its nearest
     centroid."""
     return run_probing(centroid_HCD, k_BHND)
@@ -461,7 +461,7 @@ def probe(
         attend_self=int(attend_self),
     )
     row_P, start_P, stop_P = made[0]
-    return ProbedLists(keys, Packed(row_P, query_count_L), start_P, stop_P)
+    return ProbedLists(keys, MemberLists(row_P, query_count_L), start_P, stop_P)
 
 
 def probe_best(
@@ -498,7 +498,7 @@ def run_probing(
     q_BHND: Tensor | None = None,
     early: int | None = None,
     **more: Any,
-) -> Packed:
+) -> MemberLists:
     """Run the probing kernel, and return the keys of each list.
 
     Args:
@@ -522,7 +522,7 @@ def run_probing(
         members += B * H * early
         lists += B * H
     row_M = torch.empty(members, dtype=torch.int64)
-    keys = Packed(row_M, torch.empty(lists, dtype=torch.int64))
+    keys = MemberLists(row_M, torch.empty(lists, dtype=torch.int64))
     problem = ProbingArguments(
         centroid=centroid_HCD.data_ptr(),
         k=k_BHND.data_ptr(),

@@ -52,7 +52,7 @@ from rtx.attention.engine.packed_launch import (
     mean_by_row,
     sum_by_row,
 )
-from rtx.attention.engine.softmax import Terms
+from rtx.attention.engine.softmax import LogitTerms
 
 
 def has_compiler() -> bool:
@@ -95,7 +95,7 @@ def can_run(device: torch.device) -> bool:
     return device_refusal(device) is None
 
 
-def refusal(q_BHND: Tensor, v_BHNE: Tensor, terms: Terms) -> str | None:
+def refusal(q_BHND: Tensor, v_BHNE: Tensor, terms: LogitTerms) -> str | None:
     """Return why the kernels cannot run this; None where they can."""
     if why := device_refusal(q_BHND.device):
         return why
@@ -114,7 +114,7 @@ def attend(
     k_BHND: Tensor,
     v_BHNE: Tensor,
     lists: KernelLists,
-    terms: Terms,
+    terms: LogitTerms,
     merge: str,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log-sums, of rows or of query members:
@@ -176,7 +176,7 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def relative_terms(terms: Terms, heads: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def relative_terms(terms: LogitTerms, heads: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return keys by distance `[H, T, D]`, their bias `[H, T]` and values by distance `[T, E]`."""
     if terms.relative is None:
         return None, None, None
@@ -209,7 +209,7 @@ def packed_attention(
     Args:
         k_BHND: None where queries serve as keys, with the same lists.
         lists: `ListTensors`.
-        hidden: the tensors of `rtx.attention.packed.Hidden`, or none.
+        hidden: the tensors of `rtx.attention.reads.Hidden`, or none.
         in_order: of `KernelLists`; with merge "none" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order

@@ -43,7 +43,7 @@ Parameters that several kernels have (`x [P, T]`: a pointer to a contiguous tens
     start, stop [P]               the key members that a query member reads
     low, high [M]                 the query members that read a key member
     hidden_value [HIDDEN, M]      with hidden_low, hidden_high [HIDDEN, P]: what of these ranges is
-                                  not read (`rtx.attention.packed.Hidden`)
+                                  not read (`rtx.attention.reads.Hidden`)
     logit_table [R, T]            in units of a product q . k; with BY_DISTANCE
     dweight_table [., T]          dout times the values by distance, of what `dout` is; with VALUES
     weight_table [P, T]           sums of w * f by distance, with VALUES; zeros before a kernel

@@ -131,7 +131,7 @@ class KernelInputs(NamedTuple):
     v_BHNE: Tensor
     lists: ListTensors
     hidden: list[Tensor]
-    """The three tensors of `rtx.attention.packed.Hidden`, or none."""
+    """The three tensors of `rtx.attention.reads.Hidden`, or none."""
     keys_HTD: Tensor | None
     """Keys by distance."""
     bias_HT: Tensor | None

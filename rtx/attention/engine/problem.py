@@ -1,7 +1,7 @@
 """What an engine computes and what it returns.
 
-`rtx.attention.packed` explains rows, lists and members by an example. A row in two lists is two
-query members, and each of them gets an output. An index (`rtx.attention.packed.Indexed`) has no
+`rtx.attention.reads` explains rows, lists and members by an example. A row in two lists is two
+query members, and each of them gets an output. An index (`rtx.attention.reads.Indexed`) has no
 lists: every row is one query member, and names the rows that it reads.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, D head size (that of
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.softmax import Terms
-from rtx.attention.packed import Part, Reads
+from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.reads import RangeReads, Reads
 
 Result = tuple[Tensor, Tensor]
 """Outputs and log-sums. Their shapes depend on `Problem.by_member`:
@@ -36,9 +36,9 @@ class Problem(NamedTuple):
     k_BHND: Tensor
     """The same object as `q_BHND` where queries serve as keys; engines then read them once."""
     v_BHND: Tensor
-    part: Part
+    part: Reads
     """Who reads whom: packed lists or an index."""
-    terms: Terms
+    terms: LogitTerms
     """What else enters the softmax: scale, dropout and terms by distance."""
     by_member: bool
     """Whether each query member gets an output of its own, see `Result`."""
@@ -57,6 +57,6 @@ class Problem(NamedTuple):
 
     def query_rows(self) -> Tensor:
         """Return the row of each query member, `[P]`, int64."""
-        if isinstance(self.part, Reads):
+        if isinstance(self.part, RangeReads):
             return self.part.query.row_M.long()
         return torch.arange(self.q_BHND.shape[:3].numel(), device=self.q_BHND.device)

@@ -6,8 +6,8 @@ pair is
 
     scale * (q_i . k_j + q_i . keys[t] + bias[t]) + bias_by_distance[t],
 
-and the output of a query is sum_j weight_ij (v_j + values[t]). `Relative` has keys, bias and
-values, `Terms.bias_HM` is bias_by_distance; each is optional.
+and the output of a query is sum_j weight_ij (v_j + values[t]). `RelativeTables` has keys, bias and
+values, `LogitTerms.bias_HM` is bias_by_distance; each is optional.
 
 Shapes: G blocks, Q queries of a block, K keys of a block, D head size, H heads, M distances (rows
 of a table).
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from rtx.attention.autocast import no_autocast
 
 
-class Relative(NamedTuple):
+class RelativeTables(NamedTuple):
     """Tables by distance: row m is for distance m, the last row for every distance beyond, too.
 
     Shaw et al. 2018 (equations 3 and 4) have keys and values that all heads share. Transformer-XL
@@ -45,13 +45,13 @@ class Relative(NamedTuple):
         return keys, bias
 
 
-class Terms(NamedTuple):
+class LogitTerms(NamedTuple):
     """What enters logits and weights besides queries, keys and values."""
 
     scale: float
     dropout: float = 0.0
     """The share of weights that is set to zero."""
-    relative: Relative | None = None
+    relative: RelativeTables | None = None
     bias_HM: Tensor | None = None
     """Added to the scaled logits, by head and distance; the last column serves all distances
     beyond. -inf: not read.
@@ -72,7 +72,7 @@ def soft_attend(
     mask_GQK: Tensor,
     distance_GQK: Tensor | None,
     head_G: Tensor | None,
-    terms: Terms,
+    terms: LogitTerms,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[G, Q, D]` and the log-sums `[G, Q]`, in float32 or wider.
 
@@ -129,7 +129,7 @@ def products(
     k_GKD: Tensor,
     entry_GQK: Tensor | None,
     head_G: Tensor | None,
-    terms: Terms,
+    terms: LogitTerms,
 ) -> Tensor:
     """Return the logits without `terms.bias_HM`, `[G, Q, K]`.
 
@@ -153,7 +153,7 @@ def bias_by_distance(
     head_G: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return what `Terms.bias_HM` adds to the logits, `[G, Q, K]`."""
+    """Return what `LogitTerms.bias_HM` adds to the logits, `[G, Q, K]`."""
     bias_G1M = bias_HM.to(dtype)[head_G][:, None]
     bias_GQM = bias_G1M.expand(-1, distance_GQK.shape[1], -1)
     return bias_GQM.gather(-1, entries_of(distance_GQK, bias_HM.shape[-1]))

@@ -51,7 +51,7 @@ from torch import Tensor
 
 from rtx.attention.autocast import no_autocast
 from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
-from rtx.attention.packed import Packed
+from rtx.attention.reads import MemberLists
 from rtx.attention.ties import highest
 
 MAX_SCORES = 1 << 24
@@ -184,11 +184,11 @@ def entries_of_nearest(list_R: Tensor, lists: int, room: int) -> Entries:
     )
 
 
-def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Packed:
+def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> MemberLists:
     """Return the members of every cluster where each position joins its nearest one alone."""
     list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
     _, row_M, bound_L1 = sorted_lists(list_R, lists_of(centroid_HCD, x_BHND))
-    return Packed(row_M, bound_L1.diff())
+    return MemberLists(row_M, bound_L1.diff())
 
 
 def entries_by_thresholds(
@@ -460,7 +460,7 @@ def separate_lists(
 
     A query member reads the last `window` key members of its list whose positions are not behind
     its own. With `attend_self` False it does not read its own position, unless it would read
-    nothing. These are the ranges of `rtx.attention.packed.members_read`, with empty slots: an empty
+    nothing. These are the ranges of `rtx.attention.reads.members_read`, with empty slots: an empty
     slot reads nothing and is read by none.
 
     Args:

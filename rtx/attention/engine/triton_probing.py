@@ -28,7 +28,7 @@ from torch import Tensor
 from rtx.attention.engine.lists import KernelLists, RowMembers
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
 from rtx.attention.engine.triton_selection import precision
-from rtx.attention.packed import Packed
+from rtx.attention.reads import MemberLists
 from rtx.attention.ties import tie_margin
 
 TILE = 32
@@ -78,10 +78,10 @@ class Files(NamedTuple):
     early: int
     """E."""
 
-    def packed(self) -> Packed:
+    def packed(self) -> MemberLists:
         """Return the clusters' lists alone."""
         of_early = len(self.row_M) - self.cluster_XN.numel()
-        return Packed(self.row_M[of_early:], self.tally.bound_L1.diff().long())
+        return MemberLists(self.row_M[of_early:], self.tally.bound_L1.diff().long())
 
 
 class Probes(NamedTuple):

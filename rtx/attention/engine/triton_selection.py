@@ -37,7 +37,7 @@ from rtx.attention.engine.static_selection import (
     sorted_lists,
     top_members_with,
 )
-from rtx.attention.packed import Packed
+from rtx.attention.reads import MemberLists
 
 TILE = 64
 """Positions that a program of `score_kernel` works on."""
@@ -117,11 +117,11 @@ def nearest_lists(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Te
     return nearest_by_kernel(*given, True).flatten()
 
 
-def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Packed:
+def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> MemberLists:
     """Return what `static_selection.nearest_members` does, of float32."""
     list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
     _, row_M, bound_L1 = sorted_lists(list_R, lists_of(centroid_HCD, x_BHND))
-    return Packed(row_M, bound_L1.diff())
+    return MemberLists(row_M, bound_L1.diff())
 
 
 @torch.library.custom_op("rtx::nearest_clusters", mutates_args=())

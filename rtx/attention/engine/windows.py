@@ -2,7 +2,7 @@
 kernels do not run.
 
 The query members are cut into tiles of TILE consecutive ones. The keys that a tile may read are one
-window of consecutive key members, whose width follows from `Reads.most`, the largest number of keys
+window of consecutive key members, whose width follows from `RangeReads.most`, the largest number of keys
 of a query. So no shape depends on numbers in tensors, and the CPU never waits for the GPU. A mask
 hides those key slots that a query does not read.
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from rtx.attention.engine.blocks import MAX_SCORES_GPU, head_of, not_hidden, soft_block
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.engine.softmax import Terms, recomputed
-from rtx.attention.packed import Reads
+from rtx.attention.engine.softmax import LogitTerms, recomputed
+from rtx.attention.reads import RangeReads
 
 TILE = 128
 """Query members of a tile."""
@@ -33,7 +33,7 @@ TILE = 128
 def refusal(problem: Problem) -> str | None:
     """Return why this engine cannot run the problem; None where it can."""
     part = problem.part
-    if not isinstance(part, Reads):
+    if not isinstance(part, RangeReads):
         return "its keys are an index, not ranges of lists"
     if part.most is None:
         return "nothing bounds the number of keys that a query reads"
@@ -46,7 +46,7 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-def has_terms_by_head(terms: Terms) -> bool:
+def has_terms_by_head(terms: LogitTerms) -> bool:
     """Tell whether heads have terms by distance of their own."""
     if terms.bias_HM is not None:
         return True
@@ -56,7 +56,7 @@ def has_terms_by_head(terms: Terms) -> bool:
 def attend(problem: Problem) -> Result:
     """Return outputs and log-sums, see `Result`."""
     part = problem.part
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     out_SD, sum_S = attend_slots(problem)
     slot_P = slots_of_queries(part)
     v_BHND = problem.v_BHND
@@ -82,7 +82,7 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
     q_RD, k_RD, v_RD = problem.rows()
     part = problem.part
     terms = problem.terms
-    assert isinstance(part, Reads)
+    assert isinstance(part, RangeReads)
     query_GQ, key_GK = tiles(part)
     scores_of_tile = query_GQ.shape[1] * key_GK.shape[1]
     size = max(1, MAX_SCORES_GPU // max(1, scores_of_tile))
@@ -101,7 +101,7 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(sums)
 
 
-def tiles(part: Reads) -> tuple[Tensor, Tensor]:
+def tiles(part: RangeReads) -> tuple[Tensor, Tensor]:
     """Return the members in the query slots `[G, Q]` and in the key slots `[G, K]` of all tiles.
 
     Members are given by their numbers. A query slot with a number of P or more is empty, and so is
@@ -141,7 +141,7 @@ def tiles_of_sequences(P: int, length: int, device: torch.device) -> Tensor:
     return (first_L11 + position_TQ).flatten(0, 1)
 
 
-def slots_of_queries(part: Reads) -> Tensor:
+def slots_of_queries(part: RangeReads) -> Tensor:
     """Return the place of each query member in the flattened query slots of `tiles`, `[P]`."""
     every_P = torch.arange(len(part.start_P), device=part.start_P.device)
     if part.query is not part.key or part.window is None:
@@ -150,7 +150,7 @@ def slots_of_queries(part: Reads) -> Tensor:
     return every_P // part.length * slots_of_list + every_P % part.length
 
 
-def slots_read(part: Reads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
+def slots_read(part: RangeReads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
     """Return which key slots each query slot reads, `[G, Q, K]`; no empty slot reads or is read."""
     P = len(part.start_P)
     M = len(part.key.row_M)
@@ -159,6 +159,6 @@ def slots_read(part: Reads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
     start_GQ1 = part.start_P[some_query_GQ][..., None]
     stop_GQ1 = part.stop_P[some_query_GQ][..., None]
     mask_GQK = (key_G1K >= start_GQ1) & (key_G1K < stop_GQ1) & (query_GQ < P)[..., None]
-    if part.hidden is None:
+    if part.holes is None:
         return mask_GQK
-    return not_hidden(mask_GQK, part.hidden, some_query_GQ, key_GK.clamp(0, M - 1))
+    return not_hidden(mask_GQK, part.holes, some_query_GQ, key_GK.clamp(0, M - 1))

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
-from rtx.attention.engine.softmax import Relative, recomputed
-from rtx.attention.packed import Indexed, Packed, Part, members_read
-from rtx.attention.pattern import Inputs, Pattern, Prepared
-from rtx.attention.selection import MAX_SCORES, normalise_twice, products
+from rtx.attention.engine.softmax import RelativeTables, recomputed
+from rtx.attention.members import MAX_SCORES, normalise_twice, products
+from rtx.attention.pattern import Pattern, Prepared, QueriesKeys
+from rtx.attention.reads import IndexReads, MemberLists, Reads, members_read
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
 
 
-class Choice(Pattern):
+class TopKeys(Pattern):
     """H heads whose queries each choose at most `window` keys of the prefix.
 
     Subclasses say what the choice reads, and override `best` where products of these are not the scores of keys.
@@ -53,13 +53,13 @@ class Choice(Pattern):
         """Whether `reads` returns an index, and no lists."""
         return True
 
-    def choice_queries(self, given: Inputs) -> Tensor:
+    def choice_queries(self, given: QueriesKeys) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
-        return given.turned_q_BHND
+        return given.rotated_q_BHND
 
-    def choice_keys(self, given: Inputs) -> Tensor:
+    def choice_keys(self, given: QueriesKeys) -> Tensor:
         """Return what the choice reads of the keys, `[B, H, N, E]`."""
-        return given.turned_k_BHND
+        return given.rotated_k_BHND
 
     def best(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: range) -> Tensor:
         """Return the positions `[B, H, Q, K]` that queries at some positions read, -1 for none.
@@ -94,13 +94,13 @@ class Choice(Pattern):
         """Return the last position that queries at some positions may read, `[Q, 1]`; the first has only itself."""
         return (position_Q if self.attend_self else (position_Q - 1).clamp(min=0))[:, None]
 
-    def split(self, given: Inputs, keys: int) -> list[range]:
+    def split(self, given: QueriesKeys, keys: int) -> list[range]:
         """Return the positions in pieces whose scores of that many keys are held at once."""
         B, H, N, _ = given.q_BHND.shape
         size = max(1, MAX_SCORES // max(1, B * H * keys))
         return [range(first, min(N, first + size)) for first in range(0, N, size)]
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = given.q_BHND.shape
         queries, keys = self.choice_queries(given), self.choice_keys(given)
         first_BH11 = torch.arange(B * H, device=given.q_BHND.device).view(B, H, 1, 1) * N
@@ -111,18 +111,18 @@ class Choice(Pattern):
             at_BHQK = self.best(queries[:, :, some].contiguous(), keys, positions)
             rows_BHQK = (at_BHQK + first_BH11).masked_fill(at_BHQK < 0, -1)
             index_BHNK[:, :, some, : at_BHQK.shape[-1]] = rows_BHQK
-        return [Indexed(index_BHNK.flatten(0, 2), N)]
+        return [IndexReads(index_BHNK.flatten(0, 2), N)]
 
     def most_keys(self, length: int) -> int:
         """Return how many keys a query reads at the most."""
         return min(self.window, length)
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         query_NE, key_NE = self.choice_queries(given)[0, head], self.choice_keys(given)[0, head]
         margin_NN = self.margins(query_NE[:, None], key_NE)
         return oracle.best_keys(query_NE @ key_NE.T, margin_NN, self.most_keys(len(key_NE)), self.attend_self)
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         return GrowingCache(self, relative)
 
 
@@ -131,14 +131,14 @@ def tensor_of(positions: range, device: torch.device) -> Tensor:
     return torch.arange(positions.start, positions.stop, device=device)
 
 
-class Exact(Choice):
+class Exact(TopKeys):
     """Each query reads its `window` best keys of the prefix by q k^T: the ceiling of every selection, O(N^2) in scores.
 
     The scores are the attention's own logits (Shaw's terms left out), held for some queries at a time.
     """
 
 
-class Indexer(Choice):
+class Indexer(TopKeys):
     """A small indexer for each head chooses `window` past keys (DeepSeek sparse attention, without its gates).
 
     Scores are products of `units` numbers of the query and of the key, by matrices of their own. They learn by the
@@ -168,11 +168,11 @@ class Indexer(Choice):
         self.chosen: Tensor | None = None
         """Rows of the keys that `reads` chose in training, `[B, H, N, K]`, until `loss` has taken them."""
 
-    def choice_queries(self, given: Inputs) -> Tensor:
+    def choice_queries(self, given: QueriesKeys) -> Tensor:
         scaled_HDE = self.query_HDE * self.query_HDE.shape[-1] ** -0.5
         return given.q_BHND.detach() @ scaled_HDE.to(given.q_BHND.dtype)
 
-    def choice_keys(self, given: Inputs) -> Tensor:
+    def choice_keys(self, given: QueriesKeys) -> Tensor:
         return given.k_BHND.detach() @ self.key_HDE.to(given.k_BHND.dtype)
 
     def after_step(self) -> None:
@@ -206,20 +206,20 @@ class Indexer(Choice):
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         """See `Pattern.reads`; dense heads read one list, as an index would hold N^2 numbers."""
         B, H, N, _ = given.q_BHND.shape
         self.chosen = None
         if not self.dense:
-            (part,) = super().reads(given, prefix)
-            assert isinstance(part, Indexed)
+            (part,) = super().reads(given, streaming)
+            assert isinstance(part, IndexReads)
             self.chosen = part.index_RK.unflatten(0, (B, H, N)) if self.training else None
             return [part]
         row_M = torch.arange(B * H * N, device=given.q_BHND.device)
-        lists = Packed(row_M, row_M.new_full((B * H,), N))
+        lists = MemberLists(row_M, row_M.new_full((B * H,), N))
         return [members_read(lists, lists, N, N, self.attend_self)]
 
-    def loss(self, given: Inputs) -> Tensor:
+    def loss(self, given: QueriesKeys) -> Tensor:
         """Return the mean divergence over all positions in training, over the keys that `reads` chose."""
         if not self.training or not given.q_BHND.numel():
             return super().loss(given)
@@ -249,12 +249,12 @@ class Indexer(Choice):
         # Scores and logits of all keys are held at once, and some copies of those that count.
         positions = self.split(given, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
         pairs = zip(positions, query_BHNE.split(len(positions[0]), dim=2), strict=True)
-        every = self.choice_keys(given), given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
+        every = self.choice_keys(given), given.rotated_q_BHND.detach(), given.rotated_k_BHND.detach()
         every += () if chosen_BHNK is None else (chosen_BHNK,)
         return torch.stack([recomputed(divergence, *pair, *every) for pair in pairs]).sum() / (B * H * N)
 
 
-class Blocks(Choice):
+class Blocks(TopKeys):
     """Each query reads its own block up to itself, and the `window` / `block` best finished blocks (MoBA, NSA).
 
     A block's score is the product of the unturned query with the mean of its unturned keys, so that the queries and
@@ -288,15 +288,15 @@ class Blocks(Choice):
         own_Q1, block_G = position_Q[:, None] // self.block, torch.arange(mean_BHGD.shape[2], device=position_Q.device)
         return products(q_BHQD, mean_BHGD).masked_fill(block_G >= own_Q1, -math.inf)
 
-    def choice_queries(self, given: Inputs) -> Tensor:
+    def choice_queries(self, given: QueriesKeys) -> Tensor:
         return given.q_BHND
 
-    def choice_keys(self, given: Inputs) -> Tensor:
+    def choice_keys(self, given: QueriesKeys) -> Tensor:
         """Return the means of finished blocks."""
         return self.means(given.k_BHND)
 
     def best(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: range) -> Tensor:
-        """See `Choice.best`: the positions of the best finished blocks and of the own block."""
+        """See `TopKeys.best`: the positions of the best finished blocks and of the own block."""
         position_Q = tensor_of(positions, key_BHNE.device)
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         own_Q1, slot_b = position_Q[:, None] // self.block, torch.arange(self.block, device=position_Q.device)
@@ -310,7 +310,7 @@ class Blocks(Choice):
     def most_keys(self, length: int) -> int:
         return min(self.count, length // self.block) * self.block + self.block
 
-    def attend(self, given: Inputs, v_BHND: Tensor, parts: list[Part], relative: Relative | None) -> Tensor:
+    def attend(self, given: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
         out_BHND = super().attend(given, v_BHND, parts, relative)
         if self.gate_H2D is None:
             return out_BHND
@@ -334,7 +334,7 @@ class Blocks(Choice):
         gate_BHQ2 = (q_BHQD @ self.gate_H2D.to(q_BHQD.dtype).mT).sigmoid().to(out_BHQD.dtype)
         return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * (weight_BHQG.to(mean_v.dtype) @ mean_v)
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """See `Pattern.rule`; of the branch that selects (`oracle.compressed` is the other)."""
         position_N = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)
         mean_BHGD = self.means(given.k_BHND)
@@ -342,7 +342,7 @@ class Blocks(Choice):
         margin_NG = self.margins(given.q_BHND[0, head][:, None], mean_BHGD[0, head])
         return oracle.best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         return BlockCache(self, relative)
 
 
@@ -383,7 +383,7 @@ class BlockCache(GrowingCache):
     """The unturned keys of the block that is not finished."""
     mean_v: Tensor | None = None
 
-    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         rows = RowCache.put(self, given, v_BHND, first)
         b, end = self.pattern.block, first + v_BHND.shape[2]
         begin, stop = first // b, end // b
@@ -393,7 +393,7 @@ class BlockCache(GrowingCache):
         self.mean_v = place(self.mean_v, self.pattern.means(rows[1][:, :, begin * b : stop * b]), begin)
         return rows
 
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         out_BH1D = super().decode(given, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D

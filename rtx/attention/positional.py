@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
-from rtx.attention.engine.softmax import Relative, Terms
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.once import made_once
 from rtx.attention.oracle import last_members
-from rtx.attention.packed import Packed, Part, Reads, members_read
 from rtx.attention.pattern import (
     ClusterPattern,
     ContiguousPattern,
-    Inputs,
+    PositionLists,
     PositionPattern,
-    Spread,
+    QueriesKeys,
 )
+from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read
 
 
 class Full(ContiguousPattern):
@@ -86,9 +86,9 @@ class Strided(PositionPattern):
         check_positive(stride=stride)
         self.stride = stride
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         remainder_N = position_N % self.stride
-        return [Spread(remainder_N, remainder_N, torch.zeros_like(position_N), position_N + 1)]
+        return [PositionLists(remainder_N, remainder_N, torch.zeros_like(position_N), position_N + 1)]
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return (i - j) % self.stride == 0
@@ -108,12 +108,15 @@ class Fixed(PositionPattern):
         check_within("summary", summary, block, "block")
         self.block, self.summary = block, summary
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         """The own block's list, and the list of all summary columns of the head."""
         own_N, none_N = position_N // self.block, torch.zeros_like(position_N)
         head_H1 = torch.arange(heads, device=position_N.device)[:, None]
         column_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
-        return [Spread(own_N, own_N, none_N, position_N + 1), Spread(none_N, column_HN, none_N, own_N * self.block)]
+        return [
+            PositionLists(own_N, own_N, none_N, position_N + 1),
+            PositionLists(none_N, column_HN, none_N, own_N * self.block),
+        ]
 
     def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
         """Tell whether j is a summary column of its block."""
@@ -134,15 +137,15 @@ class FixedBlock(Recurrent):
         check_positive(block=block)
         super().__init__(length=block, memory=0, **given)
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         own_N, none_N = position_N // self.length, torch.zeros_like(position_N)  # a list each: whole triangles
-        return [Spread(own_N, own_N, none_N, position_N + 1)]
+        return [PositionLists(own_N, own_N, none_N, position_N + 1)]
 
 
 class FixedSummary(Fixed):
     """Position i reads the summary columns of all blocks up to itself: the fixed pattern's other part, see `Fixed`."""
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         return [super().spreads(position_N, heads)[1]._replace(until_N=position_N + 1)]
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
@@ -208,7 +211,7 @@ class AdaptiveSpan(ContiguousPattern):
         """What the head's own weight does not make nothing."""
         return (i - j < self.window) & (i - j < self.ramp + self.spans()[head])
 
-    def terms(self, size: int, relative: Relative | None) -> Terms:
+    def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms with log m_z(distance) for each head, -inf where the weight is 0."""
         distance_M = torch.arange(self.reach() + 1, device=self.share_H.device)
         weight_HM = ((self.ramp + self.spans()[:, None] - distance_M) / self.ramp).clamp(0, 1)
@@ -217,11 +220,11 @@ class AdaptiveSpan(ContiguousPattern):
         bias_HM = weight_HM.masked_fill(~seen_HM, 1).log().masked_fill(~seen_HM, -math.inf)
         return super().terms(size, relative)._replace(bias_HM=bias_HM)
 
-    def loss(self, given: Inputs) -> Tensor:
+    def loss(self, given: QueriesKeys) -> Tensor:
         """Return the weighted mean span, zero outside training."""
         return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(given)
 
-    def start(self, relative: Relative | None = None) -> Cache:
+    def start(self, relative: RelativeTables | None = None) -> Cache:
         """See `Pattern.start`; the spans stay as they are now."""
         return PositionCache(self, relative, self.reach())
 
@@ -249,21 +252,21 @@ class Random(ClusterPattern):
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = given.q_BHND.shape
         form = type(self), self.clusters, self.length, self.seed, self.window, self.attend_self, B, H, N
         return [*made_once(form, given.q_BHND.device, partial(self.make_reads, B, H, N))]
 
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[Reads]:
+    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return who reads whom in B sequences of N positions."""
         lists = self.members(B, H, N, device)
         return [members_read(lists, lists, N, self.window, self.attend_self)]
 
-    def lists(self, given: Inputs) -> list[Packed]:
+    def lists(self, given: QueriesKeys) -> list[MemberLists]:
         B, H, N, _ = given.q_BHND.shape
         return [self.members(B, H, N, given.q_BHND.device)]
 
-    def members(self, B: int, H: int, N: int, device: torch.device) -> Packed:
+    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
         """Return the members of every cluster."""
         turn_T1 = torch.arange(-(-N // self.length), device=device)[:, None]
         drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed).to(device)
@@ -271,7 +274,7 @@ class Random(ClusterPattern):
         inside_BHCT = (position_HCT < N).expand(B, *position_HCT.shape)
         first_BH = torch.arange(B * H, device=device).view(B, H) * N
         row_BHCT = first_BH[..., None, None] + position_HCT
-        return Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
+        return MemberLists(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
 
     def member_HCN(self, length: int) -> Tensor:
         """Return the memberships of positions 0 to `length` - 1."""
@@ -279,11 +282,11 @@ class Random(ClusterPattern):
         member_HCN.scatter_(2, self.position_HCW, True)
         return member_HCN.repeat(1, 1, -(-length // self.length))[..., :length]
 
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
         member_CN = self.member_HCN(given.q_BHND.shape[2])[head]
         return last_members(member_CN, member_CN, self.window)
 
-    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
+    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
         joins_HC = (self.position_HCW == position % self.length).any(-1)
         joins_BHC = joins_HC.expand(len(given.q_BHND), *joins_HC.shape)
         return joins_BHC, joins_BHC, None

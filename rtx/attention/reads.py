@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 
-class Packed(NamedTuple):
+class MemberLists(NamedTuple):
     """Lists of rows."""
 
     row_M: Tensor
@@ -45,14 +45,14 @@ class Packed(NamedTuple):
         number_L = torch.arange(len(self.count_L), device=self.row_M.device)
         return torch.repeat_interleave(number_L, self.count_L, output_size=len(self.row_M))
 
-    def keep(self, kept_R: Tensor) -> Packed:
+    def keep(self, kept_R: Tensor) -> MemberLists:
         """Return the lists with those members alone whose row is true in `kept_R`, bool."""
         remains_M = kept_R[self.row_M]
         count_L = torch.bincount(self.list_M()[remains_M], minlength=len(self.count_L))
-        return Packed(self.row_M[remains_M], count_L)
+        return MemberLists(self.row_M[remains_M], count_L)
 
 
-class Hidden(NamedTuple):
+class Holes(NamedTuple):
     """Exceptions from ranges, by X conditions (X here is no number of heads).
 
     Query member p does not read key member m, although it is in its range, if for any condition x
@@ -75,21 +75,21 @@ class Window(NamedTuple):
     """The number of positions in front of the sequence that are read, but read nothing."""
 
 
-class Reads(NamedTuple):
+class RangeReads(NamedTuple):
     """Who reads whom by ranges: query member p reads the key members start_P[p] to stop_P[p] - 1.
 
     A range lies within the list of its query member. No start is below the start of the query
     member before, and no stop below its stop. A range with start = stop is empty.
     """
 
-    query: Packed
-    key: Packed
+    query: MemberLists
+    key: MemberLists
     """The same object as `query` where queries and keys share their lists."""
     start_P: Tensor
     stop_P: Tensor
     length: int
     """N."""
-    hidden: Hidden | None = None
+    holes: Holes | None = None
     """Key members within the ranges that are not read. Where outputs are means over lists, it hides
     no range entirely: `times_R` counts the ranges that are not empty."""
     most: int | None = None
@@ -107,7 +107,7 @@ class Reads(NamedTuple):
         return times_R.index_add_(0, self.query.row_M, (self.stop_P > self.start_P).long())
 
 
-class Indexed(NamedTuple):
+class IndexReads(NamedTuple):
     """Who reads whom by an index: row r reads the rows index_RK[r].
 
     They are rows of its own sequence and head, each named once, at positions up to that of r. An
@@ -119,10 +119,10 @@ class Indexed(NamedTuple):
     """N."""
 
 
-Part = Reads | Indexed
+Reads = RangeReads | IndexReads
 
 
-def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> Packed:
+def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
     """Return packed lists, where every position belongs to one list of its head, or to none.
 
     Args:
@@ -144,21 +144,21 @@ def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> Packed:
     count_XL = torch.searchsorted(number_M, bound_L).diff().view(B * H, lists + 1)
     if not complete and bool((list_XN < 0).any()):
         row_M = row_M[(list_XN >= 0).flatten()[row_M]]
-    return Packed(row_M, count_XL[:, :lists].flatten())
+    return MemberLists(row_M, count_XL[:, :lists].flatten())
 
 
-def order(members: Packed, length: int) -> Tensor:
+def order(members: MemberLists, length: int) -> Tensor:
     """Return list * N + position of each member, `[M]`, which ascends from member to member."""
     return members.list_M() * length + members.row_M % max(1, length)
 
 
 def members_read(
-    queries: Packed,
-    keys: Packed,
+    queries: MemberLists,
+    keys: MemberLists,
     length: int,
     window: int,
     attend_self: bool = True,
-) -> Reads:
+) -> RangeReads:
     """Return ranges: every query reads the last `window` keys of its list up to its position.
 
     Args:
@@ -177,10 +177,10 @@ def members_read(
     if not attend_self and len(keys.row_M):
         last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
         stop_P = stop_P - (last_is_self_P & (stop_P - start_P > 1)).long()
-    return Reads(queries, keys, start_P, stop_P, length, most=min(window, length))
+    return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
 
 
-def without_self(parts: list[Reads], rows: int) -> list[Reads]:
+def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     """Return parts in which no row reads itself, unless it reads nothing else in any part.
 
     Args:
@@ -202,12 +202,12 @@ def without_self(parts: list[Reads], rows: int) -> list[Reads]:
 
 
 def bounded_read(
-    queries: Packed,
-    keys: Packed,
+    queries: MemberLists,
+    keys: MemberLists,
     length: int,
     since_N: Tensor,
     until_N: Tensor,
-) -> Reads:
+) -> RangeReads:
     """Return ranges: a query at position n reads keys from since_N[n] to until_N[n] - 1.
 
     These are positions; the keys are those of the query's list.
@@ -220,4 +220,4 @@ def bounded_read(
     position_P = queries.row_M % max(1, length)
     start_P = torch.searchsorted(key_order_M, base_P + since_N[position_P].clamp(0, length))
     stop_P = torch.searchsorted(key_order_M, base_P + until_N[position_P].clamp(0, length))
-    return Reads(queries, keys, start_P, stop_P.maximum(start_P), length)
+    return RangeReads(queries, keys, start_P, stop_P.maximum(start_P), length)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rtx.attention.autocast import no_autocast
 from rtx.attention.engine import native, norm
-from rtx.attention.packed import Packed
+from rtx.attention.reads import MemberLists
 from rtx.attention.static import is_static
 from rtx.attention.ties import best_places, centroid_margin, highest
 
@@ -149,7 +149,7 @@ class PrefixTopK:
 class Arrivals(NamedTuple):
     """Who is among the best W of its own prefix, at which position it no longer is (N: never), and the best of all."""
 
-    lists: Packed
+    lists: MemberLists
     leaves_M: Tensor
     best: PrefixTopK
 
@@ -177,7 +177,7 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     leaves_M = torch.full_like(number_M, N)
     pushed_M = held_M < N  # an empty slot counts as later than all
     leaves_M[torch.searchsorted(number_M, (list_M * N + held_M)[pushed_M])] = position_M[pushed_M]
-    lists = Packed(list_M[order_M] // C * N + position_M[order_M], torch.bincount(list_M, minlength=B * H * C))
+    lists = MemberLists(list_M[order_M] // C * N + position_M[order_M], torch.bincount(list_M, minlength=B * H * C))
     return Arrivals(lists, leaves_M, best)
 
 
