@@ -26,7 +26,7 @@ from machine import code, machine
 from torch import Tensor
 
 from rtx.attention import AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random, Routing
-from rtx.attention.pattern import QueriesKeys
+from rtx.attention.reads import QueriesKeys
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.evaluation.protocols import windows

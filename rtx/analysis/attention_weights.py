@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rtx.attention.engine import attend
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.pattern import Pattern, QueriesKeys
+from rtx.attention.pattern import Pattern
 from rtx.attention.positional import AdaptiveSpan
-from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads, Reads
+from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -43,8 +43,8 @@ def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     groups = {}
     kinds = attention.groups, attention.each(), attention.rotations, attention.relative()
     for name, pattern, rotary, relative, (q_1HND, k_1HND, _) in zip(*kinds, attention.split(x_1NE), strict=True):
-        given = pattern.inputs(q_1HND, k_1HND, rotary)
-        groups[name] = pattern, given, pattern.reads(given, False), relative
+        qk = pattern.inputs(q_1HND, k_1HND, rotary)
+        groups[name] = pattern, qk, pattern.reads(qk, False), relative
     return groups
 
 

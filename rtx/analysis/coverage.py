@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
-from rtx.attention.pattern import Pattern, QueriesKeys
+from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
+from rtx.attention.reads import QueriesKeys
 from rtx.attention.routing import Routing, after_step
 from rtx.compose import with_values
 from rtx.config import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
@@ -47,9 +48,9 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
             q_BHND, k_BHND, _ = attention.split(x_BNE)[number]
             # Probed keys are those that the logits read.
             rotary = attention.rotations[number] if isinstance(pattern, Probed) else None
-            given = pattern.inputs(q_BHND, k_BHND, rotary)
-            pattern.gather(given)
-            pattern.reads(given, False)
+            qk = pattern.inputs(q_BHND, k_BHND, rotary)
+            pattern.gather(qk)
+            pattern.reads(qk, False)
     after_step(made)
 
 
@@ -68,10 +69,10 @@ def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back:
     return found
 
 
-def kept(pattern: Pattern, given: QueriesKeys, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
+def kept(pattern: Pattern, qk: QueriesKeys, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
     """Return what a query puts on keys at least `back` back, what of it a selection of these keeps, and how many."""
     N = weight_HPN.shape[-1] - back
-    queries, keys = (given.q_BHND, given.rotated_q_BHND), (given.k_BHND, given.rotated_k_BHND)
+    queries, keys = (qk.q_BHND, qk.rotated_q_BHND), (qk.k_BHND, qk.rotated_k_BHND)
     (q, turned_q), (k, turned_k) = (x[:, :, back:] for x in queries), (x[:, :, :N] for x in keys)
     moved = QueriesKeys(q, k, turned_q, turned_k)
     alike = moved._replace(rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND))  # what is read then has equal weights

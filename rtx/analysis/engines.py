@@ -102,8 +102,8 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     if gpu and isinstance(pattern, AdaptiveSpan):
         pattern.to(META)  # a GPU's spans reach as far as the window: nobody waits for them
     q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory, size)
-    given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
-    return pattern.reads(given._replace(memory=memory), False)
+    qk = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
+    return pattern.reads(qk._replace(memory=memory), False)
 
 
 def static_parts(pattern: Routing | Probed, length: int, size: int) -> list[Reads]:

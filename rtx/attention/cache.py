@@ -21,7 +21,8 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables, soft_attend
 
 if TYPE_CHECKING:
     from rtx.attention.members import PrefixTopK
-    from rtx.attention.pattern import ClusterPattern, Pattern, PositionPattern, QueriesKeys
+    from rtx.attention.pattern import ClusterPattern, Pattern, PositionPattern
+    from rtx.attention.reads import QueriesKeys
     from rtx.attention.top_keys import TopKeys
 
 FIRST_SLOTS = 256
@@ -32,14 +33,14 @@ class Cache(ABC):
     """What a stream of heads of one kind keeps."""
 
     @abstractmethod
-    def prefill(self, given: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
         """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave, in one pass.
 
         The outputs of these positions are those of the pattern's forward pass with `streaming`.
         """
 
     @abstractmethod
-    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, 1, D]`."""
 
 
@@ -72,19 +73,19 @@ class RowCache(Cache):
         self.key_BHSD: Tensor | None = None
         self.value_BHSD: Tensor | None = None
 
-    def prefill(self, given: QueriesKeys, v_BHND: Tensor) -> None:
-        self.put(given, v_BHND, 0)
+    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+        self.put(qk, v_BHND, 0)
 
-    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Take in positions from `first` on and return all slots of keys and values."""
-        self.key_BHSD = place(self.key_BHSD, given.rotated_k_BHND.to(v_BHND.dtype), first, self.ring)
+        self.key_BHSD = place(self.key_BHSD, qk.rotated_k_BHND.to(v_BHND.dtype), first, self.ring)
         self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
         return self.key_BHSD, self.value_BHSD
 
-    def attend(self, given: QueriesKeys, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
+    def attend(self, qk: QueriesKeys, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
         """Return what the newest position reads of keys and values `[B, H, K, D]`."""
-        terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
-        return attend_step(given.rotated_q_BHND.to(v.dtype), k, v, mask, distance, terms)
+        terms = self.pattern.terms(qk.q_BHND.shape[-1], self.relative)
+        return attend_step(qk.rotated_q_BHND.to(v.dtype), k, v, mask, distance, terms)
 
 
 def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
@@ -109,17 +110,17 @@ class GrowingCache(RowCache):
     choice_BHSE: Tensor | None = None
     """What the choice of keys reads of each earlier position."""
 
-    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(given), first)
-        return super().put(given, v_BHND, first)
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
+        return super().put(qk, v_BHND, first)
 
-    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        rows = self.put(given, v_BH1D, position)
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        rows = self.put(qk, v_BH1D, position)
         assert self.choice_BHSE is not None
-        queries = self.pattern.choice_queries(given)
+        queries = self.pattern.choice_queries(qk)
         slot_BH1K = self.pattern.best(queries, self.choice_BHSE, range(position, position + 1))
         k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
-        return self.attend(given, k, v, slot_BH1K >= 0, position - slot_BH1K)
+        return self.attend(qk, k, v, slot_BH1K >= 0, position - slot_BH1K)
 
 
 class PositionCache(RowCache):
@@ -127,20 +128,20 @@ class PositionCache(RowCache):
 
     pattern: PositionPattern
 
-    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        k, v = self.put(given, v_BH1D, position)
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        k, v = self.put(qk, v_BH1D, position)
         slots, filled = k.shape[2], min(k.shape[2], position + 1)
         at_S = position - (position - torch.arange(filled, device=k.device)) % slots
         k, v = k[:, :, :filled], v[:, :, :filled]
         if self.pattern.reads_all_kept and self.pattern.attend_self:
-            return self.attend(given, k, v, None, (position - at_S)[None, None, None])
+            return self.attend(qk, k, v, None, (position - at_S)[None, None, None])
         seen_HS = self.seen(at_S, position % slots, k.shape[1])
         if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
             # Most of what is kept is not read: gather what is.
             slot_HK = seen_HS.nonzero()[:, 1].view(len(seen_HS), -1)
             k, v = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k, v))
-            return self.attend(given, k, v, None, (position - at_S[slot_HK])[None, :, None])
-        return self.attend(given, k, v, seen_HS[None, :, None], (position - at_S)[None, None, None])
+            return self.attend(qk, k, v, None, (position - at_S[slot_HK])[None, :, None])
+        return self.attend(qk, k, v, seen_HS[None, :, None], (position - at_S)[None, None, None])
 
     def seen(self, at_S: Tensor, own: int, heads: int) -> Tensor:
         """Return which slots the position in slot `own` reads, `[H, S]`, where they hold the positions `at_S`."""
@@ -176,44 +177,42 @@ class ClusterCache(Cache):
         self.position_LS = torch.full((lists, self.slots), -1, device=device)
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
-    def prefill(self, given: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
         """Take in the last members of each list; the next to come takes the place of the oldest."""
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
-        lists = self.pattern.lists_kept(given, self)
+        lists = self.pattern.lists_kept(qk, self)
         list_M = lists.list_M()
         rank_M = torch.arange(len(list_M), device=list_M.device) - lists.first_L()[list_M]
         kept_M = rank_M >= lists.count_L[list_M] - self.slots
         list_J, row_J = list_M[kept_M], lists.row_M[kept_M]
-        self.allocate(given.rotated_k_BHND.to(v_BHND.dtype), v_BHND, len(lists.count_L) // (B * H))
-        self.write(given, v_BHND, (list_J, rank_M[kept_M] % self.slots), row_J, row_J % N)
+        self.allocate(qk.rotated_k_BHND.to(v_BHND.dtype), v_BHND, len(lists.count_L) // (B * H))
+        self.write(qk, v_BHND, (list_J, rank_M[kept_M] % self.slots), row_J, row_J % N)
         self.joined_L = lists.count_L.clone()
 
     def write(
-        self, given: QueriesKeys, v: Tensor, at: tuple[Tensor, Tensor], row_J: Tensor, position: int | Tensor
+        self, qk: QueriesKeys, v: Tensor, at: tuple[Tensor, Tensor], row_J: Tensor, position: int | Tensor
     ) -> None:
         """Write the keys and values of some rows of B * H * N into slots."""
         assert self.key_LSD is not None
-        self.key_LSD[at] = given.rotated_k_BHND.to(v.dtype).flatten(0, 2)[row_J]
+        self.key_LSD[at] = qk.rotated_k_BHND.to(v.dtype).flatten(0, 2)[row_J]
         self.value_LSD[at] = v.flatten(0, 2)[row_J]
         self.position_LS[at] = position  # type: ignore[assignment]
 
-    def put(
-        self, given: QueriesKeys, v_BH1D: Tensor, joins_BHC: Tensor, slot_BHC: Tensor | None, position: int
-    ) -> None:
+    def put(self, qk: QueriesKeys, v_BH1D: Tensor, joins_BHC: Tensor, slot_BHC: Tensor | None, position: int) -> None:
         """Put a position's key and value into the clusters that it joins."""
         if self.key_LSD is None:
-            self.allocate(given.rotated_k_BHND.to(v_BH1D.dtype), v_BH1D, joins_BHC.shape[-1])
+            self.allocate(qk.rotated_k_BHND.to(v_BH1D.dtype), v_BH1D, joins_BHC.shape[-1])
         list_J = joins_BHC.flatten().nonzero()[:, 0]
         slot_J = self.joined_L[list_J] % self.slots if slot_BHC is None else slot_BHC.flatten()[list_J]
-        self.write(given, v_BH1D, (list_J, slot_J), list_J // self.clusters, position)
+        self.write(qk, v_BH1D, (list_J, slot_J), list_J // self.clusters, position)
         self.joined_L[list_J] += 1
 
-    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         dtype = v_BH1D.dtype
-        query_BHC, key_BHC, slot_BHC = self.pattern.join(given, position, self)
-        self.put(given, v_BH1D, key_BHC, slot_BHC, position)
+        query_BHC, key_BHC, slot_BHC = self.pattern.join(qk, position, self)
+        self.put(qk, v_BH1D, key_BHC, slot_BHC, position)
         assert self.key_LSD is not None
         # Where queries stand for keys there is a key in every list that a query reads: its own.
         read_L = query_BHC.flatten() if query_BHC is key_BHC else query_BHC.flatten() & (self.joined_L > 0)
@@ -221,10 +220,10 @@ class ClusterCache(Cache):
         if not len(list_J):
             return torch.zeros_like(v_BH1D)
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
-        q_J1D = given.rotated_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
+        q_J1D = qk.rotated_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
         seen_J1S = self.seen(at_JS, list_J, position)[:, None]
         read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], seen_J1S
-        terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
+        terms = self.pattern.terms(qk.q_BHND.shape[-1], self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
             head_J = row_J % v_BH1D.shape[1]
             out_J1D, sum_J1 = soft_attend(*read, (position - at_JS)[:, None], head_J, terms)

@@ -21,8 +21,8 @@ from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.members import MAX_SCORES
-from rtx.attention.pattern import ClusterPattern, Prepared, QueriesKeys
-from rtx.attention.reads import Holes, MemberLists, RangeReads, Reads, pack
+from rtx.attention.pattern import ClusterPattern, Prepared
+from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 
 @torch.no_grad()
@@ -59,9 +59,9 @@ class Lsh(ClusterPattern):
     configured = ("variant",)
 
     def __init__(
-        self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **given: Any
+        self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **options: Any
     ) -> None:
-        super().__init__(has_keys=False, attend_self=False, merge="mean" if rounds == 1 else "lse", **given)
+        super().__init__(has_keys=False, attend_self=False, merge="mean" if rounds == 1 else "lse", **options)
         check_choice("variant", variant, ("causal", "reformer"))
         check_positive(0, heads=heads)
         check_positive(size=size, rounds=rounds, buckets=buckets)
@@ -85,10 +85,10 @@ class Lsh(ClusterPattern):
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
         return Prepared(q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         """See `Pattern.reads`: a list for each bucket of every round, which hides what an earlier round shows."""
-        B, H, N, _ = given.q_BHND.shape
-        bucket_TBHN = hash_positions(given.q_BHND, self.rotation_HTDF)
+        B, H, N, _ = qk.q_BHND.shape
+        bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
         rule = "prefix" if streaming and self.variant == "reformer" else self.variant
         rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
         own_M = torch.arange(B * H * N, device=bucket_TBHN.device)
@@ -125,8 +125,8 @@ class Lsh(ClusterPattern):
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        score_TNF = torch.stack([given.q_BHND[0, head] @ r.to(given.q_BHND.dtype) for r in self.rotation_HTDF[head]])
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        score_TNF = torch.stack([qk.q_BHND[0, head] @ r.to(qk.q_BHND.dtype) for r in self.rotation_HTDF[head]])
         bucket_TN = torch.cat([score_TNF, -score_TNF], dim=-1).argmax(-1)
         return oracle.hashed(
             bucket_TN, self.window, "prefix" if streaming and not self.strictly_causal else self.variant
@@ -135,14 +135,14 @@ class Lsh(ClusterPattern):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)
 
-    def lists(self, given: QueriesKeys) -> list[MemberLists]:
+    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
         """Return the members of every bucket: list (b, h, t, c) is bucket c of round t."""
-        T, B, H, N = (bucket_TBHN := hash_positions(given.q_BHND, self.rotation_HTDF)).shape
+        T, B, H, N = (bucket_TBHN := hash_positions(qk.q_BHND, self.rotation_HTDF)).shape
         lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets, complete=True)
         return [MemberLists(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)]
 
-    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
-        bucket_BHT = hash_positions(given.q_BHND, self.rotation_HTDF)[..., 0].permute(1, 2, 0)
+    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
+        bucket_BHT = hash_positions(qk.q_BHND, self.rotation_HTDF)[..., 0].permute(1, 2, 0)
         joins_BHC = F.one_hot(bucket_BHT, self.buckets).bool().flatten(2)
         return joins_BHC, joins_BHC, None
 

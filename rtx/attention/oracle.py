@@ -82,16 +82,16 @@ def attend(
     """Return the outputs `[B, H, N, D]` of a pattern by its own rule, without padding or dropout."""
     outs = []
     for b in range(len(q_BHND)):
-        given = pattern.inputs(q_BHND[b : b + 1], None if k_BHND is None else k_BHND[b : b + 1], rotate)
+        qk = pattern.inputs(q_BHND[b : b + 1], None if k_BHND is None else k_BHND[b : b + 1], rotate)
         terms = pattern.terms(q_BHND.shape[-1], relative)
         for h in range(q_BHND.shape[1]):
-            q_ND, k_ND = given.rotated_q_BHND[0, h], given.rotated_k_BHND[0, h]
-            mask_PNN = pattern.rule(given, h, streaming)
+            q_ND, k_ND = qk.rotated_q_BHND[0, h], qk.rotated_k_BHND[0, h]
+            mask_PNN = pattern.rule(qk, h, streaming)
             own = pattern.attend_self, pattern.merge
             out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
             gate_H2D, block = getattr(pattern, "gate_H2D", None), getattr(pattern, "block", 0)
             if gate_H2D is not None:
-                unturned = given.q_BHND[0, h], given.k_BHND[0, h], v_BHND[b, h]
+                unturned = qk.q_BHND[0, h], qk.k_BHND[0, h], v_BHND[b, h]
                 out_ND = compressed(out_ND, *unturned, gate_H2D[h], block, terms)
             outs.append(out_ND)
     return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)

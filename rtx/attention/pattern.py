@@ -30,7 +30,17 @@ from rtx.attention.engine import BACKENDS, MERGES, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
-from rtx.attention.reads import MemberLists, RangeReads, Reads, Window, bounded_read, members_read, pack, without_self
+from rtx.attention.reads import (
+    MemberLists,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    Window,
+    bounded_read,
+    members_read,
+    pack,
+    without_self,
+)
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 PLAIN = (bool, int, float, str, type(None))
@@ -38,22 +48,6 @@ PLAIN = (bool, int, float, str, type(None))
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
 QKV = tuple[Tensor, Tensor | None, Tensor]
-
-
-class QueriesKeys(NamedTuple):
-    """The queries and keys of some positions of each sequence."""
-
-    q_BHND: Tensor
-    k_BHND: Tensor
-    """As a choice by content reads them."""
-    rotated_q_BHND: Tensor
-    rotated_k_BHND: Tensor
-    """As the logits read them: turned by rotary angles, where there are any."""
-    memory: int = 0
-    """Positions in front whose keys alone are read: what earlier segments have left."""
-    narrow_q_BHND: Tensor | None = None
-    """`rotated_q_BHND` in the type that queries were given in, where that is there already."""
-    narrow_k_BHND: Tensor | None = None
 
 
 class Prepared(NamedTuple):
@@ -122,17 +116,17 @@ class Pattern(nn.Module, ABC):
         return Prepared(q_BHND, k_BHND)
 
     @abstractmethod
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
 
         `streaming`: every choice is made from the prefix alone.
         """
 
-    def gather(self, given: QueriesKeys) -> None:
+    def gather(self, qk: QueriesKeys) -> None:
         """Gather, before `reads`, what training is to move by; nothing here for patterns without such."""
 
     @abstractmethod
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """Return which keys each position of the first sequence reads in each of a head's lists, `[P, N, N]`, bool.
 
         Written for the reader, not for speed: the oracle of `rtx.attention.oracle`, and what pictures draw.
@@ -142,9 +136,9 @@ class Pattern(nn.Module, ABC):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """Return the empty KV cache of a stream, or of a batch of them."""
 
-    def loss(self, given: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys) -> Tensor:
         """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
-        return given.q_BHND.new_zeros((), dtype=torch.promote_types(given.q_BHND.dtype, torch.float32))
+        return qk.q_BHND.new_zeros((), dtype=torch.promote_types(qk.q_BHND.dtype, torch.float32))
 
     def after_step(self) -> None:
         """Do what is due after each optimizer step, on every rank."""
@@ -196,11 +190,11 @@ class Pattern(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does for sequences without padding."""
         q_BHND, k_BHND, v_BHND = qkv
-        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
+        qk = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
-            self.gather(given)
-            parts = self.reads(given, streaming)
-        return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
+            self.gather(qk)
+            parts = self.reads(qk, streaming)
+        return self.attend(qk, v_BHND, parts, relative)[:, :, memory:], self.loss(qk)
 
     def forward_padded(self, qkv: QKV, real_BN: Tensor, memory: int, *own: Any) -> tuple[Tensor, Tensor]:
         """Return what `forward` does: all sequences of one mask together, without their padding."""
@@ -233,12 +227,12 @@ class Pattern(nn.Module, ABC):
             return given
         return given._replace(narrow_q_BHND=ready.narrow_q_BHND, narrow_k_BHND=ready.narrow_k_BHND)
 
-    def attend(self, given: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
+    def attend(self, qk: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
         """Return the outputs for what is read."""
-        q_BHND = of_type(v_BHND.dtype, given.rotated_q_BHND, given.narrow_q_BHND)
+        q_BHND = of_type(v_BHND.dtype, qk.rotated_q_BHND, qk.narrow_q_BHND)
         k_BHND = q_BHND
-        if given.rotated_k_BHND is not given.rotated_q_BHND:
-            k_BHND = of_type(v_BHND.dtype, given.rotated_k_BHND, given.narrow_k_BHND)
+        if qk.rotated_k_BHND is not qk.rotated_q_BHND:
+            k_BHND = of_type(v_BHND.dtype, qk.rotated_k_BHND, qk.narrow_k_BHND)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
@@ -260,9 +254,9 @@ class ClusterPattern(Pattern):
     configured = ("attend_self", "merge")
 
     def __init__(
-        self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **given: Any
+        self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **options: Any
     ) -> None:
-        super().__init__(attend_self=has_keys if attend_self is None else attend_self, **given)
+        super().__init__(attend_self=has_keys if attend_self is None else attend_self, **options)
         check_positive(window=window)
         check_choice("merge", merge, MERGES)
         self.has_keys, self.window, self.merge = has_keys, window, merge
@@ -275,22 +269,22 @@ class ClusterPattern(Pattern):
         return Prepared(q_BHND, k_BHND, narrow_q_BHND, narrow_k_BHND)
 
     @abstractmethod
-    def lists(self, given: QueriesKeys) -> list[MemberLists]:
+    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
         """Return the members of every cluster, or those of queries and of keys."""
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
-        lists, N = self.lists(given), given.q_BHND.shape[2]
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        lists, N = self.lists(qk), qk.q_BHND.shape[2]
         return [members_read(lists[0], lists[-1], N, self.window, self.attend_self)]
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
 
-    def lists_kept(self, given: QueriesKeys, cache: ClusterCache) -> MemberLists:
+    def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """Return the members that a prompt leaves in a stream's cache."""
-        return self.lists(given)[-1]
+        return self.lists(qk)[-1]
 
     @abstractmethod
-    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
+    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return which clusters the next query and key of a stream join, `[B, H, C]`.
 
         And the slots that the key takes there; None: those of the oldest members.
@@ -386,17 +380,17 @@ class PositionPattern(Pattern):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None] - given.memory
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        i = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)[:, None] - qk.memory
         return ((i >= i.T) & self.sees(head, i, i.T))[None]
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = given.q_BHND.shape
-        make = partial(self.make_reads, B, H, N, given.memory)
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        B, H, N, _ = qk.q_BHND.shape
+        make = partial(self.make_reads, B, H, N, qk.memory)
         form = self.form()
         if form is None:
-            return [*make(given.q_BHND.device)]
-        return [*made_once((type(self), form, B, H, N, given.memory), given.q_BHND.device, make)]
+            return [*make(qk.q_BHND.device)]
+        return [*made_once((type(self), form, B, H, N, qk.memory), qk.q_BHND.device, make)]
 
     known_form: Hashable | None = None
     """What `form` has returned last. A compiled graph takes it: torch 2.11 cannot trace through `vars`."""

@@ -18,14 +18,8 @@ from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.once import made_once
 from rtx.attention.oracle import last_members
-from rtx.attention.pattern import (
-    ClusterPattern,
-    ContiguousPattern,
-    PositionLists,
-    PositionPattern,
-    QueriesKeys,
-)
-from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read
+from rtx.attention.pattern import ClusterPattern, ContiguousPattern, PositionLists, PositionPattern
+from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
 
 
 class Full(ContiguousPattern):
@@ -46,8 +40,8 @@ class Local(ContiguousPattern):
 
     reads_all_kept = True
 
-    def __init__(self, *, window: int, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, window: int, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(window=window)
         self.window = self.keeps = window
 
@@ -64,8 +58,8 @@ class Recurrent(ContiguousPattern):
 
     configured = ("same_length",)
 
-    def __init__(self, *, length: int, memory: int, same_length: bool = False, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, length: int, memory: int, same_length: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(length=length)
         check_positive(int(same_length), memory=memory)
         self.length, self.memory, self.same_length = length, memory, same_length
@@ -81,8 +75,8 @@ class Strided(PositionPattern):
     Child et al. 2019. Cost N^2 / stride.
     """
 
-    def __init__(self, *, stride: int, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, stride: int, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(stride=stride)
         self.stride = stride
 
@@ -102,8 +96,8 @@ class Fixed(PositionPattern):
     Cost N (block + N summary / block).
     """
 
-    def __init__(self, *, block: int, summary: int, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
         self.block, self.summary = block, summary
@@ -133,9 +127,9 @@ class FixedBlock(Recurrent):
 
     decided = ("length", "memory", "same_length")
 
-    def __init__(self, *, block: int, **given: Any) -> None:
+    def __init__(self, *, block: int, **options: Any) -> None:
         check_positive(block=block)
-        super().__init__(length=block, memory=0, **given)
+        super().__init__(length=block, memory=0, **options)
 
     def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         own_N, none_N = position_N // self.length, torch.zeros_like(position_N)  # a list each: whole triangles
@@ -173,8 +167,8 @@ class AdaptiveSpan(ContiguousPattern):
     decided = ("attend_self",)
     configured = ("ramp", "cost")
 
-    def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
-        super().__init__(attend_self=True, **given)  # a key within reach may weigh nothing, the own one never
+    def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **options: Any) -> None:
+        super().__init__(attend_self=True, **options)  # a key within reach may weigh nothing, the own one never
         check_positive(0, heads=heads)
         check_positive(window=window, ramp=ramp)
         check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
@@ -220,9 +214,9 @@ class AdaptiveSpan(ContiguousPattern):
         bias_HM = weight_HM.masked_fill(~seen_HM, 1).log().masked_fill(~seen_HM, -math.inf)
         return super().terms(size, relative)._replace(bias_HM=bias_HM)
 
-    def loss(self, given: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys) -> Tensor:
         """Return the weighted mean span, zero outside training."""
-        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(given)
+        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(qk)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """See `Pattern.start`; the spans stay as they are now."""
@@ -241,9 +235,9 @@ class Random(ClusterPattern):
     configured = ("has_keys",)
 
     def __init__(
-        self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **given: Any
+        self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **options: Any
     ) -> None:
-        super().__init__(has_keys=has_keys, **given)
+        super().__init__(has_keys=has_keys, **options)
         check_positive(0, heads=heads)
         check_positive(clusters=clusters, length=length)
         check_seed(seed)
@@ -252,19 +246,19 @@ class Random(ClusterPattern):
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = given.q_BHND.shape
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        B, H, N, _ = qk.q_BHND.shape
         form = type(self), self.clusters, self.length, self.seed, self.window, self.attend_self, B, H, N
-        return [*made_once(form, given.q_BHND.device, partial(self.make_reads, B, H, N))]
+        return [*made_once(form, qk.q_BHND.device, partial(self.make_reads, B, H, N))]
 
     def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return who reads whom in B sequences of N positions."""
         lists = self.members(B, H, N, device)
         return [members_read(lists, lists, N, self.window, self.attend_self)]
 
-    def lists(self, given: QueriesKeys) -> list[MemberLists]:
-        B, H, N, _ = given.q_BHND.shape
-        return [self.members(B, H, N, given.q_BHND.device)]
+    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
+        B, H, N, _ = qk.q_BHND.shape
+        return [self.members(B, H, N, qk.q_BHND.device)]
 
     def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
         """Return the members of every cluster."""
@@ -282,13 +276,13 @@ class Random(ClusterPattern):
         member_HCN.scatter_(2, self.position_HCW, True)
         return member_HCN.repeat(1, 1, -(-length // self.length))[..., :length]
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        member_CN = self.member_HCN(given.q_BHND.shape[2])[head]
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        member_CN = self.member_HCN(qk.q_BHND.shape[2])[head]
         return last_members(member_CN, member_CN, self.window)
 
-    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
+    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
         joins_HC = (self.position_HCW == position % self.length).any(-1)
-        joins_BHC = joins_HC.expand(len(given.q_BHND), *joins_HC.shape)
+        joins_BHC = joins_HC.expand(len(qk.q_BHND), *joins_HC.shape)
         return joins_BHC, joins_BHC, None
 
 

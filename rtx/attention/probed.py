@@ -75,8 +75,7 @@ from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.members import MAX_SCORES, products
 from rtx.attention.once import made_once
-from rtx.attention.pattern import QueriesKeys
-from rtx.attention.reads import IndexReads, MemberLists, RangeReads, Reads, members_read, pack
+from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.routing import Centroids, gathering
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
@@ -109,9 +108,9 @@ class Probed(TopKeys):
         clusters: int,
         decay: float,
         candidates: int | None = None,
-        **given: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(**given)
+        super().__init__(**options)
         check_positive(0, heads=heads)
         check_positive(clusters=clusters, size=size)
         if candidates is not None:
@@ -163,9 +162,9 @@ class Probed(TopKeys):
 
     # The rule.
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        q_ND = given.rotated_q_BHND[0, head]
-        k_ND = given.rotated_k_BHND[0, head]
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        q_ND = qk.rotated_q_BHND[0, head]
+        k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)
         centroid_1CD = self.centroids.centroid_HCD[head, None].to(q_ND.dtype)
         cluster_N = nearest_clusters(centroid_1CD, k_ND[None])[0].tolist()
@@ -193,9 +192,9 @@ class Probed(TopKeys):
 
     # The batch form.
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
-        q_BHND = widened(given.rotated_q_BHND)
-        k_BHND = widened(given.rotated_k_BHND)
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        q_BHND = widened(qk.rotated_q_BHND)
+        k_BHND = widened(qk.rotated_k_BHND)
         if self.reads_all:
             return self.probed_lists(q_BHND, k_BHND)
         return [self.best_of_probed(q_BHND, k_BHND)]
@@ -529,11 +528,11 @@ class Probed(TopKeys):
     # The centroids.
 
     @torch.no_grad()
-    def gather(self, given: QueriesKeys) -> None:
+    def gather(self, qk: QueriesKeys) -> None:
         """Let centroids start at keys, if they have not, and in training gather sums of keys."""
         self.filed = None
         store = self.centroids
-        k_BHND = widened(given.rotated_k_BHND.detach())
+        k_BHND = widened(qk.rotated_k_BHND.detach())
         if store.seed_with_next and store.training:
             store.seed_from([k_BHND])
         if not self.training or gathering.is_paused or not k_BHND.numel():
@@ -788,9 +787,9 @@ class ProbedCache(RowCache):
     """The keys as they came, where the best are chosen: `key_BHSD` may round them to the values'
     type."""
 
-    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         pattern = self.pattern
-        k_BHND = widened(given.rotated_k_BHND)
+        k_BHND = widened(qk.rotated_k_BHND)
         B, H, _, _ = k_BHND.shape
         if self.count_BHC is None:
             shape = (B, H, pattern.clusters)
@@ -801,20 +800,20 @@ class ProbedCache(RowCache):
         self.count_BHC = count_BHC
         self.filed_BHS2 = place(self.filed_BHS2, filed_BHN2, first)
         if not pattern.reads_all:
-            self.choice_BHSD = place(self.choice_BHSD, given.rotated_k_BHND, first)
-        return super().put(given, v_BHND, first)
+            self.choice_BHSD = place(self.choice_BHSD, qk.rotated_k_BHND, first)
+        return super().put(qk, v_BHND, first)
 
-    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         readable_BHC = self.count_BHC
-        k_BHSD, v_BHSD = self.put(given, v_BH1D, position)
+        k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         if self.pattern.attend_self or position == 0:
             readable_BHC = self.count_BHC
         assert readable_BHC is not None
-        slot_BH1K = self.read_slots(widened(given.rotated_q_BHND), readable_BHC, position)
+        slot_BH1K = self.read_slots(widened(qk.rotated_q_BHND), readable_BHC, position)
         at_BHK1 = slot_BH1K.mT.clamp(min=0)
         k_BHKD = k_BHSD.take_along_dim(at_BHK1, 2)
         v_BHKD = v_BHSD.take_along_dim(at_BHK1, 2)
-        return self.attend(given, k_BHKD, v_BHKD, slot_BH1K >= 0, position - slot_BH1K)
+        return self.attend(qk, k_BHKD, v_BHKD, slot_BH1K >= 0, position - slot_BH1K)
 
     def read_slots(self, q_BH1D: Tensor, readable_BHC: Tensor, position: int) -> Tensor:
         """Return the slots that the query at a position reads, `[B, H, 1, K]`, -1 for none.

@@ -28,6 +28,22 @@ import torch
 from torch import Tensor
 
 
+class QueriesKeys(NamedTuple):
+    """The queries and keys of some positions of each sequence."""
+
+    q_BHND: Tensor
+    k_BHND: Tensor
+    """As selection by content reads them."""
+    rotated_q_BHND: Tensor
+    rotated_k_BHND: Tensor
+    """As the logits read them: rotated, with rotary positions."""
+    memory: int = 0
+    """The number of positions at the start that are read but read nothing: those of earlier segments."""
+    narrow_q_BHND: Tensor | None = None
+    """`rotated_q_BHND` in the type of the layer's queries, if it exists already."""
+    narrow_k_BHND: Tensor | None = None
+
+
 class MemberLists(NamedTuple):
     """Lists of rows."""
 

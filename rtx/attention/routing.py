@@ -38,8 +38,8 @@ from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.pattern import ClusterPattern, Pattern, QueriesKeys, of_configuration
-from rtx.attention.reads import Holes, MemberLists, RangeReads, Reads, members_read, pack
+from rtx.attention.pattern import ClusterPattern, Pattern, of_configuration
+from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import centroid_margin
 
@@ -79,8 +79,8 @@ class Routing(ClusterPattern):
     decided = ("has_keys", "window")
     configured = ("commitment",)
 
-    def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
-        super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **given)
+    def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **options: Any) -> None:
+        super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **options)
         check_choice("selection", selection, ("causal", "topk", "nearest"))
         check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
@@ -100,47 +100,47 @@ class Routing(ClusterPattern):
         held = {**known, "threshold_rate": known["threshold_rate"] if known["selection"] == "causal" else 0.0}
         return super().from_config({**known, "centroids": Centroids(**of_configuration(Centroids, held))})
 
-    def clustered(self, given: QueriesKeys) -> list[Tensor]:
+    def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return what is clustered: one vector of each position, or its query and its key apart."""
         if self.centroids.keys == "separate":
-            return [given.q_BHND, given.k_BHND]
+            return [qk.q_BHND, qk.k_BHND]
         if self.centroids.projection_HDD is None:
-            return [given.q_BHND]
-        with no_autocast(given.q_BHND):
-            projection_HDD = self.centroids.projection_HDD.to(given.q_BHND.dtype)
-            return [(given.q_BHND + given.k_BHND) @ projection_HDD.transpose(-1, -2)]
+            return [qk.q_BHND]
+        with no_autocast(qk.q_BHND):
+            projection_HDD = self.centroids.projection_HDD.to(qk.q_BHND.dtype)
+            return [(qk.q_BHND + qk.k_BHND) @ projection_HDD.transpose(-1, -2)]
 
     def thresholds(self) -> list[Tensor | None]:
         """Return the thresholds `[H, C]` of what is clustered, None where they choose nothing."""
         store = self.centroids
         return [store.threshold_HC, store.key_threshold_HC] if self.selection == "causal" else [None, None]
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         store = self.centroids
         if store.seed_with_next and store.training:
-            store.seed_from([x.detach() for x in self.clustered(given)])
+            store.seed_from([x.detach() for x in self.clustered(qk)])
         if streaming and self.selection == "topk":
-            return self.prefix_reads(given)
-        if is_static(given.q_BHND, self.backend):
-            return self.static_reads(given)
-        return super().reads(given, streaming)
+            return self.prefix_reads(qk)
+        if is_static(qk.q_BHND, self.backend):
+            return self.static_reads(qk)
+        return super().reads(qk, streaming)
 
-    def static_reads(self, given: QueriesKeys) -> list[Reads]:
+    def static_reads(self, qk: QueriesKeys) -> list[Reads]:
         """Return who reads whom, in lists with room for a fixed number of members.
 
         In training the CPU never waits for a GPU. In evaluation causal selection reads one number back (`select`).
         """
-        N = given.q_BHND.shape[2]
+        N = qk.q_BHND.shape[2]
         selected = []
         members = []
-        for number, x_BHND in enumerate(self.clustered(given)):
+        for number, x_BHND in enumerate(self.clustered(qk)):
             x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
             choose = self.chooser(x_BHND)
             selected.append(self.select(number, x_BHND, choose))
             members.append(packed_of(selected[number]))
             if self.training and not gathering.is_paused:
                 self.observe(number, x_BHND, selected[number], members[number])
-        self.remember(members, given)
+        self.remember(members, qk)
         if len(selected) == 1:
             lists = selected[0].lists
         else:
@@ -240,24 +240,24 @@ class Routing(ClusterPattern):
         expected = B * H * max(N, self.centroids.centroid_HCD.shape[1] * math.ceil(share * N))
         return self.room_factor * expected
 
-    def remember(self, lists: list[MemberLists], given: QueriesKeys) -> None:
+    def remember(self, lists: list[MemberLists], qk: QueriesKeys) -> None:
         """Keep the members of a training batch for telemetry."""
-        if self.training and not gathering.is_paused and (rows := given.q_BHND.shape[:3].numel()):
+        if self.training and not gathering.is_paused and (rows := qk.q_BHND.shape[:3].numel()):
             self.seen = lists, rows
 
-    def prefix_reads(self, given: QueriesKeys) -> list[Reads]:
+    def prefix_reads(self, qk: QueriesKeys) -> list[Reads]:
         """Return who reads whom with top-w sets of every prefix."""
-        store, N = self.centroids, given.q_BHND.shape[2]
+        store, N = self.centroids, qk.q_BHND.shape[2]
         # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
-        both = [arrivals(store.centroid_HCD, x, self.window) for x in self.clustered(given)]
+        both = [arrivals(store.centroid_HCD, x, self.window) for x in self.clustered(qk)]
         part = members_read(both[0].lists, both[-1].lists, N, N, self.attend_self or self.window == 1)
         position_1P = part.query.row_M[None] % max(1, N)
         hidden = Holes(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
         return [part._replace(holes=hidden)]
 
-    def lists(self, given: QueriesKeys) -> list[MemberLists]:
-        lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
-        self.remember(lists, given)
+    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
+        lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(qk))]
+        self.remember(lists, qk)
         return lists
 
     @torch.no_grad()
@@ -284,11 +284,11 @@ class Routing(ClusterPattern):
             store.observe(number, x_BHND, lists, counted, moment_2BHC)
         return lists
 
-    def loss(self, given: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
-        if not self.training or not self.commitment or not given.q_BHND.numel():
-            return super().loss(given)
-        return self.commitment * torch.stack([self.distance(x_BHND) for x_BHND in self.clustered(given)]).mean()
+        if not self.training or not self.commitment or not qk.q_BHND.numel():
+            return super().loss(qk)
+        return self.commitment * torch.stack([self.distance(x_BHND) for x_BHND in self.clustered(qk)]).mean()
 
     def distance(self, x_BHND: Tensor) -> Tensor:
         """Return the mean of (x - nearest centroid on the sphere)^2."""
@@ -309,9 +309,9 @@ class Routing(ClusterPattern):
         functions = selection_functions(x_BHND, self.backend)
         return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
-        scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)], self.window
+        scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(qk)], self.window
         margin_C = centroid_margin(centroid_CD, scores[0].dtype)
         if streaming and self.selection == "topk":
             return oracle.prefix_topk(scores[0], scores[-1], margin_C, window)
@@ -326,20 +326,20 @@ class Routing(ClusterPattern):
                     members.append(oracle.threshold_members(score_CN, threshold_HC[head], margin_C))
         return oracle.last_members(members[0], members[-1], window)
 
-    def lists_kept(self, given: QueriesKeys, cache: ClusterCache) -> MemberLists:
+    def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
         if self.selection != "topk":
             with statistics_paused():
-                return super().lists_kept(given, cache)
-        store, N = self.centroids, given.q_BHND.shape[2]
-        cache.best = [arrivals(store.centroid_HCD, x, self.window).best for x in self.clustered(given)]
+                return super().lists_kept(qk, cache)
+        store, N = self.centroids, qk.q_BHND.shape[2]
+        cache.best = [arrivals(store.centroid_HCD, x, self.window).best for x in self.clustered(qk)]
         position_LW = cache.best[-1].position_W
         list_M, slot_M = (position_LW < N).nonzero(as_tuple=True)
         rows_M = list_M // store.centroid_HCD.shape[1] * N + position_LW[list_M, slot_M]
         return MemberLists(rows_M, torch.bincount(list_M, minlength=len(position_LW)))
 
-    def join(self, given: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
-        scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(given)]
+    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(qk)]
         margin_HC = centroid_margin(self.centroids.centroid_HCD, scores[0].dtype)
         if self.selection != "topk":
             pairs = zip(scores, self.thresholds(), strict=False)

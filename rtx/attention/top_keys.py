@@ -16,8 +16,8 @@ from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.engine.softmax import RelativeTables, recomputed
 from rtx.attention.members import MAX_SCORES, normalise_twice, products
-from rtx.attention.pattern import Pattern, Prepared, QueriesKeys
-from rtx.attention.reads import IndexReads, MemberLists, Reads, members_read
+from rtx.attention.pattern import Pattern, Prepared
+from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, tie_margin
 
@@ -34,8 +34,8 @@ class TopKeys(Pattern):
 
     configured = ("qk_norm",)
 
-    def __init__(self, *, window: int, qk_norm: bool = False, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, window: int, qk_norm: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(window=window)
         self.window = window
         self.qk_norm = qk_norm
@@ -53,13 +53,13 @@ class TopKeys(Pattern):
         """Whether `reads` returns an index, and no lists."""
         return True
 
-    def choice_queries(self, given: QueriesKeys) -> Tensor:
+    def choice_queries(self, qk: QueriesKeys) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
-        return given.rotated_q_BHND
+        return qk.rotated_q_BHND
 
-    def choice_keys(self, given: QueriesKeys) -> Tensor:
+    def choice_keys(self, qk: QueriesKeys) -> Tensor:
         """Return what the choice reads of the keys, `[B, H, N, E]`."""
-        return given.rotated_k_BHND
+        return qk.rotated_k_BHND
 
     def best(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: range) -> Tensor:
         """Return the positions `[B, H, Q, K]` that queries at some positions read, -1 for none.
@@ -94,19 +94,19 @@ class TopKeys(Pattern):
         """Return the last position that queries at some positions may read, `[Q, 1]`; the first has only itself."""
         return (position_Q if self.attend_self else (position_Q - 1).clamp(min=0))[:, None]
 
-    def split(self, given: QueriesKeys, keys: int) -> list[range]:
+    def split(self, qk: QueriesKeys, keys: int) -> list[range]:
         """Return the positions in pieces whose scores of that many keys are held at once."""
-        B, H, N, _ = given.q_BHND.shape
+        B, H, N, _ = qk.q_BHND.shape
         size = max(1, MAX_SCORES // max(1, B * H * keys))
         return [range(first, min(N, first + size)) for first in range(0, N, size)]
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = given.q_BHND.shape
-        queries, keys = self.choice_queries(given), self.choice_keys(given)
-        first_BH11 = torch.arange(B * H, device=given.q_BHND.device).view(B, H, 1, 1) * N
-        index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        B, H, N, _ = qk.q_BHND.shape
+        queries, keys = self.choice_queries(qk), self.choice_keys(qk)
+        first_BH11 = torch.arange(B * H, device=qk.q_BHND.device).view(B, H, 1, 1) * N
+        index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=qk.q_BHND.device)
         # Places are wider than scores, and there several times while they are made.
-        for positions in self.split(given, keys.shape[2] + 8 * self.most_keys(N)):
+        for positions in self.split(qk, keys.shape[2] + 8 * self.most_keys(N)):
             some = slice(positions.start, positions.stop)
             at_BHQK = self.best(queries[:, :, some].contiguous(), keys, positions)
             rows_BHQK = (at_BHQK + first_BH11).masked_fill(at_BHQK < 0, -1)
@@ -117,8 +117,8 @@ class TopKeys(Pattern):
         """Return how many keys a query reads at the most."""
         return min(self.window, length)
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        query_NE, key_NE = self.choice_queries(given)[0, head], self.choice_keys(given)[0, head]
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        query_NE, key_NE = self.choice_queries(qk)[0, head], self.choice_keys(qk)[0, head]
         margin_NN = self.margins(query_NE[:, None], key_NE)
         return oracle.best_keys(query_NE @ key_NE.T, margin_NN, self.most_keys(len(key_NE)), self.attend_self)
 
@@ -154,8 +154,8 @@ class Indexer(TopKeys):
 
     configured = ("warmup",)
 
-    def __init__(self, heads: int, size: int, *, units: int = 16, warmup: int = 0, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, heads: int, size: int, *, units: int = 16, warmup: int = 0, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(size=size, units=units)
         check_positive(0, heads=heads, warmup=warmup)
         self.heads, self.size, self.warmup = heads, size, warmup
@@ -168,12 +168,12 @@ class Indexer(TopKeys):
         self.chosen: Tensor | None = None
         """Rows of the keys that `reads` chose in training, `[B, H, N, K]`, until `loss` has taken them."""
 
-    def choice_queries(self, given: QueriesKeys) -> Tensor:
+    def choice_queries(self, qk: QueriesKeys) -> Tensor:
         scaled_HDE = self.query_HDE * self.query_HDE.shape[-1] ** -0.5
-        return given.q_BHND.detach() @ scaled_HDE.to(given.q_BHND.dtype)
+        return qk.q_BHND.detach() @ scaled_HDE.to(qk.q_BHND.dtype)
 
-    def choice_keys(self, given: QueriesKeys) -> Tensor:
-        return given.k_BHND.detach() @ self.key_HDE.to(given.k_BHND.dtype)
+    def choice_keys(self, qk: QueriesKeys) -> Tensor:
+        return qk.k_BHND.detach() @ self.key_HDE.to(qk.k_BHND.dtype)
 
     def after_step(self) -> None:
         """Count the step."""
@@ -206,27 +206,27 @@ class Indexer(TopKeys):
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)
 
-    def reads(self, given: QueriesKeys, streaming: bool) -> list[Reads]:
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         """See `Pattern.reads`; dense heads read one list, as an index would hold N^2 numbers."""
-        B, H, N, _ = given.q_BHND.shape
+        B, H, N, _ = qk.q_BHND.shape
         self.chosen = None
         if not self.dense:
-            (part,) = super().reads(given, streaming)
+            (part,) = super().reads(qk, streaming)
             assert isinstance(part, IndexReads)
             self.chosen = part.index_RK.unflatten(0, (B, H, N)) if self.training else None
             return [part]
-        row_M = torch.arange(B * H * N, device=given.q_BHND.device)
+        row_M = torch.arange(B * H * N, device=qk.q_BHND.device)
         lists = MemberLists(row_M, row_M.new_full((B * H,), N))
         return [members_read(lists, lists, N, N, self.attend_self)]
 
-    def loss(self, given: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys) -> Tensor:
         """Return the mean divergence over all positions in training, over the keys that `reads` chose."""
-        if not self.training or not given.q_BHND.numel():
-            return super().loss(given)
+        if not self.training or not qk.q_BHND.numel():
+            return super().loss(qk)
         chosen_BHNK, self.chosen = self.chosen, None
         assert chosen_BHNK is not None or self.dense, "the loss is of the keys that `reads` has chosen"
-        (B, H, N, D), wide = given.q_BHND.shape, torch.promote_types(given.q_BHND.dtype, torch.float32)
-        query_BHNE, scale = self.choice_queries(given), self.terms(D, None).scale
+        (B, H, N, D), wide = qk.q_BHND.shape, torch.promote_types(qk.q_BHND.dtype, torch.float32)
+        query_BHNE, scale = self.choice_queries(qk), self.terms(D, None).scale
 
         def divergence(positions: range, query_BHQE: Tensor, *every: Tensor) -> Tensor:
             """Return the sum of KL(attention || softmax of the scores) of some queries."""
@@ -247,9 +247,9 @@ class Indexer(TopKeys):
             return F.kl_div(score, logit, reduction="sum", log_target=True)
 
         # Scores and logits of all keys are held at once, and some copies of those that count.
-        positions = self.split(given, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
+        positions = self.split(qk, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
         pairs = zip(positions, query_BHNE.split(len(positions[0]), dim=2), strict=True)
-        every = self.choice_keys(given), given.rotated_q_BHND.detach(), given.rotated_k_BHND.detach()
+        every = self.choice_keys(qk), qk.rotated_q_BHND.detach(), qk.rotated_k_BHND.detach()
         every += () if chosen_BHNK is None else (chosen_BHNK,)
         return torch.stack([recomputed(divergence, *pair, *every) for pair in pairs]).sum() / (B * H * N)
 
@@ -270,8 +270,8 @@ class Blocks(TopKeys):
 
     configured = ("block", "compressed")
 
-    def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         check_positive(0, heads=heads)
         check_positive(size=size)
         check_within("block", block, self.window, "window")
@@ -288,12 +288,12 @@ class Blocks(TopKeys):
         own_Q1, block_G = position_Q[:, None] // self.block, torch.arange(mean_BHGD.shape[2], device=position_Q.device)
         return products(q_BHQD, mean_BHGD).masked_fill(block_G >= own_Q1, -math.inf)
 
-    def choice_queries(self, given: QueriesKeys) -> Tensor:
-        return given.q_BHND
+    def choice_queries(self, qk: QueriesKeys) -> Tensor:
+        return qk.q_BHND
 
-    def choice_keys(self, given: QueriesKeys) -> Tensor:
+    def choice_keys(self, qk: QueriesKeys) -> Tensor:
         """Return the means of finished blocks."""
-        return self.means(given.k_BHND)
+        return self.means(qk.k_BHND)
 
     def best(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: range) -> Tensor:
         """See `TopKeys.best`: the positions of the best finished blocks and of the own block."""
@@ -310,15 +310,15 @@ class Blocks(TopKeys):
     def most_keys(self, length: int) -> int:
         return min(self.count, length // self.block) * self.block + self.block
 
-    def attend(self, given: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
-        out_BHND = super().attend(given, v_BHND, parts, relative)
+    def attend(self, qk: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
+        out_BHND = super().attend(qk, v_BHND, parts, relative)
         if self.gate_H2D is None:
             return out_BHND
-        means = self.means(given.k_BHND), self.means(v_BHND)
+        means = self.means(qk.k_BHND), self.means(v_BHND)
         pieces = []
-        for positions in self.split(given, means[0].shape[2]):
+        for positions in self.split(qk, means[0].shape[2]):
             some = slice(positions.start, positions.stop)
-            q_BHQD = given.q_BHND[:, :, some].contiguous()
+            q_BHQD = qk.q_BHND[:, :, some].contiguous()
             out_BHQD = out_BHND[:, :, some].contiguous()
             position_Q = tensor_of(positions, q_BHQD.device)
             pieces.append(recomputed(self.gated, q_BHQD, out_BHQD, *means, position_Q))
@@ -334,12 +334,12 @@ class Blocks(TopKeys):
         gate_BHQ2 = (q_BHQD @ self.gate_H2D.to(q_BHQD.dtype).mT).sigmoid().to(out_BHQD.dtype)
         return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * (weight_BHQG.to(mean_v.dtype) @ mean_v)
 
-    def rule(self, given: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """See `Pattern.rule`; of the branch that selects (`oracle.compressed` is the other)."""
-        position_N = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)
-        mean_BHGD = self.means(given.k_BHND)
-        score_NG = self.scores(given.q_BHND, mean_BHGD, position_N)[0, head]
-        margin_NG = self.margins(given.q_BHND[0, head][:, None], mean_BHGD[0, head])
+        position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
+        mean_BHGD = self.means(qk.k_BHND)
+        score_NG = self.scores(qk.q_BHND, mean_BHGD, position_N)[0, head]
+        margin_NG = self.margins(qk.q_BHND[0, head][:, None], mean_BHGD[0, head])
         return oracle.best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
@@ -352,8 +352,8 @@ class RandomBlocks(Blocks):
     What a query reads is a function of (seed, head, its position) alone.
     """
 
-    def __init__(self, heads: int, size: int, *, seed: int, **given: Any) -> None:
-        super().__init__(heads, size, **given)
+    def __init__(self, heads: int, size: int, *, seed: int, **options: Any) -> None:
+        super().__init__(heads, size, **options)
         check_seed(seed)
         self.seed = seed
 
@@ -383,20 +383,20 @@ class BlockCache(GrowingCache):
     """The unturned keys of the block that is not finished."""
     mean_v: Tensor | None = None
 
-    def put(self, given: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        rows = RowCache.put(self, given, v_BHND, first)
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        rows = RowCache.put(self, qk, v_BHND, first)
         b, end = self.pattern.block, first + v_BHND.shape[2]
         begin, stop = first // b, end // b
-        k_BHND = given.k_BHND if self.open_k is None else torch.cat([self.open_k, given.k_BHND], dim=2)
+        k_BHND = qk.k_BHND if self.open_k is None else torch.cat([self.open_k, qk.k_BHND], dim=2)
         self.open_k = k_BHND[:, :, (stop - begin) * b :]
         self.choice_BHSE = place(self.choice_BHSE, self.pattern.means(k_BHND), begin)
         self.mean_v = place(self.mean_v, self.pattern.means(rows[1][:, :, begin * b : stop * b]), begin)
         return rows
 
-    def decode(self, given: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        out_BH1D = super().decode(given, v_BH1D, position)
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        out_BH1D = super().decode(qk, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D
         assert self.choice_BHSE is not None and self.mean_v is not None
         position_1 = torch.tensor([position], device=v_BH1D.device)
-        return self.pattern.gated(given.q_BHND, out_BH1D, self.choice_BHSE, self.mean_v, position_1)
+        return self.pattern.gated(qk.q_BHND, out_BH1D, self.choice_BHSE, self.mean_v, position_1)

@@ -118,10 +118,10 @@ class TrainingModule(pl.LightningModule):
         self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
         return mean + auxiliary
 
-    def minimised(self, tokens_BN: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def minimised(self, tokens_BN: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean nats of a micro-batch, its share of right answers (else 0), and the auxiliary loss."""
         if self.answers is None:
-            nats_BN, auxiliary = self.loss(tokens_BN, **given)
+            nats_BN, auxiliary = self.loss(tokens_BN, **options)
             return nats_BN.mean(), nats_BN.new_zeros(()), auxiliary
         # Sequences count alike, however many answers they have: a step is then the same in parts.
         at_BA, _ = self.answers(tokens_BN)

@@ -16,7 +16,7 @@ from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, engi
 from rtx.attention.engine import blocks, by_triton, dense, flash, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
-from rtx.attention.pattern import QueriesKeys
+from rtx.attention.reads import QueriesKeys
 from rtx.attention.routing import Centroids, after_step, make_room
 from rtx.compose import compose
 from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss

@@ -41,8 +41,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
 from rtx.attention.members import centroid_scores
-from rtx.attention.pattern import QueriesKeys
-from rtx.attention.reads import RangeReads
+from rtx.attention.reads import QueriesKeys, RangeReads
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -129,8 +128,8 @@ class Cooled(Local):
     def forward(self, q_BHND: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(q_BHND * 0.5, *given, **more)
 
-    def loss(self, given: QueriesKeys) -> torch.Tensor:
-        return given.q_BHND.square().mean()
+    def loss(self, qk: QueriesKeys) -> torch.Tensor:
+        return qk.q_BHND.square().mean()
 
 
 def test_a_forward_pass_of_ones_own_is_run_once_and_padding_alone_has_no_loss() -> None:

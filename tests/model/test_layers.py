@@ -376,14 +376,14 @@ def test_a_pattern_of_ones_own_is_made_of_what_its_arguments_are_called() -> Non
             super().__init__(*given, ramp=4, **further)
 
     class Far(Local):
-        def __init__(self, *, window: int, stride: int, reach: int = 3, **given: Any) -> None:
-            super().__init__(window=window * stride * reach, **given)
+        def __init__(self, *, window: int, stride: int, reach: int = 3, **options: Any) -> None:
+            super().__init__(window=window * stride * reach, **options)
 
     known = keys_of(tiny_config(attention_dropout=0.1, stride=2), 5, layer=0, routed=False)
 
     class Kept(Local):
-        def __init__(self, *, window: int = 3, dropout: float = 0.3, stride: int = 7, **given: Any) -> None:
-            super().__init__(window=window * stride, dropout=dropout, **given)
+        def __init__(self, *, window: int = 3, dropout: float = 0.3, stride: int = 7, **options: Any) -> None:
+            super().__init__(window=window * stride, dropout=dropout, **options)
 
     class Asked(Kept):
         configured = ("window", "dropout")
