@@ -1,5 +1,6 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
+from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionLists, PositionPattern
@@ -15,7 +16,7 @@ from rtx.attention.positional import (
     Strided,
 )
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Centroids, Routing, after_step
+from rtx.attention.routing import Routing
 from rtx.attention.top_keys import Blocks, Exact, Indexer, RandomBlocks
 
 __all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ClusterPattern", "ContiguousPattern", "Exact", "Fixed", "FixedBlock"]
