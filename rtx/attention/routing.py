@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number
 from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import ClusterCache
@@ -27,10 +26,11 @@ from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
+from rtx.attention.oracle import last_members
 from rtx.attention.pattern import ClusterPattern, of_configuration
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import centroid_margin
+from rtx.attention.ties import best, centroid_margin, highest
 
 ROOM = 4
 """Lists on a GPU have room for this many times the intended number of members at first."""
@@ -309,17 +309,17 @@ class Routing(ClusterPattern):
         scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(qk)], self.window
         margin_C = centroid_margin(centroid_CD, scores[0].dtype)
         if streaming and self.selection == "topk":
-            return oracle.prefix_topk(scores[0], scores[-1], margin_C, window)
+            return prefix_topk(scores[0], scores[-1], margin_C, window)
         if self.selection == "topk":
-            members = [oracle.topk_members(score_CN, margin_C, window) for score_CN in scores]
+            members = [topk_members(score_CN, margin_C, window) for score_CN in scores]
         elif self.selection == "nearest":
-            members = [oracle.nearest_members(score_CN, margin_C) for score_CN in scores]
+            members = [nearest_members(score_CN, margin_C) for score_CN in scores]
         else:
             members = []
             for score_CN, threshold_HC in zip(scores, self.thresholds(), strict=False):
                 if threshold_HC is not None:
-                    members.append(oracle.threshold_members(score_CN, threshold_HC[head], margin_C))
-        return oracle.last_members(members[0], members[-1], window)
+                    members.append(threshold_members(score_CN, threshold_HC[head], margin_C))
+        return last_members(members[0], members[-1], window)
 
     def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
@@ -352,3 +352,56 @@ class Routing(ClusterPattern):
 def packed_of(selected: Selected) -> MemberLists:
     """Return the members as lists; counts are of those for which there is room."""
     return MemberLists(selected.row_M, selected.bound_L1.diff())
+
+
+def topk_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """The `window` best positions of each cluster."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for c, score_N in enumerate(score_CN.tolist()):
+        member_CN[c, best(score_N, [float(margin_C[c])] * len(score_N), window)] = True
+    return member_CN
+
+
+def threshold_members(score_CN: Tensor, threshold_C: Tensor, margin_C: Tensor) -> Tensor:
+    """Each position in the clusters whose thresholds it reaches, up to margins, else in the one it misses by least."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    above_CN = score_CN - threshold_C[:, None]
+    for i, above_C in enumerate(above_CN.T.tolist()):
+        reached = [c for c, above in enumerate(above_C) if above >= -float(margin_C[c])]
+        member_CN[reached or highest(above_C, margin_C.tolist()), i] = True
+    return member_CN
+
+
+def nearest_members(score_CN: Tensor, margin_C: Tensor) -> Tensor:
+    """Each position in the cluster that scores it highest."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for i, score_C in enumerate(score_CN.T.tolist()):
+        member_CN[highest(score_C, margin_C.tolist()), i] = True
+    return member_CN
+
+
+def kept_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """The members of each cluster behind every position, `[C, N, N]`, as positions arrive one after the other.
+
+    A full cluster takes a newcomer that is better than the worst member by more than the margin. It replaces the latest
+    of the members that are no better than the worst by more than that.
+    """
+    C, N = score_CN.shape
+    member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
+    for c, score_N in enumerate(score_CN.tolist()):
+        members: list[int] = []
+        for i, score in enumerate(score_N):
+            bar = float(margin_C[c]) + min((score_N[j] for j in members), default=math.inf)
+            if len(members) == window and score > bar:
+                members.remove(max(j for j in members if score_N[j] <= bar))
+            if len(members) < window:
+                members.append(i)
+            member_CNN[c, i, members] = True
+    return member_CNN
+
+
+def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
+    query_CNN, key_CNN = (kept_members(score_CN, margin_C, window) for score_CN in (query_score_CN, key_score_CN))
+    joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
+    return key_CNN & joins_CN[:, :, None]
