@@ -34,7 +34,7 @@ BASES: dict[str, Any] = {
 
 SELECTIONS: dict[str, Any] = {
     **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
-    "random": "rtx.attention.positional.Random",
+    "random": "rtx.attention.clusters.Random",
     "exact": "rtx.attention.top_keys.Exact",
     "blocks": "rtx.attention.top_keys.Blocks",
     "blocks_random": "rtx.attention.top_keys.RandomBlocks",

@@ -1,8 +1,9 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
+from rtx.attention.clusters import ClusterPattern, Random
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.lsh import Lsh
-from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionLists, PositionPattern
+from rtx.attention.pattern import ContiguousPattern, Pattern, PositionLists, PositionPattern
 from rtx.attention.positional import (
     AdaptiveSpan,
     Fixed,
@@ -10,7 +11,6 @@ from rtx.attention.positional import (
     FixedSummary,
     Full,
     Local,
-    Random,
     Recurrent,
     Strided,
 )

@@ -21,23 +21,19 @@ from rtx.attention.arguments import (
     check_choice,
     check_heads,
     check_number,
-    check_positive,
     check_shape,
     check_whole,
 )
-from rtx.attention.cache import Cache, ClusterCache, PositionCache
-from rtx.attention.engine import BACKENDS, MERGES, attend
+from rtx.attention.cache import Cache, PositionCache
+from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
 from rtx.attention.reads import (
-    MemberLists,
     QueriesKeys,
     RangeReads,
     Reads,
     Window,
     bounded_read,
-    members_read,
     pack,
     without_self,
 )
@@ -235,60 +231,6 @@ class Pattern(nn.Module, ABC):
             k_BHND = of_type(v_BHND.dtype, qk.rotated_k_BHND, qk.narrow_k_BHND)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
-
-
-class ClusterPattern(Pattern):
-    """Heads of clusters: each position reads, in every cluster that it is a member of, the last W members up to itself.
-
-    Queries and keys are normalised (LayerNorm without scale or bias), but for hashing.
-
-    Args:
-        has_keys: whether keys are given, else the queries stand for them.
-        window: W.
-        attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
-            keys, as a vector is nearest to itself.
-        merge: "mean": a position in several clusters gets the mean of their outputs (the paper's
-            released code divides by their number + 0.01). "lse": one softmax over the keys of all.
-    """
-
-    configured = ("attend_self", "merge")
-
-    def __init__(
-        self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **options: Any
-    ) -> None:
-        super().__init__(attend_self=has_keys if attend_self is None else attend_self, **options)
-        check_positive(window=window)
-        check_choice("merge", merge, MERGES)
-        self.has_keys, self.window, self.merge = has_keys, window, merge
-
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
-        q_BHND, narrow_q_BHND = normalise_twice(q_BHND, self.backend)
-        if k_BHND is None:
-            return Prepared(q_BHND, q_BHND, narrow_q_BHND, narrow_q_BHND)
-        k_BHND, narrow_k_BHND = normalise_twice(k_BHND, self.backend)
-        return Prepared(q_BHND, k_BHND, narrow_q_BHND, narrow_k_BHND)
-
-    @abstractmethod
-    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        """Return the members of every cluster, or those of queries and of keys."""
-
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        lists, N = self.lists(qk), qk.q_BHND.shape[2]
-        return [members_read(lists[0], lists[-1], N, self.window, self.attend_self)]
-
-    def start(self, relative: RelativeTables | None = None) -> Cache:
-        return ClusterCache(self, self.window, relative)
-
-    def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
-        """Return the members that a prompt leaves in a stream's cache."""
-        return self.lists(qk)[-1]
-
-    @abstractmethod
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return which clusters the next query and key of a stream join, `[B, H, C]`.
-
-        And the slots that the key takes there; None: those of the oldest members.
-        """
 
 
 def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, Any]:

@@ -6,20 +6,17 @@ Shapes: H heads, C clusters, N positions, W attention window, M distances.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, ClusterCache, PositionCache
+from rtx.attention.arguments import check_number, check_positive, check_within
+from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.once import made_once
-from rtx.attention.oracle import last_members
-from rtx.attention.pattern import ClusterPattern, ContiguousPattern, PositionLists, PositionPattern
-from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
+from rtx.attention.pattern import ContiguousPattern, PositionLists, PositionPattern
+from rtx.attention.reads import QueriesKeys
 
 
 class Full(ContiguousPattern):
@@ -221,79 +218,3 @@ class AdaptiveSpan(ContiguousPattern):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """See `Pattern.start`; the spans stay as they are now."""
         return PositionCache(self, relative, self.reach())
-
-
-class Random(ClusterPattern):
-    """The control of Table 1: clusters whose members are drawn, whatever the sequence holds.
-
-    The paper says no more than that Kidx is chosen at random. One draw, which is kept, is ours.
-
-    Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
-    `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
-    """
-
-    configured = ("has_keys",)
-
-    def __init__(
-        self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **options: Any
-    ) -> None:
-        super().__init__(has_keys=has_keys, **options)
-        check_positive(0, heads=heads)
-        check_positive(clusters=clusters, length=length)
-        check_seed(seed)
-        self.heads, self.clusters, self.length, self.seed = heads, clusters, length, seed
-        position_HCW = random_positions(heads, clusters, length, self.window, seed)
-        self.register_buffer("position_HCW", position_HCW, persistent=False)
-        self.position_HCW: Tensor
-
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = qk.q_BHND.shape
-        form = type(self), self.clusters, self.length, self.seed, self.window, self.attend_self, B, H, N
-        return [*made_once(form, qk.q_BHND.device, partial(self.make_reads, B, H, N))]
-
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
-        """Return who reads whom in B sequences of N positions."""
-        lists = self.members(B, H, N, device)
-        return [members_read(lists, lists, N, self.window, self.attend_self)]
-
-    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        B, H, N, _ = qk.q_BHND.shape
-        return [self.members(B, H, N, qk.q_BHND.device)]
-
-    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
-        """Return the members of every cluster."""
-        turn_T1 = torch.arange(-(-N // self.length), device=device)[:, None]
-        drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed).to(device)
-        position_HCT = (turn_T1 * self.length + drawn_HCW[:, :, None]).flatten(2)
-        inside_BHCT = (position_HCT < N).expand(B, *position_HCT.shape)
-        first_BH = torch.arange(B * H, device=device).view(B, H) * N
-        row_BHCT = first_BH[..., None, None] + position_HCT
-        return MemberLists(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
-
-    def member_HCN(self, length: int) -> Tensor:
-        """Return the memberships of positions 0 to `length` - 1."""
-        member_HCN = self.position_HCW.new_zeros(*self.position_HCW.shape[:2], self.length, dtype=torch.bool)
-        member_HCN.scatter_(2, self.position_HCW, True)
-        return member_HCN.repeat(1, 1, -(-length // self.length))[..., :length]
-
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        member_CN = self.member_HCN(qk.q_BHND.shape[2])[head]
-        return last_members(member_CN, member_CN, self.window)
-
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
-        joins_HC = (self.position_HCW == position % self.length).any(-1)
-        joins_BHC = joins_HC.expand(len(qk.q_BHND), *joins_HC.shape)
-        return joins_BHC, joins_BHC, None
-
-
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
-    """Return `window` random positions for each cluster, ascending, `[H, C, W]`: a function of the arguments alone.
-
-    A window over `length` is `length`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    window = min(window, length)
-    # One draw a cluster, however many there are.
-    draws = [torch.rand(length, generator=generator, device="cpu") for _ in range(heads * clusters)]
-    chosen = [draw_N.topk(window).indices.sort().values for draw_N in draws]
-    return torch.stack(chosen).view(heads, clusters, window) if chosen else torch.zeros(heads, clusters, window).long()

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.autocast import no_autocast
-from rtx.attention.cache import ClusterCache
 from rtx.attention.centroid_update import (
     Rule,
     State,
@@ -34,11 +33,12 @@ from rtx.attention.centroid_update import (
     statistics_sizes,
     to_sphere,
 )
+from rtx.attention.clusters import ClusterCache, ClusterPattern, last_members
 from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.pattern import ClusterPattern, Pattern, of_configuration
+from rtx.attention.pattern import Pattern, of_configuration
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import centroid_margin
@@ -324,7 +324,7 @@ class Routing(ClusterPattern):
             for score_CN, threshold_HC in zip(scores, self.thresholds(), strict=False):
                 if threshold_HC is not None:
                     members.append(oracle.threshold_members(score_CN, threshold_HC[head], margin_C))
-        return oracle.last_members(members[0], members[-1], window)
+        return last_members(members[0], members[-1], window)
 
     def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
