@@ -24,7 +24,7 @@ BASES: dict[str, Any] = {
     "full": "rtx.attention.positional.Full",
     "recurrent": "rtx.attention.positional.Recurrent",
     "lsh": "rtx.attention.lsh.Lsh",
-    "adaptive_span": "rtx.attention.positional.AdaptiveSpan",
+    "adaptive_span": "rtx.attention.adaptive_span.AdaptiveSpan",
     "strided": "rtx.attention.positional.Strided",
     "fixed": "rtx.attention.positional.Fixed",
     "fixed_block": "rtx.attention.positional.FixedBlock",

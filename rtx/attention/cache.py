@@ -10,18 +10,14 @@ joined at a position (over all streams).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.engine.softmax import LogitTerms, RelativeTables, soft_attend
-
-if TYPE_CHECKING:
-    from rtx.attention.pattern import Pattern, PositionPattern
-    from rtx.attention.reads import QueriesKeys
-    from rtx.attention.top_keys import TopKeys
+from rtx.attention.engine.softmax import LogitTerms, soft_attend
+from rtx.attention.reads import QueriesKeys
 
 FIRST_SLOTS = 256
 """Slots that a growing cache begins with; it doubles when they are full."""
@@ -66,8 +62,9 @@ def attend_step(
 class RowCache(Cache):
     """Keys and values by position: position n in slot n modulo their number, which doubles unless it is `ring`."""
 
-    def __init__(self, pattern: Pattern, relative: RelativeTables | None = None, ring: int | None = None) -> None:
-        self.pattern, self.relative, self.ring = pattern, relative, ring
+    def __init__(self, terms: Callable[[int], LogitTerms], ring: int | None = None) -> None:
+        self.terms = terms
+        self.ring = ring
         self.key_BHSD: Tensor | None = None
         self.value_BHSD: Tensor | None = None
 
@@ -82,7 +79,7 @@ class RowCache(Cache):
 
     def attend(self, qk: QueriesKeys, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
         """Return what the newest position reads of keys and values `[B, H, K, D]`."""
-        terms = self.pattern.terms(qk.q_BHND.shape[-1], self.relative)
+        terms = self.terms(qk.q_BHND.shape[-1])
         return attend_step(qk.rotated_q_BHND.to(v.dtype), k, v, mask, distance, terms)
 
 
@@ -99,55 +96,6 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
     skipped = max(0, N - x_BHSD.shape[2])
     slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % x_BHSD.shape[2]
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
-
-
-class GrowingCache(RowCache):
-    """Every key and value so far, for patterns whose queries choose among all of them by content."""
-
-    pattern: TopKeys
-    choice_BHSE: Tensor | None = None
-    """What the choice of keys reads of each earlier position."""
-
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
-        return super().put(qk, v_BHND, first)
-
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        rows = self.put(qk, v_BH1D, position)
-        assert self.choice_BHSE is not None
-        queries = self.pattern.choice_queries(qk)
-        slot_BH1K = self.pattern.best(queries, self.choice_BHSE, range(position, position + 1))
-        k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
-        return self.attend(qk, k, v, slot_BH1K >= 0, position - slot_BH1K)
-
-
-class PositionCache(RowCache):
-    """The cache of a pattern that chooses by position."""
-
-    pattern: PositionPattern
-
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        k, v = self.put(qk, v_BH1D, position)
-        slots, filled = k.shape[2], min(k.shape[2], position + 1)
-        at_S = position - (position - torch.arange(filled, device=k.device)) % slots
-        k, v = k[:, :, :filled], v[:, :, :filled]
-        if self.pattern.reads_all_kept and self.pattern.attend_self:
-            return self.attend(qk, k, v, None, (position - at_S)[None, None, None])
-        seen_HS = self.seen(at_S, position % slots, k.shape[1])
-        if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
-            # Most of what is kept is not read: gather what is.
-            slot_HK = seen_HS.nonzero()[:, 1].view(len(seen_HS), -1)
-            k, v = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k, v))
-            return self.attend(qk, k, v, None, (position - at_S[slot_HK])[None, :, None])
-        return self.attend(qk, k, v, seen_HS[None, :, None], (position - at_S)[None, None, None])
-
-    def seen(self, at_S: Tensor, own: int, heads: int) -> Tensor:
-        """Return which slots the position in slot `own` reads, `[H, S]`, where they hold the positions `at_S`."""
-        seen_HS = torch.zeros(heads, len(at_S), dtype=torch.bool, device=at_S.device)
-        for spread in self.pattern.spreads(at_S, heads):
-            between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
-            seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
-        return seen_HS if self.pattern.attend_self else mask_without_self(seen_HS, at_S == at_S[own])
 
 
 def mask_without_self(read_XS: Tensor, own_XS: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,23 +23,15 @@ from rtx.attention.arguments import (
     check_shape,
     check_whole,
 )
-from rtx.attention.cache import Cache, PositionCache
+from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.once import made_once
 from rtx.attention.reads import (
     QueriesKeys,
-    RangeReads,
     Reads,
-    Window,
-    bounded_read,
-    pack,
-    without_self,
 )
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
-PLAIN = (bool, int, float, str, type(None))
-"""Types of attributes that are compared by value."""
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
 QKV = tuple[Tensor, Tensor | None, Tensor]
@@ -75,6 +66,8 @@ class Pattern(nn.Module, ABC):
     """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
     """Whether a query that reads other keys of a list reads its own, too; rules leave that to the oracle."""
+    takes_memory = False
+    """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
     """What a position in several lists of one part gets, see `rtx.attention.engine.attend`."""
     heads: int | None = None
@@ -169,13 +162,13 @@ class Pattern(nn.Module, ABC):
                 over them. Sequences that are padded alike are one pass.
             check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread, into the
                 past, too.
-            memory: so many positions in front are read, but not asked (of a `ContiguousPattern`).
+            memory: so many positions in front are read, but not asked (where `takes_memory`).
 
         Raises:
             ValueError: tensors that do not go together; always with the argument's name.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
-        with_memory, N = isinstance(self, ContiguousPattern), q_BHND.shape[2]
+        with_memory, N = self.takes_memory, q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
         if real_BN is not None and not bool(real_BN.all()):
             return self.forward_padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, streaming)
@@ -289,120 +282,3 @@ def of_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND
     return wide_BHND.to(dtype)
-
-
-class PositionLists(NamedTuple):
-    """Lists chosen by position: the query at n reads the keys of its list at positions since_N[n] to until_N[n] - 1."""
-
-    list_HN: Tensor
-    """The list that the query of each position reads, one for all heads or `[H, N]`."""
-    key_list_HN: Tensor
-    """The list that the key of each position stands in; -1: in none."""
-    since_N: Tensor
-    until_N: Tensor
-    """Both never fall along a list."""
-
-
-class PositionPattern(Pattern):
-    """A pattern that chooses by position alone: it implements `spreads` and `sees`.
-
-    It gets forward, gradients, padding, a stream's cache, the oracle and pictures from them.
-    """
-
-    keeps: int | None = None
-    """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
-    reads_all_kept = False
-    """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
-
-    @abstractmethod
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
-
-    @abstractmethod
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
-
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        i = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)[:, None] - qk.memory
-        return ((i >= i.T) & self.sees(head, i, i.T))[None]
-
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = qk.q_BHND.shape
-        make = partial(self.make_reads, B, H, N, qk.memory)
-        form = self.form()
-        if form is None:
-            return [*make(qk.q_BHND.device)]
-        return [*made_once((type(self), form, B, H, N, qk.memory), qk.q_BHND.device, make)]
-
-    known_form: Hashable | None = None
-    """What `form` has returned last. A compiled graph takes it: torch 2.11 cannot trace through `vars`."""
-
-    def form(self) -> Hashable | None:
-        """Return what, beside shapes, decides who reads whom; None where a tensor of the pattern may have a say."""
-        if torch.compiler.is_compiling() and self.known_form is not None:
-            return self.known_form
-        self.known_form = self.form_now()
-        return self.known_form
-
-    def form_now(self) -> Hashable | None:
-        """Return what `form` does, from the attributes as they are."""
-        if [*self.parameters()] or [*self.buffers()]:
-            return None
-        hidden = ("_", "known_form")
-        attributes = {name: value for name, value in vars(self).items() if not name.startswith(hidden)}
-        is_plain = all(isinstance(value, PLAIN) for value in attributes.values())
-        return tuple(attributes.items()) if is_plain else None
-
-    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
-        """Return who reads whom in B sequences and H heads of N positions, a memory included."""
-        position_N = torch.arange(-memory, N - memory, device=device)
-        parts = []
-        for spread in self.spreads(position_N, H):
-            numbers = [spread.list_HN.flatten(), spread.key_list_HN.flatten()]
-            lists = int(torch.cat(numbers).max()) + 1 if N else 1
-            keys = pack(spread.key_list_HN.expand(B, H, N), lists)
-            query_list_HN = spread.list_HN
-            if memory:
-                query_list_HN = torch.where(position_N < 0, -1, query_list_HN)
-            queries = keys
-            if query_list_HN is not spread.key_list_HN:
-                queries = pack(query_list_HN.expand(B, H, N), lists)
-            since_N, until_N = spread.since_N + memory, spread.until_N + memory
-            parts.append(bounded_read(queries, keys, N, since_N, until_N))
-        return parts if self.attend_self else without_self(parts, B * H * N)
-
-    def start(self, relative: RelativeTables | None = None) -> Cache:
-        return PositionCache(self, relative, self.keeps)
-
-
-class ContiguousPattern(PositionPattern):
-    """A pattern whose positions read all keys from one on, up to themselves: it implements `since`."""
-
-    @abstractmethod
-    def since(self, i: Tensor) -> Tensor:
-        """Return the first position that the queries at `i` read; it never falls as i grows. Below 0: the first."""
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        one_N = torch.zeros_like(position_N)
-        return [PositionLists(one_N, one_N, self.since(position_N), position_N + 1)]
-
-    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
-        parts = super().make_reads(B, H, N, memory, device)
-        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
-            return parts  # only a CPU tells what tensors hold without a wait
-        read_P = parts[0].stop_P - parts[0].start_P
-        most = int(read_P.max()) if len(read_P) else 0
-        parts = [parts[0]._replace(most=most)]
-        since_N = self.since(torch.arange(N - memory))
-        keys_N = torch.arange(1, N - memory + 1) - since_N.clamp(min=-memory)
-        reach_N = (torch.arange(1, N - memory + 1) + memory).clamp(max=most)
-        if self.has_one_list(parts[0], B * H) and torch.equal(keys_N, reach_N):
-            parts = [parts[0]._replace(window=Window(N, most, memory))]
-        return parts
-
-    def has_one_list(self, part: RangeReads, sequences: int) -> bool:
-        """Tell whether every sequence of a head is one list."""
-        return len(part.query.count_L) == sequences
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return j >= self.since(i)

@@ -10,7 +10,7 @@ import torch
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
 from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, RelativeTables, Strided
-from rtx.attention.positional import AdaptiveSpan
+from rtx.attention.adaptive_span import AdaptiveSpan
 
 CASE = Case(B=2, H=3, N=9, D=4)
 TABLES = RelativeTables(torch.zeros(3, 4), torch.zeros(3, 4))
