@@ -9,10 +9,10 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import (
@@ -26,6 +26,7 @@ from rtx.attention.arguments import (
 from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.padding import QKV, attend_padded
 from rtx.attention.reads import (
     QueriesKeys,
     Reads,
@@ -34,7 +35,6 @@ from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
-QKV = tuple[Tensor, Tensor | None, Tensor]
 
 
 class Prepared(NamedTuple):
@@ -170,9 +170,11 @@ class Pattern(nn.Module, ABC):
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
         with_memory, N = self.takes_memory, q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
-        if real_BN is not None and not bool(real_BN.all()):
-            return self.forward_padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, streaming)
-        return self.forward_whole((q_BHND, k_BHND, v_BHND), memory, rotate, relative, streaming)
+        qkv = (q_BHND, k_BHND, v_BHND)
+        if real_BN is None or bool(real_BN.all()):
+            return self.forward_whole(qkv, memory, rotate, relative, streaming)
+        attend_whole = partial(self.forward_whole, rotate=rotate, relative=relative, streaming=streaming)
+        return attend_padded(attend_whole, qkv, real_BN, memory)
 
     def forward_whole(
         self, qkv: QKV, memory: int, rotate: Rotate | None, relative: RelativeTables | None, streaming: bool
@@ -184,25 +186,6 @@ class Pattern(nn.Module, ABC):
             self.gather(qk)
             parts = self.reads(qk, streaming)
         return self.attend(qk, v_BHND, parts, relative)[:, :, memory:], self.loss(qk)
-
-    def forward_padded(self, qkv: QKV, real_BN: Tensor, memory: int, *own: Any) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does: all sequences of one mask together, without their padding."""
-        (B, H, N, D), (masks_XN, mask_B) = qkv[2].shape, real_BN.unique(dim=0, return_inverse=True)
-        order_B, row_BN = mask_B.argsort(stable=True), torch.arange(B * N, device=real_BN.device).view(B, N)
-        row_S = row_BN[order_B][real_BN[order_B]]
-        counts = mask_B.bincount(), masks_XN.sum(1), masks_XN[:, :memory].sum(1)
-        groups = [x for x in zip(*(count_X.tolist() for count_X in counts), strict=True) if x[1]] or [(B, 0, 0)]
-        sizes, outs, losses = [b * n for b, n, _ in groups], [], []
-        # One gather and one write, so that gradients are added up once.
-        parts = [x if x is None else x.transpose(1, 2).flatten(0, 1)[row_S].split(sizes) for x in qkv]
-        for number, (b, n, behind) in enumerate(groups):
-            q, k, v = (None if x is None else x[number].unflatten(0, (b, n)).transpose(1, 2) for x in parts)
-            assert q is not None and v is not None
-            out, loss = self.forward_whole((q, k, v), behind, *own)
-            outs.append(F.pad(out, (0, 0, behind, 0)).transpose(1, 2).flatten(0, 1))
-            losses.append(loss * (b * n / max(1, len(row_S))))
-        out_RHD = qkv[2].new_zeros(B * N, H, D).index_copy(0, row_S, torch.cat(outs))
-        return out_RHD.view(B, N, H, D).transpose(1, 2)[:, :, memory:], torch.stack(losses).sum()
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> QueriesKeys:
         """Return the queries and keys of positions from `first` on."""
