@@ -110,16 +110,6 @@ def compressed(
     return gate_N2[:, :1] * out_ND + gate_N2[:, 1:] * other_ND
 
 
-def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
-    """Each query of a cluster reads its last `window` keys up to itself."""
-    C, N = query_CN.shape
-    mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_CN.device)
-    for c in range(C):
-        for i in query_CN[c].nonzero()[:, 0].tolist():
-            mask_CNN[c, i, [j for j in key_CN[c].nonzero()[:, 0].tolist() if j <= i][-window:]] = True
-    return mask_CNN
-
-
 def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
     """The union over the rounds of what each shows, `[1, N, N]`; itself only where there is nothing else.
 

@@ -1,25 +1,148 @@
-"""The patterns that choose by position: who reads whom in full, local, recurrent, strided, fixed, span, random heads.
+"""The patterns that choose by position: who reads whom in full, local, recurrent, strided and fixed heads.
 
 Each states its lists for the engine (`spreads`) and its rule for the oracle and pictures (`sees`), in one place.
 
-Shapes: H heads, C clusters, N positions, W attention window, M distances.
+Shapes: B sequences, H heads, N positions, D head size, K keys read, S slots of a cache.
 """
 
-import math
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, ClusterCache, PositionCache
-from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.arguments import check_positive, check_within
+from rtx.attention.cache import Cache, RowCache, mask_without_self
+from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.once import made_once
-from rtx.attention.oracle import last_members
-from rtx.attention.pattern import ClusterPattern, ContiguousPattern, PositionLists, PositionPattern
-from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
+from rtx.attention.pattern import Pattern
+from rtx.attention.reads import QueriesKeys, RangeReads, Reads, Window, bounded_read, pack, without_self
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of attributes that are compared by value."""
+
+
+class PositionLists(NamedTuple):
+    """Lists chosen by position: the query at n reads the keys of its list at positions since_N[n] to until_N[n] - 1."""
+
+    list_HN: Tensor
+    """The list that the query of each position reads, one for all heads or `[H, N]`."""
+    key_list_HN: Tensor
+    """The list that the key of each position stands in; -1: in none."""
+    since_N: Tensor
+    until_N: Tensor
+    """Both never fall along a list."""
+
+
+class PositionPattern(Pattern):
+    """A pattern that chooses by position alone: it implements `spreads` and `sees`.
+
+    It gets forward, gradients, padding, a stream's cache, the oracle and pictures from them.
+    """
+
+    keeps: int | None = None
+    """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
+    reads_all_kept = False
+    """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
+
+    @abstractmethod
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
+
+    @abstractmethod
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        i = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)[:, None] - qk.memory
+        return ((i >= i.T) & self.sees(head, i, i.T))[None]
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        B, H, N, _ = qk.q_BHND.shape
+        make = partial(self.make_reads, B, H, N, qk.memory)
+        form = self.form()
+        if form is None:
+            return [*make(qk.q_BHND.device)]
+        return [*made_once((type(self), form, B, H, N, qk.memory), qk.q_BHND.device, make)]
+
+    known_form: Hashable | None = None
+    """What `form` has returned last. A compiled graph takes it: torch 2.11 cannot trace through `vars`."""
+
+    def form(self) -> Hashable | None:
+        """Return what, beside shapes, decides who reads whom; None where a tensor of the pattern may have a say."""
+        if torch.compiler.is_compiling() and self.known_form is not None:
+            return self.known_form
+        self.known_form = self.form_now()
+        return self.known_form
+
+    def form_now(self) -> Hashable | None:
+        """Return what `form` does, from the attributes as they are."""
+        if [*self.parameters()] or [*self.buffers()]:
+            return None
+        hidden = ("_", "known_form")
+        attributes = {name: value for name, value in vars(self).items() if not name.startswith(hidden)}
+        is_plain = all(isinstance(value, PLAIN) for value in attributes.values())
+        return tuple(attributes.items()) if is_plain else None
+
+    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
+        """Return who reads whom in B sequences and H heads of N positions, a memory included."""
+        position_N = torch.arange(-memory, N - memory, device=device)
+        parts = []
+        for spread in self.spreads(position_N, H):
+            numbers = [spread.list_HN.flatten(), spread.key_list_HN.flatten()]
+            lists = int(torch.cat(numbers).max()) + 1 if N else 1
+            keys = pack(spread.key_list_HN.expand(B, H, N), lists)
+            query_list_HN = spread.list_HN
+            if memory:
+                query_list_HN = torch.where(position_N < 0, -1, query_list_HN)
+            queries = keys
+            if query_list_HN is not spread.key_list_HN:
+                queries = pack(query_list_HN.expand(B, H, N), lists)
+            since_N, until_N = spread.since_N + memory, spread.until_N + memory
+            parts.append(bounded_read(queries, keys, N, since_N, until_N))
+        return parts if self.attend_self else without_self(parts, B * H * N)
+
+    def start(self, relative: RelativeTables | None = None) -> Cache:
+        return PositionCache(self, relative, self.keeps)
+
+
+class ContiguousPattern(PositionPattern):
+    """A pattern whose positions read all keys from one on, up to themselves: it implements `since`."""
+
+    takes_memory = True
+
+    @abstractmethod
+    def since(self, i: Tensor) -> Tensor:
+        """Return the first position that the queries at `i` read; it never falls as i grows. Below 0: the first."""
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        one_N = torch.zeros_like(position_N)
+        return [PositionLists(one_N, one_N, self.since(position_N), position_N + 1)]
+
+    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
+        parts = super().make_reads(B, H, N, memory, device)
+        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
+            return parts  # only a CPU tells what tensors hold without a wait
+        read_P = parts[0].stop_P - parts[0].start_P
+        most = int(read_P.max()) if len(read_P) else 0
+        parts = [parts[0]._replace(most=most)]
+        since_N = self.since(torch.arange(N - memory))
+        keys_N = torch.arange(1, N - memory + 1) - since_N.clamp(min=-memory)
+        reach_N = (torch.arange(1, N - memory + 1) + memory).clamp(max=most)
+        if self.has_one_list(parts[0], B * H) and torch.equal(keys_N, reach_N):
+            parts = [parts[0]._replace(window=Window(N, most, memory))]
+        return parts
+
+    def has_one_list(self, part: RangeReads, sequences: int) -> bool:
+        """Tell whether every sequence of a head is one list."""
+        return len(part.query.count_L) == sequences
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return j >= self.since(i)
 
 
 class Full(ContiguousPattern):
@@ -146,154 +269,34 @@ class FixedSummary(Fixed):
         return self.is_summary(head, j)
 
 
-class AdaptiveSpan(ContiguousPattern):
-    """Local heads that each learn how far back they read (Sukhbaatar et al. 2019).
-
-    A key at distance x counts with the weight m_z(x) = clamp((R + z - x) / R, 0, 1) beside its softmax term.
-
-    Fully up to the span z, fading out over the ramp of R positions behind it, never at `window` or farther. The
-    parameter is the span's share of the window, which learning rates suit whatever the window; it starts at 0 (a head
-    then reads the ramp), as in the released code. A span is held in [0, window]. Cost and memory grow with N times what
-    the longest span reaches.
-
-    Args:
-        heads: H.
-        window: keys that no span goes beyond, the own position included.
-        ramp: R, positions over which the weight falls from 1 to 0.
-        cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
-    """
-
-    reads_all_kept = True
-    decided = ("attend_self",)
-    configured = ("ramp", "cost")
-
-    def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **options: Any) -> None:
-        super().__init__(attend_self=True, **options)  # a key within reach may weigh nothing, the own one never
-        check_positive(0, heads=heads)
-        check_positive(window=window, ramp=ramp)
-        check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
-        self.heads, self.window, self.ramp, self.cost = heads, window, ramp, cost
-        self.share_H = nn.Parameter(torch.zeros(heads))
-
-    def spans(self) -> Tensor:
-        """Return the spans in positions, `[H]`, at least in float32."""
-        return self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)).clamp(0, 1) * self.window
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """Hold the spans in [0, window], as the released code does: outside, a span would have no gradient."""
-        self.share_H.clamp_(0, 1)
-
-    @torch.no_grad()
-    def reach(self) -> int:
-        """Return how many keys, its own included, the head with the longest span reads: behind them weights are 0.
-
-        On a GPU, which a CPU would have to wait for, the window, which no span exceeds.
-        """
-        if not self.share_H.is_cpu:
-            return self.window
-        reach = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
-        return math.ceil(reach) if reach < self.window else self.window
-
-    def since(self, i: Tensor) -> Tensor:
-        return i + 1 - self.reach()
-
-    def form(self) -> tuple[int]:
-        return (self.reach(),)
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        """What the head's own weight does not make nothing."""
-        return (i - j < self.window) & (i - j < self.ramp + self.spans()[head])
-
-    def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
-        """Return the terms with log m_z(distance) for each head, -inf where the weight is 0."""
-        distance_M = torch.arange(self.reach() + 1, device=self.share_H.device)
-        weight_HM = ((self.ramp + self.spans()[:, None] - distance_M) / self.ramp).clamp(0, 1)
-        seen_HM = (weight_HM > 0) & (distance_M < self.window)
-        # The logarithm of 1 where nothing is seen: that of 0 would turn its gradient into NaN.
-        bias_HM = weight_HM.masked_fill(~seen_HM, 1).log().masked_fill(~seen_HM, -math.inf)
-        return super().terms(size, relative)._replace(bias_HM=bias_HM)
-
-    def loss(self, qk: QueriesKeys) -> Tensor:
-        """Return the weighted mean span, zero outside training."""
-        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(qk)
-
-    def start(self, relative: RelativeTables | None = None) -> Cache:
-        """See `Pattern.start`; the spans stay as they are now."""
-        return PositionCache(self, relative, self.reach())
-
-
-class Random(ClusterPattern):
-    """The control of Table 1: clusters whose members are drawn, whatever the sequence holds.
-
-    The paper says no more than that Kidx is chosen at random. One draw, which is kept, is ours.
-
-    Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
-    `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
-    """
-
-    configured = ("has_keys",)
+class PositionCache(RowCache):
+    """The cache of a pattern that chooses by position."""
 
     def __init__(
-        self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **options: Any
+        self, pattern: PositionPattern, relative: RelativeTables | None = None, ring: int | None = None
     ) -> None:
-        super().__init__(has_keys=has_keys, **options)
-        check_positive(0, heads=heads)
-        check_positive(clusters=clusters, length=length)
-        check_seed(seed)
-        self.heads, self.clusters, self.length, self.seed = heads, clusters, length, seed
-        position_HCW = random_positions(heads, clusters, length, self.window, seed)
-        self.register_buffer("position_HCW", position_HCW, persistent=False)
-        self.position_HCW: Tensor
+        super().__init__(partial(pattern.terms, relative=relative), ring)
+        self.pattern = pattern
 
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = qk.q_BHND.shape
-        form = type(self), self.clusters, self.length, self.seed, self.window, self.attend_self, B, H, N
-        return [*made_once(form, qk.q_BHND.device, partial(self.make_reads, B, H, N))]
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        k, v = self.put(qk, v_BH1D, position)
+        slots, filled = k.shape[2], min(k.shape[2], position + 1)
+        at_S = position - (position - torch.arange(filled, device=k.device)) % slots
+        k, v = k[:, :, :filled], v[:, :, :filled]
+        if self.pattern.reads_all_kept and self.pattern.attend_self:
+            return self.attend(qk, k, v, None, (position - at_S)[None, None, None])
+        seen_HS = self.seen(at_S, position % slots, k.shape[1])
+        if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
+            # Most of what is kept is not read: gather what is.
+            slot_HK = seen_HS.nonzero()[:, 1].view(len(seen_HS), -1)
+            k, v = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k, v))
+            return self.attend(qk, k, v, None, (position - at_S[slot_HK])[None, :, None])
+        return self.attend(qk, k, v, seen_HS[None, :, None], (position - at_S)[None, None, None])
 
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
-        """Return who reads whom in B sequences of N positions."""
-        lists = self.members(B, H, N, device)
-        return [members_read(lists, lists, N, self.window, self.attend_self)]
-
-    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        B, H, N, _ = qk.q_BHND.shape
-        return [self.members(B, H, N, qk.q_BHND.device)]
-
-    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
-        """Return the members of every cluster."""
-        turn_T1 = torch.arange(-(-N // self.length), device=device)[:, None]
-        drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed).to(device)
-        position_HCT = (turn_T1 * self.length + drawn_HCW[:, :, None]).flatten(2)
-        inside_BHCT = (position_HCT < N).expand(B, *position_HCT.shape)
-        first_BH = torch.arange(B * H, device=device).view(B, H) * N
-        row_BHCT = first_BH[..., None, None] + position_HCT
-        return MemberLists(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
-
-    def member_HCN(self, length: int) -> Tensor:
-        """Return the memberships of positions 0 to `length` - 1."""
-        member_HCN = self.position_HCW.new_zeros(*self.position_HCW.shape[:2], self.length, dtype=torch.bool)
-        member_HCN.scatter_(2, self.position_HCW, True)
-        return member_HCN.repeat(1, 1, -(-length // self.length))[..., :length]
-
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        member_CN = self.member_HCN(qk.q_BHND.shape[2])[head]
-        return last_members(member_CN, member_CN, self.window)
-
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
-        joins_HC = (self.position_HCW == position % self.length).any(-1)
-        joins_BHC = joins_HC.expand(len(qk.q_BHND), *joins_HC.shape)
-        return joins_BHC, joins_BHC, None
-
-
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
-    """Return `window` random positions for each cluster, ascending, `[H, C, W]`: a function of the arguments alone.
-
-    A window over `length` is `length`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    window = min(window, length)
-    # One draw a cluster, however many there are.
-    draws = [torch.rand(length, generator=generator, device="cpu") for _ in range(heads * clusters)]
-    chosen = [draw_N.topk(window).indices.sort().values for draw_N in draws]
-    return torch.stack(chosen).view(heads, clusters, window) if chosen else torch.zeros(heads, clusters, window).long()
+    def seen(self, at_S: Tensor, own: int, heads: int) -> Tensor:
+        """Return which slots the position in slot `own` reads, `[H, S]`, where they hold the positions `at_S`."""
+        seen_HS = torch.zeros(heads, len(at_S), dtype=torch.bool, device=at_S.device)
+        for spread in self.pattern.spreads(at_S, heads):
+            between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
+            seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
+        return seen_HS if self.pattern.attend_self else mask_without_self(seen_HS, at_S == at_S[own])

@@ -785,7 +785,6 @@ class ProbedCache(RowCache):
     of a cluster by the number of those that it may read.
     """
 
-    pattern: Probed
     count_BHC: Tensor | None = None
     """Keys of each cluster."""
     filed_BHS2: Tensor | None = None
@@ -793,6 +792,10 @@ class ProbedCache(RowCache):
     choice_BHSD: Tensor | None = None
     """The keys as they came, where the best are chosen: `key_BHSD` may round them to the values'
     type."""
+
+    def __init__(self, pattern: Probed, relative: RelativeTables | None = None) -> None:
+        super().__init__(partial(pattern.terms, relative=relative))
+        self.pattern = pattern
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         pattern = self.pattern

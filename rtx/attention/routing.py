@@ -19,15 +19,14 @@ from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_number
 from rtx.attention.autocast import no_autocast
-from rtx.attention.cache import ClusterCache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate, statistics_paused
+from rtx.attention.clusters import ClusterCache, ClusterPattern, last_members
 from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.oracle import last_members
-from rtx.attention.pattern import ClusterPattern, of_configuration
+from rtx.attention.pattern import of_configuration
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best, centroid_margin, highest

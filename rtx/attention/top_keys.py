@@ -5,6 +5,7 @@ a piece, G blocks of b positions.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, GrowingCache, RowCache, place
+from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.engine.softmax import RelativeTables, recomputed
 from rtx.attention.members import MAX_SCORES, normalise_twice, products
 from rtx.attention.pattern import Pattern, Prepared
@@ -373,6 +374,29 @@ class RandomBlocks(Blocks):
     def margins(self, query: Tensor, key: Tensor) -> Tensor:
         """Return zeros: what is drawn is not rounded."""
         return torch.zeros_like(super().margins(query, key))
+
+
+class GrowingCache(RowCache):
+    """Every key and value so far, for patterns whose queries choose among all of them by content."""
+
+    choice_BHSE: Tensor | None = None
+    """What the choice of keys reads of each earlier position."""
+
+    def __init__(self, pattern: TopKeys, relative: RelativeTables | None = None) -> None:
+        super().__init__(partial(pattern.terms, relative=relative))
+        self.pattern = pattern
+
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
+        return super().put(qk, v_BHND, first)
+
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        rows = self.put(qk, v_BH1D, position)
+        assert self.choice_BHSE is not None
+        queries = self.pattern.choice_queries(qk)
+        slot_BH1K = self.pattern.best(queries, self.choice_BHSE, range(position, position + 1))
+        k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
+        return self.attend(qk, k, v, slot_BH1K >= 0, position - slot_BH1K)
 
 
 class BlockCache(GrowingCache):
