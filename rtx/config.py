@@ -33,7 +33,9 @@ BASES: dict[str, Any] = {
 """The patterns of model.base, and where they are, or what they are; docs/extending.md adds to it."""
 
 SELECTIONS: dict[str, Any] = {
-    **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
+    "causal": "rtx.attention.routing.Thresholds",
+    "topk": "rtx.attention.routing.TopK",
+    "nearest": "rtx.attention.routing.Nearest",
     "random": "rtx.attention.clusters.Random",
     "exact": "rtx.attention.top_keys.Exact",
     "blocks": "rtx.attention.top_keys.Blocks",

@@ -19,10 +19,11 @@ from rtx.attention.positional import (
     Strided,
 )
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Routing
+from rtx.attention.routing import ROUTING_CLASSES, Nearest, Routing, Thresholds, TopK
 from rtx.attention.top_keys import Blocks, Exact, Indexer, RandomBlocks
 
 __all__ = [
+    "ROUTING_CLASSES",
     "AdaptiveSpan",
     "Blocks",
     "Centroids",
@@ -36,6 +37,7 @@ __all__ = [
     "Indexer",
     "Local",
     "Lsh",
+    "Nearest",
     "Pattern",
     "PositionLists",
     "PositionPattern",
@@ -46,5 +48,7 @@ __all__ = [
     "RelativeTables",
     "Routing",
     "Strided",
+    "Thresholds",
+    "TopK",
     "after_step",
 ]

@@ -29,7 +29,7 @@ from rtx.attention.centroid_update import (
     statistics_sizes,
     to_sphere,
 )
-from rtx.attention.members import centroid_scores
+from rtx.attention.members import products
 from rtx.attention.pattern import Pattern
 
 QUERIES = 0
@@ -242,7 +242,7 @@ class Centroids(nn.Module):
         self.centroid_HCD.copy_(to_sphere(start_HCD.float()))
         if math.isfinite(self.quantile()):
             for threshold_HC, x_BHND in zip(self.thresholds(), clustered, strict=True):
-                score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
+                score_HCN = products(self.centroid_HCD, x_BHND[0])
                 threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
         self.steps.fill_(1)  # The first step would set the thresholds, which are set already.
         self.seed_with_next = False

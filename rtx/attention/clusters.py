@@ -18,7 +18,7 @@ from rtx.attention.cache import Cache, attend_step, mask_without_self
 from rtx.attention.engine import MERGES
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
-from rtx.attention.members import PrefixTopK, normalise_twice
+from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
@@ -170,8 +170,6 @@ class ClusterCache(Cache):
     def __init__(self, pattern: ClusterPattern, slots: int, relative: RelativeTables | None = None) -> None:
         self.pattern, self.slots, self.relative = pattern, slots, relative
         self.key_LSD: Tensor | None = None
-        self.best: list[PrefixTopK] = []
-        """With top-w those of queries, and of keys with memberships of their own."""
 
     def allocate(self, k_BHND: Tensor, v_BHND: Tensor, clusters: int) -> None:
         """Make room for all streams; empty slots have position -1."""

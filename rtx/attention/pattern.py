@@ -111,8 +111,12 @@ class Pattern(nn.Module, ABC):
         `streaming`: every choice is made from the prefix alone.
         """
 
-    def gather(self, qk: QueriesKeys) -> None:
-        """Gather, before `reads`, what training is to move by; nothing here for patterns without such."""
+    def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        """Return what `reads` returns, and in training gather the statistics that `after_step` moves by.
+
+        The forward pass calls it. Patterns without statistics do not override it.
+        """
+        return self.reads(qk, streaming)
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -183,8 +187,7 @@ class Pattern(nn.Module, ABC):
         q_BHND, k_BHND, v_BHND = qkv
         qk = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
-            self.gather(qk)
-            parts = self.reads(qk, streaming)
+            parts = self.observe(qk, streaming)
         return self.attend(qk, v_BHND, parts, relative)[:, :, memory:], self.loss(qk)
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> QueriesKeys:

@@ -528,6 +528,10 @@ class Probed(TopKeys):
     # The centroids.
 
     @torch.no_grad()
+    def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        self.gather(qk)
+        return self.reads(qk, streaming)
+
     def gather(self, qk: QueriesKeys) -> None:
         """Let centroids start at keys, if they have not, and in training gather sums of keys."""
         self.filed = None

@@ -25,13 +25,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import rtx
 from rtx.attention import (
+    ROUTING_CLASSES,
     Centroids,
     ContiguousPattern,
     Local,
     PositionLists,
     Random,
     RelativeTables,
-    Routing,
     lsh,
     oracle,
     probed,
@@ -40,7 +40,7 @@ from rtx.attention import (
 from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
-from rtx.attention.members import centroid_scores
+from rtx.attention.members import products
 from rtx.attention.reads import QueriesKeys, RangeReads
 from rtx.training.hardware import has_compiler
 
@@ -269,9 +269,11 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
             store = Centroids(3, C, 6, window=W, length=N, decay=0.9, update=update, threshold_rate=0.1)
             store.centroid_HCD.copy_(centroid)
             store.threshold_HC.copy_(4 * threshold)
-            lists = Routing(store, selection=selection, backend=name).assign(0, x)
-            found.append([*lists, *store.statistics])
-            score = centroid_scores(centroid, x)
+            pattern = ROUTING_CLASSES[selection](store, backend=name)
+            (part,) = pattern.observe(QueriesKeys(x, x, x, x), streaming=False)
+            assert isinstance(part, RangeReads)
+            found.append([*part.query, *store.statistics])
+            score = products(centroid, x)
             moments = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))])
             seen = store.statistics.seen_2_3_HC[0, 1:].float()
             if selection == "causal":

@@ -365,7 +365,7 @@ def test_a_default_of_our_patterns_is_one_of_the_configuration(name: str) -> Non
     routed = name in SELECTIONS
     known = keys_of(tiny_config(), 2, layer=0, routed=routed)
     kind = imported((SELECTIONS if routed else BASES)[name])
-    for cls in (*kind.__mro__, *((Centroids,) if kind is Routing else ())):
+    for cls in (*kind.__mro__, *((Centroids,) if issubclass(kind, Routing) else ())):
         takes = inspect.signature(cls.__init__).parameters.values() if "__init__" in vars(cls) else ()
         with_default = {one.name for one in takes if one.default is not one.empty}
         assert with_default & known.keys() <= {*vars(cls).get("configured", ())}, cls
