@@ -236,7 +236,7 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
     (pattern, here), found = drawn(kind, case, torch.float32), []
     for backend in ("torch", "native"):
         pattern.backend = backend
-        out = run(pattern, here, prefix=seed == 0)
+        out = run(pattern, here, streaming=seed == 0)
         found.append([out, *gradients(pattern, here, out).values()])
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
