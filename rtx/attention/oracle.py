@@ -89,24 +89,8 @@ def attend(
             mask_PNN = pattern.rule(qk, h, streaming)
             own = pattern.attend_self, pattern.merge
             out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
-            gate_H2D, block = getattr(pattern, "gate_H2D", None), getattr(pattern, "block", 0)
-            if gate_H2D is not None:
-                unturned = qk.q_BHND[0, h], qk.k_BHND[0, h], v_BHND[b, h]
-                out_ND = compressed(out_ND, *unturned, gate_H2D[h], block, terms)
-            outs.append(out_ND)
+            outs.append(pattern.finish_by_rule(out_ND, qk, v_BHND[b, h], h, terms))
     return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
-
-
-def compressed(
-    out_ND: Tensor, q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, gate_2D: Tensor, block: int, terms: LogitTerms
-) -> Tensor:
-    """Outputs joined, by gates of the query, with attention over the means of the blocks that ended before it."""
-    last_G = torch.arange(len(q_ND) // block, device=q_ND.device) * block + block - 1
-    mean_k, mean_v = (x[: len(last_G) * block].unflatten(0, (len(last_G), block)).mean(1) for x in (k_ND, v_ND))
-    mask_NG = last_G < torch.arange(len(q_ND), device=q_ND.device)[:, None]
-    other_ND, _ = dense(q_ND, mean_k, mean_v, mask_NG[None], terms._replace(relative=None))
-    gate_N2 = (q_ND @ gate_2D.T).sigmoid()
-    return gate_N2[:, :1] * out_ND + gate_N2[:, 1:] * other_ND
 
 
 def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:

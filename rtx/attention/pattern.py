@@ -121,6 +121,20 @@ class Pattern(nn.Module, ABC):
         Written for the reader, not for speed: the oracle of `rtx.attention.oracle`, and what pictures draw.
         """
 
+    def finish_by_rule(
+        self,
+        out_ND: Tensor,
+        qk: QueriesKeys,
+        v_ND: Tensor,
+        head: int,
+        terms: LogitTerms,
+    ) -> Tensor:
+        """Return what the oracle makes of one head's outputs by `rule`, for the first sequence.
+
+        A pattern overrides this if its outputs are more than attention over what it reads.
+        """
+        return out_ND
+
     @abstractmethod
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """Return the empty KV cache of a stream, or of a batch of them."""
