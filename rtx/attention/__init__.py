@@ -20,6 +20,7 @@ from rtx.attention.positional import (
 )
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing
+from rtx.attention.stream import Stream
 from rtx.attention.top_keys import Blocks, Exact, Indexer, RandomBlocks
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Recurrent",
     "RelativeTables",
     "Routing",
+    "Stream",
     "Strided",
     "after_step",
 ]
