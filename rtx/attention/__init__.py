@@ -1,6 +1,7 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
 from rtx.attention.adaptive_span import AdaptiveSpan
+from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.clusters import ClusterPattern, Random
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.lsh import Lsh
@@ -18,7 +19,8 @@ from rtx.attention.positional import (
     Strided,
 )
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Centroids, Routing, after_step
+from rtx.attention.routing import Routing
+from rtx.attention.stream import Stream
 from rtx.attention.top_keys import Blocks, Exact, Indexer, RandomBlocks
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Recurrent",
     "RelativeTables",
     "Routing",
+    "Stream",
     "Strided",
     "after_step",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.pattern import Pattern, Rotate
+from rtx.attention.ties import best
 
 MOST = sys.float_info.max
 
@@ -125,83 +126,6 @@ def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
     logits_PNN = logits_PNN.nan_to_num(0.0, neginf=-inf)
     softmax_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp()
     return softmax_PNN * mask_PNN / reads_PN1.sum(0).clamp(min=1)
-
-
-def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
-    """The places of the `count` best scores; NaN is the worst.
-
-    Scores within the margin of the last of these are equal to it, and of equals the earlier is the
-    better. `margin_N` has the margin around each score.
-    """
-    score_N = [-inf if isnan(score) else score for score in score_N]
-    order = sorted(range(len(score_N)), key=lambda j: -score_N[j])
-    if len(order) <= count:
-        return order
-    last = order[count - 1]
-    better = [j for j in order if score_N[j] > score_N[last] + margin_N[last]]
-    equal = [j for j in sorted(order) if abs(score_N[j] - score_N[last]) <= margin_N[last] or j == last]
-    return (better + equal)[:count]
-
-
-def highest(score_C: list[float], margin_C: list[float]) -> int:
-    """The first cluster whose score is no further than its margin below the highest; of NaN alone the first."""
-    for c, score in enumerate(score_C):
-        if score + margin_C[c] >= max(score_C):
-            return c
-    return 0
-
-
-def topk_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """The `window` best positions of each cluster."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for c, score_N in enumerate(score_CN.tolist()):
-        member_CN[c, best(score_N, [float(margin_C[c])] * len(score_N), window)] = True
-    return member_CN
-
-
-def threshold_members(score_CN: Tensor, threshold_C: Tensor, margin_C: Tensor) -> Tensor:
-    """Each position in the clusters whose thresholds it reaches, up to margins, else in the one it misses by least."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    above_CN = score_CN - threshold_C[:, None]
-    for i, above_C in enumerate(above_CN.T.tolist()):
-        reached = [c for c, above in enumerate(above_C) if above >= -float(margin_C[c])]
-        member_CN[reached or highest(above_C, margin_C.tolist()), i] = True
-    return member_CN
-
-
-def nearest_members(score_CN: Tensor, margin_C: Tensor) -> Tensor:
-    """Each position in the cluster that scores it highest."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for i, score_C in enumerate(score_CN.T.tolist()):
-        member_CN[highest(score_C, margin_C.tolist()), i] = True
-    return member_CN
-
-
-def kept_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """The members of each cluster behind every position, `[C, N, N]`, as positions arrive one after the other.
-
-    A full cluster takes a newcomer that is better than the worst member by more than the margin. It replaces the latest
-    of the members that are no better than the worst by more than that.
-    """
-    C, N = score_CN.shape
-    member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
-    for c, score_N in enumerate(score_CN.tolist()):
-        members: list[int] = []
-        for i, score in enumerate(score_N):
-            bar = float(margin_C[c]) + min((score_N[j] for j in members), default=inf)
-            if len(members) == window and score > bar:
-                members.remove(max(j for j in members if score_N[j] <= bar))
-            if len(members) < window:
-                members.append(i)
-            member_CNN[c, i, members] = True
-    return member_CNN
-
-
-def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
-    query_CNN, key_CNN = (kept_members(score_CN, margin_C, window) for score_CN in (query_score_CN, key_score_CN))
-    joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
-    return key_CNN & joins_CN[:, :, None]
 
 
 def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:

@@ -29,6 +29,7 @@ from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
 from rtx.attention.reads import QueriesKeys, Reads
+from rtx.attention.stream import Stream
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 Rotate = Callable[..., Tensor]
@@ -162,6 +163,22 @@ class Pattern(nn.Module, ABC):
     @abstractmethod
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """Return the empty KV cache of a batch of streams."""
+
+    def stream(
+        self,
+        *,
+        rotate: Rotate | None = None,
+        relative: RelativeTables | None = None,
+    ) -> Stream:
+        """Return a new stream of these heads, at position 0; the arguments are those of `forward`."""
+
+        def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
+            return self.inputs(q_BHND, k_BHND, rotate, first)
+
+        def attend(q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+            return self(q_BHND, k_BHND, v_BHND, rotate=rotate, relative=relative, streaming=True)[0]
+
+        return Stream(self.start(relative), inputs, attend)
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return what enters logits and weights besides queries, keys and values.

@@ -272,9 +272,10 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
             store.centroid_HCD.copy_(centroid)
             store.threshold_HC.copy_(4 * threshold)
             lists = Routing(store, selection=selection, backend=name).assign(0, x)
-            found.append([*lists, *store.sums()])
+            found.append([*lists, *store.statistics])
             score = centroid_scores(centroid, x)
-            moments, seen = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))]), store.seen_XHC[0, 1:].float()
+            moments = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))])
+            seen = store.statistics.seen_2_3_HC[0, 1:].float()
             if selection == "causal":
                 torch.testing.assert_close(seen, moments, rtol=1e-5, atol=1e-5, equal_nan=True)
             else:
