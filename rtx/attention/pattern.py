@@ -5,12 +5,11 @@ Shapes: B sequences, H heads of one kind, N positions, D head size, P parts' lis
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,6 @@ from rtx.attention.reads import (
     pack,
     without_self,
 )
-from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of attributes that are compared by value."""
@@ -84,10 +82,6 @@ class Pattern(nn.Module, ABC):
     heads: int | None = None
     """H and D of the inputs, where a pattern's own tensors have them."""
     size: int | None = None
-    decided: tuple[str, ...] = ()
-    """Arguments that this class itself gives to those above, so that no configuration does."""
-    configured: tuple[str, ...] = ("scale", "dropout", "attend_self", "backend")
-    """Arguments of this class with a default that a configuration sets all the same; the others keep their default."""
 
     def __init__(
         self,
@@ -104,11 +98,6 @@ class Pattern(nn.Module, ABC):
         check_choice("backend", backend, BACKENDS)
         self.scale, self.dropout, self.backend = scale, dropout, backend
         self.attend_self = self.attend_self if attend_self is None else attend_self
-
-    @classmethod
-    def from_config(cls, known: Mapping[str, Any]) -> Self:
-        """Return the heads that a configuration describes; `known`: what `keys_of` returns."""
-        return cls(**of_configuration(cls, known))
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
         """Return queries and keys as choices and logits use them."""
@@ -251,8 +240,6 @@ class ClusterPattern(Pattern):
             released code divides by their number + 0.01). "lse": one softmax over the keys of all.
     """
 
-    configured = ("attend_self", "merge")
-
     def __init__(
         self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **options: Any
     ) -> None:
@@ -289,48 +276,6 @@ class ClusterPattern(Pattern):
 
         And the slots that the key takes there; None: those of the oldest members.
         """
-
-
-def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, Any]:
-    """Return what a resolved configuration says to some heads of a layer (0 is the lowest), by names of arguments.
-
-    The keys of `routing` for the heads that these describe, else those of `model`, by their own names, but for what is
-    called otherwise or made of several: `heads` are these, `dropout` is that of attention weights.
-    """
-    model, routing, size = config.model, config.routing, config.model.hidden // config.model.heads
-    known = {**vars(routing if routed else model), "heads": heads, "size": size, "length": config.data.length}
-    known |= {"dropout": model.attention_dropout, "backend": config.hardware.attention, "scale": size**-0.5}
-    known |= {"seed": config.seed * 1_000 + layer}
-    if routed:
-        keys = "separate" if routing.keys == "tied" else routing.keys
-        scale = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}[routing.logit_scale]
-        known |= {"clusters": clusters(config), "keys": keys, "has_keys": keys != "shared"}
-        return known | {"scale": scale, "attend_self": reads_self(routing)}
-    known |= {"memory": memory_slots(model), "block": model.stride, "ramp": model.span_ramp, "cost": model.span_cost}
-    return known | {"variant": model.lsh, "rounds": model.hash_rounds, "buckets": hash_buckets(config)}
-
-
-def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of the arguments of a class, and of those above that it hands further ones to.
-
-    An argument with a default keeps it, unless its class, or one that builds on that, lists it as `configured`.
-    """
-    found: dict[str, Any] = {}
-    decided: set[str] = set()
-    configured: set[str] = set()
-    for each in kind.__mro__:
-        own = vars(each)
-        configured.update(own.get("configured", ()))
-        takes = inspect.signature(own["__init__"]).parameters.values() if "__init__" in own else []
-        named = [one for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        kept = {one.name for one in named if one.default is not one.empty} - configured
-        decided |= kept - found.keys()  # also for the classes above: this one hands its own value on
-        wanted = {one.name for one in named} & known.keys() - decided
-        found |= {name: known[name] for name in wanted}
-        decided.update(own.get("decided", ()))
-        if takes and all(one.kind is not one.VAR_KEYWORD for one in takes):
-            break
-    return found
 
 
 def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:

@@ -56,8 +56,6 @@ class Recurrent(ContiguousPattern):
     released code evaluates.
     """
 
-    configured = ("same_length",)
-
     def __init__(self, *, length: int, memory: int, same_length: bool = False, **options: Any) -> None:
         super().__init__(**options)
         check_positive(length=length)
@@ -125,8 +123,6 @@ class Fixed(PositionPattern):
 class FixedBlock(Recurrent):
     """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
 
-    decided = ("length", "memory", "same_length")
-
     def __init__(self, *, block: int, **options: Any) -> None:
         check_positive(block=block)
         super().__init__(length=block, memory=0, **options)
@@ -164,8 +160,6 @@ class AdaptiveSpan(ContiguousPattern):
     """
 
     reads_all_kept = True
-    decided = ("attend_self",)
-    configured = ("ramp", "cost")
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **options: Any) -> None:
         super().__init__(attend_self=True, **options)  # a key within reach may weigh nothing, the own one never
@@ -231,8 +225,6 @@ class Random(ClusterPattern):
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
     `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
     """
-
-    configured = ("has_keys",)
 
     def __init__(
         self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **options: Any

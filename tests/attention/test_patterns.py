@@ -371,7 +371,7 @@ def dilated() -> Any:
     (text,) = [text for text in blocks("attention.md") if "class Dilated" in text]
     names: dict[str, Any] = {"__name__": "dilated"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rtx, "register_pattern", lambda name, cls: None)
+        patch.setattr(rtx, "register_pattern", lambda name, make: None)
         exec(compile(text, "dilated.py", "exec"), names)
     return names["Dilated"]
 
