@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtx.attention.centroids import after_step, all_centroids
+from rtx.attention.clusters import Random
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
-from rtx.attention.positional import Random
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Routing, after_step, all_centroids
+from rtx.attention.routing import Routing
 from rtx.attention.top_keys import Indexer, RandomBlocks
 from rtx.config import ROUTED
 from rtx.errors import RunFailed

@@ -5,6 +5,7 @@ a piece, G blocks of b positions.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, GrowingCache, RowCache, place
-from rtx.attention.engine.softmax import RelativeTables, recomputed
+from rtx.attention.cache import Cache, RowCache, place
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables, recomputed
 from rtx.attention.members import MAX_SCORES, normalise_twice, products
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
@@ -329,12 +330,40 @@ class Blocks(TopKeys):
         return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * (weight_BHQG.to(mean_v.dtype) @ mean_v)
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        """See `Pattern.rule`; of the branch that selects (`oracle.compressed` is the other)."""
+        """See `Pattern.rule`; of the branch that selects (`finish_by_rule` adds the other)."""
         position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
         mean_BHGD = self.means(qk.k_BHND)
         score_NG = self.scores(qk.q_BHND, mean_BHGD, position_N)[0, head]
         margin_NG = self.margins(qk.q_BHND[0, head][:, None], mean_BHGD[0, head])
         return oracle.best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
+
+    def finish_by_rule(
+        self,
+        out_ND: Tensor,
+        qk: QueriesKeys,
+        v_ND: Tensor,
+        head: int,
+        terms: LogitTerms,
+    ) -> Tensor:
+        """Return the outputs combined, by gates, with attention over the means of finished blocks.
+
+        A query that finds no finished block gets zero from that branch.
+        """
+        if self.gate_H2D is None:
+            return out_ND
+        outs = []
+        for i, q_D in enumerate(qk.q_BHND[0, head]):
+            finished = i // self.block
+            stop = finished * self.block
+            other_D = torch.zeros_like(v_ND[0])
+            if finished:
+                mean_k_GD = qk.k_BHND[0, head, :stop].unflatten(0, (finished, self.block)).mean(1)
+                mean_v_GD = v_ND[:stop].unflatten(0, (finished, self.block)).mean(1)
+                weight_G = (terms.scale * (mean_k_GD @ q_D)).softmax(0)
+                other_D = weight_G @ mean_v_GD
+            gate_2 = (self.gate_H2D[head] @ q_D).sigmoid()
+            outs.append(gate_2[0] * out_ND[i] + gate_2[1] * other_D)
+        return torch.stack(outs)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return BlockCache(self, relative)
@@ -367,6 +396,29 @@ class RandomBlocks(Blocks):
     def margins(self, query: Tensor, key: Tensor) -> Tensor:
         """Return zeros: what is drawn is not rounded."""
         return torch.zeros_like(super().margins(query, key))
+
+
+class GrowingCache(RowCache):
+    """Every key and value so far, for patterns whose queries choose among all of them by content."""
+
+    choice_BHSE: Tensor | None = None
+    """What the choice of keys reads of each earlier position."""
+
+    def __init__(self, pattern: TopKeys, relative: RelativeTables | None = None) -> None:
+        super().__init__(partial(pattern.terms, relative=relative))
+        self.pattern = pattern
+
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
+        return super().put(qk, v_BHND, first)
+
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        rows = self.put(qk, v_BH1D, position)
+        assert self.choice_BHSE is not None
+        queries = self.pattern.choice_queries(qk)
+        slot_BH1K = self.pattern.best(queries, self.choice_BHSE, range(position, position + 1))
+        k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
+        return self.attend(qk, k, v, slot_BH1K >= 0, position - slot_BH1K)
 
 
 class BlockCache(GrowingCache):

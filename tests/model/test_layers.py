@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
 
+from rtx.attention.centroids import after_step
+from rtx.attention.clusters import Random
 from rtx.attention.pattern import Pattern
-from rtx.attention.positional import Full, Random
-from rtx.attention.routing import after_step
+from rtx.attention.positional import Full
 from rtx.attention.top_keys import Indexer
 from rtx.config import HardwareConfig, layer_patterns
 from rtx.model import likelihood, linear
