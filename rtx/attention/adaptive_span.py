@@ -35,8 +35,6 @@ class AdaptiveSpan(ContiguousPattern):
     """
 
     reads_all_kept = True
-    decided = ("attend_self",)
-    configured = ("ramp", "cost")
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **options: Any) -> None:
         super().__init__(attend_self=True, **options)  # a key within reach may weigh nothing, the own one never

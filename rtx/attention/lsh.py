@@ -56,9 +56,6 @@ class Lsh(ClusterPattern):
             the borders of chunks. With `streaming` the chunks of each position are cut from the prefix up to it.
     """
 
-    decided = ("attend_self", "has_keys", "merge")
-    configured = ("variant",)
-
     def __init__(
         self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **options: Any
     ) -> None:

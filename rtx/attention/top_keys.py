@@ -33,8 +33,6 @@ class TopKeys(Pattern):
         qk_norm: normalise queries and keys (LayerNorm without scale or bias), as heads with clusters of both do.
     """
 
-    configured = ("qk_norm",)
-
     def __init__(self, *, window: int, qk_norm: bool = False, **options: Any) -> None:
         super().__init__(**options)
         check_positive(window=window)
@@ -153,8 +151,6 @@ class Indexer(TopKeys):
         warmup: training steps for which the head is dense.
     """
 
-    configured = ("warmup",)
-
     def __init__(self, heads: int, size: int, *, units: int = 16, warmup: int = 0, **options: Any) -> None:
         super().__init__(**options)
         check_positive(size=size, units=units)
@@ -268,8 +264,6 @@ class Blocks(TopKeys):
         compressed: attend over the means of keys and values of finished blocks, too, and join the two outputs by gates
             learned from the query, which trains the choice by gradients (Yuan et al. 2025, the compressed branch).
     """
-
-    configured = ("block", "compressed")
 
     def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **options: Any) -> None:
         super().__init__(**options)
