@@ -36,9 +36,9 @@ SELECTIONS: dict[str, Any] = {
     **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
     "random": "rtx.attention.positional.Random",
     "exact": "rtx.attention.top_keys.Exact",
-    "blocks": "rtx.attention.top_keys.Blocks",
-    "blocks_random": "rtx.attention.top_keys.RandomBlocks",
-    "indexer": "rtx.attention.top_keys.Indexer",
+    "blocks": "rtx.attention.blocks.Blocks",
+    "blocks_random": "rtx.attention.blocks.RandomBlocks",
+    "indexer": "rtx.attention.indexer.Indexer",
     "probed": "rtx.attention.probed.Probed",
 }
 """The patterns of routing.selection."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rtx.attention.members import PrefixTopK
     from rtx.attention.pattern import ClusterPattern, Pattern, PositionPattern
     from rtx.attention.reads import QueriesKeys
-    from rtx.attention.top_keys import TopKeys
 
 FIRST_SLOTS = 256
 """Slots that a growing cache begins with; it doubles when they are full."""
@@ -101,26 +100,6 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
     skipped = max(0, N - x_BHSD.shape[2])
     slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % x_BHSD.shape[2]
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
-
-
-class GrowingCache(RowCache):
-    """Every key and value so far, for patterns whose queries choose among all of them by content."""
-
-    pattern: TopKeys
-    choice_BHSE: Tensor | None = None
-    """What the choice of keys reads of each earlier position."""
-
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
-        return super().put(qk, v_BHND, first)
-
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        rows = self.put(qk, v_BH1D, position)
-        assert self.choice_BHSE is not None
-        queries = self.pattern.choice_queries(qk)
-        slot_BH1K = self.pattern.best(queries, self.choice_BHSE, range(position, position + 1))
-        k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
-        return self.attend(qk, k, v, slot_BH1K >= 0, position - slot_BH1K)
 
 
 class PositionCache(RowCache):

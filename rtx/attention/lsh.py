@@ -20,8 +20,8 @@ from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.members import MAX_SCORES
 from rtx.attention.pattern import ClusterPattern, Prepared
+from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 

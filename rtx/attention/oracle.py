@@ -89,24 +89,10 @@ def attend(
             mask_PNN = pattern.rule(qk, h, streaming)
             own = pattern.attend_self, pattern.merge
             out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
-            gate_H2D, block = getattr(pattern, "gate_H2D", None), getattr(pattern, "block", 0)
-            if gate_H2D is not None:
-                unturned = qk.q_BHND[0, h], qk.k_BHND[0, h], v_BHND[b, h]
-                out_ND = compressed(out_ND, *unturned, gate_H2D[h], block, terms)
+            if getattr(pattern, "gate_H2D", None) is not None:
+                out_ND = pattern.both_by_rule(out_ND, qk, v_BHND[b : b + 1], h)  # type: ignore[operator]
             outs.append(out_ND)
     return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
-
-
-def compressed(
-    out_ND: Tensor, q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, gate_2D: Tensor, block: int, terms: LogitTerms
-) -> Tensor:
-    """Outputs joined, by gates of the query, with attention over the means of the blocks that ended before it."""
-    last_G = torch.arange(len(q_ND) // block, device=q_ND.device) * block + block - 1
-    mean_k, mean_v = (x[: len(last_G) * block].unflatten(0, (len(last_G), block)).mean(1) for x in (k_ND, v_ND))
-    mask_NG = last_G < torch.arange(len(q_ND), device=q_ND.device)[:, None]
-    other_ND, _ = dense(q_ND, mean_k, mean_v, mask_NG[None], terms._replace(relative=None))
-    gate_N2 = (q_ND @ gate_2D.T).sigmoid()
-    return gate_N2[:, :1] * out_ND + gate_N2[:, 1:] * other_ND
 
 
 def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
@@ -218,15 +204,6 @@ def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
     return mask_NN[None]
 
 
-def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool = True) -> Tensor:
-    """Each position reads its `window` best of the positions up to itself, `[1, N, N]`."""
-    mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
-    for i, (score_N, margin_N) in enumerate(zip(score_NN.tolist(), margin_NN.tolist(), strict=True)):
-        among = i + 1 if attend_self or i == 0 else i
-        mask_NN[i, best(score_N[:among], margin_N[:among], window)] = True
-    return mask_NN[None]
-
-
 def probed(
     score_C: list[float],
     margin: float,
@@ -260,15 +237,3 @@ def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> l
             break
         equal.append(c)
     return sorted(equal)
-
-
-def best_blocks(score_NG: Tensor, margin_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:
-    """Each position reads its own block up to itself, and the `count` finished blocks with the best scores."""
-    N = len(score_NG)
-    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
-    for i, (score_G, margin_G) in enumerate(zip(score_NG.tolist(), margin_NG.tolist(), strict=True)):
-        own = i // block
-        mask_NN[i, own * block : i + 1 if attend_self or i == 0 else i] = True
-        for g in best(score_G[:own], margin_G[:own], count):
-            mask_NN[i, g * block : (g + 1) * block] = True
-    return mask_NN[None]

@@ -136,8 +136,8 @@ class Pattern(nn.Module, ABC):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """Return the empty KV cache of a stream, or of a batch of them."""
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
-        """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the auxiliary loss, zero where the pattern has none; `parts`: what `reads` returned."""
         return qk.q_BHND.new_zeros((), dtype=torch.promote_types(qk.q_BHND.dtype, torch.float32))
 
     def after_step(self) -> None:
@@ -194,7 +194,7 @@ class Pattern(nn.Module, ABC):
         with torch.no_grad():
             self.gather(qk)
             parts = self.reads(qk, streaming)
-        return self.attend(qk, v_BHND, parts, relative)[:, :, memory:], self.loss(qk)
+        return self.attend(qk, v_BHND, parts, relative)[:, :, memory:], self.loss(qk, parts)
 
     def forward_padded(self, qkv: QKV, real_BN: Tensor, memory: int, *own: Any) -> tuple[Tensor, Tensor]:
         """Return what `forward` does: all sequences of one mask together, without their padding."""

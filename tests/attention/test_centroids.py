@@ -13,9 +13,9 @@ from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention.centroid_update import moved
+from rtx.attention.indexer import Indexer
 from rtx.attention.members import centroid_scores, normalise
 from rtx.attention.routing import Centroids, Routing, after_step, statistics_paused, to_sphere
-from rtx.attention.top_keys import Indexer
 from rtx.training.hardware import has_compiler
 
 H, C, N, D, W = 2, 3, 24, 4, 8
