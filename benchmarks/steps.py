@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rtx.analysis.footprint import fit_to_device
-from rtx.attention.routing import after_step
+from rtx.attention.centroids import after_step
 from rtx.cells import lay_out
 from rtx.cli import complain
 from rtx.compose import config_hash, short_hash, to_dict

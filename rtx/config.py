@@ -24,7 +24,7 @@ BASES: dict[str, Any] = {
     "full": "rtx.attention.positional.Full",
     "recurrent": "rtx.attention.positional.Recurrent",
     "lsh": "rtx.attention.lsh.Lsh",
-    "adaptive_span": "rtx.attention.positional.AdaptiveSpan",
+    "adaptive_span": "rtx.attention.adaptive_span.AdaptiveSpan",
     "strided": "rtx.attention.positional.Strided",
     "fixed": "rtx.attention.positional.Fixed",
     "fixed_block": "rtx.attention.positional.FixedBlock",
@@ -34,7 +34,7 @@ BASES: dict[str, Any] = {
 
 SELECTIONS: dict[str, Any] = {
     **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
-    "random": "rtx.attention.positional.Random",
+    "random": "rtx.attention.clusters.Random",
     "exact": "rtx.attention.top_keys.Exact",
     "blocks": "rtx.attention.blocks.Blocks",
     "blocks_random": "rtx.attention.blocks.RandomBlocks",

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.attention.routing import after_step
+from rtx.attention.centroids import after_step
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
 from rtx.data.datamodule import TrainingItems

@@ -20,7 +20,7 @@ from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint, with_choice
 from rtx.analysis.speed import meter
 from rtx.attention.centroid_update import moved
-from rtx.attention.routing import after_step
+from rtx.attention.centroids import after_step
 from rtx.compose import compose
 from rtx.config import Config
 from rtx.model.transformer import compile_loss

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.engine import attend
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Pattern
-from rtx.attention.positional import AdaptiveSpan
 from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.model.multihead import ROUTED, MultiheadAttention

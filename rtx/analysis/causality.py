@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from rtx.attention.blocks import RandomBlocks
+from rtx.attention.centroids import after_step, all_centroids
+from rtx.attention.clusters import Random
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
-from rtx.attention.positional import Random
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Routing, after_step, all_centroids
+from rtx.attention.routing import Routing
 from rtx.errors import RunFailed
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer

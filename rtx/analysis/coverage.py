@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
+from rtx.attention.centroids import after_step
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.routing import Routing, after_step
+from rtx.attention.routing import Routing
 from rtx.compose import with_values
 from rtx.config import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
 from rtx.model.multihead import make_pattern

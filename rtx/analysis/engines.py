@@ -10,15 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rtx.attention.adaptive_span import AdaptiveSpan
+from rtx.attention.centroids import statistics_paused
+from rtx.attention.clusters import Random
 from rtx.attention.engine import ENGINES, blocks, by_triton, choose, dense, flash, flex, indexed, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
 from rtx.attention.pattern import Pattern
-from rtx.attention.positional import AdaptiveSpan, Random
 from rtx.attention.probed import Probed
 from rtx.attention.reads import IndexReads, RangeReads, Reads
-from rtx.attention.routing import Routing, statistics_paused
+from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.config import Config, memory_slots
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from rtx.analysis.engines import Computed, distances_of, shares_keys
+from rtx.attention.clusters import Random
 from rtx.attention.engine import by_triton, choose, dense, flash, flex, windows
 from rtx.attention.engine.blocks import MAX_SCORES_GPU
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
-from rtx.attention.positional import Random
 from rtx.attention.probed import Probed
 from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing

@@ -1,36 +1,54 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
+from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.blocks import Blocks, RandomBlocks
+from rtx.attention.centroids import Centroids, after_step
+from rtx.attention.clusters import ClusterPattern, Random
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
-from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionLists, PositionPattern
+from rtx.attention.pattern import Pattern
 from rtx.attention.positional import (
-    AdaptiveSpan,
+    ContiguousPattern,
     Fixed,
     FixedBlock,
     FixedSummary,
     Full,
     Local,
-    Random,
+    PositionLists,
+    PositionPattern,
     Recurrent,
     Strided,
 )
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Centroids, Routing, after_step
+from rtx.attention.routing import Routing
+from rtx.attention.stream import Stream
 from rtx.attention.top_keys import Exact
 
-__all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ClusterPattern", "ContiguousPattern", "Exact", "Fixed", "FixedBlock"]
-__all__ += [
+__all__ = [
+    "AdaptiveSpan",
+    "Blocks",
+    "Centroids",
+    "ClusterPattern",
+    "ContiguousPattern",
+    "Exact",
+    "Fixed",
+    "FixedBlock",
     "FixedSummary",
     "Full",
     "Indexer",
     "Local",
     "Lsh",
     "Pattern",
+    "PositionLists",
     "PositionPattern",
     "Probed",
     "Random",
     "RandomBlocks",
+    "Recurrent",
+    "RelativeTables",
+    "Routing",
+    "Stream",
+    "Strided",
+    "after_step",
 ]
-__all__ += ["PositionLists", "Recurrent", "RelativeTables", "Routing", "Strided", "after_step"]

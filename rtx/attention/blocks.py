@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, place
-from rtx.attention.engine.softmax import RelativeTables, recomputed
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables, recomputed
 from rtx.attention.members import products
-from rtx.attention.oracle import best
 from rtx.attention.reads import QueriesKeys, Reads
+from rtx.attention.ties import best
 from rtx.attention.top_keys import GrowingCache, TopKeys, numbers_in
 
 POSITION_FACTOR = 0x9E3779B1
@@ -168,22 +168,27 @@ class Blocks(TopKeys):
         return block_G >= position_Q[:, None] // self.block
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        """Return who reads whom in the branch that chooses; `compressed` is the other's rule."""
+        """Return who reads whom in the branch that chooses; `finish_by_rule` adds the other."""
         position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
         mean_BHGD = self.means(qk.k_BHND)
         score_NG = self.scores(qk.q_BHND, mean_BHGD, position_N)[0, head]
         margin_NG = self.tie_margins(qk.q_BHND[0, head, :, None], mean_BHGD[0, head])
         return best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
 
-    def both_by_rule(self, out_ND: Tensor, qk: QueriesKeys, v_BHND: Tensor, head: int) -> Tensor:
-        """Return the outputs of a head of the first sequence by the rules of both branches."""
+    def finish_by_rule(
+        self,
+        out_ND: Tensor,
+        qk: QueriesKeys,
+        v_ND: Tensor,
+        head: int,
+        terms: LogitTerms,
+    ) -> Tensor:
         if self.gate_H2D is None:
             return out_ND
         q_ND = qk.q_BHND[0, head]
         k_ND = qk.k_BHND[0, head]
-        scale = self.terms(q_ND.shape[-1], None).scale
         gate_2D = self.gate_H2D[head]
-        return compressed(out_ND, q_ND, k_ND, v_BHND[0, head], gate_2D, self.block, scale)
+        return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
 
     def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
         """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.

@@ -41,7 +41,7 @@ SPREAD = 2.0**-10
 
 
 class Rule(NamedTuple):
-    """What layers that move together have in common; `routing.Centroids` documents the options."""
+    """What layers that move together have in common; `centroids.Centroids` documents the options."""
 
     update: str
     """"members", "nearest", "sum" or "split"."""

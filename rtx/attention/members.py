@@ -19,7 +19,7 @@ from rtx.attention.engine import native, norm
 from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import MemberLists
 from rtx.attention.static import is_static
-from rtx.attention.ties import best_places, centroid_margin, highest
+from rtx.attention.ties import best_places, centroid_margin, highest_clusters
 
 
 def normalise(x_BHND: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def by_scores(
         if window:
             rows.append(members(score_XCN, threshold, margin, window) + first * C * N)
         if nearest:
-            near.append(highest(score_XCN, margin))
+            near.append(highest_clusters(score_XCN, margin))
         if threshold is not None:
             sums.append(moments(score_XCN))
     score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
@@ -113,7 +113,7 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor | None, margin_XC: Tensor) -> 
     else:
         above_XCN = score_XCN - threshold_XC[..., None]
         joins_XCN = above_XCN >= -margin_XC[..., None]
-    return joins_XCN.scatter_(-2, highest(above_XCN, margin_XC)[..., None, :], True)
+    return joins_XCN.scatter_(-2, highest_clusters(above_XCN, margin_XC)[..., None, :], True)
 
 
 class PrefixTopK:

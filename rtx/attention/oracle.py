@@ -10,7 +10,7 @@ Shapes: H heads, N positions, D head size, P lists, C clusters, T hash rounds.
 from __future__ import annotations
 
 import sys
-from math import inf, isnan
+from math import isnan
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,97 +89,8 @@ def attend(
             mask_PNN = pattern.rule(qk, h, streaming)
             own = pattern.attend_self, pattern.merge
             out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
-            if getattr(pattern, "gate_H2D", None) is not None:
-                out_ND = pattern.both_by_rule(out_ND, qk, v_BHND[b : b + 1], h)  # type: ignore[operator]
-            outs.append(out_ND)
+            outs.append(pattern.finish_by_rule(out_ND, qk, v_BHND[b, h], h, terms))
     return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
-
-
-def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
-    """Each query of a cluster reads its last `window` keys up to itself."""
-    C, N = query_CN.shape
-    mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_CN.device)
-    for c in range(C):
-        for i in query_CN[c].nonzero()[:, 0].tolist():
-            mask_CNN[c, i, [j for j in key_CN[c].nonzero()[:, 0].tolist() if j <= i][-window:]] = True
-    return mask_CNN
-
-
-def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
-    """The places of the `count` best scores; NaN is the worst.
-
-    Scores within the margin of the last of these are equal to it, and of equals the earlier is the
-    better. `margin_N` has the margin around each score.
-    """
-    score_N = [-inf if isnan(score) else score for score in score_N]
-    order = sorted(range(len(score_N)), key=lambda j: -score_N[j])
-    if len(order) <= count:
-        return order
-    last = order[count - 1]
-    better = [j for j in order if score_N[j] > score_N[last] + margin_N[last]]
-    equal = [j for j in sorted(order) if abs(score_N[j] - score_N[last]) <= margin_N[last] or j == last]
-    return (better + equal)[:count]
-
-
-def highest(score_C: list[float], margin_C: list[float]) -> int:
-    """The first cluster whose score is no further than its margin below the highest; of NaN alone the first."""
-    for c, score in enumerate(score_C):
-        if score + margin_C[c] >= max(score_C):
-            return c
-    return 0
-
-
-def topk_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """The `window` best positions of each cluster."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for c, score_N in enumerate(score_CN.tolist()):
-        member_CN[c, best(score_N, [float(margin_C[c])] * len(score_N), window)] = True
-    return member_CN
-
-
-def threshold_members(score_CN: Tensor, threshold_C: Tensor, margin_C: Tensor) -> Tensor:
-    """Each position in the clusters whose thresholds it reaches, up to margins, else in the one it misses by least."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    above_CN = score_CN - threshold_C[:, None]
-    for i, above_C in enumerate(above_CN.T.tolist()):
-        reached = [c for c, above in enumerate(above_C) if above >= -float(margin_C[c])]
-        member_CN[reached or highest(above_C, margin_C.tolist()), i] = True
-    return member_CN
-
-
-def nearest_members(score_CN: Tensor, margin_C: Tensor) -> Tensor:
-    """Each position in the cluster that scores it highest."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for i, score_C in enumerate(score_CN.T.tolist()):
-        member_CN[highest(score_C, margin_C.tolist()), i] = True
-    return member_CN
-
-
-def kept_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """The members of each cluster behind every position, `[C, N, N]`, as positions arrive one after the other.
-
-    A full cluster takes a newcomer that is better than the worst member by more than the margin. It replaces the latest
-    of the members that are no better than the worst by more than that.
-    """
-    C, N = score_CN.shape
-    member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
-    for c, score_N in enumerate(score_CN.tolist()):
-        members: list[int] = []
-        for i, score in enumerate(score_N):
-            bar = float(margin_C[c]) + min((score_N[j] for j in members), default=inf)
-            if len(members) == window and score > bar:
-                members.remove(max(j for j in members if score_N[j] <= bar))
-            if len(members) < window:
-                members.append(i)
-            member_CNN[c, i, members] = True
-    return member_CNN
-
-
-def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
-    query_CNN, key_CNN = (kept_members(score_CN, margin_C, window) for score_CN in (query_score_CN, key_score_CN))
-    joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
-    return key_CNN & joins_CN[:, :, None]
 
 
 def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:

@@ -1,78 +1,302 @@
-"""The patterns that choose by position: who reads whom in full, local, recurrent, strided, fixed, span, random heads.
+"""Patterns that choose by position: full, local, recurrent, strided and fixed heads.
 
-Each states its lists for the engine (`spreads`) and its rule for the oracle and pictures (`sees`), in one place.
+A pattern states who reads whom pair by pair (`sees`), and for speed once more in lists (`spreads`).
+Tests hold the two against each other.
 
-Shapes: H heads, C clusters, N positions, W attention window, M distances.
+Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
 
-import math
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, ClusterCache, PositionCache
-from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.arguments import check_positive, check_within
+from rtx.attention.cache import Cache, RowCache, mask_without_self
+from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.once import made_once
-from rtx.attention.oracle import last_members
-from rtx.attention.pattern import ClusterPattern, ContiguousPattern, PositionLists, PositionPattern
-from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
+from rtx.attention.pattern import Pattern
+from rtx.attention.reads import (
+    IndexReads,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    Window,
+    bounded_read,
+    pack,
+    without_self,
+)
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of attributes that are compared by value."""
+
+
+class PositionLists(NamedTuple):
+    """Lists of positions: the query at n reads keys of list_HN[n].
+
+    It reads those at the positions since_N[n] to until_N[n] - 1. Neither bound falls along a list.
+    """
+
+    list_HN: Tensor
+    """The list that the query of each position reads, `[N]` for all heads or `[H, N]`."""
+    key_list_HN: Tensor
+    """The list that contains the key of each position, `[N]` or `[H, N]`; -1: none."""
+    since_N: Tensor
+    until_N: Tensor
+
+
+class PositionPattern(Pattern):
+    """A pattern that chooses by position alone, defined in three steps; the first is enough.
+
+    1. `sees` defines which pairs of positions are read. Forward passes, gradients, padding,
+       streams, the oracle and pictures follow from it. It is evaluated for every pair, once for
+       each shape, which takes N^2 memory for each head; the keys of each query stay in memory.
+    2. `spreads` adds speed: the same in lists, whose memory is linear in N.
+    3. `keeps` bounds the cache of a stream, which otherwise holds all keys and values.
+    """
+
+    keeps: int | None = None
+    """No query reads a key this many positions before it, or farther; None: no bound."""
+    reads_all_cached = False
+    """Whether every position reads all keys in the cache of a stream, which then needs no mask."""
+
+    @abstractmethod
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """Return whether the query at i reads the key at j, for j <= i.
+
+        i and j are tensors that broadcast; results for j > i are ignored.
+        """
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists] | None:
+        """Return who reads whom in lists, at some positions in any order.
+
+        No pair of positions is in several of the lists. None: `sees` alone decides.
+        """
+        return None
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device) - qk.memory
+        return self.pairs(head, position_N)[None]
+
+    def pairs(self, head: int, position_N: Tensor) -> Tensor:
+        """Return which positions read which by `sees`, `[N, N]`, bool."""
+        i_N1 = position_N[:, None]
+        is_past_NN = position_N <= i_N1
+        return is_past_NN & self.sees(head, i_N1, position_N)
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        B, H, N, _ = qk.q_BHND.shape
+        device = qk.q_BHND.device
+        make = partial(self.make_reads, B, H, N, qk.memory)
+        form = self.form()
+        if form is None:
+            return [*make(device)]
+        return [*made_once((type(self), form, B, H, N, qk.memory), device, make)]
+
+    last_form: Hashable | None = None
+    """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
+
+    def form(self) -> Hashable | None:
+        """Return what decides who reads whom besides shapes; None if a tensor may decide, too."""
+        if torch.compiler.is_compiling() and self.last_form is not None:
+            return self.last_form
+        self.last_form = self.form_of_attributes()
+        return self.last_form
+
+    def form_of_attributes(self) -> Hashable | None:
+        """Return the result of `form`, from the attributes as they are."""
+        if [*self.parameters()] or [*self.buffers()]:
+            return None
+        attributes = {}
+        for name, value in vars(self).items():
+            if name.startswith("_") or name == "last_form":
+                continue
+            if not isinstance(value, PLAIN):
+                return None
+            attributes[name] = value
+        return tuple(attributes.items())
+
+    def make_reads(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        memory: int,
+        device: torch.device,
+    ) -> Sequence[Reads]:
+        """Return who reads whom in B sequences and H heads of N positions, the memory included."""
+        position_N = torch.arange(-memory, N - memory, device=device)
+        spreads = self.spreads(position_N, H)
+        if spreads is None:
+            return [self.index_of_pairs(B, H, position_N)]
+        parts = [ranges_of(lists, B, H, memory) for lists in spreads]
+        if self.attend_self:
+            return parts
+        return without_self(parts, B * H * N)
+
+    def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
+        """Return who reads whom by `sees`, which is evaluated for every pair of positions."""
+        N = len(position_N)
+        device = position_N.device
+        read_HNN = torch.zeros(H, N, N, dtype=torch.bool, device=device)
+        for head in range(H):
+            read_HNN[head] = self.pairs(head, position_N)
+        if not self.attend_self:
+            read_HNN = mask_without_self(read_HNN, torch.eye(N, dtype=torch.bool, device=device))
+        keys = int(read_HNN.sum(-1).max()) if H * N else 0
+        # The places of the keys, in ascending order; N instead where a query reads fewer.
+        place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
+        place_HNK = place_HNN.topk(keys, largest=False).values
+        first_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1) * N
+        row_BHNK = torch.where(place_HNK < N, first_BH11 + place_HNK, -1)
+        return IndexReads(row_BHNK.flatten(0, 2), N)
+
+    def start(self, relative: RelativeTables | None = None) -> Cache:
+        return PositionCache(self, relative, self.keeps)
+
+
+def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
+    """Return who reads whom by lists of N positions, the first of which are a memory."""
+    N = len(lists.since_N)
+    number_X = torch.cat([lists.list_HN.flatten(), lists.key_list_HN.flatten()])
+    count = int(number_X.max()) + 1 if N else 1
+    list_HN = lists.list_HN
+    if memory:
+        reads_nothing_N = torch.arange(N, device=list_HN.device) < memory
+        list_HN = list_HN.masked_fill(reads_nothing_N, -1)
+    keys = pack(lists.key_list_HN.expand(B, H, N), count)
+    queries = keys
+    if list_HN is not lists.key_list_HN:
+        queries = pack(list_HN.expand(B, H, N), count)
+    return bounded_read(queries, keys, N, lists.since_N + memory, lists.until_N + memory)
+
+
+class ContiguousPattern(PositionPattern):
+    """A pattern whose positions read all keys from `since` on, up to themselves."""
+
+    takes_memory = True
+
+    @abstractmethod
+    def since(self, i: Tensor) -> Tensor:
+        """Return the first position that the queries at `i` read; it never falls as i grows.
+
+        It may lie before the first position of all.
+        """
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return j >= self.since(i)
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        list_N = torch.zeros_like(position_N)
+        return [PositionLists(list_N, list_N, self.since(position_N), position_N + 1)]
+
+    def make_reads(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        memory: int,
+        device: torch.device,
+    ) -> Sequence[Reads]:
+        parts = super().make_reads(B, H, N, memory, device)
+        # Only a CPU knows the numbers in tensors without a wait.
+        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
+            return parts
+        (part,) = parts
+        assert isinstance(part, RangeReads)
+        count_P = part.stop_P - part.start_P
+        most = int(count_P.max()) if len(count_P) else 0
+        part = part._replace(most=most)
+        has_one_list = len(part.query.count_L) == B * H
+        if has_one_list and self.is_window(most, memory, N - memory):
+            part = part._replace(window=Window(N, most, memory))
+        return [part]
+
+    def is_window(self, keys: int, memory: int, length: int) -> bool:
+        """Return whether `length` positions after a memory each read the last `keys` positions."""
+        position_N = torch.arange(length)
+        read_N = position_N + 1 - self.since(position_N).clamp(min=-memory)
+        window_N = (position_N + 1 + memory).clamp(max=keys)
+        return torch.equal(read_N, window_N)
 
 
 class Full(ContiguousPattern):
-    """Every position reads every j <= i. Cost N^2, memory linear in N.
+    """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    By torch's kernels not quite: terms by distance and dropout on a CPU hold keys and values N / 1024 times, and
-    without `attend_self` there is a mask of N^2 for all heads.
+    Cost N^2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
+    and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
+    of N^2 for all heads.
     """
 
-    reads_all_kept = True
+    reads_all_cached = True
 
     def since(self, i: Tensor) -> Tensor:
-        return torch.full_like(i, -(1 << 40))  # positions of a memory are below 0
+        # Positions of a memory are below 0.
+        return torch.full_like(i, -(1 << 40))
 
 
 class Local(ContiguousPattern):
-    """Position i reads i - W < j <= i: exactly `window` keys with its own."""
+    """Position i reads i - W < j <= i: the last `window` keys, its own included."""
 
-    reads_all_kept = True
+    reads_all_cached = True
 
     def __init__(self, *, window: int, **options: Any) -> None:
         super().__init__(**options)
         check_positive(window=window)
-        self.window = self.keeps = window
+        self.window = window
+        self.keeps = window
 
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.window
 
 
 class Recurrent(ContiguousPattern):
-    """Position i reads its own segment of `length` positions up to itself, and `memory` positions before the segment.
+    """Position i reads its segment up to itself, and the positions of a memory before the segment.
 
-    Transformer-XL (Dai et al. 2019, section 3.2). With `same_length` it reads `memory` keys, its own included, as the
-    released code evaluates.
+    Transformer-XL (Dai et al. 2019, section 3.2).
+
+    Args:
+        length: positions of a segment.
+        memory: positions before it.
+        same_length: position i reads the last `memory` keys instead, its own included, as the
+            released code does in evaluation.
     """
 
     configured = ("same_length",)
 
-    def __init__(self, *, length: int, memory: int, same_length: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        length: int,
+        memory: int,
+        same_length: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(length=length)
-        check_positive(int(same_length), memory=memory)
-        self.length, self.memory, self.same_length = length, memory, same_length
+        least = 1 if same_length else 0
+        check_positive(least, memory=memory)
+        self.length = length
+        self.memory = memory
+        self.same_length = same_length
         self.keeps = memory if same_length else length + memory
 
     def since(self, i: Tensor) -> Tensor:
-        return (i + 1 if self.same_length else i // self.length * self.length) - self.memory
+        if self.same_length:
+            return i + 1 - self.memory
+        segment = i // self.length
+        return segment * self.length - self.memory
 
 
 class Strided(PositionPattern):
-    """Position i reads i, i - stride, i - 2 stride, ...: for data with a period, such as rows of an image.
+    """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
 
-    Child et al. 2019. Cost N^2 / stride.
+    For data with a period, such as the rows of an image. Cost N^2 / stride.
     """
 
     def __init__(self, *, stride: int, **options: Any) -> None:
@@ -80,50 +304,63 @@ class Strided(PositionPattern):
         check_positive(stride=stride)
         self.stride = stride
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        remainder_N = position_N % self.stride
-        return [PositionLists(remainder_N, remainder_N, torch.zeros_like(position_N), position_N + 1)]
-
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return (i - j) % self.stride == 0
 
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each remainder."""
+        list_N = position_N % self.stride
+        first_N = torch.zeros_like(position_N)
+        return [PositionLists(list_N, list_N, first_N, position_N + 1)]
+
 
 class Fixed(PositionPattern):
-    """Position i reads its own block up to itself, and the summary columns of every earlier block.
+    """Position i reads its block up to itself, and the summary columns of all earlier blocks.
 
-    Child et al. 2019, for data without a period, such as text. Summary columns are `summary` positions of a `block`;
-    head h takes the sub-block s = h mod (block // summary) counted from the block's end. One softmax spans both sets.
-    Cost N (block + N summary / block).
+    Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
+    sets. Cost N (block + N summary / block).
+
+    Args:
+        block: positions of a block.
+        summary: c, summary columns of a block. Head h takes the c columns that end c (h mod
+            (block // c)) columns before the end of the block.
     """
 
     def __init__(self, *, block: int, summary: int, **options: Any) -> None:
         super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
-        self.block, self.summary = block, summary
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """The own block's list, and the list of all summary columns of the head."""
-        own_N, none_N = position_N // self.block, torch.zeros_like(position_N)
-        head_H1 = torch.arange(heads, device=position_N.device)[:, None]
-        column_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
-        return [
-            PositionLists(own_N, own_N, none_N, position_N + 1),
-            PositionLists(none_N, column_HN, none_N, own_N * self.block),
-        ]
-
-    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
-        """Tell whether j is a summary column of its block."""
-        end = self.block - self.summary * (head % (self.block // self.summary))
-        column = j % self.block
-        return (column >= end - self.summary) & (column < end)
+        self.block = block
+        self.summary = summary
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return (i // self.block == j // self.block) | self.is_summary(head, j)
+        is_in_block = i // self.block == j // self.block
+        return is_in_block | self.is_summary(head, j)
+
+    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
+        """Return whether j is a summary column of its block."""
+        sub_block = head % (self.block // self.summary)
+        stop = self.block - self.summary * sub_block
+        column = j % self.block
+        return (column >= stop - self.summary) & (column < stop)
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each block, and one list of the summary columns of earlier blocks."""
+        block_N = position_N // self.block
+        first_N = torch.zeros_like(position_N)
+        blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
+        return [blocks, self.summaries(position_N, heads, block_N * self.block)]
+
+    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+        """Return one list of all summary columns, which a query reads up to a position."""
+        first_N = torch.zeros_like(position_N)
+        head_H1 = torch.arange(heads, device=position_N.device)[:, None]
+        key_list_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
+        return PositionLists(first_N, key_list_HN, first_N, until_N)
 
 
 class FixedBlock(Recurrent):
-    """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
+    """Position i reads its block up to itself: the first part of `Fixed` alone."""
 
     decided = ("length", "memory", "same_length")
 
@@ -132,168 +369,76 @@ class FixedBlock(Recurrent):
         super().__init__(length=block, memory=0, **options)
 
     def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        own_N, none_N = position_N // self.length, torch.zeros_like(position_N)  # a list each: whole triangles
-        return [PositionLists(own_N, own_N, none_N, position_N + 1)]
+        """Return a list for each block, so that engines compute whole triangles."""
+        block_N = position_N // self.length
+        first_N = torch.zeros_like(position_N)
+        return [PositionLists(block_N, block_N, first_N, position_N + 1)]
 
 
 class FixedSummary(Fixed):
-    """Position i reads the summary columns of all blocks up to itself: the fixed pattern's other part, see `Fixed`."""
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        return [super().spreads(position_N, heads)[1]._replace(until_N=position_N + 1)]
+    """Position i reads all summary columns up to itself: the second part of `Fixed` alone."""
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return self.is_summary(head, j)
 
-
-class AdaptiveSpan(ContiguousPattern):
-    """Local heads that each learn how far back they read (Sukhbaatar et al. 2019).
-
-    A key at distance x counts with the weight m_z(x) = clamp((R + z - x) / R, 0, 1) beside its softmax term.
-
-    Fully up to the span z, fading out over the ramp of R positions behind it, never at `window` or farther. The
-    parameter is the span's share of the window, which learning rates suit whatever the window; it starts at 0 (a head
-    then reads the ramp), as in the released code. A span is held in [0, window]. Cost and memory grow with N times what
-    the longest span reaches.
-
-    Args:
-        heads: H.
-        window: keys that no span goes beyond, the own position included.
-        ramp: R, positions over which the weight falls from 1 to 0.
-        cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
-    """
-
-    reads_all_kept = True
-    decided = ("attend_self",)
-    configured = ("ramp", "cost")
-
-    def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **options: Any) -> None:
-        super().__init__(attend_self=True, **options)  # a key within reach may weigh nothing, the own one never
-        check_positive(0, heads=heads)
-        check_positive(window=window, ramp=ramp)
-        check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
-        self.heads, self.window, self.ramp, self.cost = heads, window, ramp, cost
-        self.share_H = nn.Parameter(torch.zeros(heads))
-
-    def spans(self) -> Tensor:
-        """Return the spans in positions, `[H]`, at least in float32."""
-        return self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)).clamp(0, 1) * self.window
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """Hold the spans in [0, window], as the released code does: outside, a span would have no gradient."""
-        self.share_H.clamp_(0, 1)
-
-    @torch.no_grad()
-    def reach(self) -> int:
-        """Return how many keys, its own included, the head with the longest span reads: behind them weights are 0.
-
-        On a GPU, which a CPU would have to wait for, the window, which no span exceeds.
-        """
-        if not self.share_H.is_cpu:
-            return self.window
-        reach = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
-        return math.ceil(reach) if reach < self.window else self.window
-
-    def since(self, i: Tensor) -> Tensor:
-        return i + 1 - self.reach()
-
-    def form(self) -> tuple[int]:
-        return (self.reach(),)
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        """What the head's own weight does not make nothing."""
-        return (i - j < self.window) & (i - j < self.ramp + self.spans()[head])
-
-    def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
-        """Return the terms with log m_z(distance) for each head, -inf where the weight is 0."""
-        distance_M = torch.arange(self.reach() + 1, device=self.share_H.device)
-        weight_HM = ((self.ramp + self.spans()[:, None] - distance_M) / self.ramp).clamp(0, 1)
-        seen_HM = (weight_HM > 0) & (distance_M < self.window)
-        # The logarithm of 1 where nothing is seen: that of 0 would turn its gradient into NaN.
-        bias_HM = weight_HM.masked_fill(~seen_HM, 1).log().masked_fill(~seen_HM, -math.inf)
-        return super().terms(size, relative)._replace(bias_HM=bias_HM)
-
-    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
-        """Return the weighted mean span, zero outside training."""
-        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(qk, parts)
-
-    def start(self, relative: RelativeTables | None = None) -> Cache:
-        """See `Pattern.start`; the spans stay as they are now."""
-        return PositionCache(self, relative, self.reach())
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        return [self.summaries(position_N, heads, position_N + 1)]
 
 
-class Random(ClusterPattern):
-    """The control of Table 1: clusters whose members are drawn, whatever the sequence holds.
-
-    The paper says no more than that Kidx is chosen at random. One draw, which is kept, is ours.
-
-    Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
-    `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
-    """
-
-    configured = ("has_keys",)
+class PositionCache(RowCache):
+    """The keys and values of a stream whose pattern chooses by position."""
 
     def __init__(
-        self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **options: Any
+        self,
+        pattern: PositionPattern,
+        relative: RelativeTables | None = None,
+        ring: int | None = None,
     ) -> None:
-        super().__init__(has_keys=has_keys, **options)
-        check_positive(0, heads=heads)
-        check_positive(clusters=clusters, length=length)
-        check_seed(seed)
-        self.heads, self.clusters, self.length, self.seed = heads, clusters, length, seed
-        position_HCW = random_positions(heads, clusters, length, self.window, seed)
-        self.register_buffer("position_HCW", position_HCW, persistent=False)
-        self.position_HCW: Tensor
+        super().__init__(partial(pattern.terms, relative=relative), ring)
+        self.pattern = pattern
 
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        B, H, N, _ = qk.q_BHND.shape
-        form = type(self), self.clusters, self.length, self.seed, self.window, self.attend_self, B, H, N
-        return [*made_once(form, qk.q_BHND.device, partial(self.make_reads, B, H, N))]
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
+        H, slots = k_BHSD.shape[1:3]
+        filled = min(slots, position + 1)
+        k_BHSD = k_BHSD[:, :, :filled]
+        v_BHSD = v_BHSD[:, :, :filled]
+        distance_S = (position - torch.arange(filled, device=k_BHSD.device)) % slots
+        if self.pattern.reads_all_cached and self.pattern.attend_self:
+            return self.attend(qk, k_BHSD, v_BHSD, None, distance_S[None, None, None])
+        read_HS = self.slots_read(position - distance_S, position % slots, H)
+        if self.ring is None and has_equal_counts(read_HS):
+            # Most slots are not read: attend over copies of those that are.
+            slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
+            k_BHKD = k_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
+            v_BHKD = v_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
+            return self.attend(qk, k_BHKD, v_BHKD, None, distance_S[slot_HK][None, :, None])
+        return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_S[None, None, None])
 
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
-        """Return who reads whom in B sequences of N positions."""
-        lists = self.members(B, H, N, device)
-        return [members_read(lists, lists, N, self.window, self.attend_self)]
+    def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
+        """Return which slots the position in a slot reads, `[H, S]`, bool.
 
-    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        B, H, N, _ = qk.q_BHND.shape
-        return [self.members(B, H, N, qk.q_BHND.device)]
-
-    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
-        """Return the members of every cluster."""
-        turn_T1 = torch.arange(-(-N // self.length), device=device)[:, None]
-        drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed).to(device)
-        position_HCT = (turn_T1 * self.length + drawn_HCW[:, :, None]).flatten(2)
-        inside_BHCT = (position_HCT < N).expand(B, *position_HCT.shape)
-        first_BH = torch.arange(B * H, device=device).view(B, H) * N
-        row_BHCT = first_BH[..., None, None] + position_HCT
-        return MemberLists(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
-
-    def member_HCN(self, length: int) -> Tensor:
-        """Return the memberships of positions 0 to `length` - 1."""
-        member_HCN = self.position_HCW.new_zeros(*self.position_HCW.shape[:2], self.length, dtype=torch.bool)
-        member_HCN.scatter_(2, self.position_HCW, True)
-        return member_HCN.repeat(1, 1, -(-length // self.length))[..., :length]
-
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        member_CN = self.member_HCN(qk.q_BHND.shape[2])[head]
-        return last_members(member_CN, member_CN, self.window)
-
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
-        joins_HC = (self.position_HCW == position % self.length).any(-1)
-        joins_BHC = joins_HC.expand(len(qk.q_BHND), *joins_HC.shape)
-        return joins_BHC, joins_BHC, None
+        Args:
+            position_S: the positions in the slots.
+            slot: the slot of the newest position.
+        """
+        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=position_S.device)
+        spreads = self.pattern.spreads(position_S, heads)
+        if spreads is None:
+            for head in range(heads):
+                read_HS[head] = self.pattern.sees(head, position_S[slot], position_S)
+        else:
+            for lists in spreads:
+                is_from_S = position_S >= lists.since_N[slot]
+                is_until_S = position_S < lists.until_N[slot]
+                is_in_list_HS = lists.key_list_HN == lists.list_HN[..., slot, None]
+                read_HS |= is_in_list_HS & is_from_S & is_until_S
+        if self.pattern.attend_self:
+            return read_HS
+        return mask_without_self(read_HS, position_S == position_S[slot])
 
 
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
-    """Return `window` random positions for each cluster, ascending, `[H, C, W]`: a function of the arguments alone.
-
-    A window over `length` is `length`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    window = min(window, length)
-    # One draw a cluster, however many there are.
-    draws = [torch.rand(length, generator=generator, device="cpu") for _ in range(heads * clusters)]
-    chosen = [draw_N.topk(window).indices.sort().values for draw_N in draws]
-    return torch.stack(chosen).view(heads, clusters, window) if chosen else torch.zeros(heads, clusters, window).long()
+def has_equal_counts(read_HS: Tensor) -> bool:
+    """Return whether all heads read the same number of slots; False without heads."""
+    count_H = read_HS.sum(-1)
+    return len(count_H) > 0 and bool((count_H == count_H[0]).all())

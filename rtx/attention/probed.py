@@ -69,6 +69,7 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.centroid_update import SPLIT
+from rtx.attention.centroids import QUERIES, Centroids, gathering
 from rtx.attention.engine import native, static_selection, triton_probing, triton_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
@@ -77,9 +78,8 @@ from rtx.attention.members import products
 from rtx.attention.once import made_once
 from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
-from rtx.attention.routing import Centroids, gathering
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best_places, tie_margin
+from rtx.attention.ties import best, best_places, tie_margin
 from rtx.attention.top_keys import TopKeys
 
 
@@ -123,7 +123,7 @@ class Probed(TopKeys):
         self.candidates = candidates
         self.centroids = KeyCentroids(heads, clusters, size, decay=decay)
         self.room_factor = 2
-        """See `room`; `rtx.attention.routing.make_room` doubles it where members are lost."""
+        """See `room`; `rtx.attention.room.make_room` doubles it where members are lost."""
         self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.lost_members: Tensor
         """How many queries have been left out of lists of clusters for want of room, in training,
@@ -143,7 +143,7 @@ class Probed(TopKeys):
 
     @property
     def may_lose_members(self) -> bool:
-        """Whether lists on a GPU may lack room; see `rtx.attention.routing.make_room`."""
+        """Whether lists on a GPU may lack room; see `rtx.attention.room.make_room`."""
         return self.reads_all
 
     def target(self, length: int) -> int:
@@ -188,8 +188,8 @@ class Probed(TopKeys):
         k_KD = k_ND[position_K]
         logit_K = (q_D @ k_KD.T).tolist()
         margin_K = self.tie_margins(q_D, k_KD).tolist()
-        best = oracle.best(logit_K, margin_K, self.window)
-        return [position_K[slot] for slot in best]
+        slots = best(logit_K, margin_K, self.window)
+        return [position_K[slot] for slot in slots]
 
     # The batch form.
 
@@ -547,7 +547,14 @@ class Probed(TopKeys):
             sum_LD = list_sums(k_RD, keys.row_M, keys.count_L)
         else:
             sum_LD = F.embedding_bag(keys.row_M, k_RD, keys.first_L(), mode="sum")
-        store.observe_sums(0, k_BHND, sum_LD, keys.count_L, keys.count_L, None)
+        store.observe(
+            QUERIES,
+            k_BHND,
+            member_count_L=keys.count_L,
+            sum_LD=sum_LD,
+            count_L=keys.count_L,
+            moment_2BHC=None,
+        )
 
     def clustered_keys(self, k_BHND: Tensor) -> MemberLists:
         """Return the keys of each cluster: those of `filed`, if there are some."""
@@ -779,7 +786,6 @@ class ProbedCache(RowCache):
     of a cluster by the number of those that it may read.
     """
 
-    pattern: Probed
     count_BHC: Tensor | None = None
     """Keys of each cluster."""
     filed_BHS2: Tensor | None = None
@@ -787,6 +793,10 @@ class ProbedCache(RowCache):
     choice_BHSD: Tensor | None = None
     """The keys as they came, where the best are chosen: `key_BHSD` may round them to the values'
     type."""
+
+    def __init__(self, pattern: Probed, relative: RelativeTables | None = None) -> None:
+        super().__init__(partial(pattern.terms, relative=relative))
+        self.pattern = pattern
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         pattern = self.pattern

@@ -1,8 +1,6 @@
-"""Routing heads: a position reads the positions that share a cluster with it (paper section 4.1, Algorithm 1); and
-their centroids, with the one place where training moves them.
+"""Routing heads: a position reads the positions that share a cluster with it (paper section 4.1, Algorithm 1).
 
-Statistics are gathered in the forward pass of training; `after_step` reduces them over ranks and applies them once per
-optimizer step.
+Statistics for the centroids are gathered in the forward pass of training.
 
 Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W attention window, L = B * H * C lists,
 P query members and A key members of all lists together.
@@ -10,48 +8,28 @@ P query members and A key members of all lists together.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from statistics import NormalDist
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from rtx.attention import oracle
-from rtx.attention.arguments import check_choice, check_number, check_positive
+from rtx.attention.arguments import check_choice, check_number
 from rtx.attention.autocast import no_autocast
-from rtx.attention.cache import ClusterCache
-from rtx.attention.centroid_update import (
-    Rule,
-    State,
-    moved,
-    statistics_in,
-    statistics_sizes,
-    to_sphere,
-)
+from rtx.attention.centroid_update import to_sphere
+from rtx.attention.centroids import Centroids, gathering, is_rate, statistics_paused
+from rtx.attention.clusters import ClusterCache, ClusterPattern, last_members
 from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.pattern import ClusterPattern, Pattern, of_configuration
+from rtx.attention.pattern import of_configuration
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import centroid_margin
-
-
-class Gathering:
-    """Whether forward passes of training gather statistics; a plain attribute, which torch.compile can read."""
-
-    is_paused = False
-
-
-gathering = Gathering()
-
+from rtx.attention.ties import best, centroid_margin, highest
 
 ROOM = 4
 """Lists on a GPU have room for this many times the intended number of members at first."""
@@ -82,7 +60,7 @@ class Routing(ClusterPattern):
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **options: Any) -> None:
         super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **options)
         check_choice("selection", selection, ("causal", "topk", "nearest"))
-        check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
+        check_number("commitment", commitment, "finite and at least 0", is_rate)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.heads, _, self.size = centroids.centroid_HCD.shape
         self.strictly_causal = selection != "topk"
@@ -205,7 +183,14 @@ class Routing(ClusterPattern):
         moment_2BHC = None
         if self.thresholds()[number] is not None:
             moment_2BHC = functions.score_moments(store.centroid_HCD, x_BHND)
-        store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, moment_2BHC)
+        store.observe(
+            number,
+            x_BHND,
+            member_count_L=selected.count_L,
+            sum_LD=sum_LD,
+            count_L=counted.count_L,
+            moment_2BHC=moment_2BHC,
+        )
 
     def select_best(self, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
         """Return the `window` best members of every cluster, or all positions where these are fewer."""
@@ -280,8 +265,17 @@ class Routing(ClusterPattern):
         if nearest_BHN is not None:
             counted = pack(nearest_BHN, store.centroid_HCD.shape[1], complete=True)
             lists = counted if self.selection == "nearest" else lists
-        if gathers:
-            store.observe(number, x_BHND, lists, counted, moment_2BHC)
+        if gathers and x_BHND.shape[0] * x_BHND.shape[2]:
+            rows_RD = x_BHND.reshape(-1, x_BHND.shape[-1])
+            sum_LD = F.embedding_bag(counted.row_M, rows_RD, counted.first_L(), mode="sum")
+            store.observe(
+                number,
+                x_BHND,
+                member_count_L=lists.count_L,
+                sum_LD=sum_LD,
+                count_L=counted.count_L,
+                moment_2BHC=moment_2BHC,
+            )
         return lists
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
@@ -314,17 +308,17 @@ class Routing(ClusterPattern):
         scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(qk)], self.window
         margin_C = centroid_margin(centroid_CD, scores[0].dtype)
         if streaming and self.selection == "topk":
-            return oracle.prefix_topk(scores[0], scores[-1], margin_C, window)
+            return prefix_topk(scores[0], scores[-1], margin_C, window)
         if self.selection == "topk":
-            members = [oracle.topk_members(score_CN, margin_C, window) for score_CN in scores]
+            members = [topk_members(score_CN, margin_C, window) for score_CN in scores]
         elif self.selection == "nearest":
-            members = [oracle.nearest_members(score_CN, margin_C) for score_CN in scores]
+            members = [nearest_members(score_CN, margin_C) for score_CN in scores]
         else:
             members = []
             for score_CN, threshold_HC in zip(scores, self.thresholds(), strict=False):
                 if threshold_HC is not None:
-                    members.append(oracle.threshold_members(score_CN, threshold_HC[head], margin_C))
-        return oracle.last_members(members[0], members[-1], window)
+                    members.append(threshold_members(score_CN, threshold_HC[head], margin_C))
+        return last_members(members[0], members[-1], window)
 
     def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
@@ -359,306 +353,54 @@ def packed_of(selected: Selected) -> MemberLists:
     return MemberLists(selected.row_M, selected.bound_L1.diff())
 
 
-@contextlib.contextmanager
-def statistics_paused() -> Iterator[None]:
-    """Gather nothing inside: for the second forward pass of recomputation."""
-    was_paused = gathering.is_paused
-    gathering.is_paused = True
-    try:
-        yield
-    finally:
-        gathering.is_paused = was_paused
+def topk_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """The `window` best positions of each cluster."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for c, score_N in enumerate(score_CN.tolist()):
+        member_CN[c, best(score_N, [float(margin_C[c])] * len(score_N), window)] = True
+    return member_CN
 
 
-class Centroids(nn.Module):
-    """C centroids for each of H routing heads, in float32 whatever the model's type, with a threshold each.
+def threshold_members(score_CN: Tensor, threshold_C: Tensor, margin_C: Tensor) -> Tensor:
+    """Each position in the clusters whose thresholds it reaches, up to margins, else in the one it misses by least."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    above_CN = score_CN - threshold_C[:, None]
+    for i, above_C in enumerate(above_CN.T.tolist()):
+        reached = [c for c, above in enumerate(above_C) if above >= -float(margin_C[c])]
+        member_CN[reached or highest(above_C, margin_C.tolist()), i] = True
+    return member_CN
 
-    Args:
-        heads, clusters, size: H, C and D.
-        window, length: a cluster is to hold `window` of `length` positions; thresholds follow that.
-        decay: share of a centroid that survives one step.
-        update: "members" (ours): a centroid moves towards the mean of its members, however they were chosen, and goes
-            back on the sphere; one without members towards where the others' are, if thresholds stay.
-            "nearest": towards the mean of the positions that it scores highest of all centroids, and back
-            on the sphere; without any it stays. The released code takes the same positions, but sets a
-            centroid to a running sum over a running count, of any norm. "sum": Algorithm 1 as printed,
-            sums of the nearest over a sequence (the mean over the sequences of a step), not normalised.
-        threshold_rate: eta. Thresholds that choose move by eta (count / W - 1) deviations of their centroid's scores,
-            where count is what the batch gave the cluster and W what it is to hold; 0: thresholds stay.
-        keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
-            ("sum": in halves); "projected": the members are W_R (q + k).
 
-    Raises:
-        ValueError: an unknown word, a count below 1, a decay that is not from 0 to 1, or a rate below 0.
+def nearest_members(score_CN: Tensor, margin_C: Tensor) -> Tensor:
+    """Each position in the cluster that scores it highest."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for i, score_C in enumerate(score_CN.T.tolist()):
+        member_CN[highest(score_C, margin_C.tolist()), i] = True
+    return member_CN
+
+
+def kept_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """The members of each cluster behind every position, `[C, N, N]`, as positions arrive one after the other.
+
+    A full cluster takes a newcomer that is better than the worst member by more than the margin. It replaces the latest
+    of the members that are no better than the worst by more than that.
     """
-
-    centroid_HCD: Tensor
-    threshold_HC: Tensor
-    key_threshold_HC: Tensor | None
-    projection_HDD: Tensor | None
-    steps: Tensor
-
-    configured = ("update", "threshold_rate", "keys")
-
-    def __init__(
-        self,
-        heads: int,
-        clusters: int,
-        size: int,
-        *,
-        window: int,
-        length: int,
-        decay: float,
-        update: str = "members",
-        threshold_rate: float = 0.0,
-        keys: str = "shared",
-    ) -> None:
-        super().__init__()
-        check_choice("keys", keys, ("shared", "separate", "projected"))
-        check_choice("update", update, ("members", "nearest", "sum"))
-        check_positive(0, heads=heads)
-        check_positive(clusters=clusters, size=size, window=window, length=length)
-        check_number("decay", decay, "from 0 to 1", lambda x: 0 <= x <= 1)
-        check_number("threshold_rate", threshold_rate, "finite and at least 0", lambda x: 0 <= x < math.inf)
-        self.keys, self.update_rule, self.decay = keys, update, decay
-        self.window, self.length = window, length
-        self.threshold_rate = threshold_rate
-        self.seed_with_next = False
-        self.register_buffer("centroid_HCD", to_sphere(torch.randn(heads, clusters, size, dtype=torch.float32)))
-        # Scores of vectors in random directions are normal with variance D.
-        start = self.quantile() * math.sqrt(size)
-        self.register_buffer("threshold_HC", torch.full((heads, clusters), start, dtype=torch.float32))
-        self.register_buffer("key_threshold_HC", self.threshold_HC.clone() if keys == "separate" else None)
-        self.register_buffer("projection_HDD", orthonormal(heads, size) if keys == "projected" else None)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.reset_sums()
-
-    def quantile(self) -> float:
-        """Return how many deviations above its mean a normal score is for `window` of `length` positions."""
-        share = min(1.0, self.window / self.length)
-        return NormalDist().inv_cdf(1.0 - share) if share < 1 else -math.inf
-
-    def _apply(self, fn, recurse: bool = True):
-        """Move with the model, but keep the buffers in float32 under `.half()`, `.bfloat16()` and `.double()`."""
-
-        def moved(buffer: Tensor) -> Tensor:
-            after = fn(buffer)
-            return after if after.dtype == buffer.dtype else buffer.to(after.device)
-
-        super()._apply(moved, recurse)
-        self.reset_sums()
-        return self
-
-    def rule(self) -> Rule:
-        """Return what says how a step moves these centroids; layers of the same rule move together."""
-        H, C, D = self.centroid_HCD.shape
-        return Rule(
-            update=self.update_rule,
-            keys=self.keys,
-            decay=self.decay,
-            window=self.window,
-            length=self.length,
-            threshold_rate=self.threshold_rate,
-            quantile=self.quantile(),
-            shape_HCD=(H, C, D),
-        )
-
-    def reset_sums(self) -> None:
-        """Make room for statistics, on the device of the centroids, and forget what was gathered."""
-        H, C, D = self.centroid_HCD.shape
-        room = sum(statistics_sizes((H, C, D)))
-        self.total_T = torch.zeros(room, dtype=torch.float64, device=self.centroid_HCD.device)
-        """All statistics in one row, so that one kernel joins or forgets them; what follows are views of it."""
-        seen = statistics_in(self.total_T, (H, C, D))
-        self.sum_HCD, self.count_HC = seen.sum_HCD, seen.count_HC
-        # Of queries and of keys with memberships of their own: members, and first two moments of the scores.
-        self.seen_XHC = seen.seen_2_3_HC
-        self.positions, self.sequences = seen.positions, seen.sequences
-
-    def sums(self) -> tuple[Tensor, ...]:
-        """The statistics gathered since the last update, to be summed over ranks."""
-        return self.sum_HCD, self.count_HC, self.seen_XHC, self.positions, self.sequences
-
-    def thresholds(self) -> list[Tensor]:
-        """Return the thresholds of queries, and of keys where these have memberships of their own."""
-        return [x for x in (self.threshold_HC, self.key_threshold_HC) if x is not None]
-
-    @torch.no_grad()
-    def observe(
-        self, number: int, x_BHND: Tensor, lists: MemberLists, counted: MemberLists, moment_2BHC: Tensor | None
-    ) -> None:
-        """Gather statistics of a training batch of positions or queries (number 0) or keys.
-
-        Args:
-            lists: the members.
-            counted: those that the centroids are to follow.
-            moment_2BHC: with thresholds the sums of all scores and of their squares.
-        """
-        if not x_BHND.shape[0] * x_BHND.shape[2]:
-            return
-        rows_RD = x_BHND.reshape(-1, x_BHND.shape[-1])
-        sum_LD = F.embedding_bag(counted.row_M, rows_RD, counted.first_L(), mode="sum")
-        self.observe_sums(number, x_BHND, sum_LD, lists.count_L, counted.count_L, moment_2BHC)
-
-    @torch.no_grad()
-    def observe_sums(
-        self,
-        number: int,
-        x_BHND: Tensor,
-        sum_LD: Tensor,
-        member_count_L: Tensor,
-        count_L: Tensor,
-        moment_2BHC: Tensor | None,
-    ) -> None:
-        """Gather statistics by the sums `[L, D]` of what the centroids are to follow, and its counts `[L]`."""
-        B, H, N, D = x_BHND.shape
-        C = self.centroid_HCD.shape[1]
-        if not B * N:
-            return
-        self.sum_HCD += sum_LD.view(B, H, C, D).sum(0)
-        self.count_HC += count_L.view(B, H, C).sum(0)
-        self.seen_XHC[number, 0] += member_count_L.view(B, H, C).sum(0)
-        if moment_2BHC is not None:
-            self.seen_XHC[number, 1:] += moment_2BHC.sum(1)
-        if number == 0:
-            self.positions += B * N
-            self.sequences += B
-
-    @torch.no_grad()
-    def seed_from(self, clustered: list[Tensor]) -> None:
-        """Start at the first sequence, if there is any: centroids at queries, thresholds at what keeps W of N.
-
-        `clustered`: what is clustered, `[B, H, N, D]`: one vector of a position, or its query and its key apart.
-        """
-        if not clustered[0].numel():
-            return
-        q_HND = clustered[0][0]
-        self.centroid_HCD.copy_(to_sphere(self.drawn_from(q_HND).float()))
-        z = self.quantile()
-        for threshold_HC, x_BHND in zip((self.threshold_HC, self.key_threshold_HC), clustered, strict=False):
-            if threshold_HC is not None and math.isfinite(z):
-                score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
-                threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
-        self.steps.fill_(1)  # the thresholds are of these data already
-        self.seed_with_next = False
-
-    def drawn_from(self, x_HND: Tensor) -> Tensor:
-        """Return the vectors of C positions for each head, `[H, C, D]`: different ones, and always the same."""
-        H, C, _ = self.centroid_HCD.shape
-        N = x_HND.shape[1]
-        generator = torch.Generator().manual_seed(0)
-        draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
-        head_H1 = torch.arange(H, device=x_HND.device)[:, None]
-        return x_HND[head_H1, draw_HC.to(x_HND.device)]
+    C, N = score_CN.shape
+    member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
+    for c, score_N in enumerate(score_CN.tolist()):
+        members: list[int] = []
+        for i, score in enumerate(score_N):
+            bar = float(margin_C[c]) + min((score_N[j] for j in members), default=math.inf)
+            if len(members) == window and score > bar:
+                members.remove(max(j for j in members if score_N[j] <= bar))
+            if len(members) < window:
+                members.append(i)
+            member_CNN[c, i, members] = True
+    return member_CNN
 
 
-def orthonormal(heads: int, size: int) -> Tensor:
-    """Return a random orthonormal matrix W_R for each head, `[H, D, D]`, evenly drawn among all of them."""
-    q_HDD, r_HDD = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float32))
-    return q_HDD * r_HDD.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-
-
-def make_room(model: nn.Module) -> list[str]:
-    """Double the room of each module of heads that has left members out since the last call; say so in a line.
-
-    To be called where the CPU reads numbers from the GPU anyway, as it waits for the GPU.
-    """
-    routed: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if getattr(module, "may_lose_members", False):
-            routed[name] = module
-    if not routed:
-        return []
-    lost = torch.stack([module.lost_members for module in routed.values()]).flatten().tolist()
-    lines = []
-    for (name, module), count in zip(routed.items(), lost, strict=True):
-        if count:
-            module.room_factor *= 2
-            module.lost_members.zero_()
-            lines.append(
-                f"{name or 'routing heads'}: {count:,} members had no room in their clusters' lists and were left out;"
-                f" from now on the lists have room for {module.room_factor} times the intended number of members"
-            )
-    return lines
-
-
-def all_centroids(model: nn.Module) -> list[Centroids]:
-    """Return the centroids of every routing layer, bottom to top."""
-    return [module for module in model.modules() if isinstance(module, Centroids)]
-
-
-@torch.no_grad()
-def after_step(model: nn.Module, move: Callable[[Rule, State, Tensor], State] = moved) -> None:
-    """Move the centroids and thresholds of every routing layer, and let every pattern do what is due.
-
-    To be called once after each optimizer step, on every rank. Statistics are summed over ranks first, so that all
-    ranks move alike from the joined batch. `move`: `moved`, or the same function compiled.
-    """
-    for rule, layers in layers_by_rule(model).items():
-        move_together(rule, layers, move)
-    for module in model.modules():
-        if isinstance(module, Pattern):
-            module.after_step()
-
-
-def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
-    """Return the centroids of every routing layer, those that move together in one list."""
-    groups: dict[Rule, list[Centroids]] = {}
-    for centroids in all_centroids(model):
-        groups.setdefault(centroids.rule(), []).append(centroids)
-    return groups
-
-
-def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:
-    """Return what layers of one rule have, and what each has gathered, `[Y, T]`, in new tensors."""
-    state = State(
-        torch.stack([layer.centroid_HCD for layer in layers]),
-        stacked_thresholds(layers),
-        torch.stack([layer.steps for layer in layers]),
-    )
-    return state, torch.stack([layer.total_T for layer in layers])
-
-
-def stacked_thresholds(layers: list[Centroids]) -> Tensor:
-    """Return the thresholds of layers of one rule, `[Y, V, H, C]`; V is 0 where they have none."""
-    thresholds = thresholds_of(layers)
-    if not thresholds:
-        centroid_HCD = layers[0].centroid_HCD
-        H, C, _ = centroid_HCD.shape
-        return centroid_HCD.new_empty(len(layers), 0, H, C)
-    return torch.stack(thresholds).unflatten(0, (len(layers), -1))
-
-
-def thresholds_of(layers: list[Centroids]) -> list[Tensor]:
-    """Return the thresholds of some layers, layer after layer."""
-    return [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
-
-
-def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, State, Tensor], State]) -> None:
-    """Apply what layers of one rule have gathered, on all ranks, and forget it; no number is read back."""
-    state, total_YT = stacked(layers)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total_YT)
-    after = move(rule, state, total_YT)
-    # torch's operations on lists of tensors, one launch for all layers, have no public names.
-    torch._foreach_copy_([layer.centroid_HCD for layer in layers], list(after.centroid_YHCD.unbind()))  # type: ignore[attr-defined]
-    if thresholds := thresholds_of(layers):
-        torch._foreach_copy_(thresholds, list(after.threshold_YVHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
-    torch._foreach_copy_([layer.steps for layer in layers], list(after.steps_Y.unbind()))  # type: ignore[attr-defined]
-    torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
-    """Start every layer's centroids at queries of one training sequence (routing.init=data); the same on every rank.
-
-    `model.loss(tokens)` is run once without dropout; each layer seeds itself as the sequence reaches it. Centroids that
-    it does not reach, or reaches with padding alone, wait for the next training batch.
-    """
-    was_training = model.training
-    model.eval()
-    for centroids in all_centroids(model):
-        centroids.seed_with_next = True
-        centroids.train()
-    model.loss(tokens_BN[:1])  # type: ignore[operator]
-    model.train(was_training)
+def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
+    query_CNN, key_CNN = (kept_members(score_CN, margin_C, window) for score_CN in (query_score_CN, key_score_CN))
+    joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
+    return key_CNN & joins_CN[:, :, None]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,11 @@ from rtx.attention.arguments import check_positive
 from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.members import normalise_twice, products
-from rtx.attention.oracle import best
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.pieces import pieces
 from rtx.attention.reads import IndexReads, QueriesKeys, Reads
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best_places, tie_margin
+from rtx.attention.ties import best, best_places, tie_margin
 
 
 def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool) -> Tensor:
@@ -211,9 +211,12 @@ class Exact(TopKeys):
 class GrowingCache(RowCache):
     """All keys and values so far, and the vectors by which queries choose among these keys."""
 
-    pattern: TopKeys
     choice_BHSE: Tensor | None = None
     """What the choice compares, one vector in each slot; see `put_choice`."""
+
+    def __init__(self, pattern: TopKeys, relative: RelativeTables | None = None) -> None:
+        super().__init__(partial(pattern.terms, relative=relative))
+        self.pattern = pattern
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         self.put_choice(qk, first)

@@ -4,8 +4,9 @@ import dataclasses
 
 import torch
 
+from rtx.attention.clusters import Random
 from rtx.attention.pattern import Pattern, keys_of
-from rtx.attention.positional import Local, Random
+from rtx.attention.positional import Local
 from rtx.config import Config
 from rtx.model.multihead import ROUTED, MultiheadAttention, layer_patterns
 from rtx.model.transformer import Transformer

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rtx.attention.centroids import statistics_paused
 from rtx.attention.pattern import Pattern
-from rtx.attention.routing import statistics_paused
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, token_nats

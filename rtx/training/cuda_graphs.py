@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.routing import all_centroids
+from rtx.attention.centroids import all_centroids
+from rtx.attention.room import patterns_with_room
 
 
 class Loss(nn.Module):
@@ -30,7 +31,7 @@ class RecordedLoss:
     """`loss(tokens)` by replay for batches of the recorded shape; batches of other shapes run without graphs.
 
     Every backward pass writes gradients to the same memory: use and drop them before the next one. What is recorded
-    has the room for members that lists have at the time (`rtx.attention.routing.make_room`).
+    has the room for members that lists have at the time (`rtx.attention.room.make_room`).
 
     `make_graphed_callables` runs the passes a few times before it records them. Statistics and random streams are left
     as they were.
@@ -72,13 +73,8 @@ class RecordedLoss:
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """Return the tensors to which passes in training add what they see."""
     seen = [centroids.total_T for centroids in all_centroids(model)]
-    lost = [pattern.lost_members for pattern in patterns_that_lose(model)]
+    lost = [pattern.lost_members for pattern in patterns_with_room(model).values()]
     return seen + lost
-
-
-def patterns_that_lose(model: nn.Module) -> list[Any]:
-    """Return the patterns of a model whose lists may lack room, so that members are left out."""
-    return [module for module in model.modules() if getattr(module, "may_lose_members", False)]
 
 
 def without_cast_cache(loss: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:

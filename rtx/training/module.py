@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroid_update import moved
-from rtx.attention.routing import after_step, all_centroids, initialise_from_data, layers_by_rule, make_room, stacked
+from rtx.attention.centroids import after_step, all_centroids, layers_by_rule, stacked
+from rtx.attention.room import make_room
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
 from rtx.data.datamodule import MicroBatches
@@ -40,6 +41,22 @@ def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] |
     if first_N and (config.routing.init == "data" or config.routing.selection == "probed"):
         initialise_from_data(model, first_N()[None])
     return model
+
+
+@torch.no_grad()
+def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
+    """Start the centroids of all layers at vectors of one training sequence, on every rank alike.
+
+    The loss of the sequence is computed once, without dropout; the centroids of a layer start as it reaches them.
+    Those that it does not reach, or reaches with padding alone, start at the next training batch.
+    """
+    was_training = model.training
+    model.eval()
+    for centroids in all_centroids(model):
+        centroids.seed_with_next = True
+        centroids.train()
+    model.loss(tokens_BN[:1])  # type: ignore[operator]
+    model.train(was_training)
 
 
 def check_savable(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from rtx.analysis import coverage
 from rtx.analysis import loss_by_position as losses
 from rtx.analysis.loss_by_position import RERUN, STREAMING, TEACHER_FORCED
 from rtx.attention import oracle
-from rtx.attention.positional import AdaptiveSpan
+from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
 from rtx.evaluation.protocols import Window, windows

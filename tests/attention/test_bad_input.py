@@ -1,6 +1,8 @@
 """Bad input gets a ValueError that names the argument, what was given, and what is allowed."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
 from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, RelativeTables, Strided
-from rtx.attention.positional import AdaptiveSpan
+from rtx.attention.adaptive_span import AdaptiveSpan
 
 CASE = Case(B=2, H=3, N=9, D=4)
 TABLES = RelativeTables(torch.zeros(3, 4), torch.zeros(3, 4))
@@ -134,3 +136,19 @@ def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
     pattern = make(CLUSTERED[0], CASE, backend="flex")
     with pytest.raises(ValueError, match=r"backend='flex' cannot run this \(it has no dropout"):
         run(pattern, tensors(pattern, replace(CASE, distances=3)))
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from rtx.attention.engine import packed_attention
+import torch
+from rtx.attention.engine.softmax import LogitTerms
+x = torch.zeros(1, 1, 4, 16)
+print(packed_attention.refusal(x, x, LogitTerms(1.0)))
+"""
+
+
+def test_imports_without_triton() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    assert done.stdout == "Triton is not installed\n", done.stderr

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtx.attention.centroid_update import moved
+from rtx.attention.centroid_update import moved, to_sphere
+from rtx.attention.centroids import Centroids, after_step, statistics_paused
 from rtx.attention.indexer import Indexer
 from rtx.attention.members import centroid_scores, normalise
-from rtx.attention.routing import Centroids, Routing, after_step, statistics_paused, to_sphere
+from rtx.attention.routing import Routing
 from rtx.training.hardware import has_compiler
 
 H, C, N, D, W = 2, 3, 24, 4, 8
@@ -74,7 +75,7 @@ def test_counts_come_to_the_window_and_no_cluster_stays_dead(decay: float, dead:
         see(pattern, tilt_D + queries(number, batch=4))
         assert pattern.seen is not None
         assert int(pattern.seen[0][0].row_M.bincount(minlength=pattern.seen[1]).min()) >= 1
-        counts.append(pattern.centroids.seen_XHC[0, 0] / 4)
+        counts.append(pattern.centroids.statistics.seen_2_3_HC[0, 0] / 4)
         after_step(pattern)
     late_SHC = torch.stack(counts[steps:])
     assert (counts[0] == 0).any() == (dead > 0) and late_SHC.min() > 0
@@ -89,7 +90,7 @@ def test_no_cluster_of_the_nearest_stays_without_members(tilt: float) -> None:
     counts = []
     for number in range(120):
         see(pattern, tilt * torch.tensor([1.0, 0.3, -0.2, -1.1]) + queries(number, batch=4))
-        counts.append(pattern.centroids.count_HC.clone())
+        counts.append(pattern.centroids.statistics.count_HC.clone())
         after_step(pattern)
     assert (counts[0] == 0).any() == (tilt > 0) and torch.stack(counts[100:]).sum(0).min() > 0
 
@@ -124,7 +125,7 @@ def test_neither_autocast_nor_a_model_in_float64_changes_the_precision_of_statis
         pattern = make()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             see(pattern, queries(1))
-        sums.append(pattern.centroids.sum_HCD)
+        sums.append(pattern.centroids.statistics.sum_HCD)
     assert torch.equal(*sums)
     store = pattern.double().centroids
     assert store.centroid_HCD.dtype == store.threshold_HC.dtype == torch.float32
@@ -172,7 +173,7 @@ def test_layers_move_together_as_each_would_alone(update: str, selection: str, k
         for layer, single in zip(layers, alone, strict=True):
             for name, x in layer.state_dict().items():
                 assert torch.equal(x, single.state_dict()[name]), name
-            assert not any(total.any() for total in layer.centroids.sums())
+            assert not any(total.any() for total in layer.centroids.statistics)
 
 
 class Calls(TorchDispatchMode):

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, engine, once
+from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.engine import blocks, by_triton, dense, flash, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.routing import Centroids, after_step, make_room
+from rtx.attention.room import make_room
 from rtx.compose import compose
 from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
 from rtx.training.hardware import has_compiler
@@ -37,7 +38,7 @@ def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same
         pattern, here = drawn(kind, case, torch.float32, backend=backend)
         out = run(pattern.train(), here)
         found.append([out, *gradients(pattern, here, out).values()])
-        gathered.append(pattern.centroids.sums() if isinstance(pattern, Routing | Probed) else ())
+        gathered.append(pattern.centroids.statistics if isinstance(pattern, Routing | Probed) else ())
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert float((ours - theirs).detach().norm()) <= 2e-6 * float(theirs.detach().norm()) + 1e-9
     torch.testing.assert_close(gathered[1], gathered[0], rtol=1e-5, atol=1e-5)
@@ -171,7 +172,7 @@ def on_meta(model: Transformer) -> Transformer:
             for name in held:
                 held[name] = bare(held[name])
         if isinstance(module, Centroids):
-            module.reset_sums()
+            module.reset_statistics()
     return model.train()
 
 

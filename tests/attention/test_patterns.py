@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream
+from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream, tensors
 from hypothesis import HealthCheck, example, given, settings
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -28,7 +28,9 @@ from rtx.attention import (
     Centroids,
     ContiguousPattern,
     Local,
+    Pattern,
     PositionLists,
+    PositionPattern,
     Random,
     RelativeTables,
     Routing,
@@ -41,7 +43,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
 from rtx.attention.members import centroid_scores
-from rtx.attention.reads import QueriesKeys, RangeReads, Reads
+from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -234,7 +236,7 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
     (pattern, here), found = drawn(kind, case, torch.float32), []
     for backend in ("torch", "native"):
         pattern.backend = backend
-        out = run(pattern, here, prefix=seed == 0)
+        out = run(pattern, here, streaming=seed == 0)
         found.append([out, *gradients(pattern, here, out).values()])
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
@@ -270,9 +272,10 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
             store.centroid_HCD.copy_(centroid)
             store.threshold_HC.copy_(4 * threshold)
             lists = Routing(store, selection=selection, backend=name).assign(0, x)
-            found.append([*lists, *store.sums()])
+            found.append([*lists, *store.statistics])
             score = centroid_scores(centroid, x)
-            moments, seen = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))]), store.seen_XHC[0, 1:].float()
+            moments = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))])
+            seen = store.statistics.seen_2_3_HC[0, 1:].float()
             if selection == "causal":
                 torch.testing.assert_close(seen, moments, rtol=1e-5, atol=1e-5, equal_nan=True)
             else:
@@ -365,10 +368,13 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def dilated() -> Any:
-    """The class of the page, without the name that it registers for commands."""
-    (text,) = [text for text in blocks("attention.md") if "class Dilated" in text]
+def example_with(*methods: str) -> Any:
+    """Return the class of the page with some of the methods that it adds, without the name for commands."""
+    texts = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
+    end = "\n\nrtx.register_pattern"
+    added = [text for text in texts[1:] if any(f"def {name}(" in text for name in methods)]
+    assert len(texts) == 3 and len(added) == len(methods) and end in texts[0]
+    text = texts[0].replace(end, "\n".join(["", *added]) + end)
     names: dict[str, Any] = {"__name__": "dilated"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rtx, "register_pattern", lambda name, cls: None)
@@ -376,10 +382,46 @@ def dilated() -> Any:
     return names["Dilated"]
 
 
+@pytest.fixture(scope="module")
+def dilated() -> Any:
+    """The class of the page with all that it adds."""
+    return example_with("spreads", "keeps")
+
+
+@pytest.mark.parametrize("methods", [(), ("spreads",), ("keeps",), ("spreads", "keeps")])
 @given(case=CASES)
 @few
-def test_the_pattern_is_the_oracles_and_streams(dilated: Any, case: Case) -> None:
-    check(dilated(window=case.W, stride=case.C).eval(), case)
+def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(methods: Any, case: Case) -> None:
+    pattern = example_with(*methods)(window=case.W, stride=case.C).eval()
+    check(pattern, case)
+    cache, kinds = pattern.start(), {type(part) for part in pattern.reads(inputs_of(pattern, case), False)}
+    assert kinds == {RangeReads if "spreads" in methods else IndexReads}
+    assert cache.ring == (case.W * case.C if "keeps" in methods else None)
+
+
+def inputs_of(pattern: Pattern, case: Case) -> QueriesKeys:
+    here = tensors(pattern, case)
+    return pattern.inputs(here["q"], here["k"], None)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_where_pairs_are_all_that_a_pattern_says_a_position_may_read_nothing(backend: str, attend_self: bool) -> None:
+    class Earlier(PositionPattern):
+        def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return (j < i) & (i - j < 4 + head) & (j % 3 > 0)
+
+    for N in (0, 1, 2, 12):
+        case = Case(N=N, seed=N)
+        pattern = Earlier(attend_self=attend_self).eval()
+        here = tensors(pattern, case)
+        expected = run(partial(oracle.attend, pattern), here)
+        assert not expected[:, :, :2].any()
+        if backend == "torch" and N:
+            check(pattern, case)
+        pattern.backend = backend
+        here = {name: x.float() if torch.is_tensor(x) else x for name, x in here.items()}
+        torch.testing.assert_close(run(pattern, here), expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_page_says_how_to_hold_it_against_the_oracle(dilated: Any) -> None:
@@ -414,7 +456,7 @@ def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
 def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -> None:
     class Wrong(dilated):
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            return i - j < self.keeps if wrong == "sees" else super().sees(head, i, j)
+            return i - j < self.window * self.stride if wrong == "sees" else super().sees(head, i, j)
 
         def spreads(self, position_N: torch.Tensor, heads: int) -> list[PositionLists]:
             (spread,) = super().spreads(position_N, heads)

@@ -9,9 +9,9 @@ from cases import Case, drawn, run, stream
 
 from rtx.attention import Exact, Probed, after_step
 from rtx.attention.centroid_update import SPREAD
+from rtx.attention.centroids import statistics_paused
 from rtx.attention.engine import native
 from rtx.attention.reads import IndexReads
-from rtx.attention.routing import statistics_paused
 from rtx.training.hardware import has_compiler
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
@@ -81,7 +81,7 @@ def test_centroids_start_at_keys_and_move_to_the_means_of_theirs() -> None:
     assert torch.equal(store.centroid_HCD, before)  # nothing was gathered
     given = pattern.train().inputs(here["q"], here["k"], None)
     pattern.reads(given, False)
-    assert not any(bool(x.any()) for x in store.sums())  # who reads whom is no statistic
+    assert not any(bool(x.any()) for x in store.statistics)  # who reads whom is no statistic
 
 
 def test_clusters_without_keys_share_those_of_the_largest_and_nan_moves_nothing() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, members, oracle, pieces
 from rtx.attention.engine import native
-from rtx.attention.ties import best_places
+from rtx.attention.ties import best, best_places
 from rtx.training.hardware import has_compiler
 
 BY_CONTENT = ("exact", "indexer", "blocks", "compressed", "blocks_random", "probed", "probed-best")
@@ -196,7 +196,7 @@ def test_scores_within_a_margin_of_the_last_taken_are_equal(score: list[float], 
     places = best_places(torch.tensor([score, score[:]]), count, fixed(0.21))
     assert places.sort().values.tolist() == [kept, kept]
     if not any(math.isnan(one) for one in score):  # to choices NaN is the best, to the oracle's clusters the worst
-        assert sorted(oracle.best(score, [0.21] * 4, count)) == kept
+        assert sorted(best(score, [0.21] * 4, count)) == kept
 
 
 @needs_compiler

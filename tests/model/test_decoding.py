@@ -19,7 +19,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from rtx.attention import cache
-from rtx.attention.cache import ClusterCache
+from rtx.attention.clusters import ClusterCache
 from rtx.attention.members import normalise
 from rtx.attention.positional import Local
 from rtx.attention.routing import Routing

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
 
+from rtx.attention.adaptive_span import AdaptiveSpan
+from rtx.attention.centroids import Centroids, after_step
+from rtx.attention.clusters import Random
 from rtx.attention.pattern import Pattern, keys_of
-from rtx.attention.positional import AdaptiveSpan, Full, Local, Random
-from rtx.attention.routing import Centroids, Routing, after_step
+from rtx.attention.positional import Full, Local
+from rtx.attention.routing import Routing
 from rtx.attention.top_keys import Indexer
 from rtx.config import BASES, SELECTIONS, HardwareConfig
 from rtx.keys import imported

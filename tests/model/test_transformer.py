@@ -8,12 +8,15 @@ import torch
 from tiny_models import BY_QUERY, COMMON, EVERY, OTHERS, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
 from torch import Tensor
 
+from rtx.attention.centroid_update import to_sphere
+from rtx.attention.centroids import after_step, all_centroids
 from rtx.attention.engine import blocks
 from rtx.attention.members import normalise
-from rtx.attention.routing import Routing, after_step, all_centroids, initialise_from_data, to_sphere
+from rtx.attention.routing import Routing
 from rtx.model.block import Block
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.hardware import has_compiler
+from rtx.training.module import initialise_from_data
 
 
 @each_kind([kind for kind in COMMON if kind["base"] == "local"] + COMMON[45::3] + OTHERS)
@@ -86,7 +89,7 @@ def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPat
         model = tiny_model(recompute=recompute, **kind, **options).train()
         torch.manual_seed(3)
         result = gradients(model, tokens())
-        result |= {f"{i} {j}": x for i, c in enumerate(all_centroids(model)) for j, x in enumerate(c.sums())}
+        result |= {f"{i} {j}": x for i, c in enumerate(all_centroids(model)) for j, x in enumerate(c.statistics)}
         after_step(model)
         result |= {"state " + name: x.clone() for name, x in model.state_dict().items()}
         found.append(result)
@@ -110,7 +113,7 @@ def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training:
         assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training == training for module in model.modules())
         for centroids, q_BHND in seen:
-            assert not centroids.seed_with_next and centroids.sequences == 0, "what seeds is not observed"
+            assert not centroids.seed_with_next and centroids.statistics.sequences == 0, "what seeds is not observed"
             q_HND = to_sphere(normalise(q_BHND)[0])
             assert (centroids.centroid_HCD[:, :, None] - q_HND[:, None]).norm(dim=-1).amin(-1).max() < 1e-5
         assert len(seen) == 2

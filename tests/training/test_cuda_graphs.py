@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention import Routing
-from rtx.attention.routing import all_centroids
+from rtx.attention.centroids import all_centroids
 from rtx.compose import compose
 from rtx.config import Config
 from rtx.errors import UserError

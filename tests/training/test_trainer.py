@@ -12,7 +12,7 @@ import torch
 from small_runs import Workshop, difference, read_metrics
 from torch import nn
 
-from rtx.attention.routing import after_step
+from rtx.attention.centroids import after_step
 from rtx.compose import compose, load_run_config
 from rtx.config import Config, OptimizerConfig, TrainerConfig
 from rtx.data.catalog import open_data

@@ -52,7 +52,7 @@ from torch import Tensor
 from rtx.attention.autocast import no_autocast
 from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
 from rtx.attention.reads import MemberLists
-from rtx.attention.ties import highest
+from rtx.attention.ties import highest_clusters
 
 MAX_SCORES = 1 << 24
 """The most scores that are in memory at once; one head's scores are, even if there are more."""
@@ -153,7 +153,7 @@ def nearest_clusters(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) ->
         head_X = torch.arange(heads.start, heads.stop, device=x_BHND.device) % H
         x_XND = x_BHND.flatten(0, 1)[heads.start : heads.stop]
         score_XCN = scores_of(centroid_HCD[head_X], x_XND)
-        nearest_XN[heads.start : heads.stop] = highest(score_XCN, margin_HC[head_X]).int()
+        nearest_XN[heads.start : heads.stop] = highest_clusters(score_XCN, margin_HC[head_X]).int()
     return nearest_XN.view(B, H, N)
 
 
@@ -239,7 +239,7 @@ def memberships(score_XCN: Tensor, threshold_XC: Tensor, margin_XC: Tensor) -> T
     """Return which positions join which clusters, bool `[X, C, N]`; see `by_thresholds`."""
     value_XCN = score_XCN - threshold_XC[..., None]
     joins_XCN = value_XCN >= -margin_XC[..., None]
-    best_X1N = highest(value_XCN, margin_XC)[..., None, :]
+    best_X1N = highest_clusters(value_XCN, margin_XC)[..., None, :]
     return joins_XCN.scatter(-2, best_X1N, True)
 
 

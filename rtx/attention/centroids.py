@@ -1,0 +1,358 @@
+"""Centroids of clusters, and what training gathers to move them.
+
+Forward passes in training add up statistics (`Centroids.observe`). Once after each optimizer step,
+`after_step` sums them over ranks and moves the centroids and thresholds of all layers together;
+centroid_update.py has the formulas.
+
+Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists of members,
+Y layers with the same rule; V is 2 where keys have memberships of their own (queries, keys), else
+1, or 0 without thresholds; T numbers in a layer's row of statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rtx.attention.arguments import check_choice, check_number, check_positive
+from rtx.attention.centroid_update import (
+    Rule,
+    State,
+    moved,
+    statistics_in,
+    statistics_sizes,
+    to_sphere,
+)
+from rtx.attention.members import centroid_scores
+from rtx.attention.pattern import Pattern
+
+QUERIES = 0
+"""The side of queries; of positions, if queries and keys have the same memberships."""
+KEYS = 1
+"""The side of keys that have memberships of their own."""
+
+
+class Gathering:
+    """Whether passes in training gather statistics: a plain attribute, which torch.compile reads."""
+
+    is_paused = False
+
+
+gathering = Gathering()
+
+
+@contextlib.contextmanager
+def statistics_paused() -> Iterator[None]:
+    """Return a context in which passes gather no statistics, such as those of recomputation."""
+    was_paused = gathering.is_paused
+    gathering.is_paused = True
+    try:
+        yield
+    finally:
+        gathering.is_paused = was_paused
+
+
+class Centroids(nn.Module):
+    """C centroids for each of H heads, with a threshold each; float32, whatever the model's type.
+
+    Args:
+        heads, clusters, size: H, C and D.
+        window, length: a cluster is to get `window` of `length` positions, which thresholds see to.
+        decay: the share of a centroid that remains after one step.
+        update: what a centroid moves towards.
+            "members": the mean of its members, then back to the sphere. If thresholds do not move,
+            a centroid without members moves towards the mean of the others' means. This is ours.
+            "nearest": the mean of the positions that it scores highest of all centroids, then back
+            to the sphere. Without such positions it stays. The paper's released code takes the same
+            positions, but sets a centroid to a running sum over a running count, of any norm.
+            "sum": Algorithm 1 of the paper as printed: the sum of the same positions over a
+            sequence (the mean over the sequences of a step), not normalised.
+        threshold_rate: eta. After a step the threshold of a cluster moves by
+            eta * (members / wanted - 1) deviations of its scores. 0: thresholds stay.
+        keys: what the clusters hold.
+            "shared": queries, which serve as keys.
+            "separate": queries, and keys with memberships of their own. Statistics are of both.
+            "projected": W_R (q + k) of each position, with a fixed orthonormal matrix W_R.
+
+    Raises:
+        ValueError: for an unknown word, a count below 1, a decay outside 0 to 1, or a rate below 0.
+    """
+
+    centroid_HCD: Tensor
+    threshold_HC: Tensor
+    key_threshold_HC: Tensor | None
+    projection_HDD: Tensor | None
+    steps: Tensor
+    """How many steps have moved the centroids."""
+
+    configured = ("update", "threshold_rate", "keys")
+
+    def __init__(
+        self,
+        heads: int,
+        clusters: int,
+        size: int,
+        *,
+        window: int,
+        length: int,
+        decay: float,
+        update: str = "members",
+        threshold_rate: float = 0.0,
+        keys: str = "shared",
+    ) -> None:
+        super().__init__()
+        check_choice("keys", keys, ("shared", "separate", "projected"))
+        check_choice("update", update, ("members", "nearest", "sum"))
+        check_positive(0, heads=heads)
+        check_positive(clusters=clusters, size=size, window=window, length=length)
+        check_number("decay", decay, "from 0 to 1", lambda x: 0 <= x <= 1)
+        check_number("threshold_rate", threshold_rate, "finite and at least 0", is_rate)
+        self.keys = keys
+        self.update_rule = update
+        self.decay = decay
+        self.window = window
+        self.length = length
+        self.threshold_rate = threshold_rate
+        self.seed_with_next = False
+        """Whether the centroids start at vectors of the next batch, see `seed_from`."""
+        directions_HCD = torch.randn(heads, clusters, size, dtype=torch.float32)
+        self.register_buffer("centroid_HCD", to_sphere(directions_HCD))
+        # Scores of vectors in random directions are normal with variance D.
+        start = self.quantile() * math.sqrt(size)
+        threshold_HC = torch.full((heads, clusters), start, dtype=torch.float32)
+        key_threshold_HC = None
+        if keys == "separate":
+            key_threshold_HC = threshold_HC.clone()
+        projection_HDD = None
+        if keys == "projected":
+            projection_HDD = orthonormal(heads, size)
+        self.register_buffer("threshold_HC", threshold_HC)
+        self.register_buffer("key_threshold_HC", key_threshold_HC)
+        self.register_buffer("projection_HDD", projection_HDD)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.reset_statistics()
+
+    def quantile(self) -> float:
+        """Return what a normal score exceeds with probability `window` / `length`.
+
+        In deviations above the mean; -inf where the probability is 1.
+        """
+        share = self.window / self.length
+        if share >= 1:
+            return -math.inf
+        return NormalDist().inv_cdf(1.0 - share)
+
+    def _apply(self, fn, recurse: bool = True):
+        """Move to another device with the model, but stay in float32 in a model of another type."""
+
+        def on_device(buffer: Tensor) -> Tensor:
+            after = fn(buffer)
+            if after.dtype == buffer.dtype:
+                return after
+            return buffer.to(after.device)
+
+        super()._apply(on_device, recurse)
+        self.reset_statistics()
+        return self
+
+    def rule(self) -> Rule:
+        """Return how a step moves these centroids; layers with the same rule move together."""
+        H, C, D = self.centroid_HCD.shape
+        return Rule(
+            update=self.update_rule,
+            keys=self.keys,
+            decay=self.decay,
+            window=self.window,
+            length=self.length,
+            threshold_rate=self.threshold_rate,
+            quantile=self.quantile(),
+            shape_HCD=(H, C, D),
+        )
+
+    def thresholds(self) -> list[Tensor]:
+        """Return the thresholds `[H, C]` of each side."""
+        if self.key_threshold_HC is None:
+            return [self.threshold_HC]
+        return [self.threshold_HC, self.key_threshold_HC]
+
+    def reset_statistics(self) -> None:
+        """Forget the statistics, and let new ones begin on the device of the centroids."""
+        H, C, D = self.centroid_HCD.shape
+        numbers = sum(statistics_sizes((H, C, D)))
+        device = self.centroid_HCD.device
+        self.total_T = torch.zeros(numbers, dtype=torch.float64, device=device)
+        """All statistics since the last step in one row, so that one kernel sums them over ranks."""
+        self.statistics = statistics_in(self.total_T, (H, C, D))
+        """Views of `total_T`."""
+
+    @torch.no_grad()
+    def observe(
+        self,
+        side: int,
+        x_BHND: Tensor,
+        *,
+        member_count_L: Tensor,
+        sum_LD: Tensor,
+        count_L: Tensor,
+        moment_2BHC: Tensor | None,
+    ) -> None:
+        """Add statistics of the vectors of one side in a training batch.
+
+        Args:
+            side: `QUERIES` or `KEYS`.
+            member_count_L: the number of members of each list.
+            sum_LD, count_L: the sums and numbers of the vectors that each centroid is to follow.
+            moment_2BHC: the sums of all scores with each centroid, and of their squares. None: not
+                needed, as thresholds do not choose.
+        """
+        B, H, N, D = x_BHND.shape
+        C = self.centroid_HCD.shape[1]
+        if not B * N:
+            return
+        statistics = self.statistics
+        statistics.sum_HCD.add_(sum_LD.view(B, H, C, D).sum(0))
+        statistics.count_HC.add_(count_L.view(B, H, C).sum(0))
+        seen_3HC = statistics.seen_2_3_HC[side]
+        seen_3HC[0].add_(member_count_L.view(B, H, C).sum(0))
+        if moment_2BHC is not None:
+            seen_3HC[1:].add_(moment_2BHC.sum(1))
+        if side == QUERIES:
+            statistics.positions.add_(B * N)
+            statistics.sequences.add_(B)
+
+    @torch.no_grad()
+    def seed_from(self, clustered: list[Tensor]) -> None:
+        """Start at vectors of the first sequence of a batch; without any position do nothing.
+
+        Centroids start at queries, in their direction. Thresholds start where `window` of `length`
+        positions of the sequence reach them.
+
+        Args:
+            clustered: the vectors of each side, `[B, H, N, D]`.
+        """
+        if not clustered[QUERIES].numel():
+            return
+        start_HCD = self.drawn_from(clustered[QUERIES][0])
+        self.centroid_HCD.copy_(to_sphere(start_HCD.float()))
+        if math.isfinite(self.quantile()):
+            for threshold_HC, x_BHND in zip(self.thresholds(), clustered, strict=True):
+                score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
+                threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
+        self.steps.fill_(1)  # The first step would set the thresholds, which are set already.
+        self.seed_with_next = False
+
+    def drawn_from(self, x_HND: Tensor) -> Tensor:
+        """Return the vectors at C positions of each head, `[H, C, D]`.
+
+        The positions differ, unless there are fewer than C, and are always the same.
+        """
+        H, C, _ = self.centroid_HCD.shape
+        N = x_HND.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        draws = [torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)]
+        position_HC = torch.stack(draws).to(x_HND.device)
+        head_H1 = torch.arange(H, device=x_HND.device)[:, None]
+        return x_HND[head_H1, position_HC]
+
+
+def is_rate(x: float) -> bool:
+    """Return whether a number is finite and at least 0."""
+    return 0 <= x < math.inf
+
+
+def orthonormal(heads: int, size: int) -> Tensor:
+    """Return a random orthonormal matrix for each head, `[H, D, D]`; all are equally likely."""
+    q_HDD, r_HDD = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float32))
+    sign_HD = r_HDD.diagonal(dim1=-2, dim2=-1).sign()
+    return q_HDD * sign_HD[:, None]
+
+
+# After a step.
+
+Move = Callable[[Rule, State, Tensor], State]
+"""A function with the arguments and the result of `centroid_update.moved`."""
+
+
+@torch.no_grad()
+def after_step(model: nn.Module, move: Move = moved) -> None:
+    """Move all centroids and thresholds of a model, and call `after_step` of every pattern.
+
+    To be called once after each optimizer step, on every rank. Ranks sum their statistics first, so
+    that all move alike, by the whole batch.
+
+    Args:
+        move: `moved`, or the same function compiled.
+    """
+    for rule, layers in layers_by_rule(model).items():
+        move_together(rule, layers, move)
+    for module in model.modules():
+        if isinstance(module, Pattern):
+            module.after_step()
+
+
+def all_centroids(model: nn.Module) -> list[Centroids]:
+    """Return the centroids of all layers, from the lowest."""
+    return [module for module in model.modules() if isinstance(module, Centroids)]
+
+
+def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
+    """Return the centroids of all layers; those that move together are in one list."""
+    groups: dict[Rule, list[Centroids]] = {}
+    for centroids in all_centroids(model):
+        groups.setdefault(centroids.rule(), []).append(centroids)
+    return groups
+
+
+def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
+    """Move the layers of one rule by the statistics of all ranks, and forget these.
+
+    The CPU reads no number back.
+    """
+    state, total_YT = stacked(layers)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total_YT)
+    after = move(rule, state, total_YT)
+    copy_rows(after.centroid_YHCD, [layer.centroid_HCD for layer in layers])
+    thresholds = thresholds_of(layers)
+    if thresholds:
+        copy_rows(after.threshold_YVHC.flatten(0, 1), thresholds)
+    copy_rows(after.steps_Y, [layer.steps for layer in layers])
+    # torch has no public name for an operation on a list of tensors, one launch for all.
+    torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
+
+
+def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:
+    """Return copies of the state of layers with one rule, and of their statistics, `[Y, T]`."""
+    state = State(
+        centroid_YHCD=torch.stack([layer.centroid_HCD for layer in layers]),
+        threshold_YVHC=stacked_thresholds(layers),
+        steps_Y=torch.stack([layer.steps for layer in layers]),
+    )
+    return state, torch.stack([layer.total_T for layer in layers])
+
+
+def stacked_thresholds(layers: list[Centroids]) -> Tensor:
+    """Return the thresholds of layers with one rule, `[Y, V, H, C]`."""
+    thresholds = thresholds_of(layers)
+    if thresholds:
+        return torch.stack(thresholds).unflatten(0, (len(layers), -1))
+    centroid_HCD = layers[0].centroid_HCD
+    H, C, _ = centroid_HCD.shape
+    return centroid_HCD.new_empty(len(layers), 0, H, C)
+
+
+def thresholds_of(layers: list[Centroids]) -> list[Tensor]:
+    """Return the thresholds of some layers, layer after layer."""
+    return [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
+
+
+def copy_rows(source_YX: Tensor, targets: list[Tensor]) -> None:
+    """Copy row y of a tensor into target y, for all of them with one launch."""
+    # torch has no public name for this.
+    torch._foreach_copy_(targets, list(source_YX.unbind()))  # type: ignore[attr-defined]

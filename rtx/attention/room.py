@@ -1,0 +1,53 @@
+"""Lists with room for a fixed number of members, on a GPU, and what happens if it does not suffice.
+
+The CPU does not wait to learn how many members the lists of a GPU have. So they get room for
+`room_factor` times as many as are expected. In training, members without room are left out of the
+lists and counted. `make_room` looks at the counts from time to time, and doubles the room.
+
+A pattern with such lists has three attributes:
+
+    may_lose_members: bool    whether its lists may lack room
+    room_factor: int
+    lost_members: Tensor      how many members have been left out since `make_room` looked, `[1]`
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def patterns_with_room(model: nn.Module) -> dict[str, Any]:
+    """Return the patterns of a model whose lists may lack room, by the names of their modules."""
+    patterns: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if getattr(module, "may_lose_members", False):
+            patterns[name] = module
+    return patterns
+
+
+def make_room(model: nn.Module) -> list[str]:
+    """Double the room of each pattern that has left members out, and return a line on each.
+
+    To be called where the CPU waits for the GPU anyway, because it reads the counts.
+    """
+    patterns = patterns_with_room(model)
+    if not patterns:
+        return []
+    counts = torch.stack([pattern.lost_members for pattern in patterns.values()])
+    lines = []
+    for (name, pattern), lost in zip(patterns.items(), counts.flatten().tolist(), strict=True):
+        if lost:
+            pattern.room_factor *= 2
+            pattern.lost_members.zero_()
+            lines.append(line_on(name, pattern.room_factor, lost))
+    return lines
+
+
+def line_on(name: str, room_factor: int, lost: int) -> str:
+    """Return a line on a pattern that gets more room."""
+    return (
+        f"{name or 'routing heads'}: {lost:,} members had no room in their clusters' lists and were"
+        f" left out; from now on the lists have room for {room_factor} times the intended number of"
+        " members"
+    )
