@@ -21,8 +21,8 @@ from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.members import MAX_SCORES
 from rtx.attention.pattern import Prepared
+from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 

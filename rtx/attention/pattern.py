@@ -157,8 +157,8 @@ class Pattern(nn.Module, ABC):
 
         return Stream(self.start(relative), inputs, attend)
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
-        """Return the auxiliary loss of the last forward pass, zero for most patterns."""
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the auxiliary loss, zero for most patterns; `parts` is what `reads` returned."""
         dtype = torch.promote_types(qk.q_BHND.dtype, torch.float32)
         return qk.q_BHND.new_zeros((), dtype=dtype)
 
@@ -240,7 +240,7 @@ class Pattern(nn.Module, ABC):
             self.gather(qk)
             parts = self.reads(qk, streaming)
         out_BHND = self.attend(qk, v_BHND, parts, relative)
-        return out_BHND[:, :, memory:], self.loss(qk)
+        return out_BHND[:, :, memory:], self.loss(qk, parts)
 
     def inputs(
         self,

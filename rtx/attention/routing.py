@@ -268,10 +268,10 @@ class Routing(ClusterPattern):
             )
         return lists
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
         if not self.training or not self.commitment or not qk.q_BHND.numel():
-            return super().loss(qk)
+            return super().loss(qk, parts)
         return self.commitment * torch.stack([self.distance(x_BHND) for x_BHND in self.clustered(qk)]).mean()
 
     def distance(self, x_BHND: Tensor) -> Tensor:
