@@ -14,7 +14,7 @@ from rtx.attention.arguments import check_number, check_positive
 from rtx.attention.cache import Cache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.positional import ContiguousPattern, PositionCache
-from rtx.attention.reads import QueriesKeys
+from rtx.attention.reads import QueriesKeys, Reads
 
 
 class AdaptiveSpan(ContiguousPattern):
@@ -35,8 +35,6 @@ class AdaptiveSpan(ContiguousPattern):
     """
 
     reads_all_kept = True
-    decided = ("attend_self",)
-    configured = ("ramp", "cost")
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **options: Any) -> None:
         super().__init__(attend_self=True, **options)  # a key within reach may weigh nothing, the own one never
@@ -85,9 +83,9 @@ class AdaptiveSpan(ContiguousPattern):
         bias_HM = weight_HM.masked_fill(~seen_HM, 1).log().masked_fill(~seen_HM, -math.inf)
         return super().terms(size, relative)._replace(bias_HM=bias_HM)
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the weighted mean span, zero outside training."""
-        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(qk)
+        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(qk, parts)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """See `Pattern.start`; the spans stay as they are now."""

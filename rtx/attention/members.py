@@ -16,12 +16,10 @@ from torch import Tensor
 
 from rtx.attention.autocast import no_autocast
 from rtx.attention.engine import native, norm
+from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import MemberLists
 from rtx.attention.static import is_static
 from rtx.attention.ties import best_places, centroid_margin, highest_clusters
-
-MAX_SCORES = 1 << 23
-"""Scores held at once, but for those of one head."""
 
 
 def normalise(x_BHND: Tensor) -> Tensor:

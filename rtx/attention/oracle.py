@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.pattern import Pattern, Rotate
-from rtx.attention.ties import best
 
 MOST = sys.float_info.max
 
@@ -150,15 +149,6 @@ def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
     return mask_NN[None]
 
 
-def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool = True) -> Tensor:
-    """Each position reads its `window` best of the positions up to itself, `[1, N, N]`."""
-    mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
-    for i, (score_N, margin_N) in enumerate(zip(score_NN.tolist(), margin_NN.tolist(), strict=True)):
-        among = i + 1 if attend_self or i == 0 else i
-        mask_NN[i, best(score_N[:among], margin_N[:among], window)] = True
-    return mask_NN[None]
-
-
 def probed(
     score_C: list[float],
     margin: float,
@@ -192,15 +182,3 @@ def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> l
             break
         equal.append(c)
     return sorted(equal)
-
-
-def best_blocks(score_NG: Tensor, margin_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:
-    """Each position reads its own block up to itself, and the `count` finished blocks with the best scores."""
-    N = len(score_NG)
-    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
-    for i, (score_G, margin_G) in enumerate(zip(score_NG.tolist(), margin_NG.tolist(), strict=True)):
-        own = i // block
-        mask_NN[i, own * block : i + 1 if attend_self or i == 0 else i] = True
-        for g in best(score_G[:own], margin_G[:own], count):
-            mask_NN[i, g * block : (g + 1) * block] = True
-    return mask_NN[None]

@@ -5,12 +5,11 @@ Shapes: B sequences, H heads, N positions, D head size, P lists of a head.
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.stream import Stream
-from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 Rotate = Callable[..., Tensor]
 """`rotate(x_BHND, first=0)` returns vectors rotated by their positions `first`, `first` + 1, ..."""
@@ -80,10 +78,6 @@ class Pattern(nn.Module, ABC):
     """H, if a tensor of the pattern fixes it."""
     size: int | None = None
     """D, if a tensor of the pattern fixes it."""
-    decided: tuple[str, ...] = ()
-    """Arguments that this class itself gives to those above, so that no configuration does."""
-    configured: tuple[str, ...] = ("scale", "dropout", "attend_self", "backend")
-    """Arguments of this class with a default that a configuration sets all the same; the others keep their default."""
 
     def __init__(
         self,
@@ -105,11 +99,6 @@ class Pattern(nn.Module, ABC):
         if attend_self is None:
             attend_self = self.attend_self
         self.attend_self = attend_self
-
-    @classmethod
-    def from_config(cls, known: Mapping[str, Any]) -> Self:
-        """Return the heads that a configuration describes; `known`: what `keys_of` returns."""
-        return cls(**of_configuration(cls, known))
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -152,8 +141,8 @@ class Pattern(nn.Module, ABC):
     def gather(self, qk: QueriesKeys) -> None:
         """Gather statistics for `after_step`; `forward` calls this before `reads`."""
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
-        """Return the auxiliary loss of the last forward pass, zero for most patterns."""
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the auxiliary loss, zero for most patterns; `parts` is what `reads` returned."""
         dtype = torch.promote_types(qk.q_BHND.dtype, torch.float32)
         return qk.q_BHND.new_zeros((), dtype=dtype)
 
@@ -251,7 +240,7 @@ class Pattern(nn.Module, ABC):
             self.gather(qk)
             parts = self.reads(qk, streaming)
         out_BHND = self.attend(qk, v_BHND, parts, relative)
-        return out_BHND[:, :, memory:], self.loss(qk)
+        return out_BHND[:, :, memory:], self.loss(qk, parts)
 
     def inputs(
         self,
@@ -289,48 +278,6 @@ class Pattern(nn.Module, ABC):
             k_BHND = in_type(v_BHND.dtype, qk.rotated_k_BHND, qk.narrow_k_BHND)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
-
-
-def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, Any]:
-    """Return what a resolved configuration says to some heads of a layer (0 is the lowest), by names of arguments.
-
-    The keys of `routing` for the heads that these describe, else those of `model`, by their own names, but for what is
-    called otherwise or made of several: `heads` are these, `dropout` is that of attention weights.
-    """
-    model, routing, size = config.model, config.routing, config.model.hidden // config.model.heads
-    known = {**vars(routing if routed else model), "heads": heads, "size": size, "length": config.data.length}
-    known |= {"dropout": model.attention_dropout, "backend": config.hardware.attention, "scale": size**-0.5}
-    known |= {"seed": config.seed * 1_000 + layer}
-    if routed:
-        keys = "separate" if routing.keys == "tied" else routing.keys
-        scale = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}[routing.logit_scale]
-        known |= {"clusters": clusters(config), "keys": keys, "has_keys": keys != "shared"}
-        return known | {"scale": scale, "attend_self": reads_self(routing)}
-    known |= {"memory": memory_slots(model), "block": model.stride, "ramp": model.span_ramp, "cost": model.span_cost}
-    return known | {"variant": model.lsh, "rounds": model.hash_rounds, "buckets": hash_buckets(config)}
-
-
-def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of the arguments of a class, and of those above that it hands further ones to.
-
-    An argument with a default keeps it, unless its class, or one that builds on that, lists it as `configured`.
-    """
-    found: dict[str, Any] = {}
-    decided: set[str] = set()
-    configured: set[str] = set()
-    for each in kind.__mro__:
-        own = vars(each)
-        configured.update(own.get("configured", ()))
-        takes = inspect.signature(own["__init__"]).parameters.values() if "__init__" in own else []
-        named = [one for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        kept = {one.name for one in named if one.default is not one.empty} - configured
-        decided |= kept - found.keys()  # also for the classes above: this one hands its own value on
-        wanted = {one.name for one in named} & known.keys() - decided
-        found |= {name: known[name] for name in wanted}
-        decided.update(own.get("decided", ()))
-        if takes and all(one.kind is not one.VAR_KEYWORD for one in takes):
-            break
-    return found
 
 
 def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
