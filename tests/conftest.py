@@ -4,12 +4,17 @@ interpreter where there is no GPU; and signals."""
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the commands that tests start inherit it
 os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+# Who keeps no bytecode compiles this code and its tests anew in every process: a third of a command's time to start.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell ignores Ctrl-C for what it runs in the background, nohup SIGHUP; the commands that tests start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

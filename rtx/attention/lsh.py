@@ -21,8 +21,8 @@ from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.members import MAX_SCORES
 from rtx.attention.pattern import Prepared
+from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 
@@ -55,9 +55,6 @@ class Lsh(ClusterPattern):
             it in its own chunk and the chunk before. **It sees the future**: later positions push earlier ones across
             the borders of chunks. With `streaming` the chunks of each position are cut from the prefix up to it.
     """
-
-    decided = ("attend_self", "has_keys", "merge")
-    configured = ("variant",)
 
     def __init__(
         self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **options: Any

@@ -24,12 +24,11 @@ from torch import Tensor
 from rtx.attention.autocast import no_autocast
 from rtx.attention.engine import native, norm
 from rtx.attention.engine.static_selection import memberships
+from rtx.attention.pieces import piece_size, pieces
 from rtx.attention.reads import MemberLists
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, centroid_margin, highest_clusters
 
-MAX_SCORES = 1 << 23
-"""The most scores that are in memory at once; one head's scores are, even if there are more."""
 EMPTY = 1 << 40
 """The position of an empty slot, which is later than all positions."""
 
@@ -106,18 +105,17 @@ def by_scores(
     places = [torch.zeros(0, dtype=torch.int64, device=device)]
     nearest_XN = torch.zeros(B * H, N, dtype=torch.int64, device=device)
     moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
-    size = max(1, MAX_SCORES // max(1, C * N))
-    for first in range(0, B * H, size):
-        some = slice(first, first + size)
-        head_X = torch.arange(B * H, device=device)[some] % H
+    for some in pieces(B * H, C * N):
+        head_X = torch.arange(some.start, some.stop, device=device) % H
         score_XCN = products(centroid_HCD[head_X], x_XND[some])
         margin_XC = margin_HC[head_X]
+        first_place = some.start * C * N
         if threshold_HC is not None:
             joins_XCN = memberships(score_XCN, threshold_HC[head_X], margin_XC)
-            places.append(joins_XCN.flatten().nonzero()[:, 0] + first * C * N)
+            places.append(joins_XCN.flatten().nonzero()[:, 0] + first_place)
             moment_2XC[:, some] = moments(score_XCN)
         elif window:
-            places.append(best_members(score_XCN, margin_XC, window) + first * C * N)
+            places.append(best_members(score_XCN, margin_XC, window) + first_place)
         if nearest:
             nearest_XN[some] = highest_clusters(score_XCN, margin_XC)
     lists = lists_of_places(torch.cat(places), B * H, C, N)
@@ -256,24 +254,24 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
     best = PrefixTopK(margin_HC.repeat(B, 1, 1).flatten(), window)
     none_J = torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
-    pieces = [Newcomers(none_J, none_J, none_J)]
-    most = max(1, MAX_SCORES // max(1, B * H * C))
+    joined = [Newcomers(none_J, none_J, none_J)]
+    most = piece_size(B * H * C)
     first = 0
     while first < N:
         # At most a quarter of the prefix: if scores are normal, about W / 4 of it may still join.
         end = min(N, first + most, first + max(window, first // 4))
         score_BHCT = products(centroid_HCD, x_BHND[:, :, first:end])
-        pieces += newcomers(best, score_BHCT.flatten(0, 2), first)
+        joined += newcomers(best, score_BHCT.flatten(0, 2), first)
         first = end
-    joined = Newcomers(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+    arrived = Newcomers(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
     # Numbers list * N + position ascend from list to list, and with the positions within a list.
-    number_M, order_M = (joined.list_J * N + joined.position_J).sort()
-    has_replaced_J = joined.replaced_J < N
-    replaced_number_J = (joined.list_J * N + joined.replaced_J)[has_replaced_J]
+    number_M, order_M = (arrived.list_J * N + arrived.position_J).sort()
+    has_replaced_J = arrived.replaced_J < N
+    replaced_number_J = (arrived.list_J * N + arrived.replaced_J)[has_replaced_J]
     leaves_M = torch.full_like(number_M, N)
-    leaves_M[torch.searchsorted(number_M, replaced_number_J)] = joined.position_J[has_replaced_J]
-    row_M = (joined.list_J // C * N + joined.position_J)[order_M]
-    count_L = torch.bincount(joined.list_J, minlength=B * H * C)
+    leaves_M[torch.searchsorted(number_M, replaced_number_J)] = arrived.position_J[has_replaced_J]
+    row_M = (arrived.list_J // C * N + arrived.position_J)[order_M]
+    count_L = torch.bincount(arrived.list_J, minlength=B * H * C)
     return Arrivals(MemberLists(row_M, count_L), leaves_M, best)
 
 

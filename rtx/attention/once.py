@@ -8,25 +8,25 @@ Engines compute tables of their own from lists. `derived_once` stores these tabl
 (`RangeReads.derived`), so that they live as long as the lists do.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from rtx.attention.reads import Holes, MemberLists, RangeReads
+from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads, Reads
 
 MAX_CACHED = 64
 """The number of cache entries; a new entry beyond it displaces the oldest one."""
 
-cached_lists: dict[Hashable, list[RangeReads]] = {}
+cached_lists: dict[Hashable, list[Reads]] = {}
 """The lists by their form and device, oldest first."""
 
 
 def made_once(
     form: Hashable,
     device: torch.device,
-    make: Callable[[torch.device], list[RangeReads]],
-) -> list[RangeReads]:
+    make: Callable[[torch.device], Sequence[Reads]],
+) -> list[Reads]:
     """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
     Args:
@@ -41,23 +41,28 @@ def made_once(
     return cached_lists[key]
 
 
-def make_on_cpu(make: Callable[[torch.device], list[RangeReads]], device: torch.device) -> list[RangeReads]:
-    """Return `make(cpu)`, copied to the device, with an empty `derived` for `derived_once`.
+def make_on_cpu(
+    make: Callable[[torch.device], Sequence[Reads]],
+    device: torch.device,
+) -> list[Reads]:
+    """Return `make(cpu)`, copied to the device; in lists `derived` is empty, for `derived_once`.
 
     The first call may come in inference mode. Tensors made there could not be used in training
     later, so this leaves that mode.
     """
     with torch.inference_mode(False), torch.no_grad():
         parts = make(torch.device("cpu"))
-        return [on_device(part, device)._replace(derived={}) for part in parts]
+        return [on_device(part, device) for part in parts]
 
 
-def on_device(part: RangeReads, device: torch.device) -> RangeReads:
-    """Return the part with its tensors on a device.
+def on_device(part: Reads, device: torch.device) -> Reads:
+    """Return the part with its tensors on a device; lists with an empty `derived`.
 
     Engines test `part.key is part.query` to learn whether queries and keys share their lists. This
     holds for the result where it holds for `part`.
     """
+    if isinstance(part, IndexReads):
+        return part._replace(index_RK=part.index_RK.to(device))
     query = packed_on_device(part.query, device)
     key = query
     if part.key is not part.query:
@@ -71,6 +76,7 @@ def on_device(part: RangeReads, device: torch.device) -> RangeReads:
         start_P=part.start_P.to(device),
         stop_P=part.stop_P.to(device),
         holes=holes,
+        derived={},
     )
 
 

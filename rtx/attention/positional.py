@@ -1,14 +1,15 @@
-"""The patterns that choose by position: who reads whom in full, local, recurrent, strided and fixed heads.
+"""Patterns that choose by position: full, local, recurrent, strided and fixed heads.
 
-Each states its lists for the engine (`spreads`) and its rule for the oracle and pictures (`sees`), in one place.
+A pattern states who reads whom pair by pair (`sees`), and for speed once more in lists (`spreads`).
+Tests hold the two against each other.
 
-Shapes: B sequences, H heads, N positions, D head size, K keys read, S slots of a cache.
+Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,182 +21,280 @@ from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.once import made_once
 from rtx.attention.pattern import Pattern
-from rtx.attention.reads import QueriesKeys, RangeReads, Reads, Window, bounded_read, pack, without_self
+from rtx.attention.reads import (
+    IndexReads,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    Window,
+    bounded_read,
+    pack,
+    without_self,
+)
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of attributes that are compared by value."""
 
 
 class PositionLists(NamedTuple):
-    """Lists chosen by position: the query at n reads the keys of its list at positions since_N[n] to until_N[n] - 1."""
+    """Lists of positions: the query at n reads keys of list_HN[n].
+
+    It reads those at the positions since_N[n] to until_N[n] - 1. Neither bound falls along a list.
+    """
 
     list_HN: Tensor
-    """The list that the query of each position reads, one for all heads or `[H, N]`."""
+    """The list that the query of each position reads, `[N]` for all heads or `[H, N]`."""
     key_list_HN: Tensor
-    """The list that the key of each position stands in; -1: in none."""
+    """The list that contains the key of each position, `[N]` or `[H, N]`; -1: none."""
     since_N: Tensor
     until_N: Tensor
-    """Both never fall along a list."""
 
 
 class PositionPattern(Pattern):
-    """A pattern that chooses by position alone: it implements `spreads` and `sees`.
+    """A pattern that chooses by position alone, defined in three steps; the first is enough.
 
-    It gets forward, gradients, padding, a stream's cache, the oracle and pictures from them.
+    1. `sees` defines which pairs of positions are read. Forward passes, gradients, padding,
+       streams, the oracle and pictures follow from it. It is evaluated for every pair, once for
+       each shape, which takes N^2 memory for each head; the keys of each query stay in memory.
+    2. `spreads` adds speed: the same in lists, whose memory is linear in N.
+    3. `keeps` bounds the cache of a stream, which otherwise holds all keys and values.
     """
 
     keeps: int | None = None
-    """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
-    reads_all_kept = False
-    """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
-
-    @abstractmethod
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
+    """No query reads a key this many positions before it, or farther; None: no bound."""
+    reads_all_cached = False
+    """Whether every position reads all keys in the cache of a stream, which then needs no mask."""
 
     @abstractmethod
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
+        """Return whether the query at i reads the key at j, for j <= i.
+
+        i and j are tensors that broadcast; results for j > i are ignored.
+        """
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists] | None:
+        """Return who reads whom in lists, at some positions in any order.
+
+        No pair of positions is in several of the lists. None: `sees` alone decides.
+        """
+        return None
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        i = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)[:, None] - qk.memory
-        return ((i >= i.T) & self.sees(head, i, i.T))[None]
+        position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device) - qk.memory
+        return self.pairs(head, position_N)[None]
+
+    def pairs(self, head: int, position_N: Tensor) -> Tensor:
+        """Return which positions read which by `sees`, `[N, N]`, bool."""
+        i_N1 = position_N[:, None]
+        is_past_NN = position_N <= i_N1
+        return is_past_NN & self.sees(head, i_N1, position_N)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
+        device = qk.q_BHND.device
         make = partial(self.make_reads, B, H, N, qk.memory)
         form = self.form()
         if form is None:
-            return [*make(qk.q_BHND.device)]
-        return [*made_once((type(self), form, B, H, N, qk.memory), qk.q_BHND.device, make)]
+            return [*make(device)]
+        return [*made_once((type(self), form, B, H, N, qk.memory), device, make)]
 
-    known_form: Hashable | None = None
-    """What `form` has returned last. A compiled graph takes it: torch 2.11 cannot trace through `vars`."""
+    last_form: Hashable | None = None
+    """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
 
     def form(self) -> Hashable | None:
-        """Return what, beside shapes, decides who reads whom; None where a tensor of the pattern may have a say."""
-        if torch.compiler.is_compiling() and self.known_form is not None:
-            return self.known_form
-        self.known_form = self.form_now()
-        return self.known_form
+        """Return what decides who reads whom besides shapes; None if a tensor may decide, too."""
+        if torch.compiler.is_compiling() and self.last_form is not None:
+            return self.last_form
+        self.last_form = self.form_of_attributes()
+        return self.last_form
 
-    def form_now(self) -> Hashable | None:
-        """Return what `form` does, from the attributes as they are."""
+    def form_of_attributes(self) -> Hashable | None:
+        """Return the result of `form`, from the attributes as they are."""
         if [*self.parameters()] or [*self.buffers()]:
             return None
-        hidden = ("_", "known_form")
-        attributes = {name: value for name, value in vars(self).items() if not name.startswith(hidden)}
-        is_plain = all(isinstance(value, PLAIN) for value in attributes.values())
-        return tuple(attributes.items()) if is_plain else None
+        attributes = {}
+        for name, value in vars(self).items():
+            if name.startswith("_") or name == "last_form":
+                continue
+            if not isinstance(value, PLAIN):
+                return None
+            attributes[name] = value
+        return tuple(attributes.items())
 
-    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
-        """Return who reads whom in B sequences and H heads of N positions, a memory included."""
+    def make_reads(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        memory: int,
+        device: torch.device,
+    ) -> Sequence[Reads]:
+        """Return who reads whom in B sequences and H heads of N positions, the memory included."""
         position_N = torch.arange(-memory, N - memory, device=device)
-        parts = []
-        for spread in self.spreads(position_N, H):
-            numbers = [spread.list_HN.flatten(), spread.key_list_HN.flatten()]
-            lists = int(torch.cat(numbers).max()) + 1 if N else 1
-            keys = pack(spread.key_list_HN.expand(B, H, N), lists)
-            query_list_HN = spread.list_HN
-            if memory:
-                query_list_HN = torch.where(position_N < 0, -1, query_list_HN)
-            queries = keys
-            if query_list_HN is not spread.key_list_HN:
-                queries = pack(query_list_HN.expand(B, H, N), lists)
-            since_N, until_N = spread.since_N + memory, spread.until_N + memory
-            parts.append(bounded_read(queries, keys, N, since_N, until_N))
-        return parts if self.attend_self else without_self(parts, B * H * N)
+        spreads = self.spreads(position_N, H)
+        if spreads is None:
+            return [self.index_of_pairs(B, H, position_N)]
+        parts = [ranges_of(lists, B, H, memory) for lists in spreads]
+        if self.attend_self:
+            return parts
+        return without_self(parts, B * H * N)
+
+    def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
+        """Return who reads whom by `sees`, which is evaluated for every pair of positions."""
+        N = len(position_N)
+        device = position_N.device
+        read_HNN = torch.zeros(H, N, N, dtype=torch.bool, device=device)
+        for head in range(H):
+            read_HNN[head] = self.pairs(head, position_N)
+        if not self.attend_self:
+            read_HNN = mask_without_self(read_HNN, torch.eye(N, dtype=torch.bool, device=device))
+        keys = int(read_HNN.sum(-1).max()) if H * N else 0
+        # The places of the keys, in ascending order; N instead where a query reads fewer.
+        place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
+        place_HNK = place_HNN.topk(keys, largest=False).values
+        first_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1) * N
+        row_BHNK = torch.where(place_HNK < N, first_BH11 + place_HNK, -1)
+        return IndexReads(row_BHNK.flatten(0, 2), N)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return PositionCache(self, relative, self.keeps)
 
 
+def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
+    """Return who reads whom by lists of N positions, the first of which are a memory."""
+    N = len(lists.since_N)
+    number_X = torch.cat([lists.list_HN.flatten(), lists.key_list_HN.flatten()])
+    count = int(number_X.max()) + 1 if N else 1
+    list_HN = lists.list_HN
+    if memory:
+        reads_nothing_N = torch.arange(N, device=list_HN.device) < memory
+        list_HN = list_HN.masked_fill(reads_nothing_N, -1)
+    keys = pack(lists.key_list_HN.expand(B, H, N), count)
+    queries = keys
+    if list_HN is not lists.key_list_HN:
+        queries = pack(list_HN.expand(B, H, N), count)
+    return bounded_read(queries, keys, N, lists.since_N + memory, lists.until_N + memory)
+
+
 class ContiguousPattern(PositionPattern):
-    """A pattern whose positions read all keys from one on, up to themselves: it implements `since`."""
+    """A pattern whose positions read all keys from `since` on, up to themselves."""
 
     takes_memory = True
 
     @abstractmethod
     def since(self, i: Tensor) -> Tensor:
-        """Return the first position that the queries at `i` read; it never falls as i grows. Below 0: the first."""
+        """Return the first position that the queries at `i` read; it never falls as i grows.
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        one_N = torch.zeros_like(position_N)
-        return [PositionLists(one_N, one_N, self.since(position_N), position_N + 1)]
-
-    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[RangeReads]:
-        parts = super().make_reads(B, H, N, memory, device)
-        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
-            return parts  # only a CPU tells what tensors hold without a wait
-        read_P = parts[0].stop_P - parts[0].start_P
-        most = int(read_P.max()) if len(read_P) else 0
-        parts = [parts[0]._replace(most=most)]
-        since_N = self.since(torch.arange(N - memory))
-        keys_N = torch.arange(1, N - memory + 1) - since_N.clamp(min=-memory)
-        reach_N = (torch.arange(1, N - memory + 1) + memory).clamp(max=most)
-        if self.has_one_list(parts[0], B * H) and torch.equal(keys_N, reach_N):
-            parts = [parts[0]._replace(window=Window(N, most, memory))]
-        return parts
-
-    def has_one_list(self, part: RangeReads, sequences: int) -> bool:
-        """Tell whether every sequence of a head is one list."""
-        return len(part.query.count_L) == sequences
+        It may lie before the first position of all.
+        """
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return j >= self.since(i)
 
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        list_N = torch.zeros_like(position_N)
+        return [PositionLists(list_N, list_N, self.since(position_N), position_N + 1)]
+
+    def make_reads(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        memory: int,
+        device: torch.device,
+    ) -> Sequence[Reads]:
+        parts = super().make_reads(B, H, N, memory, device)
+        # Only a CPU knows the numbers in tensors without a wait.
+        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
+            return parts
+        (part,) = parts
+        assert isinstance(part, RangeReads)
+        count_P = part.stop_P - part.start_P
+        most = int(count_P.max()) if len(count_P) else 0
+        part = part._replace(most=most)
+        has_one_list = len(part.query.count_L) == B * H
+        if has_one_list and self.is_window(most, memory, N - memory):
+            part = part._replace(window=Window(N, most, memory))
+        return [part]
+
+    def is_window(self, keys: int, memory: int, length: int) -> bool:
+        """Return whether `length` positions after a memory each read the last `keys` positions."""
+        position_N = torch.arange(length)
+        read_N = position_N + 1 - self.since(position_N).clamp(min=-memory)
+        window_N = (position_N + 1 + memory).clamp(max=keys)
+        return torch.equal(read_N, window_N)
+
 
 class Full(ContiguousPattern):
-    """Every position reads every j <= i. Cost N^2, memory linear in N.
+    """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    By torch's kernels not quite: terms by distance and dropout on a CPU hold keys and values N / 1024 times, and
-    without `attend_self` there is a mask of N^2 for all heads.
+    Cost N^2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
+    and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
+    of N^2 for all heads.
     """
 
-    reads_all_kept = True
+    reads_all_cached = True
 
     def since(self, i: Tensor) -> Tensor:
-        return torch.full_like(i, -(1 << 40))  # positions of a memory are below 0
+        # Positions of a memory are below 0.
+        return torch.full_like(i, -(1 << 40))
 
 
 class Local(ContiguousPattern):
-    """Position i reads i - W < j <= i: exactly `window` keys with its own."""
+    """Position i reads i - W < j <= i: the last `window` keys, its own included."""
 
-    reads_all_kept = True
+    reads_all_cached = True
 
     def __init__(self, *, window: int, **options: Any) -> None:
         super().__init__(**options)
         check_positive(window=window)
-        self.window = self.keeps = window
+        self.window = window
+        self.keeps = window
 
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.window
 
 
 class Recurrent(ContiguousPattern):
-    """Position i reads its own segment of `length` positions up to itself, and `memory` positions before the segment.
+    """Position i reads its segment up to itself, and the positions of a memory before the segment.
 
-    Transformer-XL (Dai et al. 2019, section 3.2). With `same_length` it reads `memory` keys, its own included, as the
-    released code evaluates.
+    Transformer-XL (Dai et al. 2019, section 3.2).
+
+    Args:
+        length: positions of a segment.
+        memory: positions before it.
+        same_length: position i reads the last `memory` keys instead, its own included, as the
+            released code does in evaluation.
     """
 
-    configured = ("same_length",)
-
-    def __init__(self, *, length: int, memory: int, same_length: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        length: int,
+        memory: int,
+        same_length: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(length=length)
-        check_positive(int(same_length), memory=memory)
-        self.length, self.memory, self.same_length = length, memory, same_length
+        least = 1 if same_length else 0
+        check_positive(least, memory=memory)
+        self.length = length
+        self.memory = memory
+        self.same_length = same_length
         self.keeps = memory if same_length else length + memory
 
     def since(self, i: Tensor) -> Tensor:
-        return (i + 1 if self.same_length else i // self.length * self.length) - self.memory
+        if self.same_length:
+            return i + 1 - self.memory
+        segment = i // self.length
+        return segment * self.length - self.memory
 
 
 class Strided(PositionPattern):
-    """Position i reads i, i - stride, i - 2 stride, ...: for data with a period, such as rows of an image.
+    """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
 
-    Child et al. 2019. Cost N^2 / stride.
+    For data with a period, such as the rows of an image. Cost N^2 / stride.
     """
 
     def __init__(self, *, stride: int, **options: Any) -> None:
@@ -203,100 +302,139 @@ class Strided(PositionPattern):
         check_positive(stride=stride)
         self.stride = stride
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        remainder_N = position_N % self.stride
-        return [PositionLists(remainder_N, remainder_N, torch.zeros_like(position_N), position_N + 1)]
-
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return (i - j) % self.stride == 0
 
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each remainder."""
+        list_N = position_N % self.stride
+        first_N = torch.zeros_like(position_N)
+        return [PositionLists(list_N, list_N, first_N, position_N + 1)]
+
 
 class Fixed(PositionPattern):
-    """Position i reads its own block up to itself, and the summary columns of every earlier block.
+    """Position i reads its block up to itself, and the summary columns of all earlier blocks.
 
-    Child et al. 2019, for data without a period, such as text. Summary columns are `summary` positions of a `block`;
-    head h takes the sub-block s = h mod (block // summary) counted from the block's end. One softmax spans both sets.
-    Cost N (block + N summary / block).
+    Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
+    sets. Cost N (block + N summary / block).
+
+    Args:
+        block: positions of a block.
+        summary: c, summary columns of a block. Head h takes the c columns that end c (h mod
+            (block // c)) columns before the end of the block.
     """
 
     def __init__(self, *, block: int, summary: int, **options: Any) -> None:
         super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
-        self.block, self.summary = block, summary
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """The own block's list, and the list of all summary columns of the head."""
-        own_N, none_N = position_N // self.block, torch.zeros_like(position_N)
-        head_H1 = torch.arange(heads, device=position_N.device)[:, None]
-        column_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
-        return [
-            PositionLists(own_N, own_N, none_N, position_N + 1),
-            PositionLists(none_N, column_HN, none_N, own_N * self.block),
-        ]
-
-    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
-        """Tell whether j is a summary column of its block."""
-        end = self.block - self.summary * (head % (self.block // self.summary))
-        column = j % self.block
-        return (column >= end - self.summary) & (column < end)
+        self.block = block
+        self.summary = summary
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return (i // self.block == j // self.block) | self.is_summary(head, j)
+        is_in_block = i // self.block == j // self.block
+        return is_in_block | self.is_summary(head, j)
+
+    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
+        """Return whether j is a summary column of its block."""
+        sub_block = head % (self.block // self.summary)
+        stop = self.block - self.summary * sub_block
+        column = j % self.block
+        return (column >= stop - self.summary) & (column < stop)
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each block, and one list of the summary columns of earlier blocks."""
+        block_N = position_N // self.block
+        first_N = torch.zeros_like(position_N)
+        blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
+        return [blocks, self.summaries(position_N, heads, block_N * self.block)]
+
+    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+        """Return one list of all summary columns, which a query reads up to a position."""
+        first_N = torch.zeros_like(position_N)
+        head_H1 = torch.arange(heads, device=position_N.device)[:, None]
+        key_list_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
+        return PositionLists(first_N, key_list_HN, first_N, until_N)
 
 
 class FixedBlock(Recurrent):
-    """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
-
-    decided = ("length", "memory", "same_length")
+    """Position i reads its block up to itself: the first part of `Fixed` alone."""
 
     def __init__(self, *, block: int, **options: Any) -> None:
         check_positive(block=block)
         super().__init__(length=block, memory=0, **options)
 
     def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        own_N, none_N = position_N // self.length, torch.zeros_like(position_N)  # a list each: whole triangles
-        return [PositionLists(own_N, own_N, none_N, position_N + 1)]
+        """Return a list for each block, so that engines compute whole triangles."""
+        block_N = position_N // self.length
+        first_N = torch.zeros_like(position_N)
+        return [PositionLists(block_N, block_N, first_N, position_N + 1)]
 
 
 class FixedSummary(Fixed):
-    """Position i reads the summary columns of all blocks up to itself: the fixed pattern's other part, see `Fixed`."""
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        return [super().spreads(position_N, heads)[1]._replace(until_N=position_N + 1)]
+    """Position i reads all summary columns up to itself: the second part of `Fixed` alone."""
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return self.is_summary(head, j)
 
+    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        return [self.summaries(position_N, heads, position_N + 1)]
+
 
 class PositionCache(RowCache):
-    """The cache of a pattern that chooses by position."""
+    """The keys and values of a stream whose pattern chooses by position."""
 
     def __init__(
-        self, pattern: PositionPattern, relative: RelativeTables | None = None, ring: int | None = None
+        self,
+        pattern: PositionPattern,
+        relative: RelativeTables | None = None,
+        ring: int | None = None,
     ) -> None:
         super().__init__(partial(pattern.terms, relative=relative), ring)
         self.pattern = pattern
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        k, v = self.put(qk, v_BH1D, position)
-        slots, filled = k.shape[2], min(k.shape[2], position + 1)
-        at_S = position - (position - torch.arange(filled, device=k.device)) % slots
-        k, v = k[:, :, :filled], v[:, :, :filled]
-        if self.pattern.reads_all_kept and self.pattern.attend_self:
-            return self.attend(qk, k, v, None, (position - at_S)[None, None, None])
-        seen_HS = self.seen(at_S, position % slots, k.shape[1])
-        if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
-            # Most of what is kept is not read: gather what is.
-            slot_HK = seen_HS.nonzero()[:, 1].view(len(seen_HS), -1)
-            k, v = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k, v))
-            return self.attend(qk, k, v, None, (position - at_S[slot_HK])[None, :, None])
-        return self.attend(qk, k, v, seen_HS[None, :, None], (position - at_S)[None, None, None])
+        k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
+        H, slots = k_BHSD.shape[1:3]
+        filled = min(slots, position + 1)
+        k_BHSD = k_BHSD[:, :, :filled]
+        v_BHSD = v_BHSD[:, :, :filled]
+        distance_S = (position - torch.arange(filled, device=k_BHSD.device)) % slots
+        if self.pattern.reads_all_cached and self.pattern.attend_self:
+            return self.attend(qk, k_BHSD, v_BHSD, None, distance_S[None, None, None])
+        read_HS = self.slots_read(position - distance_S, position % slots, H)
+        if self.ring is None and has_equal_counts(read_HS):
+            # Most slots are not read: attend over copies of those that are.
+            slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
+            k_BHKD = k_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
+            v_BHKD = v_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
+            return self.attend(qk, k_BHKD, v_BHKD, None, distance_S[slot_HK][None, :, None])
+        return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_S[None, None, None])
 
-    def seen(self, at_S: Tensor, own: int, heads: int) -> Tensor:
-        """Return which slots the position in slot `own` reads, `[H, S]`, where they hold the positions `at_S`."""
-        seen_HS = torch.zeros(heads, len(at_S), dtype=torch.bool, device=at_S.device)
-        for spread in self.pattern.spreads(at_S, heads):
-            between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
-            seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
-        return seen_HS if self.pattern.attend_self else mask_without_self(seen_HS, at_S == at_S[own])
+    def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
+        """Return which slots the position in a slot reads, `[H, S]`, bool.
+
+        Args:
+            position_S: the positions in the slots.
+            slot: the slot of the newest position.
+        """
+        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=position_S.device)
+        spreads = self.pattern.spreads(position_S, heads)
+        if spreads is None:
+            for head in range(heads):
+                read_HS[head] = self.pattern.sees(head, position_S[slot], position_S)
+        else:
+            for lists in spreads:
+                is_from_S = position_S >= lists.since_N[slot]
+                is_until_S = position_S < lists.until_N[slot]
+                is_in_list_HS = lists.key_list_HN == lists.list_HN[..., slot, None]
+                read_HS |= is_in_list_HS & is_from_S & is_until_S
+        if self.pattern.attend_self:
+            return read_HS
+        return mask_without_self(read_HS, position_S == position_S[slot])
+
+
+def has_equal_counts(read_HS: Tensor) -> bool:
+    """Return whether all heads read the same number of slots; False without heads."""
+    count_H = read_HS.sum(-1)
+    return len(count_H) > 0 and bool((count_H == count_H[0]).all())

@@ -74,11 +74,12 @@ from rtx.attention.engine import native, static_selection, triton_probing, trito
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.members import MAX_SCORES, products
+from rtx.attention.members import products
 from rtx.attention.once import made_once
+from rtx.attention.pieces import MAX_SCORES
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best_places, tie_margin
+from rtx.attention.ties import best, best_places, tie_margin
 from rtx.attention.top_keys import TopKeys
 
 
@@ -98,7 +99,6 @@ class Probed(TopKeys):
     """
 
     merge = "lse"
-    configured = ("candidates",)
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Probed(TopKeys):
         """Return how many keys a query probes at the most: m - 1, and then m of one cluster."""
         return min(2 * self.target(length) - 1, length)
 
-    def most_keys(self, length: int) -> int:
+    def max_keys(self, length: int) -> int:
         """Return how many keys a query reads at the most."""
         if self.reads_all:
             return self.most_probed(length)
@@ -186,9 +186,9 @@ class Probed(TopKeys):
         """Return the positions, of those that a query probes, whose W logits are the largest."""
         k_KD = k_ND[position_K]
         logit_K = (q_D @ k_KD.T).tolist()
-        margin_K = self.margins(q_D, k_KD).tolist()
-        best = oracle.best(logit_K, margin_K, self.window)
-        return [position_K[slot] for slot in best]
+        margin_K = self.tie_margins(q_D, k_KD).tolist()
+        slots = best(logit_K, margin_K, self.window)
+        return [position_K[slot] for slot in slots]
 
     # The batch form.
 
@@ -223,7 +223,7 @@ class Probed(TopKeys):
         """Yield some heads of all sequences at a time, whose scores are held at once."""
         B, H, N, _ = q_BHND.shape
         centroid_HCD = self.centroids.centroid_HCD.to(q_BHND.dtype)
-        last_N = self.last(torch.arange(N, device=q_BHND.device))[:, 0]
+        last_N = self.last_readable(torch.arange(N, device=q_BHND.device))[:, 0]
         size = max(1, MAX_SCORES // max(1, N * self.clusters))
         for first in range(0, B * H, size):
             heads = slice(first, min(B * H, first + size))
@@ -322,7 +322,7 @@ class Probed(TopKeys):
         It ends with the last key of the list that the query may read, and has m keys at the most.
         """
         number_M = keys.list_M() * length + keys.row_M % length
-        last_P = self.last(position_P)[:, 0]
+        last_P = self.last_readable(position_P)[:, 0]
         stop_P = torch.searchsorted(number_M, list_P * length + last_P, right=True)
         start_P = keys.first_L()[list_P].maximum(stop_P - self.target(length))
         return start_P, stop_P
@@ -451,7 +451,7 @@ class Probed(TopKeys):
         B, H, N, _ = q_BHND.shape
         if N and self.by_native(k_BHND):
             return self.native_index(q_BHND, k_BHND)
-        index_XNW = torch.full((B * H, N, self.most_keys(N)), -1, device=q_BHND.device)
+        index_XNW = torch.full((B * H, N, self.max_keys(N)), -1, device=q_BHND.device)
         for heads, piece in self.pieces(q_BHND, k_BHND):
             head_X = torch.arange(heads.start, heads.stop, device=q_BHND.device)
             first_row_X11 = head_X[:, None, None] * N
@@ -468,7 +468,7 @@ class Probed(TopKeys):
             q_BHND,
             k_BHND,
             candidates=self.target(N),
-            window=self.most_keys(N),
+            window=self.max_keys(N),
             attend_self=self.attend_self,
         )
         return IndexReads(index_RW, N)
@@ -490,9 +490,9 @@ class Probed(TopKeys):
             stop_XQC = piece.first_X1C + count_XQC
             position_XQK = positions_of(order_XN, stop_XQC, taken_XQC, K)
             k_XQKD = piece.k_XND[head_X11, position_XQK.clamp(max=N - 1)]
-            yield queries, self.best_of_keys(piece.q_XND[:, queries], k_XQKD, position_XQK, N)
+            yield queries, self.best_candidates(piece.q_XND[:, queries], k_XQKD, position_XQK, N)
 
-    def best_of_keys(
+    def best_candidates(
         self,
         q_XQD: Tensor,
         k_XQKD: Tensor,
@@ -510,7 +510,7 @@ class Probed(TopKeys):
 
         def margin(slot_XQ1: Tensor) -> Tensor:
             k_XQ1D = k_XQKD.take_along_dim(slot_XQ1[..., None], dim=2)
-            return self.margins(q_XQD[:, :, None], k_XQ1D)
+            return self.tie_margins(q_XQD[:, :, None], k_XQ1D)
 
         choose = best_places
         if is_static(logit_XQK, self.backend):
@@ -848,7 +848,7 @@ class ProbedCache(RowCache):
         at_BHK1 = slot_XK.clamp(max=position).unflatten(0, (B, H))[..., None]
         k_BHKD = widened(self.choice_BHSD.take_along_dim(at_BHK1, 2))
         k_X1KD = k_BHKD.flatten(0, 1)[:, None]
-        best_X1W = pattern.best_of_keys(q_BH1D.flatten(0, 1), k_X1KD, slot_XK[:, None], N)
+        best_X1W = pattern.best_candidates(q_BH1D.flatten(0, 1), k_X1KD, slot_XK[:, None], N)
         return best_X1W.unflatten(0, (B, H))
 
     def probed_keys(self, q_BH1D: Tensor, readable_BHC: Tensor, length: int) -> Tensor:
@@ -895,8 +895,6 @@ class KeyCentroids(Centroids):
     the two then share (as FAISS splits clusters). They start at keys of the first sequence that
     training sees.
     """
-
-    configured = ()
 
     def __init__(self, heads: int, clusters: int, size: int, *, decay: float) -> None:
         # The window and the length are those of thresholds, which a nearest centroid does not need.

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +47,6 @@ from rtx.attention.members import (
     products,
     sums_of_lists,
 )
-from rtx.attention.pattern import of_configuration
 from rtx.attention.reads import (
     Holes,
     MemberLists,
@@ -92,9 +90,6 @@ class Routing(ClusterPattern):
             nearest centroids.
     """
 
-    decided = ("has_keys", "window")
-    configured = ("commitment",)
-
     def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
         has_keys = centroids.keys != "shared"
         super().__init__(has_keys=has_keys, window=centroids.window, **options)
@@ -104,13 +99,6 @@ class Routing(ClusterPattern):
         self.heads, _, self.size = centroids.centroid_HCD.shape
         self.seen: tuple[list[MemberLists], int] | None = None
         """The lists of each side in the last training batch, and its B * H * N, for telemetry."""
-
-    @classmethod
-    def from_config(cls, known: Mapping[str, Any]) -> Self:
-        options = of_configuration(Centroids, known)
-        if not issubclass(cls, Thresholds):
-            options["threshold_rate"] = 0.0
-        return super().from_config({**known, "centroids": Centroids(**options)})
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return the vectors of each side, `[B, H, N, D]`."""
@@ -317,10 +305,10 @@ class Routing(ClusterPattern):
 
     # The loss.
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the weighted commitment loss, zero outside of training."""
         if not self.training or not self.commitment or not qk.q_BHND.numel():
-            return super().loss(qk)
+            return super().loss(qk, parts)
         distances = [self.distance(x_BHND) for x_BHND in self.clustered(qk)]
         return self.commitment * torch.stack(distances).mean()
 

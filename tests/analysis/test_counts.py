@@ -12,15 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from rtx.analysis import footprint as plan
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
 from rtx.attention.engine import packed_attention
+from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Fixed, Full, Local, Strided
 from rtx.attention.routing import ROOM, Routing
-from rtx.attention.top_keys import Indexer
 from rtx.checks import resolve
 from rtx.compose import compose
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, clusters
+from rtx.config import ROUTED, Config, DataConfig, ModelConfig, RoutingConfig, clusters
 from rtx.data.catalog import vocabulary_size
 from rtx.keys import options
-from rtx.model.multihead import ROUTED, make_pattern
+from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 
 SHRUNK = (

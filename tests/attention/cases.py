@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rtx import attention
-from rtx.attention import Pattern, RelativeTables, oracle
+from rtx.attention import Pattern, PositionPattern, RelativeTables, oracle
 from rtx.model.positions import rotate
 
 KINDS = (
     *("full", "local", "recurrent", "recurrent-same", "strided", "fixed", "fixed_block", "fixed_summary", "span"),
+    "pairs",
     *("lsh", "reformer", "random", "random-keys"),
     *(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected")),
     *("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense", "probed", "probed-best"),
@@ -60,6 +61,20 @@ CASES = st.builds(
 )
 
 
+class Dilated(PositionPattern):
+    """Local attention with gaps, which widen from head to head; defined by pairs of positions alone."""
+
+    def __init__(self, *, window: int, stride: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.window = window
+        self.stride = stride
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        stride = self.stride + head
+        distance = i - j
+        return (distance % stride == 0) & (distance < self.window * stride)
+
+
 def make(kind: str, case: Case, **options: Any) -> Pattern:
     """Return a pattern of a kind in evaluation mode, in float64 where it has parameters."""
     torch.manual_seed(case.seed)
@@ -80,6 +95,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "fixed": lambda: attention.Fixed(block=W, summary=summary, **own),
         "fixed_block": lambda: attention.FixedBlock(block=W, **own),
         "fixed_summary": lambda: attention.FixedSummary(block=W, summary=summary, **own),
+        "pairs": lambda: Dilated(window=W, stride=case.C, **own),
         "span": lambda: attention.AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
         "lsh": lambda: attention.Lsh(H, D, **hashed, **options),
         "reformer": lambda: attention.Lsh(H, D, variant="reformer", **hashed, **options),

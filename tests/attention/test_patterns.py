@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream
+from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream, tensors
 from hypothesis import HealthCheck, example, given, settings
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -29,19 +29,21 @@ from rtx.attention import (
     Centroids,
     ContiguousPattern,
     Local,
+    Pattern,
     PositionLists,
+    PositionPattern,
     Random,
     RelativeTables,
     lsh,
     oracle,
+    pieces,
     probed,
-    top_keys,
 )
 from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
 from rtx.attention.members import products
-from rtx.attention.reads import QueriesKeys, RangeReads
+from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -54,16 +56,16 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=9, W=1))
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
-    pieces = (
-        (top_keys, "MAX_SCORES", 1000),
+    limits = (
+        (pieces, "MAX_SCORES", 1000),
         (probed, "MAX_SCORES", 1000),
         (lsh, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
     )
-    pieces += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
+    limits += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
     with contextlib.ExitStack() as stack:
-        for piece in pieces:
-            stack.enter_context(mock.patch.object(*piece))
+        for limit in limits:
+            stack.enter_context(mock.patch.object(*limit))
         check(make(kind, case), case)
 
 
@@ -111,7 +113,7 @@ def test_real_positions_get_what_they_would_without_padding(kind: str, distances
 
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize("kind", ["indexer", "indexer-dense", "nearest-separate"])
-@mock.patch.object(top_keys, "MAX_SCORES", 300)
+@mock.patch.object(pieces, "MAX_SCORES", 300)
 def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: bool) -> None:
     pattern, here = drawn(kind, replace(CASE, attend_self=attend_self))
     pattern.train().commitment = 0.3  # type: ignore[assignment]
@@ -128,7 +130,7 @@ class Cooled(Local):
     def forward(self, q_BHND: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(q_BHND * 0.5, *given, **more)
 
-    def loss(self, qk: QueriesKeys) -> torch.Tensor:
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> torch.Tensor:
         return qk.q_BHND.square().mean()
 
 
@@ -368,21 +370,60 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def dilated() -> Any:
-    """The class of the page, without the name that it registers for commands."""
-    (text,) = [text for text in blocks("attention.md") if "class Dilated" in text]
+def example_with(*methods: str) -> Any:
+    """Return the class of the page with some of the methods that it adds, without the name for commands."""
+    texts = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
+    end = "\n\nrtx.register_pattern"
+    added = [text for text in texts[1:] if any(f"def {name}(" in text for name in methods)]
+    assert len(texts) == 3 and len(added) == len(methods) and end in texts[0]
+    text = texts[0].replace(end, "\n".join(["", *added]) + end)
     names: dict[str, Any] = {"__name__": "dilated"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rtx, "register_pattern", lambda name, cls: None)
+        patch.setattr(rtx, "register_pattern", lambda name, make: None)
         exec(compile(text, "dilated.py", "exec"), names)
     return names["Dilated"]
 
 
+@pytest.fixture(scope="module")
+def dilated() -> Any:
+    """The class of the page with all that it adds."""
+    return example_with("spreads", "keeps")
+
+
+@pytest.mark.parametrize("methods", [(), ("spreads",), ("keeps",), ("spreads", "keeps")])
 @given(case=CASES)
 @few
-def test_the_pattern_is_the_oracles_and_streams(dilated: Any, case: Case) -> None:
-    check(dilated(window=case.W, stride=case.C).eval(), case)
+def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(methods: Any, case: Case) -> None:
+    pattern = example_with(*methods)(window=case.W, stride=case.C).eval()
+    check(pattern, case)
+    cache, kinds = pattern.start(), {type(part) for part in pattern.reads(inputs_of(pattern, case), False)}
+    assert kinds == {RangeReads if "spreads" in methods else IndexReads}
+    assert cache.ring == (case.W * case.C if "keeps" in methods else None)
+
+
+def inputs_of(pattern: Pattern, case: Case) -> QueriesKeys:
+    here = tensors(pattern, case)
+    return pattern.inputs(here["q"], here["k"], None)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_where_pairs_are_all_that_a_pattern_says_a_position_may_read_nothing(backend: str, attend_self: bool) -> None:
+    class Earlier(PositionPattern):
+        def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return (j < i) & (i - j < 4 + head) & (j % 3 > 0)
+
+    for N in (0, 1, 2, 12):
+        case = Case(N=N, seed=N)
+        pattern = Earlier(attend_self=attend_self).eval()
+        here = tensors(pattern, case)
+        expected = run(partial(oracle.attend, pattern), here)
+        assert not expected[:, :, :2].any()
+        if backend == "torch" and N:
+            check(pattern, case)
+        pattern.backend = backend
+        here = {name: x.float() if torch.is_tensor(x) else x for name, x in here.items()}
+        torch.testing.assert_close(run(pattern, here), expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_page_says_how_to_hold_it_against_the_oracle(dilated: Any) -> None:
@@ -417,7 +458,7 @@ def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
 def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -> None:
     class Wrong(dilated):
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            return i - j < self.keeps if wrong == "sees" else super().sees(head, i, j)
+            return i - j < self.window * self.stride if wrong == "sees" else super().sees(head, i, j)
 
         def spreads(self, position_N: torch.Tensor, heads: int) -> list[PositionLists]:
             (spread,) = super().spreads(position_N, heads)

@@ -142,7 +142,7 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     files = pattern.file_keys(data.k_BHND)
     assert torch.equal(files.cluster_XN.long(), nearest_clusters(centroid_XCD, k_XND))
     probes = probes_of(data, files)
-    last_N = pattern.last(torch.arange(case.N, device=DEVICE))[:, 0]
+    last_N = pattern.last_readable(torch.arange(case.N, device=DEVICE))[:, 0]
     count_XNC = searched(centroid_XCD, q_XND, k_XND, last_N).count_XNC
     score_XNC = products(q_XND, centroid_XCD)
     margin_XN1 = query_margins(centroid_XCD, q_XND)

@@ -1,0 +1,79 @@
+"""A stream: heads of one pattern that read one position after the other, with a KV cache.
+
+Shapes: B sequences, H heads, N positions, D head size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rtx.attention.cache import Cache
+from rtx.attention.reads import QueriesKeys
+
+
+class Stream:
+    """B sequences that grow by one position at a time; `Pattern.stream` makes it.
+
+    A stream knows its position. Its outputs are those of the pattern's forward pass with
+    `streaming=True`, and earlier ones never change. It has no gradients, no dropout and no padding:
+    use it in evaluation mode.
+
+    Args:
+        cache: an empty cache of the pattern.
+        inputs: prepares queries and keys of positions from a first one on.
+        attend: returns the outputs of whole sequences, in which every selection is made from the
+            prefix.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        inputs: Callable[[Tensor, Tensor | None, int], QueriesKeys],
+        attend: Callable[[Tensor, Tensor | None, Tensor], Tensor],
+    ) -> None:
+        self.cache = cache
+        self.inputs = inputs
+        self.attend = attend
+        self.position = 0
+        """The number of positions that have been read."""
+        self.shape_BH: tuple[int, int] | None = None
+        """The numbers of sequences and heads, once something has been read."""
+
+    @torch.no_grad()
+    def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+        """Return the outputs `[B, H, N, D]` of the first N positions, read in one pass.
+
+        Raises:
+            ValueError: the stream has read positions already.
+        """
+        if self.position:
+            raise ValueError(
+                f"prefill reads the first positions of a stream, and this one is at position"
+                f" {self.position}: use decode for the next one, or begin a new stream"
+            )
+        out_BHND = self.attend(q_BHND, k_BHND, v_BHND)
+        self.cache.prefill(self.inputs(q_BHND, k_BHND, 0), v_BHND)
+        self.position = v_BHND.shape[2]
+        if self.position:
+            self.shape_BH = (v_BHND.shape[0], v_BHND.shape[1])
+        return out_BHND
+
+    @torch.no_grad()
+    def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
+        """Return the output `[B, H, 1, D]` of the next position.
+
+        Raises:
+            ValueError: more or fewer than one position, or other numbers of sequences or heads than
+                before.
+        """
+        B, H, N, _ = v_BH1D.shape
+        if N != 1:
+            raise ValueError(f"v_BH1D has {N} positions: decode reads one at a time, and prefill the first ones")
+        if self.shape_BH is not None and self.shape_BH != (B, H):
+            raise ValueError(f"v_BH1D has B={B}, H={H}: this stream has B={self.shape_BH[0]}, H={self.shape_BH[1]}")
+        qk = self.inputs(q_BH1D, k_BH1D, self.position)
+        out_BH1D = self.cache.decode(qk, v_BH1D, self.position)
+        self.position += 1
+        self.shape_BH = (B, H)
+        return out_BH1D
