@@ -371,7 +371,7 @@ def blocks(page: str) -> list[str]:
 def example_with(*methods: str) -> Any:
     """Return the class of the page with some of the methods that it adds, without the name for commands."""
     texts = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
-    end = "\n\nrtx.register_pattern"
+    end = "\n\n\ndef make("
     added = [text for text in texts[1:] if any(f"def {name}(" in text for name in methods)]
     assert len(texts) == 3 and len(added) == len(methods) and end in texts[0]
     text = texts[0].replace(end, "\n".join(["", *added]) + end)
