@@ -15,6 +15,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

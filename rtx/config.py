@@ -4,6 +4,7 @@ Values live in `conf/`, what fits with what in `rtx/checks.py`, what other comma
 """
 
 import functools
+import inspect
 import math
 import re
 import sys
@@ -19,29 +20,23 @@ GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experi
 """Hydra groups in the order of composition; a later one wins."""
 SECTIONS = (*GROUPS[:-1], "trainer")
 
-BASES: dict[str, Any] = {
-    "local": "rtx.attention.positional.Local",
-    "full": "rtx.attention.positional.Full",
-    "recurrent": "rtx.attention.positional.Recurrent",
-    "lsh": "rtx.attention.lsh.Lsh",
-    "adaptive_span": "rtx.attention.adaptive_span.AdaptiveSpan",
-    "strided": "rtx.attention.positional.Strided",
-    "fixed": "rtx.attention.positional.Fixed",
-    "fixed_block": "rtx.attention.positional.FixedBlock",
-    "fixed_summary": "rtx.attention.positional.FixedSummary",
-}
-"""The patterns of model.base, and where they are, or what they are; docs/extending.md adds to it."""
+BASES: dict[str, Any] = dict.fromkeys(
+    (
+        *("local", "full", "recurrent", "lsh", "adaptive_span"),
+        *("strided", "fixed", "fixed_block", "fixed_summary"),
+    )
+)
+"""The patterns of model.base, by their names. `rtx.model.heads` makes those with None; the others are
+extensions', each with the function that makes it, or the dotted path of one (docs/extending.md).
+"""
 
-SELECTIONS: dict[str, Any] = {
-    **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
-    "random": "rtx.attention.clusters.Random",
-    "exact": "rtx.attention.top_keys.Exact",
-    "blocks": "rtx.attention.blocks.Blocks",
-    "blocks_random": "rtx.attention.blocks.RandomBlocks",
-    "indexer": "rtx.attention.indexer.Indexer",
-    "probed": "rtx.attention.probed.Probed",
-}
-"""The patterns of routing.selection."""
+SELECTIONS: dict[str, Any] = dict.fromkeys(
+    (
+        *("causal", "topk", "nearest", "random"),
+        *("exact", "blocks", "blocks_random", "indexer", "probed"),
+    )
+)
+"""The patterns of routing.selection, as `BASES`."""
 REGISTERED: dict[str, str] = {}
 """Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
 OURS = frozenset({*BASES, *SELECTIONS, *SETS})
@@ -407,6 +402,28 @@ def name_problem(name: str, *, pattern: bool) -> str:
     if pattern and name in KINDS_OF_HEADS:
         return f"{name!r} is what rtx calls heads of another kind"
     return ""
+
+
+def maker_problem(make: Any) -> str:
+    """Return why something cannot make the heads of an extension's pattern, or "" where it may."""
+    if not callable(make):
+        return f"{shorten(repr(make))} is no function"
+    try:
+        inspect.signature(make).bind(heads=1, config=None, layer=0)
+    except TypeError as error:
+        name = getattr(make, "__name__", repr(make))
+        called = f"{shorten(name)} is called with heads, config and layer"
+        return f"{called}: {error}{how_to_register(make)}"
+    except ValueError:  # Python knows no signature of some functions
+        return ""
+    return ""
+
+
+def how_to_register(make: Any) -> str:
+    """Return how to register a class that takes arguments of its own; "" for a function."""
+    if not isinstance(make, type):
+        return ""
+    return f"; register a function that makes it: lambda heads, config, layer: {make.__name__}(...)"
 
 
 @functools.cache

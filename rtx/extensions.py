@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtx.config import BASES, REGISTERED, SELECTIONS, all_fields, name_problem, settings
+from rtx.config import BASES, REGISTERED, SELECTIONS, all_fields, maker_problem, name_problem, settings
 from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
@@ -27,13 +27,25 @@ LOADED: dict[str, tuple[Path, bytes]] = {}
 """Path and content, by its sha256, of every file whose code this process has run."""
 
 
-def register_pattern(name: str, cls: type, *, selection: bool = False) -> None:
-    """Make a `rtx.attention.Pattern` a value of model.base, or of routing.selection; `UserError` for a taken name."""
-    from rtx.model.multihead import attribute_problem  # imports torch
+def register_pattern(name: str, make: Callable[..., Any], *, selection: bool = False) -> None:
+    """Make a pattern a value of model.base.
+
+    Args:
+        make: returns the `rtx.attention.Pattern` of a group of heads. It is called as
+            `make(heads=heads, config=config, layer=layer)`: the number of heads, the resolved
+            configuration of the run, and the number of the layer, 0 for the lowest.
+        selection: make it a value of routing.selection instead.
+
+    Raises:
+        UserError: a name that is taken, or a function that does not take these arguments.
+    """
+    from rtx.model.heads import attribute_problem  # imports torch
 
     table = SELECTIONS if selection else BASES
     problem = name_problem(name, pattern=True) or attribute_problem(name)
-    table[registered(name, problem)] = cls
+    if not problem and (problem := maker_problem(make)):
+        problem = f"{name!r}: {problem}"
+    table[registered(name, problem)] = make
 
 
 def register_data(name: str, source: Callable[..., Any], *, side: int | None = None, **defaults: Any) -> None:

@@ -18,7 +18,8 @@ from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, RangeReads, Reads
 from rtx.attention.routing import Routing
-from rtx.model.multihead import ROUTED, MultiheadAttention
+from rtx.config import ROUTED
+from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
 KEYS = 256  # keys whose weights are worked out at once

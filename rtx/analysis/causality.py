@@ -23,8 +23,9 @@ from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing
+from rtx.config import ROUTED
 from rtx.errors import RunFailed
-from rtx.model.multihead import ROUTED, MultiheadAttention
+from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
 Group = tuple[Any, str]  # a layer, 0 the lowest, and the name of a group of its heads

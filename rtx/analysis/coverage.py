@@ -20,7 +20,7 @@ from rtx.attention.reads import QueriesKeys
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
 from rtx.config import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
-from rtx.model.multihead import make_pattern
+from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 
 NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")

@@ -22,8 +22,8 @@ from rtx.attention.probed import Probed
 from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
-from rtx.config import Config, memory_slots
-from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
+from rtx.config import ROUTED, Config, layer_patterns, memory_slots
+from rtx.model.heads import make_pattern
 from rtx.training.hardware import precision_on
 
 META = torch.device("meta")

@@ -26,9 +26,9 @@ from rtx.attention.reads import IndexReads, Reads
 from rtx.attention.routing import ROOM, Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.compose import with_values
-from rtx.config import Config, clusters, embedding_width, memory_slots, sizes_of
+from rtx.config import ROUTED, Config, clusters, embedding_width, layer_patterns, memory_slots, sizes_of
+from rtx.model.heads import make_pattern
 from rtx.model.likelihood import most_logits
-from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.training.hardware import precision_on
 
 FILLED, FILLED_CPU = 0.85, 0.4

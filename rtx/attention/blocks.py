@@ -119,8 +119,6 @@ class Blocks(TopKeys):
         ValueError: a size below 1, heads below 0, or a block that is not from 1 to W.
     """
 
-    configured = ("block", "compressed")
-
     def __init__(
         self,
         heads: int,

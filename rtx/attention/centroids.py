@@ -91,8 +91,6 @@ class Centroids(nn.Module):
     steps: Tensor
     """How many steps have moved the centroids."""
 
-    configured = ("update", "threshold_rate", "keys")
-
     def __init__(
         self,
         heads: int,

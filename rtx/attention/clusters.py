@@ -48,8 +48,6 @@ class ClusterPattern(Pattern):
             released code divides by their number + 0.01). "lse": one softmax over the keys of all.
     """
 
-    configured = ("attend_self", "merge")
-
     def __init__(
         self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **options: Any
     ) -> None:
@@ -96,8 +94,6 @@ class Random(ClusterPattern):
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
     `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
     """
-
-    configured = ("has_keys",)
 
     def __init__(
         self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **options: Any

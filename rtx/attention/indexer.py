@@ -49,8 +49,6 @@ class Indexer(TopKeys):
         ValueError: a size or E below 1, or heads or steps below 0.
     """
 
-    configured = ("warmup",)
-
     def __init__(
         self,
         heads: int,

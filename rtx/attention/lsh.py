@@ -111,9 +111,6 @@ class Lsh(ClusterPattern):
             or a seed that torch does not take.
     """
 
-    decided = ("attend_self", "has_keys", "merge")
-    configured = ("variant",)
-
     def __init__(
         self,
         heads: int,

@@ -267,8 +267,6 @@ class Recurrent(ContiguousPattern):
             released code does in evaluation.
     """
 
-    configured = ("same_length",)
-
     def __init__(
         self,
         *,
@@ -361,8 +359,6 @@ class Fixed(PositionPattern):
 
 class FixedBlock(Recurrent):
     """Position i reads its block up to itself: the first part of `Fixed` alone."""
-
-    decided = ("length", "memory", "same_length")
 
     def __init__(self, *, block: int, **options: Any) -> None:
         check_positive(block=block)

@@ -99,7 +99,6 @@ class Probed(TopKeys):
     """
 
     merge = "lse"
-    configured = ("candidates",)
 
     def __init__(
         self,
@@ -892,8 +891,6 @@ class KeyCentroids(Centroids):
     the two then share (as FAISS splits clusters). They start at keys of the first sequence that
     training sees.
     """
-
-    configured = ()
 
     def __init__(self, heads: int, clusters: int, size: int, *, decay: float) -> None:
         # The window and the length are those of thresholds, which a nearest centroid does not need.

@@ -9,9 +9,8 @@ P query members and A key members of all lists together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.pattern import of_configuration
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best, centroid_margin, highest
@@ -54,9 +52,6 @@ class Routing(ClusterPattern):
         commitment: weight of the mean squared distance between what is clustered and its nearest centroid.
     """
 
-    decided = ("has_keys", "window")
-    configured = ("commitment",)
-
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **options: Any) -> None:
         super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **options)
         check_choice("selection", selection, ("causal", "topk", "nearest"))
@@ -72,11 +67,6 @@ class Routing(ClusterPattern):
         self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.lost_members: Tensor
         """How many members have been left out in training for want of room, since `make_room` looked."""
-
-    @classmethod
-    def from_config(cls, known: Mapping[str, Any]) -> Self:
-        held = {**known, "threshold_rate": known["threshold_rate"] if known["selection"] == "causal" else 0.0}
-        return super().from_config({**known, "centroids": Centroids(**of_configuration(Centroids, held))})
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return what is clustered: one vector of each position, or its query and its key apart."""

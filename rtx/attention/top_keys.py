@@ -64,8 +64,6 @@ class TopKeys(Pattern):
         ValueError: a window below 1.
     """
 
-    configured = ("qk_norm",)
-
     def __init__(self, *, window: int, qk_norm: bool = False, **options: Any) -> None:
         super().__init__(**options)
         check_positive(window=window)

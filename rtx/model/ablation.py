@@ -1,14 +1,16 @@
-"""What is routing worth in a trained model? Its routing heads silenced, or reading positions chosen without looking."""
+"""Trained models whose routing heads are silenced, or read positions that do not depend on content."""
 
 import dataclasses
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from rtx.attention.clusters import Random
-from rtx.attention.pattern import Pattern, keys_of
-from rtx.attention.positional import Local
-from rtx.config import Config
-from rtx.model.multihead import ROUTED, MultiheadAttention, layer_patterns
+from rtx.attention import Local, Pattern, Random
+from rtx.attention.pattern import Prepared
+from rtx.config import ROUTED, Config, clusters, layer_patterns
+from rtx.model.heads import layer_seed
+from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
 MEMBER_SEED = 1_000_003
@@ -16,30 +18,73 @@ MEMBER_SEED = 1_000_003
 
 
 def ablate(model: Transformer, config: Config, how: str) -> None:
-    """Take routing out of a model in place, as `how` (option `ablate`) says; `none` changes nothing.
+    """Take routing out of a model in place, as option `ablate` says; `none` changes nothing.
 
-    routing: the outputs of the routing heads count for nothing. local: they read the last `routing.window` positions.
-    random: they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and
-    scaled as before, so that only the choice of positions differs. A model without routing heads stays as it is.
+    routing: the outputs of the routing heads count for nothing. local: they read the last
+    `routing.window` positions. random: they read `routing.window` random members of each cluster.
+    In both swaps queries and keys are normalised and scaled as before, so that only the choice of
+    positions differs. A model without routing heads stays as it is.
     """
     if how == "none":
         return
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
-        if not (heads := layer_patterns(config, layer).get(ROUTED, 0)):
+        heads = layer_patterns(config, layer).get(ROUTED, 0)
+        if not heads:
             continue
-        swapped = substitute(attention.each()[-1], heads, config, layer, how)
-        attention.groups[ROUTED] = swapped.to(model.device).train(model.training)
+        substitute = substitute_for(attention.each()[-1], heads, config, layer, how)
+        attention.groups[ROUTED] = substitute.to(model.device).train(model.training)
         if how == "routing":  # the routing heads are the last that `out` joins
             with torch.no_grad():
                 attention.out.weight[:, -heads * attention.size :] = 0
 
 
-def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
-    """Return what takes the place of the routing heads of a layer."""
-    known = keys_of(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer, routed=True)
-    known |= {name: getattr(routed, name) for name in ("scale", "attend_self", "backend", "has_keys", "merge")}
-    known |= {"window": 1} if how == "routing" else {}
-    swapped: Pattern = (Random if how == "random" else Local).from_config(known)
-    swapped.prepare, swapped.has_keys = routed.prepare, routed.has_keys  # type: ignore[method-assign]
-    return swapped
+def substitute_for(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
+    """Return the pattern that replaces the routing heads of a layer."""
+    routing = config.routing
+    options = {
+        "scale": routed.scale,
+        "attend_self": routed.attend_self,
+        "dropout": routed.dropout,
+        "backend": routed.backend,
+    }
+    if how == "random":
+        reseeded = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)
+        return RandomSubstitute(
+            routed,
+            heads,
+            clusters(config),
+            length=config.data.length,
+            seed=layer_seed(reseeded, layer),
+            has_keys=routed.has_keys,
+            window=routing.window,
+            merge=routed.merge,
+            **options,
+        )
+    window = routing.window
+    if how == "routing":  # the outputs count for nothing: the cheapest ones
+        window = 1
+    return LocalSubstitute(routed, window=window, **options)
+
+
+class LocalSubstitute(Local):
+    """Local heads with the queries and keys of other heads, prepared as those prepare them."""
+
+    def __init__(self, replaced: Pattern, **options: Any) -> None:
+        super().__init__(**options)
+        self.has_keys = replaced.has_keys
+        self._prepare = replaced.prepare
+
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
+        return self._prepare(q_BHND, k_BHND)
+
+
+class RandomSubstitute(Random):
+    """Random heads with the queries and keys of other heads, prepared as those prepare them."""
+
+    def __init__(self, replaced: Pattern, heads: int, clusters: int, **options: Any) -> None:
+        super().__init__(heads, clusters, **options)
+        self._prepare = replaced.prepare
+
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
+        return self._prepare(q_BHND, k_BHND)

@@ -3,7 +3,6 @@
 Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 """
 
-import re
 from typing import NamedTuple
 
 import torch
@@ -12,40 +11,11 @@ from torch import Tensor, nn
 
 from rtx.attention.cache import Cache
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.pattern import Pattern, keys_of
-from rtx.config import BASES, REGISTERED, ROUTED, SELECTIONS, Config, layer_patterns
-from rtx.errors import UserError
-from rtx.keys import imported
+from rtx.attention.pattern import Pattern
+from rtx.config import ROUTED, Config, layer_patterns
+from rtx.model.heads import make_pattern
 from rtx.model.linear import Linear
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
-
-
-def attribute_problem(name: str) -> str:
-    """Return why a module cannot be held by a name, which torch's container has for an attribute, or ""."""
-    if hasattr(nn.ModuleDict(), name):
-        return f"{name!r} is an attribute of torch.nn.ModuleDict, which holds the heads by their names"
-    return ""
-
-
-def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
-    """Return one group of a layer's heads, by the tables of `rtx.config`."""
-    known = keys_of(config, heads, layer, routed=name == ROUTED)
-    table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
-    if name in REGISTERED and (problem := attribute_problem(name)):  # by an entry point, which is not checked before
-        raise UserError(problem)
-    kind = imported(table[name])
-    if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
-        raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/attention.md says what is needed")
-    try:
-        pattern = kind.from_config(known)
-    except TypeError as error:
-        of_a_call = re.search(r"\(\) (missing|takes|got (an unexpected|multiple))", str(error))
-        if name not in REGISTERED or not of_a_call:
-            raise
-        raise UserError(f"{name}: {error}; docs/attention.md says where arguments come from") from error
-    if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
-        raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
-    return pattern
 
 
 class Stream(NamedTuple):

@@ -17,10 +17,10 @@ from rtx.attention.positional import Fixed, Full, Local, Strided
 from rtx.attention.routing import ROOM, Routing
 from rtx.checks import resolve
 from rtx.compose import compose
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, clusters
+from rtx.config import ROUTED, Config, DataConfig, ModelConfig, RoutingConfig, clusters
 from rtx.data.catalog import vocabulary_size
 from rtx.keys import options
-from rtx.model.multihead import ROUTED, make_pattern
+from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 
 SHRUNK = (

@@ -375,7 +375,7 @@ def example_with(*methods: str) -> Any:
     text = texts[0].replace(end, "\n".join(["", *added]) + end)
     names: dict[str, Any] = {"__name__": "dilated"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rtx, "register_pattern", lambda name, cls: None)
+        patch.setattr(rtx, "register_pattern", lambda name, make: None)
         exec(compile(text, "dilated.py", "exec"), names)
     return names["Dilated"]
 

@@ -17,26 +17,30 @@ PAGES = "".join(
 )
 MODEL = [word for word in SIZES if not word.startswith("data=")]
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
-ABSTRACT = "class Half(rtx.attention.Pattern): pass\nrtx.register_pattern('halved', Half)\n"
-TAKES = """class Far(rtx.attention.Local):
-    def __init__(self, *, reach, step, **given): super().__init__(**given)
-rtx.register_pattern('far', Far)
+ABSTRACT = """class Half(rtx.attention.Pattern): pass
+rtx.register_pattern('halved', lambda heads, config, layer: Half())
 """
+FAR = """class Far(rtx.attention.Local):
+    def __init__(self, *, reach, **options): super().__init__(**options)
+"""
+OPEN = """class Far(rtx.attention.Local):
+    def __init__(self, **options): super().__init__(**options)
+"""
+ARGUMENTS = "is called with heads, config and layer"
+CALLED = "register a function that makes it: lambda heads, config, layer: Far(...)"
 
 
-DEFAULTS = """class Far(rtx.attention.Local):
-    configured = ("window",)
-    def __init__(self, *, window=5, stride=6, init=0.1, dropout=0.25, **given):
-        print("made of", window, stride, init, dropout)
-        super().__init__(window=window, dropout=dropout, **given)
-rtx.register_pattern('far', Far)
-"""
 ATTRIBUTES = ("update", "keys", "half", "training")
 
 
 def naming(name: str) -> str:
     """Return a line that registers a pattern, which is none, by a name."""
     return f"rtx.register_pattern({name!r}, dict)\n"
+
+
+def making(made: str, classes: str = FAR) -> str:
+    """Return lines that register, as `far`, what an expression makes."""
+    return f"{classes}rtx.register_pattern('far', lambda heads, config, layer: {made})\n"
 
 
 def block(language: str, heading: str) -> str:
@@ -153,15 +157,17 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         (naming("null"), "my.py", "cannot be registered: 'null' unsets a key\n"),
         *((naming(name), "my.py", f"{name!r} is what rtx calls heads of another kind\n") for name in KINDS_OF_HEADS),
         *((naming(name), "my.py", f"{name!r} is an attribute of torch.nn.ModuleDict") for name in ATTRIBUTES),
-        (naming("halved"), "my.py model.base=halved", "dict lacks the base rtx.attention.Pattern"),
-        (ABSTRACT, "my.py model.base=halved", "halved: Half lacks reads, rule, start; docs/attention.md"),
-        (TAKES, "my.py model.base=far", "missing 2 required keyword-only arguments: 'reach' and 'step'; docs"),
-        (re.sub("__init__.*", "from_config(c, a): 0", TAKES), "my.py model.base=far", "argument: 'a'; docs"),
-        (
-            TAKES.replace("*, reach, step, **given): super().__init__(", "**given): super().__init__(window=4, "),
-            "my.py model.base=far",
-            "multiple values for keyword argument 'window'; docs",
-        ),
+        (naming("halved"), "my.py model.base=halved", "halved: its function returned a dict, which is no"),
+        (ABSTRACT, "my.py model.base=halved", "my.py, line 3: TypeError: Can't instantiate abstract class Half"),
+        (f"{FAR}rtx.register_pattern('far', Far)", "my.py", f"'far': Far {ARGUMENTS}: missing a required"),
+        (f"{FAR}rtx.register_pattern('far', Far)", "my.py", CALLED),
+        (f"{OPEN}rtx.register_pattern('far', Far)", "my.py model.base=far", CALLED),
+        ("rtx.register_pattern('far', lambda config: 1)", "my.py", f"'far': <lambda> {ARGUMENTS}: got an"),
+        ("rtx.register_pattern('far', 'Far')", "my.py", "'far': 'Far' is no function"),
+        (making("Far(window=4)"), "my.py model.base=far", "far: "),
+        (making("Far(window=4)"), "my.py model.base=far", "my.py, line 4: TypeError: Far.__init__() missing 1"),
+        (making("Far(window=0, reach=1)"), "my.py model.base=far", "my.py, line 3: ValueError: window=0"),
+        (making("Far(window=config.model.reach)"), "my.py model.base=far", "line 4: AttributeError: 'ModelConfig'"),
         ("rtx.register_data('x', print, lenth=3)\n", "my.py", "unknown key 'data.lenth' (did you mean "),
         ("rtx.register_data('x', print, length=1)\n", "my.py", "data.length=1: must be an integer, at"),
         ("", "my.py data=primes", "data=primes (did you mean 'images'?): must be one of cifar10"),
@@ -177,12 +183,12 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         assert said in place.asked("plan", *f"extensions={words}".split(), code=2)
 
 
-def test_a_default_of_an_extension_is_kept_unless_it_says_otherwise(place: Place) -> None:
-    (place.folder / "far.py").write_text(f"import rtx.attention\n{DEFAULTS}")
-    words = ["extensions=far.py", "model.base=far", "model.window=7", "model.stride=9", "model.attention_dropout=0.1"]
-    assert "made of 7 6 0.1 0.25\n" in place.asked("plan", *words)
-    (place.folder / "far.py").write_text(f"import rtx.attention\n{DEFAULTS.replace('configured', 'other')}")
-    assert "made of 5 6 0.1 0.25\n" in place.asked("plan", *words)
+def test_the_function_of_an_extension_gets_heads_configuration_and_layer(place: Place) -> None:
+    made = "print('made of', heads, config.model.window, layer) or Far(reach=1, window=heads)"
+    (place.folder / "far.py").write_text(f"import rtx.attention\n{making(made)}")
+    words = ["extensions=far.py", "model.base=far", "model.window=7", "routing.heads=0"]
+    said = place.asked("plan", *words)
+    assert all(f"made of 4 7 {layer}\n" in said for layer in range(4))
 
 
 def test_a_name_that_begins_as_one_of_ours_is_not_taken_for_it(place: Place) -> None:
@@ -193,15 +199,15 @@ def test_a_name_that_begins_as_one_of_ours_is_not_taken_for_it(place: Place) -> 
         said = place.asked("plan", "extensions=named.py", f"model.base={name}", "routing.heads=0")
         plans.append(said[said.index("parameters ") :])
     assert plans[0] == plans[1]
-    own = "class Mine(rtx.attention.Exact): pass\nrtx.register_pattern('blocks_mine', Mine, selection=True)\n"
-    (place.folder / "named.py").write_text(f"import rtx.attention\n{own}")
+    own = "rtx.register_pattern('blocks_mine', lambda heads, config, layer: Exact(window=8), selection=True)\n"
+    (place.folder / "named.py").write_text(f"import rtx\nfrom rtx.attention import Exact\n{own}")
     words = ["routing.selection=blocks_mine", "routing.keys=separate", "routing.window=8", "routing.block=16"]
     assert "what fits" in place.asked("plan", "extensions=named.py", *words)
 
 
 def test_an_exit_of_an_extension_is_no_success(place: Place) -> None:
-    own = "class Far(rtx.attention.Local):\n    def __init__(self, **given): raise SystemExit(0)\n"
-    (place.folder / "leaves.py").write_text(f"import rtx.attention\n{own}rtx.register_pattern('far', Far)\n")
+    own = "class Far(rtx.attention.Local):\n    def __init__(self): raise SystemExit(0)\n"
+    (place.folder / "leaves.py").write_text(f"import rtx.attention\n{making('Far()', own)}")
     words = ["extensions=leaves.py", "model.base=far", *MODEL, "data=recall"]
     said = place.asked("train", *words, code=2, run="leaves")
     assert "rtx: sys.exit(0) was called before the end, by an extension or a package\n" in said

@@ -181,10 +181,10 @@ def test_references_to_references_are_refused_before_they_are_counted(
 
 PATTERN = """import rtx, torch
 class Kept(rtx.attention.Local):
-    def __init__(self, **given):
-        super().__init__(**given)
+    def __init__(self, **options):
+        super().__init__(**options)
         self.register_buffer("kept", {kept})
-rtx.register_pattern("kept", Kept)
+rtx.register_pattern("kept", lambda heads, config, layer: Kept(window=config.model.window))
 """
 
 

@@ -2,33 +2,28 @@
 
 import dataclasses
 import importlib.util
-import inspect
 import itertools
 import math
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
 
-from rtx.attention.adaptive_span import AdaptiveSpan
-from rtx.attention.centroids import Centroids, after_step
+from rtx.attention.centroids import after_step
 from rtx.attention.clusters import Random
-from rtx.attention.pattern import Pattern, keys_of
-from rtx.attention.positional import Full, Local
-from rtx.attention.routing import Routing
-from rtx.attention.top_keys import Indexer
-from rtx.config import BASES, SELECTIONS, HardwareConfig
-from rtx.keys import imported
+from rtx.attention.indexer import Indexer
+from rtx.attention.pattern import Pattern
+from rtx.attention.positional import Full
+from rtx.config import HardwareConfig, layer_patterns
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, token_nats
 from rtx.model.linear import Linear
-from rtx.model.multihead import KeyMix, MultiheadAttention, layer_patterns
+from rtx.model.multihead import KeyMix, MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
 
@@ -358,42 +353,3 @@ def test_rows_that_look_at_all_bands_are_one_graph_and_give_the_same_likelihood(
         found.append([nats_R.detach(), *gradients])
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[2], found[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [*BASES, *SELECTIONS])
-def test_a_default_of_our_patterns_is_one_of_the_configuration(name: str) -> None:
-    routed = name in SELECTIONS
-    known = keys_of(tiny_config(), 2, layer=0, routed=routed)
-    kind = imported((SELECTIONS if routed else BASES)[name])
-    for cls in (*kind.__mro__, *((Centroids,) if kind is Routing else ())):
-        takes = inspect.signature(cls.__init__).parameters.values() if "__init__" in vars(cls) else ()
-        with_default = {one.name for one in takes if one.default is not one.empty}
-        assert with_default & known.keys() <= {*vars(cls).get("configured", ())}, cls
-
-
-def test_a_pattern_of_ones_own_is_made_of_what_its_arguments_are_called() -> None:
-    class Short(AdaptiveSpan):
-        decided = ("ramp",)
-
-        def __init__(self, *given: int, **further: Any) -> None:
-            super().__init__(*given, ramp=4, **further)
-
-    class Far(Local):
-        def __init__(self, *, window: int, stride: int, reach: int = 3, **options: Any) -> None:
-            super().__init__(window=window * stride * reach, **options)
-
-    known = keys_of(tiny_config(attention_dropout=0.1, stride=2), 5, layer=0, routed=False)
-
-    class Kept(Local):
-        def __init__(self, *, window: int = 3, dropout: float = 0.3, stride: int = 7, **options: Any) -> None:
-            super().__init__(window=window * stride, dropout=dropout, **options)
-
-    class Asked(Kept):
-        configured = ("window", "dropout")
-
-    kept, asked = Kept.from_config(known), Asked.from_config(known)
-    assert (kept.window, kept.dropout) == (21, 0.3)
-    assert (asked.window, asked.dropout) == (7 * known["window"], 0.1)
-    short, far = Short.from_config(known), Far.from_config(known)
-    assert (short.heads, short.ramp, short.attend_self, short.dropout) == (5, 4, True, 0.1)
-    assert (far.window, far.scale) == (6 * known["window"], 16**-0.25)
