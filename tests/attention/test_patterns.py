@@ -34,7 +34,6 @@ from rtx.attention import (
     Random,
     RelativeTables,
     Routing,
-    lsh,
     oracle,
     pieces,
     probed,
@@ -59,7 +58,6 @@ def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: s
     limits = (
         (pieces, "MAX_SCORES", 1000),
         (probed, "MAX_SCORES", 1000),
-        (lsh, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
     )
     limits += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
