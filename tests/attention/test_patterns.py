@@ -371,7 +371,7 @@ def blocks(page: str) -> list[str]:
 def example_with(*methods: str) -> Any:
     """Return the class of the page with some of the methods that it adds, without the name for commands."""
     pieces = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
-    end = "\n\nrtx.register_pattern"
+    end = "\n\ndef make("
     added = [piece for piece in pieces[1:] if any(f"def {name}(" in piece for name in methods)]
     assert len(pieces) == 3 and len(added) == len(methods) and end in pieces[0]
     text = pieces[0].replace(end, "\n".join(["", *added]) + end)
