@@ -127,28 +127,6 @@ def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
     return softmax_PNN * mask_PNN / reads_PN1.sum(0).clamp(min=1)
 
 
-def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
-    """The union over the rounds of what each shows, `[1, N, N]`; itself only where there is nothing else.
-
-    "causal": the last `window` members of the bucket of i. "reformer": the members in its chunk and the one before, of
-    window // 2 positions sorted by bucket, then position. "prefix": the same with chunks of positions up to i alone.
-    """
-    N, chunk = bucket_TN.shape[1], max(1, window // 2)
-    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
-    for i in range(N):
-        union = set()
-        for bucket_N in bucket_TN.tolist():
-            members = [j for j in range(i + 1) if bucket_N[j] == bucket_N[i]]
-            if variant == "causal":
-                union |= set(members[-window:])
-                continue
-            order = sorted(range(N if variant == "reformer" else i + 1), key=lambda j, of=bucket_N: (of[j], j))
-            own = order.index(i) // chunk
-            union |= {j for j in members if order.index(j) // chunk in (own - 1, own)}
-        mask_NN[i, sorted(union - {i}) or [i]] = True
-    return mask_NN[None]
-
-
 def probed(
     score_C: list[float],
     margin: float,

@@ -34,7 +34,6 @@ from rtx.attention import (
     PositionPattern,
     Random,
     RelativeTables,
-    lsh,
     oracle,
     pieces,
     probed,
@@ -59,7 +58,6 @@ def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: s
     limits = (
         (pieces, "MAX_SCORES", 1000),
         (probed, "MAX_SCORES", 1000),
-        (lsh, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
     )
     limits += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
@@ -373,7 +371,7 @@ def blocks(page: str) -> list[str]:
 def example_with(*methods: str) -> Any:
     """Return the class of the page with some of the methods that it adds, without the name for commands."""
     texts = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
-    end = "\n\nrtx.register_pattern"
+    end = "\n\n\ndef make("
     added = [text for text in texts[1:] if any(f"def {name}(" in text for name in methods)]
     assert len(texts) == 3 and len(added) == len(methods) and end in texts[0]
     text = texts[0].replace(end, "\n".join(["", *added]) + end)
