@@ -9,8 +9,8 @@ members up to itself (`ClusterPattern`). Three classes differ in who is a member
     Nearest      all positions that score higher here than in any other cluster
 
 Sides. If the queries serve as keys, a position has one membership for both, and there is one
-*side*. With `keys="separate"` queries and keys have memberships of their own, and there are two
-sides, `QUERIES` and `KEYS`.
+*side*. With `keys="separate"` the memberships of queries and keys differ, and there are two sides,
+`QUERIES` and `KEYS`.
 
 The batch form has two kinds. On a CPU, lists are as long as the scores make them
 (`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits.
@@ -83,7 +83,7 @@ class Routing(ClusterPattern):
     Args:
         centroids: the centroids of these heads. Their option `keys` says what the clusters hold.
             "shared": queries, which serve as keys (Algorithm 1 with its left-to-right mask).
-            "separate": queries, and keys with memberships of their own (section 4.1).
+            "separate": queries and keys, with separate memberships (section 4.1).
             "projected": W_R (q + k) of each position, not normalised again. A position is a member
             as query and as key (the paper's first versions, of ICLR and arXiv).
         commitment: the weight, in the loss, of the mean squared distance of vectors to their
@@ -245,7 +245,7 @@ class Routing(ClusterPattern):
         with_nearest: bool,
     ) -> Members:
         """Return members by thresholds, or without these the W best of each cluster."""
-        found = choose_members(
+        selection = choose_members(
             self.centroids.centroid_HCD,
             x_BHND,
             threshold_HC,
@@ -254,10 +254,10 @@ class Routing(ClusterPattern):
             backend=self.backend,
         )
         nearest = None
-        if found.nearest_BHN is not None:
-            nearest = self.pack_clusters(found.nearest_BHN)
-        lists = MemberLists(found.row_M, found.count_L)
-        return Members(lists, lists.count_L, nearest, found.moment_2BHC)
+        if selection.nearest_BHN is not None:
+            nearest = self.pack_clusters(selection.nearest_BHN)
+        lists = MemberLists(selection.row_M, selection.count_L)
+        return Members(lists, lists.count_L, nearest, selection.moment_2BHC)
 
     def members_by_thresholds(
         self,
@@ -296,7 +296,7 @@ class Routing(ClusterPattern):
             functions = selection_functions(x_BHND, self.backend)
             margin_HC = self.margins(x_BHND)
             return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
-        found = choose_members(
+        selection = choose_members(
             centroid_HCD,
             x_BHND,
             None,
@@ -304,8 +304,8 @@ class Routing(ClusterPattern):
             nearest=True,
             backend=self.backend,
         )
-        assert found.nearest_BHN is not None
-        return found.nearest_BHN
+        assert selection.nearest_BHN is not None
+        return selection.nearest_BHN
 
     # The loss.
 
