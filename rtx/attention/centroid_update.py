@@ -54,8 +54,10 @@ class Rule(NamedTuple):
     threshold_rate: float
     """0: thresholds do not move."""
     quantile: float
-    """A normal score exceeds its mean by this many deviations with probability window / length; -inf
-    if that is 1."""
+    """A normal score exceeds its mean by this many deviations with probability window / length.
+
+    -inf if that is 1.
+    """
     shape_HCD: tuple[int, int, int]
 
 
@@ -81,9 +83,12 @@ class Statistics(NamedTuple):
     count_HC: Tensor
     """The number of these vectors."""
     seen_2_3_HC: Tensor
-    """For each side: the number of members of each cluster, the sum of all scores in it, and the sum
-    of their squares. The sums are 0 if thresholds do not choose. Members may be other vectors than
-    those that the centroid is to follow."""
+    """For each side, of each cluster: the number of members, the sum of all scores, and the sum of
+    their squares.
+
+    The sums are 0 if thresholds do not choose. Members may be other vectors than those that the
+    centroid is to follow.
+    """
     positions: Tensor
     """The number of positions of all sequences."""
     sequences: Tensor

@@ -39,7 +39,7 @@ KEYS = 1
 
 
 class Gathering:
-    """Whether passes in training gather statistics: a plain attribute, which torch.compile reads."""
+    """Whether passes in training gather statistics; torch.compile can read plain attributes."""
 
     is_paused = False
 
@@ -185,7 +185,7 @@ class Centroids(nn.Module):
         numbers = sum(statistics_sizes((H, C, D)))
         device = self.centroid_HCD.device
         self.total_T = torch.zeros(numbers, dtype=torch.float64, device=device)
-        """All statistics since the last step in one row, so that one kernel sums them over ranks."""
+        """All statistics since the last step, in one row, which ranks add up in one call."""
         self.statistics = statistics_in(self.total_T, (H, C, D))
         """Views of `total_T`."""
 

@@ -452,8 +452,8 @@ class TopK(Routing):
     def prefix_reads(self, qk: QueriesKeys) -> RangeReads:
         """Return who reads whom with the W best of every prefix.
 
-        A list holds all positions that joined when they came; a query does not read those that have
-        left since. With W = 1 a newcomer has no other member beside it, so it reads itself.
+        A list has all positions that ever joined. Queries do not read those that have left before.
+        With W = 1 a position that joins has no other member to read, so it reads itself.
         """
         N = qk.q_BHND.shape[2]
         centroid_HCD = self.centroids.centroid_HCD
@@ -463,7 +463,7 @@ class TopK(Routing):
         attend_self = self.attend_self or self.window == 1
         part = members_read(queries.lists, keys.lists, N, N, attend_self)
         position_1P = part.query.row_M[None] % max(1, N)
-        # Key member m is not read by a query at a position of at least leaves_M[m].
+        # Queries at positions from leaves_M[m] on do not read key member m.
         holes = Holes(keys.leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
         return part._replace(holes=holes)
 
@@ -478,7 +478,12 @@ class TopK(Routing):
         cache.best = [side.best for side in sides]
         return cache.best[-1].members(centroid_HCD.shape[1], qk.q_BHND.shape[2])
 
-    def join(self, qk: QueriesKeys, position: int, cache: TopKCache) -> tuple[Tensor, Tensor, Tensor]:
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: TopKCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scores = []
         for x_BH1D in self.clustered(qk):
             scores.append(products(self.centroids.centroid_HCD, x_BH1D)[..., 0])
@@ -489,10 +494,10 @@ class TopK(Routing):
 
 
 class TopKCache(ClusterCache):
-    """The W best members of each cluster so far, and their scores."""
+    """The keys and values of the W best positions so far of each cluster."""
 
     best: list[PrefixTopK] | None = None
-    """The scores of the members of each side, which `TopK` sets."""
+    """The W best of each side, with their scores. A key is in the slot that it has there."""
 
     def offer(self, scores: list[Tensor], position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Offer a position to all clusters.
@@ -589,7 +594,12 @@ class Thresholds(Routing):
 
     # The stream.
 
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: ClusterCache,
+    ) -> tuple[Tensor, Tensor, None]:
         joins = []
         for side, x_BH1D in enumerate(self.clustered(qk)):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
@@ -627,7 +637,12 @@ class Nearest(Routing):
 
     # The stream.
 
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: ClusterCache,
+    ) -> tuple[Tensor, Tensor, None]:
         joins = []
         for x_BH1D in self.clustered(qk):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
