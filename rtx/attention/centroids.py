@@ -5,8 +5,8 @@ Forward passes in training add up statistics (`Centroids.observe`). Once after e
 centroid_update.py has the formulas.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists of members,
-Y layers with the same rule; V is 2 where keys have memberships of their own (queries, keys), else
-1, or 0 without thresholds; T numbers in a layer's row of statistics.
+Y layers with the same rule; V sides with thresholds: 2 if queries and keys have separate
+memberships, else 1, or 0 without thresholds; T numbers in a layer's row of statistics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rtx.attention.pattern import Pattern
 QUERIES = 0
 """The side of queries; of positions, if queries and keys have the same memberships."""
 KEYS = 1
-"""The side of keys that have memberships of their own."""
+"""The side of keys, if their memberships are separate."""
 
 
 class Gathering:
@@ -77,7 +77,7 @@ class Centroids(nn.Module):
             eta * (members / wanted - 1) deviations of its scores. 0: thresholds stay.
         keys: what the clusters hold.
             "shared": queries, which serve as keys.
-            "separate": queries, and keys with memberships of their own. Statistics are of both.
+            "separate": queries and keys, with separate memberships. Statistics are of both.
             "projected": W_R (q + k) of each position, with a fixed orthonormal matrix W_R.
 
     Raises:

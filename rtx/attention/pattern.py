@@ -139,9 +139,9 @@ class Pattern(nn.Module, ABC):
         """
 
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        """Return what `reads` returns, and in training gather the statistics that `after_step` moves by.
+        """Return what `reads` returns; in training, gather statistics for `after_step`, too.
 
-        The forward pass calls it. Patterns without statistics do not override it.
+        `forward` calls this. Patterns without statistics do not override it.
         """
         return self.reads(qk, streaming)
 

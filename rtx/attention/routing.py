@@ -9,8 +9,8 @@ members up to itself (`ClusterPattern`). Three classes differ in who is a member
     Nearest      all positions that score higher here than in any other cluster
 
 Sides. If the queries serve as keys, a position has one membership for both, and there is one
-*side*. With `keys="separate"` queries and keys have memberships of their own, and there are two
-sides, `QUERIES` and `KEYS`.
+*side*. With `keys="separate"` the memberships of queries and keys differ, and there are two sides,
+`QUERIES` and `KEYS`.
 
 The batch form has two kinds. On a CPU, lists are as long as the scores make them
 (`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits.
@@ -68,9 +68,9 @@ class Members(NamedTuple):
     count_L: Tensor
     """The number of members of each list, those without room among them."""
     nearest: MemberLists | None = None
-    """Each position in the cluster that scores it highest; set if statistics are of these."""
+    """Each position in the cluster that scores it highest; None: not computed."""
     moment_2BHC: Tensor | None = None
-    """The sums of all scores in a cluster, and of their squares; set if statistics need them."""
+    """The sums of all scores in a cluster, and of their squares; None: not computed."""
     selected: Selected | None = None
     """The same members in static shapes; set if `select_static` made them."""
 
@@ -83,7 +83,7 @@ class Routing(ClusterPattern):
     Args:
         centroids: the centroids of these heads. Their option `keys` says what the clusters hold.
             "shared": queries, which serve as keys (Algorithm 1 with its left-to-right mask).
-            "separate": queries, and keys with memberships of their own (section 4.1).
+            "separate": queries and keys, with separate memberships (section 4.1).
             "projected": W_R (q + k) of each position, not normalised again. A position is a member
             as query and as key (the paper's first versions, of ICLR and arXiv).
         commitment: the weight, in the loss, of the mean squared distance of vectors to their
@@ -137,39 +137,43 @@ class Routing(ClusterPattern):
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         members = self.select(self.clustered(qk))
-        return self.reads_of(members, qk.q_BHND.shape[2])
+        return [self.reads_of(members, qk.q_BHND.shape[2])]
 
     @torch.no_grad()
-    def select(self, vectors: list[Tensor], for_statistics: bool = False) -> list[Members]:
-        """Return the members of each side, by the vectors of each side.
+    def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[Members]:
+        """Return the members of each side.
 
         Args:
-            for_statistics: whether statistics of them are gathered.
+            vectors: those of each side, `[B, H, N, D]`.
+            with_nearest: set `Members.nearest`, too, if the same scores give it (on a CPU).
         """
-        choose = self.select_dynamic
-        if is_static(vectors[0], self.backend):
-            choose = self.select_static
-        return [choose(x_BHND, side, for_statistics) for side, x_BHND in enumerate(vectors)]
+        members = []
+        for side, x_BHND in enumerate(vectors):
+            if is_static(x_BHND, self.backend):
+                members.append(static_members(self.select_static(x_BHND, side)))
+            else:
+                members.append(self.select_dynamic(x_BHND, side, with_nearest))
+        return members
 
     @abstractmethod
-    def select_dynamic(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
         """Return the members of one side, in lists as long as the scores make them."""
 
     @abstractmethod
-    def select_static(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """Return the members of one side in static shapes."""
 
-    def reads_of(self, members: list[Members], length: int) -> list[Reads]:
+    def reads_of(self, members: list[Members], length: int) -> RangeReads:
         """Return who reads whom, by the members of each side; `length` is N."""
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
-            return [self.last_read(queries.lists, keys.lists, length)]
+            return members_read(queries.lists, keys.lists, length, self.window, self.attend_self)
         lists = queries.selected.lists
         if keys is not queries:
             sides = (queries.selected, keys.selected)
             lists = separate_lists(*sides, length, self.window, self.attend_self)
-        part = RangeReads(
+        return RangeReads(
             query=queries.lists,
             key=keys.lists,
             start_P=lists.start_P,
@@ -178,47 +182,51 @@ class Routing(ClusterPattern):
             most=min(self.window, length),
             derived={LISTS: lists},
         )
-        return [part]
-
-    def last_read(self, queries: MemberLists, keys: MemberLists, length: int) -> RangeReads:
-        """Return ranges of the last W keys of each list up to the query."""
-        return members_read(queries, keys, length, self.window, self.attend_self)
 
     @torch.no_grad()
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        vectors = self.clustered(qk)
-        members = [self.select_dynamic(x, side, False) for side, x in enumerate(vectors)]
-        return [of_side.lists for of_side in members]
+        lists = []
+        for side, x_BHND in enumerate(self.clustered(qk)):
+            members = self.select_dynamic(x_BHND, side, with_nearest=False)
+            lists.append(members.lists)
+        return lists
 
     # Statistics.
 
     @torch.no_grad()
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        store = self.centroids
-        if store.seed_with_next and store.training:
-            store.seed_from([x_BHND.detach() for x_BHND in self.clustered(qk)])
-        reads_differently = streaming and not self.strictly_causal
-        if not self.training or gathering.is_paused or reads_differently:
+        self.seed(qk)
+        # Statistics are of the members by whole sequences.
+        has_others = streaming and not self.strictly_causal
+        if has_others or not self.training or gathering.is_paused:
             return self.reads(qk, streaming)
         vectors = self.clustered(qk)
-        members = self.select(vectors, for_statistics=True)
+        members = self.select(vectors, self.follows_nearest)
         rows = qk.q_BHND.shape[:3].numel()
         if rows:
             for side, x_BHND in enumerate(vectors):
                 self.add_statistics(members[side], x_BHND, side)
             self.seen = ([of_side.lists for of_side in members], rows)
-        return self.reads_of(members, qk.q_BHND.shape[2])
+        return [self.reads_of(members, qk.q_BHND.shape[2])]
+
+    def seed(self, qk: QueriesKeys) -> None:
+        """Let the centroids start at vectors of this batch, if they wait for one."""
+        store = self.centroids
+        if store.seed_with_next and store.training:
+            store.seed_from([x_BHND.detach() for x_BHND in self.clustered(qk)])
 
     @property
     def follows_nearest(self) -> bool:
-        """Whether centroids follow the positions that are nearest to them, and not the members."""
+        """Whether centroids follow other positions than their members: those nearest to them."""
         return self.centroids.update_rule != "members"
 
     def add_statistics(self, members: Members, x_BHND: Tensor, side: int) -> None:
         """Let the centroids gather statistics of one side; members without room are in no mean."""
         followed = members.lists
-        if members.nearest is not None:
+        if self.follows_nearest:
             followed = members.nearest
+            if followed is None:
+                followed = self.nearest_members(x_BHND)
         self.centroids.observe(
             side,
             x_BHND,
@@ -228,20 +236,16 @@ class Routing(ClusterPattern):
             moment_2BHC=members.moment_2BHC,
         )
 
-    # What subclasses select by.
+    # What selections have in common.
 
-    def dynamic_members(
+    def members_by_scores(
         self,
         x_BHND: Tensor,
         threshold_HC: Tensor | None,
         with_nearest: bool,
     ) -> Members:
-        """Return members by thresholds, or without them the W best of each cluster.
-
-        Args:
-            with_nearest: whether to set `Members.nearest`.
-        """
-        found = choose_members(
+        """Return members by thresholds, or without these the W best of each cluster."""
+        selection = choose_members(
             self.centroids.centroid_HCD,
             x_BHND,
             threshold_HC,
@@ -250,35 +254,18 @@ class Routing(ClusterPattern):
             backend=self.backend,
         )
         nearest = None
-        if found.nearest_BHN is not None:
-            nearest = self.pack_clusters(found.nearest_BHN)
-        lists = MemberLists(found.row_M, found.count_L)
-        return Members(lists, found.count_L, nearest, found.moment_2BHC)
+        if selection.nearest_BHN is not None:
+            nearest = self.pack_clusters(selection.nearest_BHN)
+        lists = MemberLists(selection.row_M, selection.count_L)
+        return Members(lists, lists.count_L, nearest, selection.moment_2BHC)
 
-    def nearest_clusters(self, x_BHND: Tensor) -> Tensor:
-        """Return the cluster that scores each position highest, `[B, H, N]`."""
-        centroid_HCD = self.centroids.centroid_HCD
-        if is_static(x_BHND, self.backend):
-            functions = selection_functions(x_BHND, self.backend)
-            margin_HC = self.margins(x_BHND)
-            return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
-        found = choose_members(
-            centroid_HCD,
-            x_BHND,
-            None,
-            window=0,
-            nearest=True,
-            backend=self.backend,
-        )
-        assert found.nearest_BHN is not None
-        return found.nearest_BHN
-
-    def pack_clusters(self, cluster_BHN: Tensor) -> MemberLists:
-        """Return lists in which each position is a member of one cluster."""
-        return pack(cluster_BHN, self.centroids.centroid_HCD.shape[1], complete=True)
-
-    def by_thresholds(self, x_BHND: Tensor, threshold_HC: Tensor | None, room: int) -> Selected:
-        """Return members by thresholds, or else by nearest clusters, in static shapes."""
+    def members_by_thresholds(
+        self,
+        x_BHND: Tensor,
+        threshold_HC: Tensor | None,
+        room: int,
+    ) -> Selected:
+        """Return members by thresholds, or without these by nearest clusters, in static shapes."""
         return selection_functions(x_BHND, self.backend).by_thresholds(
             self.centroids.centroid_HCD,
             x_BHND,
@@ -289,19 +276,36 @@ class Routing(ClusterPattern):
             room=room,
         )
 
-    def static_members(self, selected: Selected, x_BHND: Tensor, with_nearest: bool) -> Members:
-        """Return members that were selected in static shapes."""
-        nearest = None
-        if with_nearest:
+    def nearest_members(self, x_BHND: Tensor) -> MemberLists:
+        """Return lists in which each position is a member of its nearest cluster alone."""
+        if not is_static(x_BHND, self.backend):
+            return self.pack_clusters(self.nearest_clusters(x_BHND))
+        functions = selection_functions(x_BHND, self.backend)
+        margin_HC = self.margins(x_BHND)
+        return functions.nearest_members(self.centroids.centroid_HCD, x_BHND, margin_HC)
+
+    def pack_clusters(self, cluster_BHN: Tensor) -> MemberLists:
+        """Return lists in which each position is a member of one cluster."""
+        C = self.centroids.centroid_HCD.shape[1]
+        return pack(cluster_BHN, C, complete=True)
+
+    def nearest_clusters(self, x_BHND: Tensor) -> Tensor:
+        """Return the cluster that scores each position highest, `[B, H, N]`."""
+        centroid_HCD = self.centroids.centroid_HCD
+        if is_static(x_BHND, self.backend):
             functions = selection_functions(x_BHND, self.backend)
             margin_HC = self.margins(x_BHND)
-            nearest = functions.nearest_members(self.centroids.centroid_HCD, x_BHND, margin_HC)
-        return Members(
-            lists=MemberLists(selected.row_M, selected.bound_L1.diff()),
-            count_L=selected.count_L,
-            nearest=nearest,
-            selected=selected,
+            return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
+        selection = choose_members(
+            centroid_HCD,
+            x_BHND,
+            None,
+            window=0,
+            nearest=True,
+            backend=self.backend,
         )
+        assert selection.nearest_BHN is not None
+        return selection.nearest_BHN
 
     # The loss.
 
@@ -319,6 +323,12 @@ class Routing(ClusterPattern):
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
         return (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean()
+
+
+def static_members(selected: Selected) -> Members:
+    """Return members that were selected in static shapes."""
+    lists = MemberLists(selected.row_M, selected.bound_L1.diff())
+    return Members(lists, selected.count_L, selected=selected)
 
 
 def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
@@ -403,26 +413,23 @@ class TopK(Routing):
             return [self.prefix_reads(qk)]
         return super().reads(qk, streaming)
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
-        with_nearest = for_statistics and self.follows_nearest
-        return self.dynamic_members(x_BHND, None, with_nearest)
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+        return self.members_by_scores(x_BHND, None, with_nearest)
 
-    def select_static(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         B, H, N, _ = x_BHND.shape
         L = B * H * self.centroids.centroid_HCD.shape[1]
         W = min(self.window, N)
         functions = selection_functions(x_BHND, self.backend)
         position_XCW = self.best_positions(x_BHND)
         lists = functions.top_lists(position_XCW, N, W, self.attend_self)
-        selected = Selected(
+        return Selected(
             row_M=lists.query_row_P,
             count_L=torch.full((L,), W, device=x_BHND.device),
             lists=lists,
             bound_L1=torch.arange(L + 1, device=x_BHND.device) * W,
             lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
         )
-        with_nearest = for_statistics and self.follows_nearest
-        return self.static_members(selected, x_BHND, with_nearest)
 
     def best_positions(self, x_BHND: Tensor) -> Tensor:
         """Return the W best positions of each cluster, or all if there are fewer, `[X, C, W]`."""
@@ -544,30 +551,24 @@ class Thresholds(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
         threshold_HC = self.centroids.thresholds()[side]
-        with_nearest = for_statistics and self.follows_nearest
-        return self.dynamic_members(x_BHND, threshold_HC, with_nearest)
+        return self.members_by_scores(x_BHND, threshold_HC, with_nearest)
 
-    def select_static(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """See `Routing.select_static`. In training, members without room are left out.
 
         In evaluation one number is read back, and the selection is repeated with room for all.
         """
         threshold_HC = self.centroids.thresholds()[side].to(x_BHND.dtype)
         room = self.room(x_BHND)
-        selected = self.by_thresholds(x_BHND, threshold_HC, room)
-        if not self.training:
-            lost = int(selected.lost)
-            if lost:
-                selected = self.by_thresholds(x_BHND, threshold_HC, room + lost)
-        with_nearest = for_statistics and self.follows_nearest
-        members = self.static_members(selected, x_BHND, with_nearest)
-        if not for_statistics:
-            return members
-        functions = selection_functions(x_BHND, self.backend)
-        moment_2BHC = functions.score_moments(self.centroids.centroid_HCD, x_BHND)
-        return members._replace(moment_2BHC=moment_2BHC)
+        selected = self.members_by_thresholds(x_BHND, threshold_HC, room)
+        if self.training:
+            return selected
+        lost = int(selected.lost)
+        if not lost:
+            return selected
+        return self.members_by_thresholds(x_BHND, threshold_HC, room + lost)
 
     def room(self, x_BHND: Tensor) -> int:
         """Return the room of the lists: `room_factor` times the members that they should have."""
@@ -579,9 +580,12 @@ class Thresholds(Routing):
         return B * H * min(self.room_factor * expected, N * C)
 
     def add_statistics(self, members: Members, x_BHND: Tensor, side: int) -> None:
-        super().add_statistics(members, x_BHND, side)
         if members.selected is not None:
             self.lost_members.add_(members.selected.lost)
+            functions = selection_functions(x_BHND, self.backend)
+            moment_2BHC = functions.score_moments(self.centroids.centroid_HCD, x_BHND)
+            members = members._replace(moment_2BHC=moment_2BHC)
+        super().add_statistics(members, x_BHND, side)
 
     # The stream.
 
@@ -608,14 +612,18 @@ class Nearest(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
         lists = self.pack_clusters(self.nearest_clusters(x_BHND))
         return Members(lists, lists.count_L)
 
-    def select_static(self, x_BHND: Tensor, side: int, for_statistics: bool) -> Members:
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         rows = x_BHND.shape[:3].numel()
-        selected = self.by_thresholds(x_BHND, None, room=rows)
-        return self.static_members(selected, x_BHND, with_nearest=False)
+        return self.members_by_thresholds(x_BHND, None, room=rows)
+
+    @property
+    def follows_nearest(self) -> bool:
+        """False: the members are the nearest positions already."""
+        return False
 
     # The stream.
 
