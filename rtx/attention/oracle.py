@@ -4,20 +4,16 @@ Tests compare the outputs, gradients and streams of every pattern with it in flo
 mask `[P, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
 position is the mean over the lists in which it reads something, or one softmax over all of them.
 
-Shapes: B sequences, H heads, N positions, D head size, P lists of a head, M distances, C clusters,
-T hash rounds.
+Shapes: B sequences, H heads, N positions, D head size, P lists of a head, M distances.
 """
 
-import sys
-from math import inf, isnan
+from math import inf
 
 import torch
 from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.pattern import Pattern, Rotate
-
-MOST = sys.float_info.max
 
 
 def attend(
@@ -125,38 +121,3 @@ def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
     logits_PNN = logits_PNN.nan_to_num(0.0, neginf=-inf)
     softmax_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp()
     return softmax_PNN * mask_PNN / reads_PN1.sum(0).clamp(min=1)
-
-
-def probed(
-    score_C: list[float],
-    margin: float,
-    members: dict[int, list[int]],
-    target: int,
-) -> list[int]:
-    """The positions, ascending, of the keys that a query probes.
-
-    Clusters are taken in the order of their scores, of equal ones the first, until they hold
-    `target` keys; of each the last `target` keys.
-    """
-    # Differences of finite scores are numbers; NaN is the worst.
-    score_C = [-MOST if isnan(score) else min(max(score, -MOST), MOST) for score in score_C]
-    positions: list[int] = []
-    left = sorted(members)
-    while left and len(positions) < target:
-        equal = equal_to_best(score_C, margin, left)
-        for c in equal:
-            if len(positions) < target:
-                positions += members[c][-target:]
-        left = [c for c in left if c not in equal]
-    return sorted(positions)
-
-
-def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
-    """Those of some clusters, ascending, that steps no larger than the margin link to the best."""
-    by_score = sorted(clusters, key=lambda c: -score_C[c])
-    equal = by_score[:1]
-    for c in by_score[1:]:
-        if score_C[equal[-1]] - score_C[c] > margin:
-            break
-        equal.append(c)
-    return sorted(equal)
