@@ -230,7 +230,7 @@ class ContiguousPattern(PositionPattern):
 class Full(ContiguousPattern):
     """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    Cost N^2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
+    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
     and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
     of N^2 for all heads.
     """
@@ -296,7 +296,7 @@ class Recurrent(ContiguousPattern):
 class Strided(PositionPattern):
     """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
 
-    For data with a period, such as the rows of an image. Cost N^2 / stride.
+    For data with a period, such as the rows of an image. Cost N^2 / (2 stride).
     """
 
     def __init__(self, *, stride: int, **options: Any) -> None:
@@ -318,7 +318,7 @@ class Fixed(PositionPattern):
     """Position i reads its block up to itself, and the summary columns of all earlier blocks.
 
     Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
-    sets. Cost N (block + N summary / block).
+    sets. Cost N (block + N summary / block) / 2.
 
     Args:
         block: positions of a block.
