@@ -158,6 +158,7 @@ class Probed(TopKeys):
     """
 
     merge = "lse"
+
     def __init__(
         self,
         heads: int,
