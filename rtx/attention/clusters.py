@@ -97,12 +97,12 @@ class ClusterPattern(Pattern):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
 
-    def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
+    def lists_to_cache(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
         """Return the keys in all clusters after a prompt; the cache takes the last of each."""
         return self.lists(qk)[-1]
 
     @abstractmethod
-    def join(
+    def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
@@ -204,7 +204,7 @@ class Random(ClusterPattern):
         row_BHCM = head_BH11 * N + position_HCM
         return MemberLists(row_BHCM[is_inside_BHCM], is_inside_BHCM.sum(-1).flatten())
 
-    def join(
+    def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
@@ -219,7 +219,7 @@ class ClusterCache(Cache):
     """The keys and values of the last S members of each cluster.
 
     Args:
-        pattern: decides which clusters a position joins, and may choose slots (`join`).
+        pattern: decides which clusters a position joins, and may choose slots (`clusters_of_next`).
         slots: S.
         relative: tables by distance.
     """
@@ -259,7 +259,7 @@ class ClusterCache(Cache):
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
-        lists = self.pattern.lists_kept(qk, self)
+        lists = self.pattern.lists_to_cache(qk, self)
         list_M = lists.list_M()
         number_M = torch.arange(len(list_M), device=list_M.device)
         rank_M = number_M - lists.first_L()[list_M]
@@ -313,7 +313,7 @@ class ClusterCache(Cache):
         self.position_LS[slots] = position_J
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        query_BHC, key_BHC, slot_BHC = self.pattern.join(qk, position, self)
+        query_BHC, key_BHC, slot_BHC = self.pattern.clusters_of_next(qk, position, self)
         self.put(qk, v_BH1D, key_BHC, slot_BHC, position)
         is_read_L = query_BHC.flatten()
         if query_BHC is not key_BHC:

@@ -226,7 +226,7 @@ class Lsh(ClusterPattern):
         row_M = lists.row_M // (T * N) * N + lists.row_M % N
         return [MemberLists(row_M, lists.count_L)]
 
-    def join(
+    def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,

@@ -472,13 +472,13 @@ class TopK(Routing):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return TopKCache(self, self.window, relative)
 
-    def lists_kept(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
+    def lists_to_cache(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
         centroid_HCD = self.centroids.centroid_HCD
         sides = [arrivals(centroid_HCD, x_BHND, self.window) for x_BHND in self.clustered(qk)]
         cache.best = [side.best for side in sides]
         return cache.best[-1].members(centroid_HCD.shape[1], qk.q_BHND.shape[2])
 
-    def join(
+    def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
@@ -594,7 +594,7 @@ class Thresholds(Routing):
 
     # The stream.
 
-    def join(
+    def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
@@ -637,7 +637,7 @@ class Nearest(Routing):
 
     # The stream.
 
-    def join(
+    def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
