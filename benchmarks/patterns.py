@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rtx.analysis.cost import finished_blocks, fixed_pairs, strided_pairs, triangle, window_pairs
 from rtx.attention import (
+    ROUTING_CLASSES,
     AdaptiveSpan,
     Blocks,
     Centroids,
@@ -32,6 +33,7 @@ from rtx.attention import (
     RelativeTables,
     Routing,
     Strided,
+    Thresholds,
     after_step,
     oracle,
 )
@@ -113,7 +115,7 @@ class Ours:
 def cluster_sizes(attention: Attention) -> dict[str, float]:
     """Return the fewest, mean and most members of a cluster in the last call; nothing but for causal selection."""
     pattern = attention.pattern if isinstance(attention, Ours) else None
-    if not isinstance(pattern, Routing) or pattern.selection != "causal" or pattern.seen is None:
+    if not isinstance(pattern, Thresholds) or pattern.seen is None:
         return {}
     count_L = pattern.seen[0][0].count_L.double()
     return {"min": int(count_L.min()), "mean": round(float(count_L.mean()), 1), "max": int(count_L.max())}
@@ -128,7 +130,7 @@ def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Rou
         "threshold_rate": 0.1 if selection == "causal" else 0.0,
     }
     centroids = Centroids(args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys=keys, **own)
-    pattern = Routing(centroids, selection=selection, backend=backend).to(args.device)
+    pattern = ROUTING_CLASSES[selection](centroids, backend=backend).to(args.device)
     if selection == "causal":
         q_BHND, _, v_BHND = make_inputs(size, args, seed=1)
         for _ in range(SETTLING):

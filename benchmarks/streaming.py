@@ -25,7 +25,7 @@ import torch
 from machine import code, machine
 from torch import Tensor
 
-from rtx.attention import AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random, Routing
+from rtx.attention import ROUTING_CLASSES, AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random
 from rtx.attention.reads import QueriesKeys
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
@@ -71,7 +71,7 @@ def attention_patterns() -> dict[str, Pattern]:
     patterns: dict[str, Pattern] = {"local": Local(window=256)}
     for selection, rate in (("causal", 0.1), ("topk", 0.0)):  # rates and updates are training's: nothing of a step's
         centroids = Centroids(8, 32, 64, window=256, length=8192, decay=0.999, threshold_rate=rate)
-        patterns[f"routing_{selection}"] = Routing(centroids, selection=selection)
+        patterns[f"routing_{selection}"] = ROUTING_CLASSES[selection](centroids)
     patterns["random"] = Random(8, 32, window=256, length=8192, seed=0)
     patterns["lsh"] = Lsh(8, 64, window=256, rounds=1, buckets=32, seed=0)
     patterns["adaptive_span"] = AdaptiveSpan(8, window=256)

@@ -39,7 +39,7 @@ def routed(selection: str, keys: str = "shared") -> Pattern:
     store = attention.Centroids(1, C, D, window=W, length=N, decay=1.0, keys=keys)
     store.centroid_HCD.copy_(sequence()[0])
     store.threshold_HC.fill_(0.55 * D)
-    return attention.Routing(store, selection=selection)
+    return attention.ROUTING_CLASSES[selection](store)
 
 
 def probed() -> Pattern:

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
-from rtx.attention.top_keys import Indexer
+from rtx.attention.indexer import Indexer
 from rtx.cells import lay_out
 from rtx.checks import resolve
 from rtx.compose import compose, with_values

@@ -46,13 +46,39 @@ def test_the_page_shows_what_every_pattern_reads_and_says_it_in_a_formula() -> N
         kept = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         assert drawing["draw"](name, drawing["reads"](pattern)) == kept, "python docs/pictures.py"
         assert f"](pictures/{name}.svg)" in page
-    kinds, every = {type(pattern).__name__ for pattern in patterns.values()}, vars(rtx.attention).items()
-    public = {name for name, kind in every if inspect.isclass(kind) and issubclass(kind, rtx.attention.Pattern)}
-    assert public - kinds == {"Pattern", "PositionPattern", "ContiguousPattern", "ClusterPattern", "RandomBlocks"}
-    parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)[1:]
-    for name in kinds:
-        own = [text for heading, text in zip(parts[::2], parts[1::2], strict=True) if f": `{name}" in heading]
-        assert own and all("](pictures/" in text and re.search("S_i|[ko]_[ij] = ", text) for text in own), name
+    drawn = {type(pattern).__name__ for pattern in patterns.values()}
+    public = {name for name, kind in vars(rtx.attention).items() if is_pattern(kind)}
+    bases = {"Pattern", "PositionPattern", "ContiguousPattern", "ClusterPattern", "Routing"}
+    assert public - drawn == {*bases, "RandomBlocks"}
+    for name in public - bases:
+        section = section_of(name, page)
+        assert "](pictures/" in section, name
+        assert re.search("S_i|[ko]_[ij] = ", section), name
+
+
+def is_pattern(kind: object) -> bool:
+    """Return whether it is a class of patterns."""
+    return inspect.isclass(kind) and issubclass(kind, rtx.attention.Pattern)
+
+
+def section_of(name: str, page: str) -> str:
+    """Return the section to which the table of all patterns links a class."""
+    (anchor,) = re.findall(rf"`{name}`[^(|]*\]\(#([\w-]+)\)", page)
+    parts = re.split(r"^### (.*)$", page, flags=re.MULTILINE)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    for heading, text in sections.items():
+        if re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) == anchor:
+            return text
+    raise AssertionError(f"{name}: no section #{anchor}")
+
+
+def test_the_code_of_the_page_on_models_of_your_own_runs() -> None:
+    page = (DOCS / "library.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(code) == 5
+    names: dict[str, object] = {"__name__": "library"}
+    for block in code:
+        exec(compile(block, "library.md", "exec"), names)
 
 
 def test_every_test_that_the_page_on_reliability_names_exists() -> None:

@@ -118,7 +118,7 @@ def pattern_of(name: str, leaves: list[Tensor], window: int, backend: str) -> Pa
         rule = "nearest" if name == "topk" else "members"
         sizes = {"window": window, "length": N, "decay": 0.999}
         store = attention.Centroids(H, clusters, D, **sizes, update=rule, threshold_rate=rate)
-        pattern = attention.Routing(store, selection=name, **options)
+        pattern = attention.ROUTING_CLASSES[name](store, **options)
     return pattern.to(leaves[0].device).train()
 
 

@@ -117,7 +117,7 @@ def routing(shape: Shape, selection: str, keys: str) -> Pattern:
     options: dict[str, Any] = {"window": shape.W, "length": shape.N, "decay": 0.9, "keys": keys}
     options["threshold_rate"] = 0.1 if selection == "causal" else 0.0
     store = attention.Centroids(shape.H, shape.C, shape.D, **options)
-    return attention.Routing(store, selection=selection)
+    return attention.ROUTING_CLASSES[selection](store)
 
 
 def check(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> Found:

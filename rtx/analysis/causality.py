@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtx.attention.blocks import RandomBlocks
 from rtx.attention.centroids import after_step, all_centroids
 from rtx.attention.clusters import Random
+from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing
-from rtx.attention.top_keys import Indexer, RandomBlocks
 from rtx.config import ROUTED
 from rtx.errors import RunFailed
 from rtx.model.multihead import MultiheadAttention

@@ -52,8 +52,7 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
             # Probed keys are those that the logits read.
             rotary = group.rotate if isinstance(pattern, Probed) else None
             qk = pattern.inputs(q_BHND, k_BHND, rotary)
-            pattern.gather(qk)
-            pattern.reads(qk, False)
+            pattern.observe(qk, False)
     after_step(made)
 
 

@@ -16,11 +16,12 @@ from rtx.attention.clusters import Random
 from rtx.attention.engine import ENGINES, blocks, by_triton, choose, dense, flash, flex, indexed, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.indexer import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
-from rtx.attention.top_keys import Indexer, TopKeys
+from rtx.attention.top_keys import TopKeys
 from rtx.config import ROUTED, Config, layer_patterns, memory_slots
 from rtx.model.heads import make_pattern
 from rtx.training.hardware import precision_on
@@ -98,7 +99,7 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     model, N = config.model, config.data.length
     size, memory = model.hidden // model.heads, memory_slots(model)
     if isinstance(pattern, TopKeys) and pattern.has_index:
-        return [IndexReads(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
+        return [IndexReads(torch.zeros(N, pattern.max_keys(N), dtype=torch.int8), N)]
     if gpu and isinstance(pattern, Routing | Probed):
         return static_parts(pattern.to(META).train(), N, size)
     if gpu and isinstance(pattern, AdaptiveSpan):

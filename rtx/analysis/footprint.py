@@ -15,14 +15,16 @@ import torch
 from rtx.analysis.cost import Cost, cost
 from rtx.analysis.engines import computed, parts_of
 from rtx.analysis.gpu_memory import INDEX, SHORT_INDEX, Kept, kept_by_engine
+from rtx.attention.blocks import Blocks
 from rtx.attention.clusters import Random
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_MASK, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
+from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import IndexReads, Reads
 from rtx.attention.routing import ROOM, Routing
-from rtx.attention.top_keys import Blocks, Indexer, TopKeys
+from rtx.attention.top_keys import TopKeys
 from rtx.compose import with_values
 from rtx.config import ROUTED, Config, clusters, embedding_width, layer_patterns, memory_slots, sizes_of
 from rtx.model.heads import make_pattern

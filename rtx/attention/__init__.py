@@ -1,9 +1,11 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
 from rtx.attention.adaptive_span import AdaptiveSpan
+from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.clusters import ClusterPattern, Random
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.positional import (
@@ -19,11 +21,12 @@ from rtx.attention.positional import (
     Strided,
 )
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Routing
+from rtx.attention.routing import ROUTING_CLASSES, Nearest, Routing, Thresholds, TopK
 from rtx.attention.stream import Stream
-from rtx.attention.top_keys import Blocks, Exact, Indexer, RandomBlocks
+from rtx.attention.top_keys import Exact
 
 __all__ = [
+    "ROUTING_CLASSES",
     "AdaptiveSpan",
     "Blocks",
     "Centroids",
@@ -37,6 +40,7 @@ __all__ = [
     "Indexer",
     "Local",
     "Lsh",
+    "Nearest",
     "Pattern",
     "PositionLists",
     "PositionPattern",
@@ -48,5 +52,7 @@ __all__ = [
     "Routing",
     "Stream",
     "Strided",
+    "Thresholds",
+    "TopK",
     "after_step",
 ]

@@ -1,4 +1,4 @@
-"""What the patterns refuse: every message names the argument, what was given, and what is allowed.
+"""Checks of arguments; their messages name the argument, its value and the allowed values.
 
 Shapes: B sequences, H heads, N positions, D head size, M distances.
 """
@@ -21,64 +21,91 @@ def check_call(
     v_BHND: Tensor,
     real_BN: Tensor | None,
     relative: RelativeTables | None,
-    finite: bool,
 ) -> None:
-    """Refuse what a pattern cannot attend over; `finite`: values that are NaN or infinite, too."""
+    """Refuse tensors that a pattern cannot attend over, see `Pattern.forward`."""
     if has_keys and k_BHND is None:
         raise ValueError("k_BHND=None: this pattern needs keys of their own")
     if not has_keys and k_BHND is not None:
-        raise ValueError("k_BHND is given: must be None, as the queries of this pattern stand for keys")
+        raise ValueError("k_BHND is given: must be None, as queries serve as keys in this pattern")
     check_tensor("q_BHND", q_BHND)
     if q_BHND.dim() != 4 or q_BHND.dtype not in FLOATS or not q_BHND.shape[-1]:
         allowed = "[B, H, N, D], D at least 1, of float16, bfloat16, float32 or float64"
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
-    B, H, N, D = q_BHND.shape
     check_tensor("v_BHND", v_BHND)
+    B, H, N, D = q_BHND.shape
+    width = v_BHND.shape[-1] if v_BHND.dim() else D
     check_shape("k_BHND", k_BHND, (B, H, N, D), q_BHND, q_BHND.dtype)
-    check_shape("v_BHND", v_BHND, (B, H, N, v_BHND.shape[-1] if v_BHND.dim() else D), q_BHND, q_BHND.dtype)
+    check_shape("v_BHND", v_BHND, (B, H, N, width), q_BHND, q_BHND.dtype)
     check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)
     check_relative(relative, q_BHND, v_BHND)
-    if finite:
-        check_finite_values(real_BN, q_BHND=q_BHND, k_BHND=k_BHND, v_BHND=v_BHND)
-        for name, table in (relative._asdict() if relative else {}).items():
-            check_finite_values(**{f"relative.{name}": table})
 
 
 def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
-    """Refuse what is not tables by distance, and tables that do not fit queries, keys and values."""
+    """Refuse anything but tables by distance that fit queries, keys and values."""
     if relative is None:
         return
     if not isinstance(relative, RelativeTables):
         kind = type(relative).__name__
-        raise ValueError(f"relative is a {kind}: must be None or rtx.attention.RelativeTables(keys_MD, values_MD)")
-    check_tensor("relative.keys_MD", relative.keys_MD)
-    heads, distances = q_BHND.shape[1], max(1, relative.keys_MD.shape[-2]) if relative.keys_MD.dim() > 1 else 1
-    by_head = (heads,) if relative.keys_MD.dim() == 3 else ()
-    shapes = {"keys_MD": (*by_head, distances, q_BHND.shape[-1]), "values_MD": (distances, v_BHND.shape[-1])}
-    for name, shape in (shapes | {"bias_HM": (heads, distances)}).items():
-        if (table := getattr(relative, name)) is not None:
-            check_shape(f"relative.{name}", table, shape, q_BHND)
-            if not table.is_floating_point():
-                raise ValueError(f"relative.{name} is of {table.dtype}: must be of a float type")
+        allowed = "None or rtx.attention.RelativeTables(keys_MD, values_MD)"
+        raise ValueError(f"relative is a {kind}: must be {allowed}")
+    keys_MD = relative.keys_MD
+    check_tensor("relative.keys_MD", keys_MD)
+    _, H, _, D = q_BHND.shape
+    M = 1
+    if keys_MD.dim() > 1:
+        M = max(M, keys_MD.shape[-2])
+    keys_shape = (M, D)
+    if keys_MD.dim() == 3:
+        keys_shape = (H, M, D)
+    check_table("relative.keys_MD", keys_MD, keys_shape, q_BHND)
+    check_table("relative.values_MD", relative.values_MD, (M, v_BHND.shape[-1]), q_BHND)
+    check_table("relative.bias_HM", relative.bias_HM, (H, M), q_BHND)
+
+
+def check_table(name: str, table: Tensor | None, shape: tuple[int, ...], q_BHND: Tensor) -> None:
+    """Refuse a table of another shape, on another device than the queries, or of whole numbers."""
+    if table is None:
+        return
+    check_shape(name, table, shape, q_BHND)
+    if not table.is_floating_point():
+        raise ValueError(f"{name} is of {table.dtype}: must be of a float type")
+
+
+def check_memory(memory: int, length: int, takes_memory: bool) -> None:
+    """Refuse a memory longer than N positions, or any memory if a pattern takes none."""
+    if takes_memory:
+        check_whole("memory", memory, 0, length, f"from 0 to N={length}")
+    else:
+        check_whole("memory", memory, 0, 0, "0 for this pattern")
 
 
 def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:
-    """Refuse another number of heads, or heads of another size, than a pattern has (None: any)."""
-    H, D = q_BHND.shape[1], q_BHND.shape[3]
+    """Refuse queries whose number of heads or head size is not the pattern's (None: any)."""
+    _, H, _, D = q_BHND.shape
     if heads not in (None, H) or size not in (None, D):
-        raise ValueError(f"q_BHND has {H} heads of size {D}: must have {heads} of size {size or D}, as the pattern")
+        allowed = f"{heads} of size {size or D}, as the pattern"
+        raise ValueError(f"q_BHND has {H} heads of size {D}: must have {allowed}")
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuse what is not a tensor."""
+    """Refuse anything but a tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
 
 
 def check_shape(
-    name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    name: str,
+    x: Tensor | None,
+    shape: tuple[int, ...],
+    like: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse a tensor of another shape, or on another device than the queries, or of another type than `dtype`."""
+    """Refuse a tensor of another shape, device or type; None passes.
+
+    Args:
+        like: the queries, whose device is the right one.
+        dtype: the right type; None: any.
+    """
     if x is None:
         return
     check_tensor(name, x)
@@ -90,8 +117,49 @@ def check_shape(
         raise ValueError(f"{name} is of {x.dtype}: must be of {dtype}")
 
 
+@torch.no_grad()
+def check_finite_call(
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHND: Tensor,
+    real_BN: Tensor | None,
+    relative: RelativeTables | None,
+) -> None:
+    """Refuse NaN and infinity in the inputs of a pattern; padding may contain them."""
+    is_real_B1N1 = None if real_BN is None else real_BN[:, None, :, None]
+    check_finite_values("q_BHND", q_BHND, is_real_B1N1)
+    check_finite_values("k_BHND", k_BHND, is_real_B1N1)
+    check_finite_values("v_BHND", v_BHND, is_real_B1N1)
+    if relative is not None:
+        check_finite_values("relative.keys_MD", relative.keys_MD)
+        check_finite_values("relative.values_MD", relative.values_MD)
+        check_finite_values("relative.bias_HM", relative.bias_HM)
+
+
+def check_finite_values(name: str, x: Tensor | None, counts: Tensor | None = None) -> None:
+    """Refuse NaN and infinity in a tensor; None passes.
+
+    Args:
+        counts: true where values are checked; None: everywhere.
+    """
+    if x is None:
+        return
+    is_bad = ~x.isfinite()
+    if counts is not None:
+        is_bad = is_bad & counts
+    if bool(is_bad.any()):
+        first = tuple(is_bad.nonzero()[0].tolist())
+        bad = f"{int(is_bad.sum())} in all, the first at {first}"
+        raise ValueError(f"{name} holds NaN or infinity ({bad}): check_finite=True allows neither")
+
+
 def check_whole(name: str, value: int, least: int, most: int | None, allowed: str) -> None:
-    """Refuse what is not a whole number, True and False among it, or out of range."""
+    """Refuse a value that is no whole number, such as True, or that is out of range.
+
+    Args:
+        most: the largest value; None: any.
+        allowed: the range in words.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r}: must be a whole number, {allowed}")
     if value < least or (most is not None and value > most):
@@ -99,43 +167,34 @@ def check_whole(name: str, value: int, least: int, most: int | None, allowed: st
 
 
 def check_positive(least: int = 1, /, **named: int) -> None:
-    """Refuse counts below 1, or below `least`, and fractions."""
+    """Refuse counts below `least`, and fractions."""
     for name, value in named.items():
         check_whole(name, value, least, None, f"at least {least}")
 
 
-def check_within(name: str, value: int, most: int, whose: str) -> None:
-    """Refuse a count that is not from 1 to another argument's."""
-    check_whole(name, value, 1, most, f"from 1 to {whose}={most}")
+def check_within(name: str, value: int, most: int, bound: str) -> None:
+    """Refuse a count that is not from 1 to another argument, whose name is `bound`."""
+    check_whole(name, value, 1, most, f"from 1 to {bound}={most}")
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what torch's generators cannot be seeded with."""
+    """Refuse a seed that torch's generators do not take."""
     check_whole("seed", seed, -(1 << 63), (1 << 64) - 1, "from -2^63 to 2^64 - 1")
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a word that is not one of those allowed."""
+    """Refuse a word that is not one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
-def check_number(name: str, value: float, allowed: str, valid: Callable[[float], bool]) -> None:
-    """Refuse what is not a number, True and False among it, or not a valid one."""
+def check_number(name: str, value: float, allowed: str, is_valid: Callable[[float], bool]) -> None:
+    """Refuse a value that is no number, such as True, or that is not valid.
+
+    Args:
+        allowed: the valid numbers in words.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r}: must be a number, {allowed}")
-    if not valid(value):
+    if not is_valid(value):
         raise ValueError(f"{name}={value}: must be {allowed}")
-
-
-@torch.no_grad()
-def check_finite_values(real_BN: Tensor | None = None, **named: Tensor | None) -> None:
-    """Refuse values that are NaN or infinite; with a mask, `[B, H, N, D]` may hold anything at padding."""
-    for name, x in named.items():
-        if x is None:
-            continue
-        bad = ~x.isfinite() if real_BN is None else ~x.isfinite() & real_BN[:, None, :, None]
-        if bool(bad.any()):
-            first = tuple(bad.nonzero()[0].tolist())
-            found = f"{int(bad.sum())} in all, the first at {first}"
-            raise ValueError(f"{name} holds NaN or infinity ({found}): check_finite=True allows neither")

@@ -1,10 +1,10 @@
-"""KV caches: what a stream keeps of earlier positions, so that a step costs the same at every position.
+"""KV caches: what streams keep of earlier positions, so that a step need not compute them again.
 
-A prompt is taken in by one pass over all of its positions (`prefill`), then follows one position at a time (`decode`).
-The caches of patterns with a window are bounded; those of patterns that may read any earlier position grow.
+A stream begins with a prompt, which `prefill` takes in one pass over all its positions. Then
+`decode` takes one position at a time. The caches of patterns with a window are bounded; those of
+patterns that may read any earlier position grow.
 
-Shapes: B streams, H heads, C clusters, N positions, S slots, D head size, K keys read, L = B * H * C lists, J lists
-joined at a position (over all streams).
+Shapes: B streams, H heads, N positions, S slots, K keys that a query reads, D head size.
 """
 
 from __future__ import annotations
@@ -20,47 +20,32 @@ from rtx.attention.engine.softmax import LogitTerms, soft_attend
 from rtx.attention.reads import QueriesKeys
 
 FIRST_SLOTS = 256
-"""Slots that a growing cache begins with; it doubles when they are full."""
+"""The number of slots that a growing cache starts with; it doubles when they are full."""
 
 
 class Cache(ABC):
-    """What a stream of heads of one kind keeps."""
+    """What a batch of streams keeps for the heads of one pattern."""
 
     @abstractmethod
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
-        """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave, in one pass.
+        """Take in the positions 0 to N - 1 of each stream, before any step.
 
-        The outputs of these positions are those of the pattern's forward pass with `streaming`.
+        The cache is then as N steps would leave it. The outputs of these positions are those of the
+        pattern's forward pass with `streaming`.
         """
 
     @abstractmethod
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        """Take in the next position of each stream and return its output `[B, H, 1, D]`."""
-
-
-def attend_step(
-    q_BH1D: Tensor,
-    k_BHKD: Tensor,
-    v_BHKD: Tensor,
-    mask_BH1K: Tensor | None,
-    distance_BH1K: Tensor | None,
-    terms: LogitTerms,
-) -> Tensor:
-    """Return softmax attention of one query a head, `[B, H, 1, D]`; mask and distances broadcast over B and H."""
-    if not terms.by_distance:
-        return F.scaled_dot_product_attention(q_BH1D, k_BHKD, v_BHKD, attn_mask=mask_BH1K, scale=terms.scale)
-    assert distance_BH1K is not None
-    B, H, K, _ = k_BHKD.shape
-    if mask_BH1K is None:
-        mask_BH1K = torch.ones(1, 1, 1, K, dtype=torch.bool, device=k_BHKD.device)
-    q, k, v = (x.flatten(0, 1) for x in (q_BH1D, k_BHKD, v_BHKD))
-    mask, distance = (x.expand(B, H, 1, K).flatten(0, 1) for x in (mask_BH1K, distance_BH1K))
-    head_G = torch.arange(H, device=q.device).repeat(B)
-    return soft_attend(q, k, v, mask, distance, head_G, terms)[0].to(v.dtype).unflatten(0, (B, H))
+        """Take in the next position of each stream and return its outputs `[B, H, 1, D]`."""
 
 
 class RowCache(Cache):
-    """Keys and values by position: position n in slot n modulo their number, which doubles unless it is `ring`."""
+    """Keys and values of each stream by position: position n is in slot n modulo their number.
+
+    Args:
+        terms: returns what enters logits besides queries and keys, from the head size.
+        ring: a fixed number of slots, which later positions overwrite; None: the cache grows.
+    """
 
     def __init__(self, terms: Callable[[int], LogitTerms], ring: int | None = None) -> None:
         self.terms = terms
@@ -72,33 +57,98 @@ class RowCache(Cache):
         self.put(qk, v_BHND, 0)
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Take in positions from `first` on and return all slots of keys and values."""
-        self.key_BHSD = place(self.key_BHSD, qk.rotated_k_BHND.to(v_BHND.dtype), first, self.ring)
+        """Take in positions from `first` on; return the keys and values of all slots."""
+        k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
+        self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)
         self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
         return self.key_BHSD, self.value_BHSD
 
-    def attend(self, qk: QueriesKeys, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
-        """Return what the newest position reads of keys and values `[B, H, K, D]`."""
+    def attend(
+        self,
+        qk: QueriesKeys,
+        k_BHKD: Tensor,
+        v_BHKD: Tensor,
+        mask_BH1K: Tensor | None,
+        distance_BH1K: Tensor,
+    ) -> Tensor:
+        """Return the outputs of the newest position, which reads some keys; see `attend_step`."""
         terms = self.terms(qk.q_BHND.shape[-1])
-        return attend_step(qk.rotated_q_BHND.to(v.dtype), k, v, mask, distance, terms)
+        q_BH1D = qk.rotated_q_BHND.to(v_BHKD.dtype)
+        return attend_step(q_BH1D, k_BHKD, v_BHKD, mask_BH1K, distance_BH1K, terms)
 
 
-def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
-    """Return the slots with new vectors of positions from `first` on, in more room where it is needed."""
+def place(
+    x_BHSD: Tensor | None,
+    new_BHND: Tensor,
+    first: int,
+    ring: int | None = None,
+) -> Tensor:
+    """Return the slots with the vectors of the positions from `first` on written into them.
+
+    Slots are changed in place if there are enough; otherwise the result has more.
+
+    Args:
+        x_BHSD: the slots; None: none yet.
+        ring: the number of slots; None: as many as there are positions, or more.
+    """
     B, H, N, D = new_BHND.shape
     if x_BHSD is None:
         x_BHSD = new_BHND.new_zeros(B, H, ring or max(FIRST_SLOTS, N), D)
-    if not ring and first + N > x_BHSD.shape[2]:
-        x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(first + N - x_BHSD.shape[2], x_BHSD.shape[2])))
+    slots = x_BHSD.shape[2]
+    missing = first + N - slots
+    if not ring and missing > 0:
+        x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(missing, slots)))
+        slots = x_BHSD.shape[2]
     if N == 1:
-        x_BHSD[:, :, first % x_BHSD.shape[2]] = new_BHND[:, :, 0]
+        x_BHSD[:, :, first % slots] = new_BHND[:, :, 0]
         return x_BHSD
-    skipped = max(0, N - x_BHSD.shape[2])
-    slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % x_BHSD.shape[2]
+    # Of more positions than there are slots, only the last remain.
+    skipped = max(0, N - slots)
+    slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % slots
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
 
 
-def mask_without_self(read_XS: Tensor, own_XS: Tensor) -> Tensor:
-    """Return which slots are read beside the own one; where there are none (X: any dimensions), that one."""
-    others_XS = read_XS & ~own_XS
-    return torch.where(others_XS.any(-1, keepdim=True), others_XS, read_XS)
+def attend_step(
+    q_BH1D: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    mask_BH1K: Tensor | None,
+    distance_BH1K: Tensor | None,
+    terms: LogitTerms,
+) -> Tensor:
+    """Return softmax attention of one query of each head, `[B, H, 1, D]`.
+
+    Args:
+        mask_BH1K: true at keys that are read, in a shape that broadcasts over B and H; None: all.
+        distance_BH1K: distances of the query from the keys, which broadcast likewise; terms by
+            distance need them.
+    """
+    if not terms.by_distance:
+        return F.scaled_dot_product_attention(
+            q_BH1D,
+            k_BHKD,
+            v_BHKD,
+            attn_mask=mask_BH1K,
+            scale=terms.scale,
+        )
+    assert distance_BH1K is not None
+    B, H, K, _ = k_BHKD.shape
+    device = k_BHKD.device
+    if mask_BH1K is None:
+        mask_BH1K = torch.ones(1, 1, 1, K, dtype=torch.bool, device=device)
+    out_X1D, _ = soft_attend(
+        q_BH1D.flatten(0, 1),
+        k_BHKD.flatten(0, 1),
+        v_BHKD.flatten(0, 1),
+        mask_BH1K.expand(B, H, 1, K).flatten(0, 1),
+        distance_BH1K.expand(B, H, 1, K).flatten(0, 1),
+        torch.arange(H, device=device).repeat(B),
+        terms,
+    )
+    return out_X1D.to(v_BHKD.dtype).unflatten(0, (B, H))
+
+
+def mask_without_self(mask_XK: Tensor, is_self_XK: Tensor) -> Tensor:
+    """Return the mask without the position itself where it reads others (X: any dimensions)."""
+    others_XK = mask_XK & ~is_self_XK
+    return torch.where(others_XK.any(-1, keepdim=True), others_XK, mask_XK)

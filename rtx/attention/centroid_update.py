@@ -20,9 +20,9 @@ Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster
 16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and its scores deviate by 8. At a rate
 of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
-Shapes: Y layers with the same rule, H routing heads, C clusters, D head size; V is 2 where keys
-have memberships of their own (queries, keys), else 1, or 0 without thresholds; T numbers in a
-layer's row of statistics.
+Shapes: Y layers with the same rule, H heads, C clusters, D head size; V sides with thresholds: 2 if
+queries and keys have separate memberships, else 1, or 0 without thresholds; T numbers in a layer's
+row of statistics.
 """
 
 import math
@@ -33,15 +33,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_EXCESS = 3.0
-"""The most that a cluster counts as too full: fuller ones than 4 times the wanted move alike."""
+"""The most that members / wanted - 1 counts: thresholds of fuller clusters rise no faster."""
 SPLIT = "split"
 """The update of centroids of keys, see `split_centroids`."""
 SPREAD = 2.0**-10
-"""How far beside another one such a centroid starts anew, as a share of each of its numbers."""
+"""How far such a centroid starts from another one, relative to each of its numbers."""
 
 
 class Rule(NamedTuple):
-    """What layers that move together have in common; `centroids.Centroids` documents the options."""
+    """The options of layers that move together; `centroids.Centroids` explains them."""
 
     update: str
     """"members", "nearest", "sum" or "split"."""
@@ -56,7 +56,7 @@ class Rule(NamedTuple):
     quantile: float
     """A normal score exceeds its mean by this many deviations with probability window / length.
 
-    -inf where that is 1.
+    -inf if that is 1.
     """
     shape_HCD: tuple[int, int, int]
 
@@ -69,25 +69,25 @@ class State(NamedTuple):
     threshold_YVHC: Tensor
     """float32."""
     steps_Y: Tensor
-    """How many steps have moved each layer, int64."""
+    """The number of steps that have moved each layer, int64."""
 
 
 class Statistics(NamedTuple):
     """What the forward passes of a step have gathered, in float64.
 
-    Fields that are views of a stack of layers (`statistics_in`) have a dimension Y in front.
+    The statistics of a stack of layers have a dimension Y in front.
     """
 
     sum_HCD: Tensor
-    """The sums of the vectors that each centroid is to follow."""
+    """The sum of the vectors that each centroid is to follow, of all sides."""
     count_HC: Tensor
-    """The numbers of these vectors."""
+    """The number of these vectors."""
     seen_2_3_HC: Tensor
-    """Of queries, and of keys with memberships of their own: the number of members of each cluster,
-    and the sums of all scores with its centroid and of their squares.
+    """For each side, of each cluster: the number of members, the sum of all scores, and the sum of
+    their squares.
 
-    The sums are 0 where no thresholds are in use. Members may be other vectors than those of
-    `count_HC`.
+    The sums are 0 if thresholds do not choose. Members may be other vectors than those that the
+    centroid is to follow.
     """
     positions: Tensor
     """The number of positions of all sequences."""
@@ -96,7 +96,7 @@ class Statistics(NamedTuple):
 
 
 def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistics:
-    """Return views of the statistics in a row `[T]`, or in a row for each layer `[Y, T]`."""
+    """Return the statistics in a row `[T]`, or in a row for each layer `[Y, T]`, as views."""
     H, C, D = shape_HCD
     layers = total_T.shape[:-1]
     sums, counts, seen, positions, sequences = total_T.split(statistics_sizes(shape_HCD), dim=-1)
@@ -110,7 +110,7 @@ def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
 
 
 def statistics_sizes(shape_HCD: tuple[int, int, int]) -> list[int]:
-    """Return how many of the T numbers of a row each field of `Statistics` takes."""
+    """Return the number of numbers in a row of each field of `Statistics`; their sum is T."""
     H, C, D = shape_HCD
     return [H * C * D, H * C, 2 * 3 * H * C, 1, 1]
 
@@ -154,7 +154,7 @@ def all_finite(statistics: Statistics) -> Tensor:
 
 
 def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
-    """Return the centroids after a step, float64; any numbers for layers that gathered nothing."""
+    """Return the centroids after a step, float64, undefined for layers that gathered nothing."""
     if rule.update == SPLIT:
         return split_centroids(rule, old_YHCD, statistics)
     if rule.update == "sum":
@@ -162,9 +162,9 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
     has_mean_YHC1 = statistics.count_HC[..., None] > 0
     mean_YHCD = statistics.sum_HCD / statistics.count_HC[..., None].clamp_min(1)
     if rule.update == "members" and not rule.threshold_rate:
-        # A centroid without members would never get any: its threshold does not fall. It moves
-        # towards the mean of the other clusters' means. In a head without any members that is 0,
-        # and the centroid keeps its direction.
+        # A centroid without members might never get any, as its threshold does not fall. So it
+        # moves towards the mean of the other clusters' means. In a head without any members that
+        # is 0, and the centroid keeps its direction.
         sum_YH1D = mean_YHCD.sum(2, keepdim=True)
         others_YH1D = sum_YH1D / has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
         mean_YHCD = torch.where(has_mean_YHC1, mean_YHCD, others_YH1D)
@@ -174,10 +174,10 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
 
 
 def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
-    """Return the centroids after a step of Algorithm 1, with the mean over sequences of their sums.
+    """Return the centroids after a step of Algorithm 1, by the mean of the sums over sequences.
 
-    Algorithm 1 adds half of the queries' sum and half of the keys' sum. Where queries stand for
-    keys, both halves are the same, and the sum was gathered once; else both sums were gathered.
+    Algorithm 1 adds half of the queries' sum and half of the keys' sum (line 31). If queries serve
+    as keys, both halves are equal, and the sum was gathered once; else both sums were gathered.
     """
     sums_gathered = 2.0 if rule.keys == "separate" else 1.0
     divisor_Y111 = (sums_gathered * statistics.sequences)[:, None, None, None]
@@ -187,8 +187,8 @@ def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tenso
 def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return centroids moved towards the means of their members, of any norm.
 
-    A centroid without members starts anew beside another one: at that centroid, each number times
-    1 + SPREAD or 1 - SPREAD in turn, so that it points elsewhere. Which one: see `sources`.
+    A centroid without members starts anew next to another one, which `sources` names: there, with
+    its numbers multiplied by 1 + SPREAD and 1 - SPREAD alternately, so that the direction differs.
     """
     count_YHC = statistics.count_HC
     mean_YHCD = statistics.sum_HCD / count_YHC[..., None].clamp_min(1)
@@ -202,17 +202,17 @@ def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
 
 
 def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return beside which cluster each cluster without members starts anew, and in which turn.
+    """Return next to which cluster each cluster without members starts anew, and in which turn.
 
-    The first of them starts beside the largest cluster, the second beside the second largest, and
-    so on. Where they are more than the clusters with members, these are gone through in several
-    turns; in turn t a centroid starts t times SPREAD away.
+    The first of them starts next to the largest cluster, the second next to the second largest, and
+    so on. If all clusters with members have been used, the next turn begins with the largest. In
+    turn t, centroids start t times SPREAD away.
 
-    Example: clusters 0 to 4 have 5, 0, 9, 0 and 0 members. By size they are 2 and 0, so 1 starts
-    beside 2 and 3 beside 0 in turn 1, and 4 beside 2 in turn 2.
+    Example: clusters 0 to 4 have 5, 0, 9, 0 and 0 members. Those with members are, by size, 2 and
+    0. So in turn 1, cluster 1 starts next to 2 and cluster 3 next to 0; in turn 2, 4 next to 2.
 
     Returns:
-        Clusters and turns, `[Y, H, C]`, any numbers for clusters that have members.
+        Clusters and turns, `[Y, H, C]`, undefined for clusters that have members.
     """
     is_empty_YHC = count_YHC == 0
     by_size_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
@@ -223,18 +223,18 @@ def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ScoreMoments(NamedTuple):
-    """Of the scores of each centroid with the step's positions, float64."""
+    """What a step has seen of the scores in each cluster, float64."""
 
     count_YVHC: Tensor
     """The number of members."""
     mean_YVHC: Tensor
     deviation_YVHC: Tensor
     scored_YV: Tensor
-    """Whether the layer gathered any score."""
+    """Whether the layer has gathered any score."""
 
 
 def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
-    """Return the moments of queries' scores, and for V = 2 of keys' scores."""
+    """Return the moments of the scores of the first V sides."""
     seen_YV3HC = statistics.seen_2_3_HC[:, :V]
     positions_Y111 = statistics.positions[:, None, None, None]
     mean_YVHC = seen_YV3HC[:, :, 1] / positions_Y111
@@ -250,14 +250,14 @@ def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
 
 
 def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH: Tensor) -> Tensor:
-    """Return thresholds raised where clusters have too many members, lowered where too few.
+    """Return thresholds after a step: higher if clusters have too many members, lower if too few.
 
     The first step of a layer sets its thresholds instead: to the score that `window` of `length`
     positions would exceed if scores were normal, with the mean and deviation of the step's scores.
-    Thresholds of a layer that gathered no scores stay.
+    Thresholds of a layer without scores stay.
 
     Args:
-        moves_YH: the heads whose thresholds may move.
+        moves_YH: which heads may move.
     """
     old_YVHC = state.threshold_YVHC
     scores = moments_of(statistics, old_YVHC.shape[1])

@@ -5,8 +5,8 @@ Forward passes in training add up statistics (`Centroids.observe`). Once after e
 centroid_update.py has the formulas.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists of members,
-Y layers with the same rule; V is 2 where keys have memberships of their own (queries, keys), else
-1, or 0 without thresholds; T numbers in a layer's row of statistics.
+Y layers with the same rule; V sides with thresholds: 2 if queries and keys have separate
+memberships, else 1, or 0 without thresholds; T numbers in a layer's row of statistics.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from rtx.attention.centroid_update import (
     statistics_sizes,
     to_sphere,
 )
-from rtx.attention.members import centroid_scores
+from rtx.attention.members import products
 from rtx.attention.pattern import Pattern
 
 QUERIES = 0
 """The side of queries; of positions, if queries and keys have the same memberships."""
 KEYS = 1
-"""The side of keys that have memberships of their own."""
+"""The side of keys, if their memberships are separate."""
 
 
 class Gathering:
-    """Whether passes in training gather statistics: a plain attribute, which torch.compile reads."""
+    """Whether passes in training gather statistics; torch.compile can read plain attributes."""
 
     is_paused = False
 
@@ -77,7 +77,7 @@ class Centroids(nn.Module):
             eta * (members / wanted - 1) deviations of its scores. 0: thresholds stay.
         keys: what the clusters hold.
             "shared": queries, which serve as keys.
-            "separate": queries, and keys with memberships of their own. Statistics are of both.
+            "separate": queries and keys, with separate memberships. Statistics are of both.
             "projected": W_R (q + k) of each position, with a fixed orthonormal matrix W_R.
 
     Raises:
@@ -185,7 +185,7 @@ class Centroids(nn.Module):
         numbers = sum(statistics_sizes((H, C, D)))
         device = self.centroid_HCD.device
         self.total_T = torch.zeros(numbers, dtype=torch.float64, device=device)
-        """All statistics since the last step in one row, so that one kernel sums them over ranks."""
+        """All statistics since the last step, in one row, which ranks add up in one call."""
         self.statistics = statistics_in(self.total_T, (H, C, D))
         """Views of `total_T`."""
 
@@ -240,7 +240,7 @@ class Centroids(nn.Module):
         self.centroid_HCD.copy_(to_sphere(start_HCD.float()))
         if math.isfinite(self.quantile()):
             for threshold_HC, x_BHND in zip(self.thresholds(), clustered, strict=True):
-                score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
+                score_HCN = products(self.centroid_HCD, x_BHND[0])
                 threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
         self.steps.fill_(1)  # The first step would set the thresholds, which are set already.
         self.seed_with_next = False

@@ -1,177 +1,339 @@
-"""Attention by locality-sensitive hashing (Reformer, Kitaev et al. 2020): a position reads what hashes as it does.
+"""Attention by locality-sensitive hashing: a query reads keys of the bucket that it hashes into
+(Kitaev et al. 2020, Reformer, section 2).
 
-Queries stand for keys: a key is its query scaled to unit norm. In each round a fixed random rotation R puts a position
-into the bucket argmax [xR, -xR] of its unturned query x. What the rounds let a position see is joined: one softmax over
-the union, in which a pair that several rounds show counts once (the effect of Reformer's correction by the logarithm of
-the count). A position reads itself only where it sees nothing else.
+Queries and keys are the same vectors; a key is its query scaled to norm 1. Each of T hash rounds
+has a fixed random matrix R, `[D, F]`. It puts the query x, before it is rotated, into the bucket
+argmax [xR, -xR] of C = 2 F. A round says which members of its bucket a query may read, up to its
+position. The query reads the union of what the rounds say, in one softmax, and a key that several
+rounds name counts once (Reformer corrects for this by the logarithm of the count). It reads its
+own key only if it reads no other.
 
-Shapes: B sequences, H heads, N positions, D head size, T hash rounds, C buckets, F = C / 2 directions, X = B * H,
-S slots of a bucket, K = T * S.
+The two variants differ in which members of a bucket a query may read:
+
+    "causal"    the last W, its own key among them. Strictly causal; it is not in the paper.
+    "reformer"  as published. The N positions are sorted by bucket, then by position, and cut into
+                chunks of m = W // 2 (at least 1). A query reads the members of its bucket in its
+                chunk and in the chunk before. It sees the future: later positions push earlier
+                ones into other chunks. A stream, and a pass with `streaming`, sorts and cuts the
+                positions up to each query.
+
+Example: one round, two buckets, six positions. Bucket a has the positions 0, 2, 3 and 5, bucket b
+has 1 and 4. With "causal" and W = 3 the query at 5 may read 2, 3 and 5, so it reads 2 and 3. With
+"reformer" and W = 4 the chunks are (0, 2), (3, 5) and (1, 4). The query at 5 reads 0, 2 and 3. The
+query at 4 reads 1, and nothing of the chunk before, whose members are in another bucket.
+
+Shapes: B sequences or streams, H heads, X = B * H, N positions, D head size, T hash rounds, C
+buckets, F = C / 2 columns of R, R = X * N rows, M = R members of the buckets of one round, J lists
+that a query of a stream is a member of, S slots of a bucket, K = T * S, P positions of a piece.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.members import MAX_SCORES
 from rtx.attention.pattern import Prepared
+from rtx.attention.pieces import piece_size
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
+CAUSAL = "causal"
+REFORMER = "reformer"
+VARIANTS = (CAUSAL, REFORMER)
 
-@torch.no_grad()
-def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
-    """Return the bucket of every position in every round, `[T, B, H, N]`; of equals the first direction wins."""
-    B, H, _, _ = q_BHND.shape
-    directions = rotation_HTDF.shape[-1]
-    dtype = torch.promote_types(q_BHND.dtype, torch.float32)
-    piece = max(1, MAX_SCORES // max(1, B * H * directions))
-    rounds = []
-    with no_autocast(q_BHND):
-        for rotation_HDF in rotation_HTDF.to(dtype).unbind(1):
-            scores = (x_BHPD.to(dtype) @ rotation_HDF for x_BHPD in q_BHND.split(piece, dim=2))
-            rounds.append(torch.cat([torch.cat([x, -x], dim=-1).argmax(-1) for x in scores], dim=2))
-    return torch.stack(rounds)
+
+def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Tensor:
+    """Return which keys each query reads, `[1, N, N]`, bool.
+
+    Args:
+        bucket_TN: the bucket of each position in each round.
+        window: W.
+        variant: of `VARIANTS`.
+        streaming: whether "reformer" sorts the positions up to each query alone.
+    """
+    rounds = bucket_TN.tolist()
+    N = bucket_TN.shape[1]
+    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
+    for i in range(N):
+        length = i + 1 if streaming else N
+        read: set[int] = set()
+        for bucket_N in rounds:
+            if variant == CAUSAL:
+                read.update(earlier_members(bucket_N, i)[-window:])
+            else:
+                read.update(members_in_chunks(bucket_N[:length], i, max(1, window // 2)))
+        others = sorted(read - {i})
+        mask_NN[i, others or [i]] = True
+    return mask_NN[None]
+
+
+def earlier_members(bucket_N: list[int], i: int) -> list[int]:
+    """Return the positions up to i in the bucket of position i."""
+    return [j for j in range(i + 1) if bucket_N[j] == bucket_N[i]]
+
+
+def members_in_chunks(bucket_N: list[int], i: int, chunk: int) -> list[int]:
+    """Return those of `earlier_members` that are in the chunk of position i or the chunk before.
+
+    Args:
+        chunk: m.
+    """
+
+    def bucket_and_position(j: int) -> tuple[int, int]:
+        return bucket_N[j], j
+
+    chunks: dict[int, int] = {}
+    for number, j in enumerate(sorted(range(len(bucket_N)), key=bucket_and_position)):
+        chunks[j] = number // chunk
+    return [j for j in earlier_members(bucket_N, i) if chunks[j] in (chunks[i] - 1, chunks[i])]
 
 
 class Lsh(ClusterPattern):
-    """H hashing heads with shared queries and keys; memory linear in N.
+    """H heads that read by hash buckets; see the module. Their memory is linear in N.
 
     Args:
         heads, size: H and D.
-        window: W, as each variant says.
+        window: W.
         rounds, buckets: T, and C (even).
-        seed: fixes the rotations, with the head's number; they are a buffer that is made anew, not saved.
-        variant: "causal" (ours): in each round a position sees the last W members of its bucket, its own place among
-            them; strictly causal. "reformer", as published: in each round the positions are sorted by bucket, then
-            position, and cut into chunks of m = W // 2 (at least 1); a position sees the members of its bucket before
-            it in its own chunk and the chunk before. **It sees the future**: later positions push earlier ones across
-            the borders of chunks. With `streaming` the chunks of each position are cut from the prefix up to it.
+        seed: the rotations follow from the seed and the head's number. They are a buffer that a
+            checkpoint does not have.
+        variant: "causal" or "reformer", which sees the future.
+
+    Raises:
+        ValueError: an unknown variant, a count below 1 (heads below 0), an odd number of buckets,
+            or a seed that torch does not take.
     """
 
     def __init__(
-        self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **options: Any
+        self,
+        heads: int,
+        size: int,
+        *,
+        rounds: int,
+        buckets: int,
+        seed: int,
+        variant: str = CAUSAL,
+        **options: Any,
     ) -> None:
-        super().__init__(has_keys=False, attend_self=False, merge="mean" if rounds == 1 else "lse", **options)
-        check_choice("variant", variant, ("causal", "reformer"))
+        merge = "mean" if rounds == 1 else "lse"
+        super().__init__(has_keys=False, attend_self=False, merge=merge, **options)
+        check_choice("variant", variant, VARIANTS)
         check_positive(0, heads=heads)
         check_positive(size=size, rounds=rounds, buckets=buckets)
         check_seed(seed)
         if buckets % 2:
             raise ValueError(f"buckets={buckets}: must be even, at least 2")
-        self.heads, self.size, self.rounds, self.buckets = heads, size, rounds, buckets
-        self.variant, self.strictly_causal = variant, variant == "causal"
+        self.heads = heads
+        self.size = size
+        self.rounds = rounds
+        self.buckets = buckets
+        self.variant = variant
+        self.strictly_causal = variant == CAUSAL
         self.chunk = max(1, self.window // 2)
-        self.slots = self.window if self.strictly_causal else 2 * self.chunk
-        """How many members of a bucket a position may look back over, its own place included."""
+        self.slots = self.window if variant == CAUSAL else 2 * self.chunk
+        """The number of a bucket's last members that a query may read at most, its own included."""
         generator = torch.Generator().manual_seed(seed)
         rotation_HTDF = torch.empty(heads, rounds, size, buckets // 2, device="cpu")
-        for rotation_TDF in rotation_HTDF:  # one draw for each head, however many there are
+        # One draw for each head, so that it does not depend on the number of heads.
+        for rotation_TDF in rotation_HTDF:
             rotation_TDF.normal_(generator=generator)
         self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
         self.rotation_HTDF: Tensor
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
-        """Return the queries, and as keys the same at unit norm; those far shorter than 1e-3 stay short."""
+        """Return the queries, and as keys the same at norm 1; those far below 1e-3 stay short."""
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
-        return Prepared(q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt())
-
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        """See `Pattern.reads`: a list for each bucket of every round, which hides what an earlier round shows."""
-        B, H, N, _ = qk.q_BHND.shape
-        bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
-        rule = "prefix" if streaming and self.variant == "reformer" else self.variant
-        rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
-        own_M = torch.arange(B * H * N, device=bucket_TBHN.device)
-        number_TR = own_M.new_empty(len(rounds), len(own_M))  # where each row stands in the lists
-        for number_R, (lists, _) in zip(number_TR, rounds, strict=True):
-            number_R[lists.row_M] = own_M
-        start_TR = torch.stack([start_M[number_R] for (_, start_M), number_R in zip(rounds, number_TR, strict=True)])
-        alone_R, parts = (start_TR == number_TR).all(0), []
-        for turn, (lists, start_M) in enumerate(rounds):
-            # What earlier rounds show lies from a first member to the own place there.
-            number_TM, low_M = number_TR[:turn, lists.row_M], start_M
-            hidden = Holes(number_TM, start_TR[:turn, lists.row_M], number_TM)
-            if rule == "prefix":  # the first keys of a prefix's chunks may fall along a list, those of ranges may not
-                low_M = start_M.flip(0).cummin(0).values.flip(0)
-                more = own_M[None], low_M[None], start_M[None]
-                hidden = Holes(*map(torch.cat, zip(hidden, more, strict=True)))
-            stop_M = own_M if turn else own_M + alone_R[lists.row_M]
-            parts.append(RangeReads(lists, lists, low_M, stop_M, N, hidden if len(hidden.value_XM) else None))
-        return parts
-
-    def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[MemberLists, Tensor]:
-        """Return the buckets' lists, and for every member the first that it sees; it sees those before itself."""
-        N = bucket_BHN.shape[2]
-        lists = pack(bucket_BHN, self.buckets, complete=True)
-        number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
-        first_M = lists.first_L()[lists.list_M()]
-        if rule == "causal":
-            start_M = number_M + 1 - self.window
-        elif rule == "reformer":  # the chunk before the own one; N positions of each sequence and head are sorted
-            begin_M = number_M // max(1, N) * N
-            start_M = begin_M + ((number_M - begin_M) // self.chunk - 1) * self.chunk
-        else:
-            place_M = sorted_places(bucket_BHN.flatten(0, 1), self.buckets).flatten()[lists.row_M]
-            start_M = number_M - self.chunk - place_M % self.chunk
-        return lists, first_M.maximum(start_M)
+        square_BHN1 = wide_BHND.square().sum(-1, keepdim=True)
+        return Prepared(q_BHND, wide_BHND / (square_BHN1 + 1e-6).sqrt())
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        score_TNF = torch.stack([qk.q_BHND[0, head] @ r.to(qk.q_BHND.dtype) for r in self.rotation_HTDF[head]])
-        bucket_TN = torch.cat([score_TNF, -score_TNF], dim=-1).argmax(-1)
-        return oracle.hashed(
-            bucket_TN, self.window, "prefix" if streaming and not self.strictly_causal else self.variant
+        q_ND = qk.q_BHND[0, head]
+        rotation_TDF = self.rotation_HTDF[head].to(q_ND.dtype)
+        product_TNF = torch.stack([q_ND @ rotation_DF for rotation_DF in rotation_TDF])
+        bucket_TN = torch.cat([product_TNF, -product_TNF], dim=-1).argmax(-1)
+        return hashed(bucket_TN, self.window, self.variant, streaming)
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        """Return one part for each round, with holes for the pairs of earlier rounds."""
+        bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
+        rounds = [self.hash_round(bucket_BHN, streaming) for bucket_BHN in bucket_TBHN]
+        member_TR = torch.stack([one.member_R for one in rounds])
+        first_TR = torch.stack([one.first_M[one.member_R] for one in rounds])
+        # A query that reads no other key in any round reads its own in the first round.
+        reads_itself_R = (first_TR == member_TR).all(0)
+        parts: list[Reads] = []
+        for t, one in enumerate(rounds):
+            row_M = one.lists.row_M
+            start_M = one.first_M
+            stop_M = torch.arange(len(row_M), device=row_M.device)
+            if t == 0:
+                stop_M = stop_M + reads_itself_R[row_M].long()
+            # In an earlier round a row reads the members from its first one to the one before it.
+            before_XM = member_TR[:t, row_M]
+            holes: Holes | None = Holes(before_XM, first_TR[:t, row_M], before_XM)
+            if streaming and self.variant == REFORMER:
+                start_M, holes = with_ascending_starts(start_M, holes)
+            if not len(holes.value_XM):
+                holes = None
+            length = bucket_TBHN.shape[-1]
+            parts.append(RangeReads(one.lists, one.lists, start_M, stop_M, length, holes))
+        return parts
+
+    def hash_round(self, bucket_BHN: Tensor, streaming: bool) -> HashRound:
+        """Return the buckets of one round, and what their members may read."""
+        lists = pack(bucket_BHN, self.buckets, complete=True)
+        number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
+        first_of_list_M = lists.first_L()[lists.list_M()]
+        first_in_reach_M = self.first_in_reach(bucket_BHN, lists, streaming)
+        return HashRound(
+            lists=lists,
+            first_M=first_of_list_M.maximum(first_in_reach_M),
+            member_R=torch.empty_like(number_M).scatter(0, lists.row_M, number_M),
         )
+
+    def first_in_reach(self, bucket_BHN: Tensor, lists: MemberLists, streaming: bool) -> Tensor:
+        """Return the first member that each member could read if its bucket began early enough."""
+        N = bucket_BHN.shape[2]
+        number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
+        if self.variant == CAUSAL:
+            return number_M + 1 - self.window
+        if streaming:
+            place_XN = sorted_places(bucket_BHN.flatten(0, 1), self.buckets)
+            place_M = place_XN.flatten()[lists.row_M]
+            return number_M - self.chunk - place_M % self.chunk
+        # Members are numbered in the order that chunks are cut from, N for each head.
+        first_of_head_M = number_M // max(1, N) * N
+        chunk_M = (number_M - first_of_head_M) // self.chunk
+        return first_of_head_M + (chunk_M - 1) * self.chunk
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)
 
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        """Return the members of every bucket: list (b, h, t, c) is bucket c of round t."""
-        T, B, H, N = (bucket_TBHN := hash_positions(qk.q_BHND, self.rotation_HTDF)).shape
-        lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets, complete=True)
-        return [MemberLists(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)]
+        """Return the members of all buckets, those of a head round after round."""
+        bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
+        T, B, H, N = bucket_TBHN.shape
+        bucket_BHTN = bucket_TBHN.permute(1, 2, 0, 3)
+        lists = pack(bucket_BHTN.reshape(B, H * T, N), self.buckets, complete=True)
+        # They were packed as if each round of a head were a head of its own.
+        row_M = lists.row_M // (T * N) * N + lists.row_M % N
+        return [MemberLists(row_M, lists.count_L)]
 
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
-        bucket_BHT = hash_positions(qk.q_BHND, self.rotation_HTDF)[..., 0].permute(1, 2, 0)
-        joins_BHC = F.one_hot(bucket_BHT, self.buckets).bool().flatten(2)
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: ClusterCache,
+    ) -> tuple[Tensor, Tensor, None]:
+        bucket_TBH = hash_positions(qk.q_BHND, self.rotation_HTDF)[..., 0]
+        joins_BHTC = F.one_hot(bucket_TBH.permute(1, 2, 0), self.buckets).bool()
+        joins_BHC = joins_BHTC.flatten(2)
         return joins_BHC, joins_BHC, None
 
 
+class HashRound(NamedTuple):
+    """The buckets of one round. A member reads those from its first one to the one before it."""
+
+    lists: MemberLists
+    first_M: Tensor
+    """The first member that each member reads."""
+    member_R: Tensor
+    """The member that each row is."""
+
+
+@torch.no_grad()
+def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
+    """Return the bucket of each position in each round, `[T, B, H, N]`; the first of equal ones."""
+    B, H, _, _ = q_BHND.shape
+    wide = torch.promote_types(q_BHND.dtype, torch.float32)
+    positions = piece_size(B * H * rotation_HTDF.shape[-1])
+    rounds = []
+    with no_autocast(q_BHND):
+        for rotation_HDF in rotation_HTDF.to(wide).unbind(1):
+            buckets = []
+            for q_BHPD in q_BHND.split(positions, dim=2):
+                product_BHPF = q_BHPD.to(wide) @ rotation_HDF
+                score_BHPC = torch.cat([product_BHPF, -product_BHPF], dim=-1)
+                buckets.append(score_BHPC.argmax(-1))
+            rounds.append(torch.cat(buckets, dim=2))
+    return torch.stack(rounds)
+
+
+def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]:
+    """Return starts that never fall, as ranges need them, and holes for the keys that they add.
+
+    Each start becomes the least of itself and all later ones. Example: the starts 0, 3, 2 become
+    0, 2, 2, and the second query gets a hole at key 2.
+    """
+    least_M = start_M.flip(0).cummin(0).values.flip(0)
+    number_M = torch.arange(len(start_M), device=start_M.device)
+    more_holes = Holes(
+        value_XM=torch.cat([holes.value_XM, number_M[None]]),
+        low_XP=torch.cat([holes.low_XP, least_M[None]]),
+        high_XP=torch.cat([holes.high_XP, start_M[None]]),
+    )
+    return least_M, more_holes
+
+
+def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
+    """Return the place of each position among those up to it, `[X, N]`.
+
+    They are sorted by bucket, then by position. Example: the buckets 1, 0, 1 give the places 0, 0
+    and 2.
+
+    Args:
+        buckets: C.
+    """
+    place_XN = torch.empty_like(bucket_XN)
+    count_XC = torch.zeros(len(bucket_XN), buckets, dtype=torch.int64, device=bucket_XN.device)
+    positions = piece_size(count_XC.numel())
+    pairs = zip(place_XN.split(positions, 1), bucket_XN.split(positions, 1), strict=True)
+    for place_XP, bucket_XP in pairs:
+        is_member_XPC = F.one_hot(bucket_XP, buckets)
+        count_XPC = count_XC[:, None] + is_member_XPC.cumsum(1)
+        # A position comes last in its bucket.
+        up_to_bucket_XPC = count_XPC.cumsum(2)
+        place_XP.copy_(up_to_bucket_XPC.gather(2, bucket_XP[..., None])[..., 0] - 1)
+        if count_XPC.shape[1]:
+            count_XC = count_XPC[:, -1]
+    return place_XN
+
+
 class LshCache(ClusterCache):
-    """The last members of every bucket of every round."""
+    """The last members of all buckets of all rounds."""
 
     pattern: Lsh
 
     def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
-        """See `ClusterCache.seen`; what several rounds show is seen in the first of them."""
-        pattern, reach_J = self.pattern, torch.full_like(list_J, self.pattern.window)
-        if pattern.variant == "reformer":  # by the place among the positions so far, sorted by bucket
-            place_L = self.joined_L.view(-1, pattern.buckets).cumsum(-1).flatten() - 1
-            reach_J = pattern.chunk + place_L[list_J] % pattern.chunk + 1
-        # How many members of the bucket have come since, its own place included.
-        back_JS = (self.joined_L[list_J, None] - 1 - torch.arange(self.slots, device=list_J.device)) % self.slots
-        shown_JS = torch.where((at_JS >= 0) & (back_JS < reach_J[:, None]), at_JS, -1)
-        value_XK, order_XK = shown_JS.view(-1, pattern.rounds * self.slots).sort(dim=-1, stable=True)
-        value_XK[:, 1:].masked_fill_(value_XK[:, 1:] == value_XK[:, :-1], -1)
-        at_XK = torch.empty_like(value_XK).scatter_(-1, order_XK, value_XK)
-        return mask_without_self(at_XK >= 0, at_XK == position).view_as(at_JS)
+        """Return which slots a query reads; it reads a key in the first round that names it."""
+        slot_S = torch.arange(self.slots, device=list_J.device)
+        newest_J1 = self.joined_L[list_J, None] - 1
+        members_since_JS = (newest_J1 - slot_S) % self.slots
+        is_in_reach_JS = members_since_JS < self.reach(list_J)[:, None]
+        named_JS = torch.where(is_in_reach_JS & (at_JS >= 0), at_JS, -1)
+        read_XK = without_repeats(named_JS.view(-1, self.pattern.rounds * self.slots))
+        return mask_without_self(read_XK >= 0, read_XK == position).view_as(at_JS)
+
+    def reach(self, list_J: Tensor) -> Tensor:
+        """Return how many of a list's last members the query may read, its own key included."""
+        pattern = self.pattern
+        if pattern.variant == CAUSAL:
+            return torch.full_like(list_J, pattern.window)
+        # The query comes last in its bucket, among the positions so far.
+        place_L = self.joined_L.view(-1, pattern.buckets).cumsum(-1).flatten() - 1
+        return pattern.chunk + place_L[list_J] % pattern.chunk + 1
 
 
-def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
-    """Return the place of each position among itself and those before it, sorted by bucket, then position."""
-    places = torch.empty_like(bucket_XN)
-    count_XC = torch.zeros(len(bucket_XN), buckets, dtype=torch.int64, device=bucket_XN.device)
-    piece = max(1, MAX_SCORES // max(1, count_XC.numel()))
-    for place_XP, bucket_XP in zip(places.split(piece, 1), bucket_XN.split(piece, 1), strict=True):
-        upto_XPC = count_XC[:, None] + F.one_hot(bucket_XP, buckets).cumsum(1)
-        place_XP.copy_(upto_XPC.cumsum(2).gather(2, bucket_XP[..., None])[..., 0] - 1)
-        count_XC = upto_XPC[:, -1] if upto_XPC.shape[1] else count_XC
-    return places
+def without_repeats(position_XK: Tensor) -> Tensor:
+    """Return the positions with -1 in place of all but the first of equal ones."""
+    sorted_XK, slot_XK = position_XK.sort(dim=-1, stable=True)
+    is_repeated = sorted_XK[:, 1:] == sorted_XK[:, :-1]
+    sorted_XK[:, 1:].masked_fill_(is_repeated, -1)
+    return torch.empty_like(sorted_XK).scatter_(-1, slot_XK, sorted_XK)

@@ -4,7 +4,7 @@ Some patterns do not look at content: their lists follow from shapes and options
 such lists. They are made on the CPU, then copied to their device: on a GPU the same work would take
 about a hundred small kernels, and the CPU would wait for each number of members.
 
-Engines compute tables of their own from lists. `derived_once` stores these tables in the lists
+Engines derive tables from lists. `derived_once` stores these tables in the lists
 (`RangeReads.derived`), so that they live as long as the lists do.
 """
 
@@ -30,7 +30,7 @@ def made_once(
     """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
     Args:
-        form: everything that the result of `make` depends on: options and shapes.
+        form: all that the result of `make` depends on: options and shapes.
     """
     key = (form, device)
     if key not in cached_lists:
@@ -58,8 +58,8 @@ def make_on_cpu(
 def on_device(part: Reads, device: torch.device) -> Reads:
     """Return the part with its tensors on a device; lists with an empty `derived`.
 
-    Engines test `part.key is part.query` to learn whether queries and keys share their lists. This
-    holds for the result where it holds for `part`.
+    Engines test `part.key is part.query` to learn whether queries and keys share their lists. It is
+    true of the result if it is true of `part`.
     """
     if isinstance(part, IndexReads):
         return part._replace(index_RK=part.index_RK.to(device))
@@ -86,7 +86,7 @@ def packed_on_device(packed: MemberLists, device: torch.device) -> MemberLists:
 
 
 def derived_once(part: RangeReads, name: str, make: Callable[[], Any]) -> Any:
-    """Return `make()`, stored in `part.derived` for later calls; not stored where that is None.
+    """Return `make()`, and store it in `part.derived` for later calls, unless that is None.
 
     Args:
         name: the key in `part.derived`.

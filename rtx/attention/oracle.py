@@ -1,73 +1,19 @@
-"""The oracle: dense softmax in float64, by the rules that the patterns state; slow, obvious, differentiable.
+"""The oracle: softmax attention by the rule of a pattern, written to be read, not to be fast.
 
-The engine, the caches and every kernel are held against it. A rule is a mask `[lists, N, N]`, true where the query
-(first) reads the key (second) in a list; a position's output is the mean over the lists in which it reads something,
-or one softmax over all of them.
+Tests compare the outputs, gradients and streams of every pattern with it in float64. A rule is a
+mask `[P, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
+position is the mean over the lists in which it reads something, or one softmax over all of them.
 
-Shapes: H heads, N positions, D head size, P lists, C clusters, T hash rounds.
+Shapes: B sequences, H heads, N positions, D head size, P lists of a head, M distances.
 """
 
-from __future__ import annotations
-
-import sys
-from math import isnan
-from typing import TYPE_CHECKING
+from math import inf
 
 import torch
 from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.ties import best
-
-if TYPE_CHECKING:
-    from rtx.attention.pattern import Pattern, Rotate
-
-MOST = sys.float_info.max
-
-
-def dense(
-    q_ND: Tensor,
-    k_ND: Tensor,
-    v_ND: Tensor,
-    mask_PNN: Tensor,
-    terms: LogitTerms,
-    head: int = 0,
-    attend_self: bool = True,
-    merge: str = "mean",
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[N, D]` of one head of one sequence, and its weights in every list, `[P, N, N]`.
-
-    Without `attend_self` a query that reads other keys of a list does not read its own; `merge`: "mean" or "lse".
-    `terms.dropout` is left out.
-    """
-    N = len(q_ND)
-    position_N = torch.arange(N, device=q_ND.device)
-    true_NN = (position_N[:, None] - position_N).clamp(min=0)
-    if not attend_self:
-        others_PNN = mask_PNN & (position_N[:, None] != position_N)
-        mask_PNN = torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
-    logits_PNN = (q_ND @ k_ND.T).expand(mask_PNN.shape) * terms.scale
-    relative = terms.relative
-    if relative is not None:
-        keys_MD, bias_M = relative.of_heads(head)
-        row_NN = true_NN.clamp(max=len(keys_MD) - 1)
-        logits_PNN = logits_PNN + terms.scale * torch.einsum("nd,nmd->nm", q_ND, keys_MD[row_NN])
-        if bias_M is not None:
-            logits_PNN = logits_PNN + terms.scale * bias_M[row_NN]
-    if terms.bias_HM is not None:
-        logits_PNN = logits_PNN + terms.bias_HM[head][true_NN.clamp(max=terms.bias_HM.shape[1] - 1)]
-    mask_PNN = mask_PNN & (logits_PNN > float("-inf"))
-    over = (-1,) if merge == "mean" else (0, -1)
-    reads_PN1 = mask_PNN.any(over, keepdim=True)
-    # Rows that read nothing get the weights of any row, and then none.
-    logits_PNN = torch.where(mask_PNN | ~reads_PN1, logits_PNN, float("-inf"))
-    logits_PNN = logits_PNN.nan_to_num(0.0, neginf=float("-inf"))
-    weight_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp() * mask_PNN
-    weight_PNN = weight_PNN / reads_PN1.sum(0).clamp(min=1)
-    out_ND = weight_PNN.sum(0) @ v_ND
-    if relative is not None and relative.values_MD is not None:
-        out_ND = out_ND + torch.einsum("pnm,nmd->nd", weight_PNN, relative.values_MD[row_NN])
-    return out_ND, weight_PNN
+from rtx.attention.pattern import Pattern, Rotate
 
 
 def attend(
@@ -80,93 +26,101 @@ def attend(
     relative: RelativeTables | None = None,
     streaming: bool = False,
 ) -> Tensor:
-    """Return the outputs `[B, H, N, D]` of a pattern by its own rule, without padding or dropout."""
+    """Return the outputs `[B, H, N, D]` of a pattern by its rule, without padding and dropout."""
+    B, H, _, D = q_BHND.shape
+    terms = pattern.terms(D, relative)
     outs = []
-    for b in range(len(q_BHND)):
-        qk = pattern.inputs(q_BHND[b : b + 1], None if k_BHND is None else k_BHND[b : b + 1], rotate)
-        terms = pattern.terms(q_BHND.shape[-1], relative)
-        for h in range(q_BHND.shape[1]):
-            q_ND, k_ND = qk.rotated_q_BHND[0, h], qk.rotated_k_BHND[0, h]
+    for b in range(B):
+        k_1HND = None if k_BHND is None else k_BHND[b : b + 1]
+        qk = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
+        for h in range(H):
             mask_PNN = pattern.rule(qk, h, streaming)
-            own = pattern.attend_self, pattern.merge
-            out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
-            outs.append(pattern.finish_by_rule(out_ND, qk, v_BHND[b, h], h, terms))
-    return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
+            if not pattern.attend_self:
+                mask_PNN = others_if_any(mask_PNN)
+            q_ND = qk.rotated_q_BHND[0, h]
+            k_ND = qk.rotated_k_BHND[0, h]
+            v_ND = v_BHND[b, h]
+            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_PNN, terms, h, pattern.merge)
+            outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, h, terms))
+    if not outs:
+        return torch.zeros_like(v_BHND)
+    return torch.stack(outs).view(v_BHND.shape)
 
 
-def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
-    """The union over the rounds of what each shows, `[1, N, N]`; itself only where there is nothing else.
+def others_if_any(mask_PNN: Tensor) -> Tensor:
+    """Return the mask without pairs of a position with itself, where the position reads others."""
+    N = mask_PNN.shape[-1]
+    is_self_NN = torch.eye(N, dtype=torch.bool, device=mask_PNN.device)
+    others_PNN = mask_PNN & ~is_self_NN
+    return torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
 
-    "causal": the last `window` members of the bucket of i. "reformer": the members in its chunk and the one before, of
-    window // 2 positions sorted by bucket, then position. "prefix": the same with chunks of positions up to i alone.
+
+def dense(
+    q_ND: Tensor,
+    k_ND: Tensor,
+    v_ND: Tensor,
+    mask_PNN: Tensor,
+    terms: LogitTerms,
+    head: int = 0,
+    merge: str = "mean",
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[N, D]` of one head of one sequence, and its weights `[P, N, N]`.
+
+    Args:
+        mask_PNN: which keys each position reads in each list.
+        terms: what else enters logits and weights; its dropout is left out.
+        head: the number of the head, for terms by head.
+        merge: "mean": a position gets the mean over the lists in which it reads something. "lse":
+            one softmax over all its lists.
     """
-    N, chunk = bucket_TN.shape[1], max(1, window // 2)
-    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
-    for i in range(N):
-        union = set()
-        for bucket_N in bucket_TN.tolist():
-            members = [j for j in range(i + 1) if bucket_N[j] == bucket_N[i]]
-            if variant == "causal":
-                union |= set(members[-window:])
-                continue
-            order = sorted(range(N if variant == "reformer" else i + 1), key=lambda j, of=bucket_N: (of[j], j))
-            own = order.index(i) // chunk
-            union |= {j for j in members if order.index(j) // chunk in (own - 1, own)}
-        mask_NN[i, sorted(union - {i}) or [i]] = True
-    return mask_NN[None]
+    N = len(q_ND)
+    position_N = torch.arange(N, device=q_ND.device)
+    distance_NN = (position_N[:, None] - position_N).clamp(min=0)
+    logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
+    weight_PNN = weights(logits_NN, mask_PNN, merge)
+    out_ND = weight_PNN.sum(0) @ v_ND
+    relative = terms.relative
+    if relative is not None and relative.values_MD is not None:
+        values_NND = relative.values_MD[distance_NN.clamp(max=len(relative.values_MD) - 1)]
+        out_ND = out_ND + torch.einsum("pnm,nmd->nd", weight_PNN, values_NND)
+    return out_ND, weight_PNN
 
 
-def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool = True) -> Tensor:
-    """Each position reads its `window` best of the positions up to itself, `[1, N, N]`."""
-    mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
-    for i, (score_N, margin_N) in enumerate(zip(score_NN.tolist(), margin_NN.tolist(), strict=True)):
-        among = i + 1 if attend_self or i == 0 else i
-        mask_NN[i, best(score_N[:among], margin_N[:among], window)] = True
-    return mask_NN[None]
+def logits(
+    q_ND: Tensor,
+    k_ND: Tensor,
+    distance_NN: Tensor,
+    terms: LogitTerms,
+    head: int,
+) -> Tensor:
+    """Return the logits of one head, `[N, N]`; `rtx.attention.engine.softmax` has the formula."""
+    products_NN = q_ND @ k_ND.T
+    if terms.relative is not None:
+        keys_MD, bias_M = terms.relative.of_heads(head)
+        row_NN = distance_NN.clamp(max=len(keys_MD) - 1)
+        products_NN = products_NN + torch.einsum("nd,nmd->nm", q_ND, keys_MD[row_NN])
+        if bias_M is not None:
+            products_NN = products_NN + bias_M[row_NN]
+    logits_NN = terms.scale * products_NN
+    if terms.bias_HM is not None:
+        bias_M = terms.bias_HM[head]
+        logits_NN = logits_NN + bias_M[distance_NN.clamp(max=len(bias_M) - 1)]
+    return logits_NN
 
 
-def probed(
-    score_C: list[float],
-    margin: float,
-    members: dict[int, list[int]],
-    target: int,
-) -> list[int]:
-    """The positions, ascending, of the keys that a query probes.
+def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
+    """Return the weight of each key in each list for each query, `[P, N, N]`.
 
-    Clusters are taken in the order of their scores, of equal ones the first, until they hold
-    `target` keys; of each the last `target` keys.
+    The weights of a query sum to 1, or to 0 where it reads nothing.
     """
-    # Differences of finite scores are numbers; NaN is the worst.
-    score_C = [-MOST if isnan(score) else min(max(score, -MOST), MOST) for score in score_C]
-    positions: list[int] = []
-    left = sorted(members)
-    while left and len(positions) < target:
-        equal = equal_to_best(score_C, margin, left)
-        for c in equal:
-            if len(positions) < target:
-                positions += members[c][-target:]
-        left = [c for c in left if c not in equal]
-    return sorted(positions)
-
-
-def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
-    """Those of some clusters, ascending, that steps no larger than the margin link to the best."""
-    by_score = sorted(clusters, key=lambda c: -score_C[c])
-    equal = by_score[:1]
-    for c in by_score[1:]:
-        if score_C[equal[-1]] - score_C[c] > margin:
-            break
-        equal.append(c)
-    return sorted(equal)
-
-
-def best_blocks(score_NG: Tensor, margin_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:
-    """Each position reads its own block up to itself, and the `count` finished blocks with the best scores."""
-    N = len(score_NG)
-    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
-    for i, (score_G, margin_G) in enumerate(zip(score_NG.tolist(), margin_NG.tolist(), strict=True)):
-        own = i // block
-        mask_NN[i, own * block : i + 1 if attend_self or i == 0 else i] = True
-        for g in best(score_G[:own], margin_G[:own], count):
-            mask_NN[i, g * block : (g + 1) * block] = True
-    return mask_NN[None]
+    mask_PNN = mask_PNN & (logits_NN > -inf)
+    over: tuple[int, ...] = (-1,)
+    if merge == "lse":
+        over = (0, -1)
+    reads_PN1 = mask_PNN.any(over, keepdim=True)
+    # A query that reads nothing gets a softmax over all keys, as one over none would be NaN; the
+    # product with the mask then makes it zero.
+    logits_PNN = torch.where(mask_PNN | ~reads_PN1, logits_NN, -inf)
+    logits_PNN = logits_PNN.nan_to_num(0.0, neginf=-inf)
+    softmax_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp()
+    return softmax_PNN * mask_PNN / reads_PN1.sum(0).clamp(min=1)

@@ -1,6 +1,6 @@
-"""What a pattern is: heads that say who reads whom, and by which rule; everything else follows from that.
+"""The base class of attention patterns: heads that choose by one rule which keys a query reads.
 
-Shapes: B sequences, H heads of one kind, N positions, D head size, P parts' lists.
+Shapes: B sequences, H heads, N positions, D head size, P lists of a head.
 """
 
 from __future__ import annotations
@@ -17,61 +17,67 @@ from torch import Tensor, nn
 from rtx.attention.arguments import (
     check_call,
     check_choice,
+    check_finite_call,
     check_heads,
+    check_memory,
     check_number,
     check_shape,
-    check_whole,
 )
 from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
-from rtx.attention.reads import (
-    QueriesKeys,
-    Reads,
-)
+from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.stream import Stream
 
 Rotate = Callable[..., Tensor]
-"""Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
+"""`rotate(x_BHND, first=0)` returns vectors rotated by their positions `first`, `first` + 1, ..."""
 
 
 class Prepared(NamedTuple):
-    """Queries and keys as choices and logits use them."""
+    """Queries and keys as selections and logits read them, before rotation."""
 
     q_BHND: Tensor
     k_BHND: Tensor
+    """The same object as `q_BHND` where queries serve as keys."""
     narrow_q_BHND: Tensor | None = None
-    """The same queries in the type that they were given in, where that is there already."""
+    """`q_BHND` in the type of the layer's queries, if it exists already."""
     narrow_k_BHND: Tensor | None = None
 
 
 class Pattern(nn.Module, ABC):
-    """H heads of one pattern.
+    """H heads of one attention pattern.
 
-    A pattern implements `reads`, `start` for streams and, for the oracle and pictures, `rule`. One that chooses by
-    position alone subclasses `PositionPattern` instead.
+    A pattern implements `rule` (for the oracle and pictures), `reads` and, for streams, `start`. A
+    pattern that chooses by position alone subclasses `PositionPattern` instead.
 
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).
-        dropout: on attention weights, in training.
-        attend_self: false: a position reads itself only where it sees nothing else.
-        backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`; all compute the same.
+        dropout: probability, on attention weights, in training.
+        attend_self: False: a position reads itself only if it reads nothing else. None: what the
+            class says.
+        backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
+            compute the same.
+
+    Raises:
+        ValueError: an argument out of its range.
     """
 
     has_keys = True
-    """Whether keys are given; else the queries stand for them."""
+    """Whether `forward` takes keys; otherwise queries serve as keys."""
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
-    """Whether a query that reads other keys of a list reads its own, too; rules leave that to the oracle."""
+    """Whether a query that reads other keys of a list reads its own key, too. The oracle applies it
+    to what `rule` returns."""
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
-    """What a position in several lists of one part gets, see `rtx.attention.engine.attend`."""
+    """How the outputs of several lists are merged, see `rtx.attention.engine.attend`."""
     heads: int | None = None
-    """H and D of the inputs, where a pattern's own tensors have them."""
+    """H, if a tensor of the pattern fixes it."""
     size: int | None = None
+    """D, if a tensor of the pattern fixes it."""
 
     def __init__(
         self,
@@ -82,33 +88,24 @@ class Pattern(nn.Module, ABC):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if scale is not None:  # at 0 torch's kernel gives NaN
+        if scale is not None:
+            # At 0 torch's kernel would give NaN.
             check_number("scale", scale, "finite and above 0", lambda x: 0 < x < math.inf)
         check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
         check_choice("backend", backend, BACKENDS)
-        self.scale, self.dropout, self.backend = scale, dropout, backend
-        self.attend_self = self.attend_self if attend_self is None else attend_self
-
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
-        """Return queries and keys as choices and logits use them."""
-        assert k_BHND is not None
-        return Prepared(q_BHND, k_BHND)
-
-    @abstractmethod
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
-
-        `streaming`: every choice is made from the prefix alone.
-        """
-
-    def gather(self, qk: QueriesKeys) -> None:
-        """Gather, before `reads`, what training is to move by; nothing here for patterns without such."""
+        self.scale = scale
+        self.dropout = dropout
+        self.backend = backend
+        if attend_self is None:
+            attend_self = self.attend_self
+        self.attend_self = attend_self
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        """Return which keys each position of the first sequence reads in each of a head's lists, `[P, N, N]`, bool.
+        """Return which keys each position reads in each list of a head, `[P, N, N]`, bool.
 
-        Written for the reader, not for speed: the oracle of `rtx.attention.oracle`, and what pictures draw.
+        This defines the pattern, for the first sequence: it is written for the reader, not for
+        speed. `rtx.attention.oracle` attends by it, and pictures draw it.
         """
 
     def finish_by_rule(
@@ -125,9 +122,40 @@ class Pattern(nn.Module, ABC):
         """
         return out_ND
 
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
+        """Return queries and keys as selections and logits read them, before rotation."""
+        assert k_BHND is not None
+        return Prepared(q_BHND, k_BHND)
+
+    @abstractmethod
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        """Return who reads whom, in one or several parts.
+
+        If there are several parts, no two contain the same pair of positions, and a position reads
+        one list of each part at most.
+
+        Args:
+            streaming: make every choice from the prefix alone.
+        """
+
+    def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        """Return what `reads` returns; in training, gather statistics for `after_step`, too.
+
+        `forward` calls this. Patterns without statistics do not override it.
+        """
+        return self.reads(qk, streaming)
+
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the auxiliary loss, zero for most patterns; `parts` is what `reads` returned."""
+        dtype = torch.promote_types(qk.q_BHND.dtype, torch.float32)
+        return qk.q_BHND.new_zeros((), dtype=dtype)
+
+    def after_step(self) -> None:
+        """Update what no optimizer updates, on every rank, after each optimizer step."""
+
     @abstractmethod
     def start(self, relative: RelativeTables | None = None) -> Cache:
-        """Return the empty KV cache of a stream, or of a batch of them."""
+        """Return the empty KV cache of a batch of streams."""
 
     def stream(
         self,
@@ -135,27 +163,27 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None = None,
         relative: RelativeTables | None = None,
     ) -> Stream:
-        """Return a new stream of these heads, at position 0; the arguments are those of `forward`."""
+        """Return a new stream, at position 0; the arguments are those of `forward`."""
 
         def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
         def attend(q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
-            return self(q_BHND, k_BHND, v_BHND, rotate=rotate, relative=relative, streaming=True)[0]
+            options = {"rotate": rotate, "relative": relative, "streaming": True}
+            out_BHND, _ = self(q_BHND, k_BHND, v_BHND, **options)
+            return out_BHND
 
         return Stream(self.start(relative), inputs, attend)
 
-    def loss(self, qk: QueriesKeys) -> Tensor:
-        """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
-        return qk.q_BHND.new_zeros((), dtype=torch.promote_types(qk.q_BHND.dtype, torch.float32))
-
-    def after_step(self) -> None:
-        """Do what is due after each optimizer step, on every rank."""
-
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
-        """Return what logits and weights get besides queries, keys and values."""
+        """Return what enters logits and weights besides queries, keys and values.
+
+        Args:
+            size: D.
+        """
         scale = 1 / math.sqrt(size) if self.scale is None else self.scale
-        return LogitTerms(scale, self.dropout if self.training else 0.0, relative)
+        dropout = self.dropout if self.training else 0.0
+        return LogitTerms(scale, dropout, relative)
 
     def forward(
         self,
@@ -170,76 +198,105 @@ class Pattern(nn.Module, ABC):
         check_finite: bool = False,
         memory: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs `[B, H, N, D]`, of positions behind a memory, and the auxiliary loss.
+        """Return the outputs `[B, H, N, D]` of positions after a memory, and the auxiliary loss.
 
         Args:
-            q_BHND, k_BHND, v_BHND: queries, keys (None where the queries stand for them) and values.
-            rotate: applied to queries and keys after any choice by content (rotary positions).
-            relative: tables by true distance.
-            prefix: every choice is made from the prefix alone, as a stream makes it (it matters for patterns that are
-                not strictly causal).
-            real_BN: false at padding, which gets zero; the others get what they would without it. The loss is the mean
-                over them. Sequences that are padded alike are one pass.
-            check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread, into the
-                past, too.
-            memory: so many positions in front are read, but not asked (where `takes_memory`).
+            q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
+            rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers select
+                by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
+            relative: tables by distance.
+            streaming: make every choice from the prefix alone, as a stream does. It matters for
+                patterns that are not strictly causal.
+            real_BN: False at padding, which gets zero. The real positions get what they would get
+                without it, and the loss is the mean over them, see `rtx.attention.padding`.
+            check_finite: refuse NaN and infinity, except at padding. Without it such a value may
+                spread, even to earlier positions.
+            memory: the number of positions at the start that are read but read nothing, for
+                patterns that take a memory.
 
         Raises:
-            ValueError: tensors that do not go together; always with the argument's name.
+            ValueError: tensors that do not fit together. The message names the argument.
         """
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
-        with_memory, N = self.takes_memory, q_BHND.shape[2]
-        check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative)
+        if check_finite:
+            check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
+        check_memory(memory, q_BHND.shape[2], self.takes_memory)
         qkv = (q_BHND, k_BHND, v_BHND)
         if real_BN is None or bool(real_BN.all()):
-            return self.forward_whole(qkv, memory, rotate, relative, streaming)
-        attend_whole = partial(self.forward_whole, rotate=rotate, relative=relative, streaming=streaming)
-        return attend_padded(attend_whole, qkv, real_BN, memory)
+            return self.forward_unpadded(qkv, memory, rotate, relative, streaming)
+        attend_unpadded = partial(
+            self.forward_unpadded,
+            rotate=rotate,
+            relative=relative,
+            streaming=streaming,
+        )
+        return attend_padded(attend_unpadded, qkv, real_BN, memory)
 
-    def forward_whole(
-        self, qkv: QKV, memory: int, rotate: Rotate | None, relative: RelativeTables | None, streaming: bool
+    def forward_unpadded(
+        self,
+        qkv: QKV,
+        memory: int,
+        rotate: Rotate | None,
+        relative: RelativeTables | None,
+        streaming: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does for sequences without padding."""
+        """Return the result of `forward` for sequences without padding."""
         q_BHND, k_BHND, v_BHND = qkv
         qk = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
-            self.gather(qk)
-            parts = self.reads(qk, streaming)
-        return self.attend(qk, v_BHND, parts, relative)[:, :, memory:], self.loss(qk)
+            parts = self.observe(qk, streaming)
+        out_BHND = self.attend(qk, v_BHND, parts, relative)
+        return out_BHND[:, :, memory:], self.loss(qk, parts)
 
-    def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> QueriesKeys:
-        """Return the queries and keys of positions from `first` on."""
+    def inputs(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        rotate: Rotate | None,
+        first: int = 0,
+    ) -> QueriesKeys:
+        """Return the queries and keys of the positions from `first` on, prepared and rotated."""
         check_heads(q_BHND, self.heads, self.size)
-        ready = self.prepare(q_BHND, k_BHND)
-        rotated_q_BHND = rotated_k_BHND = turn(ready.q_BHND, rotate, first)
-        if ready.k_BHND is not ready.q_BHND:
-            rotated_k_BHND = turn(ready.k_BHND, rotate, first)
-        given = QueriesKeys(ready.q_BHND, ready.k_BHND, rotated_q_BHND, rotated_k_BHND)
+        prepared = self.prepare(q_BHND, k_BHND)
+        rotated_q_BHND = rotated(prepared.q_BHND, rotate, first)
+        rotated_k_BHND = rotated_q_BHND
+        if prepared.k_BHND is not prepared.q_BHND:
+            rotated_k_BHND = rotated(prepared.k_BHND, rotate, first)
+        qk = QueriesKeys(prepared.q_BHND, prepared.k_BHND, rotated_q_BHND, rotated_k_BHND)
         if rotate is not None:
-            return given
-        return given._replace(narrow_q_BHND=ready.narrow_q_BHND, narrow_k_BHND=ready.narrow_k_BHND)
+            return qk
+        return qk._replace(
+            narrow_q_BHND=prepared.narrow_q_BHND,
+            narrow_k_BHND=prepared.narrow_k_BHND,
+        )
 
-    def attend(self, qk: QueriesKeys, v_BHND: Tensor, parts: list[Reads], relative: RelativeTables | None) -> Tensor:
-        """Return the outputs for what is read."""
-        q_BHND = of_type(v_BHND.dtype, qk.rotated_q_BHND, qk.narrow_q_BHND)
+    def attend(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads],
+        relative: RelativeTables | None,
+    ) -> Tensor:
+        """Return attention over the keys that `parts` name, `[B, H, N, D]`."""
+        q_BHND = in_type(v_BHND.dtype, qk.rotated_q_BHND, qk.narrow_q_BHND)
         k_BHND = q_BHND
         if qk.rotated_k_BHND is not qk.rotated_q_BHND:
-            k_BHND = of_type(v_BHND.dtype, qk.rotated_k_BHND, qk.narrow_k_BHND)
+            k_BHND = in_type(v_BHND.dtype, qk.rotated_k_BHND, qk.narrow_k_BHND)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
 
-def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:
-    """Return the vectors, turned where there is anything to turn by."""
+def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
+    """Return the vectors, rotated by their positions from `first` on if there is a `rotate`."""
     if rotate is None:
         return x_BHND
-    turned_BHND = rotate(x_BHND, first=first)
-    check_shape("what rotate returns", turned_BHND, tuple(x_BHND.shape), x_BHND)
-    return turned_BHND
+    rotated_BHND = rotate(x_BHND, first=first)
+    check_shape("what rotate returns", rotated_BHND, tuple(x_BHND.shape), x_BHND)
+    return rotated_BHND
 
 
-def of_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
-    """Return the vectors in a type: those that are in it already, else the wide ones rounded."""
+def in_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
+    """Return the vectors in a type: the narrow ones if they have it, else the wide ones rounded."""
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND
     return wide_BHND.to(dtype)

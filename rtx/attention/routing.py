@@ -1,75 +1,107 @@
-"""Routing heads: a position reads the positions that share a cluster with it (paper section 4.1, Algorithm 1).
+"""Routing heads: clusters by content. A position reads positions that share a cluster with it.
 
-Statistics for the centroids are gathered in the forward pass of training.
+Each head has C centroids. The *score* of a vector in a cluster is its dot product with the
+centroid, and scores decide who is a member. In each of its clusters a position reads the last W
+members up to itself (`ClusterPattern`). Three classes differ in who is a member of a cluster:
 
-Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W attention window, L = B * H * C lists,
-P query members and A key members of all lists together.
+    TopK         the W positions of the whole sequence that score highest (Algorithm 1 of the paper)
+    Thresholds   all positions whose score reaches the threshold of the cluster
+    Nearest      all positions that score higher here than in any other cluster
+
+Sides. If the queries serve as keys, a position has one membership for both, and there is one
+*side*. With `keys="separate"` the memberships of queries and keys differ, and there are two sides,
+`QUERIES` and `KEYS`.
+
+The batch form has two kinds. On a CPU, lists are as long as the scores make them
+(`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits.
+
+Statistics. `reads` changes nothing. In training, the forward pass calls `observe` instead, which
+also gathers what the centroids move by (centroids.py).
+
+Shapes: B sequences, H heads, C clusters, N positions, D head size, W attention window, L = B * H *
+C lists, M members of all lists together, P members as queries; X = B * H or some of these.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any
+from abc import abstractmethod
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_choice, check_number
+from rtx.attention.arguments import check_number
 from rtx.attention.autocast import no_autocast
+from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
-from rtx.attention.centroids import Centroids, gathering, is_rate, statistics_paused
+from rtx.attention.centroids import Centroids, gathering, is_rate
 from rtx.attention.clusters import ClusterCache, ClusterPattern, last_members
-from rtx.attention.engine import native, static_selection
 from rtx.attention.engine.by_triton import LISTS
-from rtx.attention.engine.static_selection import Selected
-from rtx.attention.members import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
-from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, members_read, pack
+from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.engine.static_selection import Selected, memberships, separate_lists
+from rtx.attention.members import (
+    PrefixTopK,
+    arrivals,
+    choose_members,
+    products,
+    sums_of_lists,
+)
+from rtx.attention.reads import (
+    Holes,
+    MemberLists,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    members_read,
+    pack,
+)
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best, centroid_margin, highest
+from rtx.attention.ties import best, centroid_margin, highest, highest_clusters
 
-ROOM = 4
-"""Lists on a GPU have room for this many times the intended number of members at first."""
+
+class Members(NamedTuple):
+    """The members of all clusters on one side."""
+
+    lists: MemberLists
+    """Without the members for which there was no room."""
+    count_L: Tensor
+    """The number of members of each list, those without room among them."""
+    nearest: MemberLists | None = None
+    """Each position in the cluster that scores it highest; None: not computed."""
+    moment_2BHC: Tensor | None = None
+    """The sums of all scores in a cluster, and of their squares; None: not computed."""
+    selected: Selected | None = None
+    """The same members in static shapes; set if `select_static` made them."""
 
 
 class Routing(ClusterPattern):
-    """H routing heads: the members of clusters are chosen by their dot products with the centroids.
+    """H routing heads. Subclasses decide who is a member of a cluster.
 
-    Other options than these: see `ClusterPattern`; its keys and window are those of the centroids.
+    Other options: see `ClusterPattern`. Keys and window are those of the centroids.
 
     Args:
-        centroids: the centroids of these heads; their `keys` say what stands for keys. "shared": the queries
-            (Algorithm 1 with its left-to-right mask). "separate": queries and keys have memberships of their own by
-            the same centroids (TACL version, section 4.1). "projected": a position has one membership, that of
-            W_R (q + k) (the ICLR and first arXiv versions; W_R (q + k) is not normalised again).
-        selection: "topk": each centroid takes its W best positions of the whole sequence, as Algorithm 1 does (but
-            masked by true positions, and divided by the clusters' count exactly). **It sees the future**: which past
-            positions are members depends on later ones; `streaming` decides each from the prefix alone. "causal": a
-            position joins every cluster that scores it at or above its threshold, and where there is none the one whose
-            threshold it misses by least. "nearest": the cluster alone that scores it highest. The last two are strictly
-            causal.
-        commitment: weight of the mean squared distance between what is clustered and its nearest centroid.
+        centroids: the centroids of these heads. Their option `keys` says what the clusters hold.
+            "shared": queries, which serve as keys (Algorithm 1 with its left-to-right mask).
+            "separate": queries and keys, with separate memberships (section 4.1).
+            "projected": W_R (q + k) of each position, not normalised again. A position is a member
+            as query and as key (the paper's first versions, of ICLR and arXiv).
+        commitment: the weight, in the loss, of the mean squared distance of vectors to their
+            nearest centroids.
     """
 
-    def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **options: Any) -> None:
-        super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **options)
-        check_choice("selection", selection, ("causal", "topk", "nearest"))
+    def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
+        has_keys = centroids.keys != "shared"
+        super().__init__(has_keys=has_keys, window=centroids.window, **options)
         check_number("commitment", commitment, "finite and at least 0", is_rate)
-        self.centroids, self.selection, self.commitment = centroids, selection, commitment
+        self.centroids = centroids
+        self.commitment = commitment
         self.heads, _, self.size = centroids.centroid_HCD.shape
-        self.strictly_causal = selection != "topk"
         self.seen: tuple[list[MemberLists], int] | None = None
-        """The members in the last training batch (of its last padding), and how many rows it had, for telemetry."""
-        self.may_lose_members = selection == "causal"
-        """Whether lists on a GPU may lack room; see `make_room`."""
-        self.room_factor = ROOM
-        self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.lost_members: Tensor
-        """How many members have been left out in training for want of room, since `make_room` looked."""
+        """The lists of each side in the last training batch, and its B * H * N, for telemetry."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
-        """Return what is clustered: one vector of each position, or its query and its key apart."""
+        """Return the vectors of each side, `[B, H, N, D]`."""
         if self.centroids.keys == "separate":
             return [qk.q_BHND, qk.k_BHND]
         if self.centroids.projection_HDD is None:
@@ -78,319 +110,551 @@ class Routing(ClusterPattern):
             projection_HDD = self.centroids.projection_HDD.to(qk.q_BHND.dtype)
             return [(qk.q_BHND + qk.k_BHND) @ projection_HDD.transpose(-1, -2)]
 
-    def thresholds(self) -> list[Tensor | None]:
-        """Return the thresholds `[H, C]` of what is clustered, None where they choose nothing."""
-        store = self.centroids
-        return [store.threshold_HC, store.key_threshold_HC] if self.selection == "causal" else [None, None]
+    def margins(self, x: Tensor) -> Tensor:
+        """Return within which margin scores of a cluster are equal, `[H, C]`, by their type."""
+        return centroid_margin(self.centroids.centroid_HCD, x.dtype)
+
+    # The rule.
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        members = []
+        for side, score_CN in enumerate(self.scores_of_head(qk, head)):
+            margin_C = self.margins(score_CN)[head]
+            members.append(self.members_by_rule(score_CN, margin_C, side, head))
+        return last_members(members[0], members[-1], self.window)
+
+    def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
+        """Return the scores of the first sequence in one head, `[C, N]` for each side."""
+        centroid_CD = self.centroids.centroid_HCD[head]
+        vectors = [x_BHND[0, head] for x_BHND in self.clustered(qk)]
+        return [centroid_CD.to(x_ND.dtype) @ x_ND.T for x_ND in vectors]
+
+    @abstractmethod
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+        """Return which positions are members of which cluster of a head, `[C, N]`, bool."""
+
+    # The batch form.
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        store = self.centroids
-        if store.seed_with_next and store.training:
-            store.seed_from([x.detach() for x in self.clustered(qk)])
-        if streaming and self.selection == "topk":
-            return self.prefix_reads(qk)
-        if is_static(qk.q_BHND, self.backend):
-            return self.static_reads(qk)
-        return super().reads(qk, streaming)
+        members = self.select(self.clustered(qk))
+        return [self.reads_of(members, qk.q_BHND.shape[2])]
 
-    def static_reads(self, qk: QueriesKeys) -> list[Reads]:
-        """Return who reads whom, in lists with room for a fixed number of members.
+    @torch.no_grad()
+    def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[Members]:
+        """Return the members of each side.
 
-        In training the CPU never waits for a GPU. In evaluation causal selection reads one number back (`select`).
+        Args:
+            vectors: those of each side, `[B, H, N, D]`.
+            with_nearest: set `Members.nearest`, too, if the same scores give it (on a CPU).
         """
-        N = qk.q_BHND.shape[2]
-        selected = []
         members = []
-        for number, x_BHND in enumerate(self.clustered(qk)):
-            x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-            choose = self.chooser(x_BHND)
-            selected.append(self.select(number, x_BHND, choose))
-            members.append(packed_of(selected[number]))
-            if self.training and not gathering.is_paused:
-                self.observe(number, x_BHND, selected[number], members[number])
-        self.remember(members, qk)
-        if len(selected) == 1:
-            lists = selected[0].lists
-        else:
-            queries, keys = selected
-            lists = static_selection.separate_lists(queries, keys, N, self.window, self.attend_self)
-        part = RangeReads(
-            query=members[0],
-            key=members[-1],
+        for side, x_BHND in enumerate(vectors):
+            if is_static(x_BHND, self.backend):
+                members.append(static_members(self.select_static(x_BHND, side)))
+            else:
+                members.append(self.select_dynamic(x_BHND, side, with_nearest))
+        return members
+
+    @abstractmethod
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+        """Return the members of one side, in lists as long as the scores make them."""
+
+    @abstractmethod
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
+        """Return the members of one side in static shapes."""
+
+    def reads_of(self, members: list[Members], length: int) -> RangeReads:
+        """Return who reads whom, by the members of each side; `length` is N."""
+        queries = members[0]
+        keys = members[-1]
+        if queries.selected is None or keys.selected is None:
+            return members_read(queries.lists, keys.lists, length, self.window, self.attend_self)
+        lists = queries.selected.lists
+        if keys is not queries:
+            sides = (queries.selected, keys.selected)
+            lists = separate_lists(*sides, length, self.window, self.attend_self)
+        return RangeReads(
+            query=queries.lists,
+            key=keys.lists,
             start_P=lists.start_P,
             stop_P=lists.stop_P,
-            length=N,
-            most=min(self.window, N),
+            length=length,
+            most=min(self.window, length),
             derived={LISTS: lists},
         )
-        return [part]
 
     @torch.no_grad()
-    def select(self, number: int, x_BHND: Tensor, choose: partial[Selected]) -> Selected:
-        """Return the same members as `assign`, in static shapes, of vectors in float32 or wider.
+    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
+        lists = []
+        for side, x_BHND in enumerate(self.clustered(qk)):
+            members = self.select_dynamic(x_BHND, side, with_nearest=False)
+            lists.append(members.lists)
+        return lists
 
-        With causal selection the lists may lack room. In training the members without room are left out
-        and counted (`lost_members`). In evaluation the selection is repeated with room for all.
-        """
-        rows = x_BHND.shape[:3].numel()
-        threshold_HC = self.thresholds()[number]
-        if self.selection == "topk":
-            return self.select_best(x_BHND, choose.keywords["margin_HC"])
-        if threshold_HC is None:  # "nearest": one cluster for each position
-            return choose(threshold_HC=None, room=rows)
-        threshold_HC = threshold_HC.to(x_BHND.dtype)
-        room = min(self.room(x_BHND), rows * threshold_HC.shape[1])
-        selected = choose(threshold_HC=threshold_HC, room=room)
-        if self.training:
-            if not gathering.is_paused:
-                self.lost_members += selected.lost
-        elif lost := int(selected.lost):
-            selected = choose(threshold_HC=threshold_HC, room=room + lost)
-        return selected
+    # Statistics.
 
-    def chooser(self, x_BHND: Tensor) -> partial[Selected]:
-        """Return the function that selects members by thresholds, or without them the nearest clusters."""
+    @torch.no_grad()
+    def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        self.seed(qk)
+        # Statistics are of the members by whole sequences.
+        has_others = streaming and not self.strictly_causal
+        if has_others or not self.training or gathering.is_paused:
+            return self.reads(qk, streaming)
+        vectors = self.clustered(qk)
+        members = self.select(vectors, self.follows_nearest)
+        rows = qk.q_BHND.shape[:3].numel()
+        if rows:
+            for side, x_BHND in enumerate(vectors):
+                self.add_statistics(members[side], x_BHND, side)
+            self.seen = ([of_side.lists for of_side in members], rows)
+        return [self.reads_of(members, qk.q_BHND.shape[2])]
+
+    def seed(self, qk: QueriesKeys) -> None:
+        """Let the centroids start at vectors of this batch, if they wait for one."""
         store = self.centroids
-        return partial(
-            selection_functions(x_BHND, self.backend).by_thresholds,
-            store.centroid_HCD,
+        if store.seed_with_next and store.training:
+            store.seed_from([x_BHND.detach() for x_BHND in self.clustered(qk)])
+
+    @property
+    def follows_nearest(self) -> bool:
+        """Whether centroids follow other positions than their members: those nearest to them."""
+        return self.centroids.update_rule != "members"
+
+    def add_statistics(self, members: Members, x_BHND: Tensor, side: int) -> None:
+        """Let the centroids gather statistics of one side; members without room are in no mean."""
+        followed = members.lists
+        if self.follows_nearest:
+            followed = members.nearest
+            if followed is None:
+                followed = self.nearest_members(x_BHND)
+        self.centroids.observe(
+            side,
             x_BHND,
-            margin_HC=centroid_margin(store.centroid_HCD, x_BHND.dtype),
+            member_count_L=members.count_L,
+            sum_LD=sums_of_lists(x_BHND, followed, self.backend),
+            count_L=followed.count_L,
+            moment_2BHC=members.moment_2BHC,
+        )
+
+    # What selections have in common.
+
+    def members_by_scores(
+        self,
+        x_BHND: Tensor,
+        threshold_HC: Tensor | None,
+        with_nearest: bool,
+    ) -> Members:
+        """Return members by thresholds, or without these the W best of each cluster."""
+        selection = choose_members(
+            self.centroids.centroid_HCD,
+            x_BHND,
+            threshold_HC,
+            window=self.window,
+            nearest=with_nearest,
+            backend=self.backend,
+        )
+        nearest = None
+        if selection.nearest_BHN is not None:
+            nearest = self.pack_clusters(selection.nearest_BHN)
+        lists = MemberLists(selection.row_M, selection.count_L)
+        return Members(lists, lists.count_L, nearest, selection.moment_2BHC)
+
+    def members_by_thresholds(
+        self,
+        x_BHND: Tensor,
+        threshold_HC: Tensor | None,
+        room: int,
+    ) -> Selected:
+        """Return members by thresholds, or without these by nearest clusters, in static shapes."""
+        return selection_functions(x_BHND, self.backend).by_thresholds(
+            self.centroids.centroid_HCD,
+            x_BHND,
+            threshold_HC=threshold_HC,
+            margin_HC=self.margins(x_BHND),
             window=self.window,
             attend_self=self.attend_self,
+            room=room,
         )
 
-    @torch.no_grad()
-    def observe(self, number: int, x_BHND: Tensor, selected: Selected, members: MemberLists) -> None:
-        """Let the centroids gather the statistics of a training batch; members without room are in no mean."""
-        store = self.centroids
+    def nearest_members(self, x_BHND: Tensor) -> MemberLists:
+        """Return lists in which each position is a member of its nearest cluster alone."""
+        if not is_static(x_BHND, self.backend):
+            return self.pack_clusters(self.nearest_clusters(x_BHND))
         functions = selection_functions(x_BHND, self.backend)
-        counted = members
-        if store.update_rule != "members" and self.selection != "nearest":
-            margin_HC = centroid_margin(store.centroid_HCD, x_BHND.dtype)
-            counted = functions.nearest_members(store.centroid_HCD, x_BHND, margin_HC)
-        sum_LD = functions.list_sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
-        moment_2BHC = None
-        if self.thresholds()[number] is not None:
-            moment_2BHC = functions.score_moments(store.centroid_HCD, x_BHND)
-        store.observe(
-            number,
-            x_BHND,
-            member_count_L=selected.count_L,
-            sum_LD=sum_LD,
-            count_L=counted.count_L,
-            moment_2BHC=moment_2BHC,
-        )
+        margin_HC = self.margins(x_BHND)
+        return functions.nearest_members(self.centroids.centroid_HCD, x_BHND, margin_HC)
 
-    def select_best(self, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
-        """Return the `window` best members of every cluster, or all positions where these are fewer."""
-        B, H, N, _ = x_BHND.shape
+    def pack_clusters(self, cluster_BHN: Tensor) -> MemberLists:
+        """Return lists in which each position is a member of one cluster."""
+        C = self.centroids.centroid_HCD.shape[1]
+        return pack(cluster_BHN, C, complete=True)
+
+    def nearest_clusters(self, x_BHND: Tensor) -> Tensor:
+        """Return the cluster that scores each position highest, `[B, H, N]`."""
         centroid_HCD = self.centroids.centroid_HCD
-        C = centroid_HCD.shape[1]
-        window = min(self.window, N)
-        functions = selection_functions(x_BHND, self.backend)
-        size = max(1, functions.MAX_SCORES // max(1, C * N))
-        of_heads = (
-            centroid_HCD.repeat(B, 1, 1).split(size),
-            x_BHND.flatten(0, 1).split(size),
-            margin_HC.repeat(B, 1).split(size),
+        if is_static(x_BHND, self.backend):
+            functions = selection_functions(x_BHND, self.backend)
+            margin_HC = self.margins(x_BHND)
+            return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
+        selection = choose_members(
+            centroid_HCD,
+            x_BHND,
+            None,
+            window=0,
+            nearest=True,
+            backend=self.backend,
         )
-        best = []
-        for centroid_XCD, x_XND, margin_XC in zip(*of_heads, strict=True):
-            best.append(functions.top_members(products(centroid_XCD, x_XND), margin_XC, window))
-        lists = functions.top_lists(torch.cat(best), N, window, self.attend_self)
-        return Selected(
-            row_M=lists.query_row_P,
-            count_L=torch.full((B * H * C,), window, device=x_BHND.device),
-            lists=lists,
-            bound_L1=torch.arange(B * H * C + 1, device=x_BHND.device) * window,
-            lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
-        )
+        assert selection.nearest_BHN is not None
+        return selection.nearest_BHN
 
-    def room(self, x_BHND: Tensor) -> int:
-        """Return the room of the lists: `room_factor` times the number of members that all clusters are to hold."""
-        B, H, N, _ = x_BHND.shape
-        share = min(1.0, self.window / self.centroids.length)
-        # Each position joins one cluster at least.
-        expected = B * H * max(N, self.centroids.centroid_HCD.shape[1] * math.ceil(share * N))
-        return self.room_factor * expected
+    # The loss.
 
-    def remember(self, lists: list[MemberLists], qk: QueriesKeys) -> None:
-        """Keep the members of a training batch for telemetry."""
-        if self.training and not gathering.is_paused and (rows := qk.q_BHND.shape[:3].numel()):
-            self.seen = lists, rows
-
-    def prefix_reads(self, qk: QueriesKeys) -> list[Reads]:
-        """Return who reads whom with top-w sets of every prefix."""
-        store, N = self.centroids, qk.q_BHND.shape[2]
-        # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
-        both = [arrivals(store.centroid_HCD, x, self.window) for x in self.clustered(qk)]
-        part = members_read(both[0].lists, both[-1].lists, N, N, self.attend_self or self.window == 1)
-        position_1P = part.query.row_M[None] % max(1, N)
-        hidden = Holes(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
-        return [part._replace(holes=hidden)]
-
-    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(qk))]
-        self.remember(lists, qk)
-        return lists
-
-    @torch.no_grad()
-    def assign(self, number: int, x_BHND: Tensor) -> MemberLists:
-        """Return the members of every cluster, of positions or queries (number 0) or keys, `[B, H, N, D]`.
-
-        Of equals (`rtx.attention.members` says what these are) it is the earlier position or the first cluster, which
-        takes positions of NaN, too; else NaN is worse than every score. In training the centroids gather their
-        statistics here.
-        """
-        store, gathers = self.centroids, self.training and not gathering.is_paused
-        x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-        is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
-        choose = native.select if is_for_kernel and native.wanted(self.backend, x_BHND.shape[2]) else by_scores
-        nearest = self.selection == "nearest" or (gathers and store.update_rule != "members")
-        window = 0 if self.selection == "nearest" else self.window
-        given = store.centroid_HCD, x_BHND, self.thresholds()[number]
-        row_M, count_L, nearest_BHN, moment_2BHC = choose(*given, window=window, nearest=nearest)
-        lists = counted = MemberLists(row_M, count_L)
-        if nearest_BHN is not None:
-            counted = pack(nearest_BHN, store.centroid_HCD.shape[1], complete=True)
-            lists = counted if self.selection == "nearest" else lists
-        if gathers and x_BHND.shape[0] * x_BHND.shape[2]:
-            rows_RD = x_BHND.reshape(-1, x_BHND.shape[-1])
-            sum_LD = F.embedding_bag(counted.row_M, rows_RD, counted.first_L(), mode="sum")
-            store.observe(
-                number,
-                x_BHND,
-                member_count_L=lists.count_L,
-                sum_LD=sum_LD,
-                count_L=counted.count_L,
-                moment_2BHC=moment_2BHC,
-            )
-        return lists
-
-    def loss(self, qk: QueriesKeys) -> Tensor:
-        """Return the weighted commitment loss, zero outside training."""
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the weighted commitment loss, zero outside of training."""
         if not self.training or not self.commitment or not qk.q_BHND.numel():
-            return super().loss(qk)
-        return self.commitment * torch.stack([self.distance(x_BHND) for x_BHND in self.clustered(qk)]).mean()
+            return super().loss(qk, parts)
+        distances = [self.distance(x_BHND) for x_BHND in self.clustered(qk)]
+        return self.commitment * torch.stack(distances).mean()
 
     def distance(self, x_BHND: Tensor) -> Tensor:
-        """Return the mean of (x - nearest centroid on the sphere)^2."""
+        """Return the mean of (x - nearest centroid)^2, with the centroids on the sphere."""
         with torch.no_grad():
-            nearest_BHN = self.nearest(x_BHND)
+            nearest_BHN = self.nearest_clusters(x_BHND)
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
         return (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean()
 
-    def nearest(self, x_BHND: Tensor) -> Tensor:
-        """Return the cluster that scores each position highest, `[B, H, N]`."""
-        centroid_HCD = self.centroids.centroid_HCD
-        if not is_static(x_BHND, self.backend):
-            nearest_BHN = by_scores(centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
-            assert nearest_BHN is not None
-            return nearest_BHN
-        margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
-        functions = selection_functions(x_BHND, self.backend)
-        return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        centroid_CD = self.centroids.centroid_HCD[head]
-        scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(qk)], self.window
-        margin_C = centroid_margin(centroid_CD, scores[0].dtype)
-        if streaming and self.selection == "topk":
-            return prefix_topk(scores[0], scores[-1], margin_C, window)
-        if self.selection == "topk":
-            members = [topk_members(score_CN, margin_C, window) for score_CN in scores]
-        elif self.selection == "nearest":
-            members = [nearest_members(score_CN, margin_C) for score_CN in scores]
-        else:
-            members = []
-            for score_CN, threshold_HC in zip(scores, self.thresholds(), strict=False):
-                if threshold_HC is not None:
-                    members.append(threshold_members(score_CN, threshold_HC[head], margin_C))
-        return last_members(members[0], members[-1], window)
-
-    def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
-        """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
-        if self.selection != "topk":
-            with statistics_paused():
-                return super().lists_kept(qk, cache)
-        store, N = self.centroids, qk.q_BHND.shape[2]
-        cache.best = [arrivals(store.centroid_HCD, x, self.window).best for x in self.clustered(qk)]
-        position_LW = cache.best[-1].position_W
-        list_M, slot_M = (position_LW < N).nonzero(as_tuple=True)
-        rows_M = list_M // store.centroid_HCD.shape[1] * N + position_LW[list_M, slot_M]
-        return MemberLists(rows_M, torch.bincount(list_M, minlength=len(position_LW)))
-
-    def join(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
-        scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(qk)]
-        margin_HC = centroid_margin(self.centroids.centroid_HCD, scores[0].dtype)
-        if self.selection != "topk":
-            pairs = zip(scores, self.thresholds(), strict=False)
-            joined = [joins(score, threshold_HC, margin_HC)[..., 0] for score, threshold_HC in pairs]
-            return joined[0], joined[-1], None
-        shape, like = scores[0].shape[:3], scores[0]
-        if not cache.best:
-            margin_L = margin_HC.expand(shape).flatten()
-            cache.best = [PrefixTopK((len(margin_L),), self.window, like, margin_L) for _ in scores]
-        at_L = torch.full((shape.numel(),), position, device=like.device)
-        offers = [best.offer(score.flatten(), at_L) for best, score in zip(cache.best, scores, strict=True)]
-        return offers[0][0].view(shape), offers[-1][0].view(shape), offers[-1][1].view(shape)
+def static_members(selected: Selected) -> Members:
+    """Return members that were selected in static shapes."""
+    lists = MemberLists(selected.row_M, selected.bound_L1.diff())
+    return Members(lists, selected.count_L, selected=selected)
 
 
-def packed_of(selected: Selected) -> MemberLists:
-    """Return the members as lists; counts are of those for which there is room."""
-    return MemberLists(selected.row_M, selected.bound_L1.diff())
+def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """Return the members of each cluster at every position, `[C, N, N]`, as `PrefixTopK` has them.
 
-
-def topk_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """The `window` best positions of each cluster."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for c, score_N in enumerate(score_CN.tolist()):
-        member_CN[c, best(score_N, [float(margin_C[c])] * len(score_N), window)] = True
-    return member_CN
-
-
-def threshold_members(score_CN: Tensor, threshold_C: Tensor, margin_C: Tensor) -> Tensor:
-    """Each position in the clusters whose thresholds it reaches, up to margins, else in the one it misses by least."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    above_CN = score_CN - threshold_C[:, None]
-    for i, above_C in enumerate(above_CN.T.tolist()):
-        reached = [c for c, above in enumerate(above_C) if above >= -float(margin_C[c])]
-        member_CN[reached or highest(above_C, margin_C.tolist()), i] = True
-    return member_CN
-
-
-def nearest_members(score_CN: Tensor, margin_C: Tensor) -> Tensor:
-    """Each position in the cluster that scores it highest."""
-    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for i, score_C in enumerate(score_CN.T.tolist()):
-        member_CN[highest(score_C, margin_C.tolist()), i] = True
-    return member_CN
-
-
-def kept_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """The members of each cluster behind every position, `[C, N, N]`, as positions arrive one after the other.
-
-    A full cluster takes a newcomer that is better than the worst member by more than the margin. It replaces the latest
-    of the members that are no better than the worst by more than that.
+    This is the rule, one position after the other. A full cluster takes a position that beats the
+    worst member by more than the margin. It replaces the latest of the members that are no better
+    than the worst by more than that.
     """
     C, N = score_CN.shape
     member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
     for c, score_N in enumerate(score_CN.tolist()):
         members: list[int] = []
         for i, score in enumerate(score_N):
-            bar = float(margin_C[c]) + min((score_N[j] for j in members), default=math.inf)
-            if len(members) == window and score > bar:
-                members.remove(max(j for j in members if score_N[j] <= bar))
+            if len(members) == window:
+                bar = min(score_N[j] for j in members) + float(margin_C[c])
+                if score > bar:
+                    members.remove(max(j for j in members if score_N[j] <= bar))
             if len(members) < window:
                 members.append(i)
             member_CNN[c, i, members] = True
     return member_CNN
 
 
-def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
-    query_CNN, key_CNN = (kept_members(score_CN, margin_C, window) for score_CN in (query_score_CN, key_score_CN))
-    joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
-    return key_CNN & joins_CN[:, :, None]
+class TopK(Routing):
+    """Algorithm 1: the members of a cluster are its W best positions of the whole sequence.
+
+    **This sees the future**: which past positions are members depends on later ones. With
+    `streaming`, as in streams, position i joins a cluster if it is among the W best of positions 0
+    to i, and reads the W best of these.
+
+    The lines of Algorithm 1 (Roy et al. 2021, section 4.1), with its left-to-right mask:
+
+         4  K <- Q                            `keys="shared"`
+         7  Q <- LayerNorm(Q)                 `ClusterPattern.prepare`
+         8  K <- LayerNorm(K)
+         9  Q_prod <- mu Q^T                  the scores, `products`
+        12  w <- n / k                        W, the window of the centroids
+        13  Q_idx <- top-k(Q_prod, w)         `select_dynamic`, `select_static`
+        14  Q_idx <- sort(Q_idx)              members are in order of position
+        15  K_idx <- Q_idx                    one list for queries and keys
+        19  Q', K', V' <- gather(...)         `reads_of` says who reads whom,
+        22  A <- Q' K'^T                      and `Pattern.attend` does the rest
+        24  A <- ltr(A)
+        25  A <- softmax(A)
+        26  V' <- einsum(A, V')
+        27  X <- scatter(K_idx, V')           outputs of several clusters: `merge`
+        28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
+        31  mu <- decay mu + ...
+
+    The mask is by true positions. With `keys="separate"` the keys are members by K_prod, as in
+    lines 16 to 18, beside the mask.
+    """
+
+    strictly_causal = False
+
+    # The rule.
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        if not streaming:
+            return super().rule(qk, head, streaming)
+        members = []
+        for score_CN in self.scores_of_head(qk, head):
+            margin_C = self.margins(score_CN)[head]
+            members.append(best_of_prefixes(score_CN, margin_C, self.window))
+        query_CNN = members[0]
+        key_CNN = members[-1]
+        joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
+        return key_CNN & joins_CN[:, :, None]
+
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+        member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
+        for c, score_N in enumerate(score_CN.tolist()):
+            margin_N = [float(margin_C[c])] * len(score_N)
+            member_CN[c, best(score_N, margin_N, self.window)] = True
+        return member_CN
+
+    # The batch form.
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        if streaming:
+            return [self.prefix_reads(qk)]
+        return super().reads(qk, streaming)
+
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+        return self.members_by_scores(x_BHND, None, with_nearest)
+
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
+        B, H, N, _ = x_BHND.shape
+        L = B * H * self.centroids.centroid_HCD.shape[1]
+        W = min(self.window, N)
+        functions = selection_functions(x_BHND, self.backend)
+        position_XCW = self.best_positions(x_BHND)
+        lists = functions.top_lists(position_XCW, N, W, self.attend_self)
+        return Selected(
+            row_M=lists.query_row_P,
+            count_L=torch.full((L,), W, device=x_BHND.device),
+            lists=lists,
+            bound_L1=torch.arange(L + 1, device=x_BHND.device) * W,
+            lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
+        )
+
+    def best_positions(self, x_BHND: Tensor) -> Tensor:
+        """Return the W best positions of each cluster, or all if there are fewer, `[X, C, W]`."""
+        B, _, N, _ = x_BHND.shape
+        centroid_HCD = self.centroids.centroid_HCD
+        functions = selection_functions(x_BHND, self.backend)
+        size = max(1, functions.MAX_SCORES // max(1, centroid_HCD.shape[1] * N))
+        pieces = zip(
+            centroid_HCD.repeat(B, 1, 1).split(size),
+            x_BHND.flatten(0, 1).split(size),
+            self.margins(x_BHND).repeat(B, 1).split(size),
+            strict=True,
+        )
+        positions = []
+        for centroid_XCD, x_XND, margin_XC in pieces:
+            score_XCN = products(centroid_XCD, x_XND)
+            positions.append(functions.top_members(score_XCN, margin_XC, min(self.window, N)))
+        return torch.cat(positions)
+
+    def prefix_reads(self, qk: QueriesKeys) -> RangeReads:
+        """Return who reads whom with the W best of every prefix.
+
+        A list has all positions that ever joined. Queries do not read those that have left before.
+        With W = 1 a position that joins has no other member to read, so it reads itself.
+        """
+        N = qk.q_BHND.shape[2]
+        centroid_HCD = self.centroids.centroid_HCD
+        sides = [arrivals(centroid_HCD, x_BHND, self.window) for x_BHND in self.clustered(qk)]
+        queries = sides[0]
+        keys = sides[-1]
+        attend_self = self.attend_self or self.window == 1
+        part = members_read(queries.lists, keys.lists, N, N, attend_self)
+        position_1P = part.query.row_M[None] % max(1, N)
+        # Queries at positions from leaves_M[m] on do not read key member m.
+        holes = Holes(keys.leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
+        return part._replace(holes=holes)
+
+    # The stream.
+
+    def start(self, relative: RelativeTables | None = None) -> Cache:
+        return TopKCache(self, self.window, relative)
+
+    def lists_kept(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
+        centroid_HCD = self.centroids.centroid_HCD
+        sides = [arrivals(centroid_HCD, x_BHND, self.window) for x_BHND in self.clustered(qk)]
+        cache.best = [side.best for side in sides]
+        return cache.best[-1].members(centroid_HCD.shape[1], qk.q_BHND.shape[2])
+
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: TopKCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores = []
+        for x_BH1D in self.clustered(qk):
+            scores.append(products(self.centroids.centroid_HCD, x_BH1D)[..., 0])
+        if cache.best is None:
+            margin_L = self.margins(scores[0]).expand_as(scores[0]).flatten()
+            cache.best = [PrefixTopK(margin_L, self.window) for _ in scores]
+        return cache.offer(scores, position)
+
+
+class TopKCache(ClusterCache):
+    """The keys and values of the W best positions so far of each cluster."""
+
+    best: list[PrefixTopK] | None = None
+    """The W best of each side, with their scores. A key is in the slot that it has there."""
+
+    def offer(self, scores: list[Tensor], position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Offer a position to all clusters.
+
+        Args:
+            scores: its scores `[B, H, C]` on each side.
+
+        Returns:
+            Which clusters its query and its key join, and the slots that its key takes there.
+        """
+        assert self.best is not None
+        offers = []
+        for best_of_side, score_BHC in zip(self.best, scores, strict=True):
+            position_L = torch.full_like(score_BHC, position, dtype=torch.int64).flatten()
+            offers.append(best_of_side.offer(score_BHC.flatten(), position_L))
+        query_joins_L, _, _ = offers[0]
+        key_joins_L, slot_L, _ = offers[-1]
+        shape = scores[0].shape
+        return query_joins_L.view(shape), key_joins_L.view(shape), slot_L.view(shape)
+
+
+ROOM = 4
+"""Lists with room begin with this many times the members that they are expected to have."""
+
+
+class Thresholds(Routing):
+    """A position joins all clusters whose threshold its score reaches (ours; strictly causal).
+
+    If it reaches none, it joins the cluster whose threshold it misses by least, so that nobody is
+    left out. Thresholds follow the number of members after each step, see `Centroids`.
+
+    On a GPU, lists have room for a fixed number of members, see room.py.
+    """
+
+    may_lose_members = True
+
+    def __init__(self, centroids: Centroids, **options: Any) -> None:
+        super().__init__(centroids, **options)
+        self.room_factor = ROOM
+        self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.lost_members: Tensor
+
+    # The rule.
+
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+        member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
+        threshold_C = self.centroids.thresholds()[side][head]
+        above_CN = score_CN - threshold_C[:, None]
+        margins = margin_C.tolist()
+        for i, above_C in enumerate(above_CN.T.tolist()):
+            reached = [c for c, above in enumerate(above_C) if above >= -margins[c]]
+            if not reached:
+                reached = [highest(above_C, margins)]
+            member_CN[reached, i] = True
+        return member_CN
+
+    # The batch form.
+
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+        threshold_HC = self.centroids.thresholds()[side]
+        return self.members_by_scores(x_BHND, threshold_HC, with_nearest)
+
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
+        """See `Routing.select_static`. In training, members without room are left out.
+
+        In evaluation one number is read back, and the selection is repeated with room for all.
+        """
+        threshold_HC = self.centroids.thresholds()[side].to(x_BHND.dtype)
+        room = self.room(x_BHND)
+        selected = self.members_by_thresholds(x_BHND, threshold_HC, room)
+        if self.training:
+            return selected
+        lost = int(selected.lost)
+        if not lost:
+            return selected
+        return self.members_by_thresholds(x_BHND, threshold_HC, room + lost)
+
+    def room(self, x_BHND: Tensor) -> int:
+        """Return the room of the lists: `room_factor` times the members that they should have."""
+        B, H, N, _ = x_BHND.shape
+        C = self.centroids.centroid_HCD.shape[1]
+        share = min(1.0, self.window / self.centroids.length)
+        # Each position joins one cluster at least.
+        expected = max(N, C * math.ceil(share * N))
+        return B * H * min(self.room_factor * expected, N * C)
+
+    def add_statistics(self, members: Members, x_BHND: Tensor, side: int) -> None:
+        if members.selected is not None:
+            self.lost_members.add_(members.selected.lost)
+            functions = selection_functions(x_BHND, self.backend)
+            moment_2BHC = functions.score_moments(self.centroids.centroid_HCD, x_BHND)
+            members = members._replace(moment_2BHC=moment_2BHC)
+        super().add_statistics(members, x_BHND, side)
+
+    # The stream.
+
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: ClusterCache,
+    ) -> tuple[Tensor, Tensor, None]:
+        joins = []
+        for side, x_BH1D in enumerate(self.clustered(qk)):
+            score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
+            threshold_HC = self.centroids.thresholds()[side]
+            joins_BHC1 = memberships(score_BHC1, threshold_HC, self.margins(score_BHC1))
+            joins.append(joins_BHC1[..., 0])
+        return joins[0], joins[-1], None
+
+
+class Nearest(Routing):
+    """A position joins the one cluster that scores it highest (a baseline; strictly causal)."""
+
+    # The rule.
+
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+        member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
+        for i, score_C in enumerate(score_CN.T.tolist()):
+            member_CN[highest(score_C, margin_C.tolist()), i] = True
+        return member_CN
+
+    # The batch form.
+
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+        lists = self.pack_clusters(self.nearest_clusters(x_BHND))
+        return Members(lists, lists.count_L)
+
+    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
+        rows = x_BHND.shape[:3].numel()
+        return self.members_by_thresholds(x_BHND, None, room=rows)
+
+    @property
+    def follows_nearest(self) -> bool:
+        """False: the members are the nearest positions already."""
+        return False
+
+    # The stream.
+
+    def join(
+        self,
+        qk: QueriesKeys,
+        position: int,
+        cache: ClusterCache,
+    ) -> tuple[Tensor, Tensor, None]:
+        joins = []
+        for x_BH1D in self.clustered(qk):
+            score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
+            cluster_BH1 = highest_clusters(score_BHC1, self.margins(score_BHC1))
+            joins_BHC = torch.zeros_like(score_BHC1[..., 0], dtype=torch.bool)
+            joins.append(joins_BHC.scatter(-1, cluster_BH1, True))
+        return joins[0], joins[-1], None
+
+
+ROUTING_CLASSES: dict[str, type[Routing]] = {
+    "topk": TopK,
+    "causal": Thresholds,
+    "nearest": Nearest,
+}
+"""The classes of routing heads, by the names of their selections."""

@@ -22,6 +22,7 @@ from rtx.attention import (
     Indexer,
     Local,
     Lsh,
+    Nearest,
     Pattern,
     PositionPattern,
     Probed,
@@ -29,8 +30,9 @@ from rtx.attention import (
     RandomBlocks,
     Recurrent,
     RelativeTables,
-    Routing,
     Strided,
+    Thresholds,
+    TopK,
 )
 from rtx.attention.pattern import Rotate
 from rtx.attention.reads import QueriesKeys
@@ -259,17 +261,17 @@ def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern
     routing = config.routing
     size = head_size(config)
     options = selection_options(config)
+    routed = {"commitment": routing.commitment, "merge": routing.merge, **options}
     top_keys = {"window": routing.window, "qk_norm": routing.qk_norm, **options}
     blocks = {"block": routing.block, "compressed": routing.compressed, **top_keys}
     match name:
-        case "causal" | "topk" | "nearest":
-            return Routing(
-                make_centroids(name, heads, config),
-                selection=name,
-                commitment=routing.commitment,
-                merge=routing.merge,
-                **options,
-            )
+        case "topk":
+            return TopK(make_centroids(heads, config), **routed)
+        case "causal":
+            rate = routing.threshold_rate
+            return Thresholds(make_centroids(heads, config, rate), **routed)
+        case "nearest":
+            return Nearest(make_centroids(heads, config), **routed)
         case "random":
             return Random(
                 heads,
@@ -301,15 +303,12 @@ def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern
     raise AssertionError(name)
 
 
-def make_centroids(selection: str, heads: int, config: Config) -> Centroids:
-    """Return the centroids of routing heads; thresholds move only if they choose the members."""
+def make_centroids(heads: int, config: Config, threshold_rate: float = 0.0) -> Centroids:
+    """Return the centroids of routing heads."""
     routing = config.routing
     keys = routing.keys
     if keys == "tied":
         keys = "separate"
-    threshold_rate = 0.0
-    if selection == "causal":
-        threshold_rate = routing.threshold_rate
     return Centroids(
         heads,
         clusters(config),

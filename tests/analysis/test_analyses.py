@@ -43,8 +43,11 @@ def oracle_weights(heads: weights.Heads) -> list[Tensor]:
     terms, found = pattern.terms(given.q_BHND.shape[-1], relative), []
     for head in range(given.q_BHND.shape[1]):
         q_ND, k_ND = given.rotated_q_BHND[0, head], given.rotated_k_BHND[0, head]
-        rule = pattern.rule(given, head, False)
-        found.append(oracle.dense(q_ND, k_ND, k_ND, rule, terms, head, pattern.attend_self)[1].sum(0))
+        mask_PNN = pattern.rule(given, head, False)
+        if not pattern.attend_self:
+            mask_PNN = oracle.others_if_any(mask_PNN)
+        _, weight_PNN = oracle.dense(q_ND, k_ND, k_ND, mask_PNN, terms, head)
+        found.append(weight_PNN.sum(0))
     return found
 
 

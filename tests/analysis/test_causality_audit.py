@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rtx.analysis.causality import LOGITS, Audit, Group, audit_model, audit_outputs, choice_gradients
+from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
-from rtx.attention.top_keys import Indexer
 from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
 from rtx.report.summary import sees_future

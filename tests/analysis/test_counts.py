@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from rtx.analysis import footprint as plan
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
 from rtx.attention.engine import packed_attention
+from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Fixed, Full, Local, Strided
 from rtx.attention.routing import ROOM, Routing
-from rtx.attention.top_keys import Indexer
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import ROUTED, Config, DataConfig, ModelConfig, RoutingConfig, clusters

@@ -116,7 +116,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     else:
         rate = 0.1 if how == "causal" else 0.0
         store = attention.Centroids(H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys)
-        pattern = attention.Routing(store, selection=how, **clustered)
+        pattern = attention.ROUTING_CLASSES[how](store, **clustered)
         for threshold_HC in (store.threshold_HC, store.key_threshold_HC):
             if threshold_HC is not None:
                 threshold_HC.copy_(0.5 * torch.randn(H, case.C))

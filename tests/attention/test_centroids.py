@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention.centroid_update import moved, to_sphere
 from rtx.attention.centroids import Centroids, after_step, statistics_paused
-from rtx.attention.members import centroid_scores, normalise
-from rtx.attention.routing import Routing
-from rtx.attention.top_keys import Indexer
+from rtx.attention.indexer import Indexer
+from rtx.attention.members import normalise, products
+from rtx.attention.routing import ROUTING_CLASSES, Routing, Thresholds
 from rtx.training.hardware import has_compiler
 
 H, C, N, D, W = 2, 3, 24, 4, 8
@@ -25,7 +25,7 @@ H, C, N, D, W = 2, 3, 24, 4, 8
 def make(selection: str = "causal", **changes: object) -> Routing:
     torch.manual_seed(0)
     options = {"window": W, "length": N, "decay": 0.9} | changes
-    return Routing(Centroids(H, C, D, **options), selection=selection)  # type: ignore[arg-type]
+    return ROUTING_CLASSES[selection](Centroids(H, C, D, **options))  # type: ignore[arg-type]
 
 
 def queries(seed: int, batch: int = 2, length: int = N) -> Tensor:
@@ -48,7 +48,7 @@ def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_su
     pattern, q = make("topk", update=update), queries(1)
     old, x = pattern.centroids.centroid_HCD.clone(), normalise(q)
     expected = old.double().clone()
-    score_BHCN = centroid_scores(old, x)
+    score_BHCN = products(old, x)
     for h in range(H):
         for c in range(C):
             member_BN = score_BHCN[:, h].argmax(1) == c
@@ -146,7 +146,7 @@ def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(backend: str
     q_BHND = (8 * (cosine_N1 * basis_3D[0] + aside_N1 * basis_3D[1]))[None, None].float()
     store = Centroids(1, 2, units, window=64, length=positions, decay=1.0, threshold_rate=0.1)
     store.centroid_HCD[0] = 8 * basis_3D[::2]
-    after_step(see(Routing(store, selection="causal", backend=backend), q_BHND))
+    after_step(see(Thresholds(store, backend=backend), q_BHND))
     score_N = normalise(q_BHND).double()[0, 0] @ store.centroid_HCD[0, 0].double()
     found = (float(store.threshold_HC[0, 0]) - float(score_N.mean())) / store.quantile()
     assert abs(float(score_N.mean()) - 63) < 0.01

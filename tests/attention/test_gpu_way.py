@@ -12,7 +12,7 @@ from cases import Case, drawn, gradients, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, engine, once
+from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, Thresholds, engine, once
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.engine import blocks, by_triton, dense, flash, windows
 from rtx.attention.engine.problem import Problem
@@ -47,7 +47,7 @@ def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same
 def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_evaluation() -> None:
     case = Case(N=64, D=16, C=4, W=8, seed=2)
     pattern, here = drawn("causal-shared", case, torch.float32)
-    assert isinstance(pattern, Routing)
+    assert isinstance(pattern, Thresholds)
     pattern.centroids.threshold_HC.fill_(-100.0)  # every position joins every cluster
     expected = run(pattern, here)
     pattern.backend = "triton"

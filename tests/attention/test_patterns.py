@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import rtx
 from rtx.attention import (
+    ROUTING_CLASSES,
     Centroids,
     ContiguousPattern,
     Local,
@@ -33,17 +34,14 @@ from rtx.attention import (
     PositionPattern,
     Random,
     RelativeTables,
-    Routing,
-    lsh,
     oracle,
-    probed,
-    top_keys,
+    pieces,
 )
 from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
-from rtx.attention.members import centroid_scores
-from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads
+from rtx.attention.members import products
+from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -56,16 +54,14 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=9, W=1))
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
-    pieces = (
-        (top_keys, "MAX_SCORES", 1000),
-        (probed, "MAX_SCORES", 1000),
-        (lsh, "MAX_SCORES", 1000),
+    limits = (
+        (pieces, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
     )
-    pieces += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
+    limits += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
     with contextlib.ExitStack() as stack:
-        for piece in pieces:
-            stack.enter_context(mock.patch.object(*piece))
+        for limit in limits:
+            stack.enter_context(mock.patch.object(*limit))
         check(make(kind, case), case)
 
 
@@ -113,7 +109,7 @@ def test_real_positions_get_what_they_would_without_padding(kind: str, distances
 
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize("kind", ["indexer", "indexer-dense", "nearest-separate"])
-@mock.patch.object(top_keys, "MAX_SCORES", 300)
+@mock.patch.object(pieces, "MAX_SCORES", 300)
 def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: bool) -> None:
     pattern, here = drawn(kind, replace(CASE, attend_self=attend_self))
     pattern.train().commitment = 0.3  # type: ignore[assignment]
@@ -130,7 +126,7 @@ class Cooled(Local):
     def forward(self, q_BHND: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(q_BHND * 0.5, *given, **more)
 
-    def loss(self, qk: QueriesKeys) -> torch.Tensor:
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> torch.Tensor:
         return qk.q_BHND.square().mean()
 
 
@@ -271,9 +267,11 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
             store = Centroids(3, C, 6, window=W, length=N, decay=0.9, update=update, threshold_rate=0.1)
             store.centroid_HCD.copy_(centroid)
             store.threshold_HC.copy_(4 * threshold)
-            lists = Routing(store, selection=selection, backend=name).assign(0, x)
-            found.append([*lists, *store.statistics])
-            score = centroid_scores(centroid, x)
+            pattern = ROUTING_CLASSES[selection](store, backend=name)
+            (part,) = pattern.observe(QueriesKeys(x, x, x, x), streaming=False)
+            assert isinstance(part, RangeReads)
+            found.append([*part.query, *store.statistics])
+            score = products(centroid, x)
             moments = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))])
             seen = store.statistics.seen_2_3_HC[0, 1:].float()
             if selection == "causal":
@@ -370,11 +368,11 @@ def blocks(page: str) -> list[str]:
 
 def example_with(*methods: str) -> Any:
     """Return the class of the page with some of the methods that it adds, without the name for commands."""
-    pieces = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
-    end = "\n\ndef make("
-    added = [piece for piece in pieces[1:] if any(f"def {name}(" in piece for name in methods)]
-    assert len(pieces) == 3 and len(added) == len(methods) and end in pieces[0]
-    text = pieces[0].replace(end, "\n".join(["", *added]) + end)
+    texts = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
+    end = "\n\n\ndef make("
+    added = [text for text in texts[1:] if any(f"def {name}(" in text for name in methods)]
+    assert len(texts) == 3 and len(added) == len(methods) and end in texts[0]
+    text = texts[0].replace(end, "\n".join(["", *added]) + end)
     names: dict[str, Any] = {"__name__": "dilated"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rtx, "register_pattern", lambda name, make: None)

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="our GPU kernels need Triton")
 from rtx.attention.engine import static_selection, triton_selection
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.static_selection import Selected
-from rtx.attention.members import by_scores, members, normalise
+from rtx.attention.members import best_members, by_scores, normalise
 from rtx.attention.reads import MemberLists, members_read, pack
 from rtx.attention.ties import best_places, centroid_margin
 
@@ -333,7 +333,7 @@ def test_the_best_members_are_those_of_a_choice_from_sorted_scores(way: ModuleTy
         margin_XC = torch.full((2, 3), margin, device=DEVICE)
         ours = way.top_members(score_XCN, margin_XC, window)
         assert ours.shape == (2, 3, min(window, 100))
-        number_M = members(score_XCN, None, margin_XC, window)
+        number_M = best_members(score_XCN, margin_XC, window)
         theirs = number_M.view(ours.shape) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 100
         check_best(score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), ours, theirs, math.isnan(margin))
 
@@ -390,7 +390,7 @@ def test_the_best_places_are_those_of_ties(way: ModuleType, name: str, count: in
 def test_long_rows_are_chosen_from_in_order(way: ModuleType) -> None:
     score_XCN = scores("equal", 3000)
     margin_XC = torch.full((2, 3), 0.1, device=DEVICE)
-    number_M = members(score_XCN, None, margin_XC, 1500)
+    number_M = best_members(score_XCN, margin_XC, 1500)
     theirs = number_M.view(2, 3, 1500) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 3000
     assert torch.equal(way.top_members(score_XCN, margin_XC, 1500).long(), theirs)
 

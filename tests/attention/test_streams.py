@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.attention import Centroids, Exact, Local, Pattern, Random, RelativeTables, Routing
+from rtx.attention import (
+    ROUTING_CLASSES,
+    Centroids,
+    Exact,
+    Local,
+    Pattern,
+    Random,
+    RelativeTables,
+    Routing,
+)
 from rtx.model.positions import rotate
 
 B = 2
@@ -16,7 +25,7 @@ D = 8
 def routing(selection: str) -> Routing:
     """Return routing heads whose queries and keys have separate memberships."""
     centroids = Centroids(H, 3, D, window=6, length=N, decay=0.9, keys="separate")
-    return Routing(centroids, selection=selection)
+    return ROUTING_CLASSES[selection](centroids)
 
 
 PATTERNS = {

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, stream
 from torch import Tensor
 
-from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, members, oracle, top_keys
+from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, members, oracle, pieces
 from rtx.attention.engine import native
 from rtx.attention.ties import best, best_places
 from rtx.training.hardware import has_compiler
@@ -70,7 +70,7 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
     for b in range(len(whole)):
         close(run(pattern, cut(here, slice(b, b + 1)), streaming=True), whole[b : b + 1])
     close(run(pattern, cut(here, (slice(None), slice(None), slice(0, N - 3))), streaming=True), whole[:, :, : N - 3])
-    with mock.patch.object(top_keys, "MAX_SCORES", 100), mock.patch.object(members, "MAX_SCORES", 100):
+    with mock.patch.object(pieces, "MAX_SCORES", 100):
         close(run(pattern, here, streaming=True), whole)
 
 
@@ -156,7 +156,7 @@ def test_autocast_changes_no_choice(kind: str) -> None:
         found = []
         for enabled in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                places = pattern.best(queries, keys, range(case.N))  # type: ignore[operator]
+                places = pattern.chosen_keys(queries, keys, slice(0, case.N))  # type: ignore[operator]
                 found.append(places.sort(dim=-1).values)
         assert torch.equal(*found)
 

@@ -15,9 +15,9 @@ from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_stre
 
 from rtx.attention.centroids import after_step
 from rtx.attention.clusters import Random
+from rtx.attention.indexer import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.positional import Full
-from rtx.attention.top_keys import Indexer
 from rtx.config import HardwareConfig, layer_patterns
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward

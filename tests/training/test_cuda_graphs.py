@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.attention import Routing
+from rtx.attention import Thresholds
 from rtx.attention.centroids import all_centroids
 from rtx.compose import compose
 from rtx.config import Config
@@ -84,7 +84,7 @@ def test_passes_are_recorded_again_where_lists_get_more_room() -> None:
     ):
         assert module.record_now() == "recorded as CUDA graphs"
         assert module.make_room() == [] and recorder.count == 1
-        (routed,) = (each for each in module.model.modules() if isinstance(each, Routing))
+        (routed,) = (each for each in module.model.modules() if isinstance(each, Thresholds))
         routed.lost_members.fill_(3)
         lines = module.make_room()
     assert "3 members had no room" in lines[0] and lines[1:] == ["recorded as CUDA graphs"]

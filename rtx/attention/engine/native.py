@@ -58,8 +58,6 @@ MIN_LENGTH = 1024
 """Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 """A function that a kernel calls for memory, once it knows for how many members."""
-Selected = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""What `select` returns."""
 
 
 class AttentionArguments(ctypes.Structure):
@@ -95,6 +93,20 @@ class ProbingArguments(ctypes.Structure):
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "M", "W")),
         *((field, ctypes.c_int64) for field in ("early", "attend_self")),
     )
+
+
+class Selection(NamedTuple):
+    """The members of clusters, by scores."""
+
+    row_M: Tensor
+    """Their rows, cluster after cluster of each head."""
+    count_L: Tensor
+    """Their number in each cluster."""
+    nearest_BHN: Tensor | None
+    """The cluster that scores each position highest; None: not computed."""
+    moment_2BHC: Tensor | None
+    """The sums over all positions of scores, and of their squares, float64; None without
+    thresholds."""
 
 
 class ProbedLists(NamedTuple):
@@ -362,7 +374,7 @@ def select(
     *,
     window: int,
     nearest: bool,
-) -> Selected:
+) -> Selection:
     """Return which positions are members of which cluster, by scores: dot products of centroids
     with vectors.
 
@@ -371,11 +383,8 @@ def select(
     members of a cluster are the `window` positions that score best. With a window of 0 there are no
     members.
 
-    Returns:
-        The rows of the members `[M]`, cluster after cluster of each head; their number in each
-        cluster `[B * H * C]`; with `nearest`, the cluster that scores each position highest `[B, H,
-        N]`; with thresholds, the sums over all positions of scores and of their squares `[2, B, H,
-        C]`, float64.
+    Args:
+        nearest: whether to return the nearest clusters, too.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
@@ -410,7 +419,7 @@ def select(
         W=window,
     )
     run("rtx_select", arguments)
-    return rows[0], count_L, nearest_BHN, moment_2BHC
+    return Selection(rows[0], count_L, nearest_BHN, moment_2BHC)
 
 
 def pointer(x: Tensor | None) -> int | None:

@@ -1,0 +1,336 @@
+"""Selections of blocks of keys: each query reads its own block and the best of the finished ones.
+
+A sequence is cut into blocks of b positions. A block is *finished* for the queries after it. The
+query at position i reads the keys of its own block up to i, and those of the W // b finished
+blocks with the largest q_i . (mean of the block's keys) (Lu et al. 2025, MoBA, arXiv 2502.13189,
+section 2.2). Queries and keys are compared before they are rotated. The attention and the choice
+share them, so the attention's gradient trains the choice, too.
+
+Example: b = 2, W = 4. The query at position 7 is in block 3, of the positions 6 and 7. If its
+products with the means of the blocks 0 to 2 are 3, 1 and 2, it reads the blocks 0 and 2: the
+positions 0, 1, 4, 5, 6 and 7.
+
+With the option `compressed` each head has a second branch (Yuan et al. 2025, NSA, arXiv 2502.11089,
+section 3.3, with means for its learned compression): every query also attends over the means of
+the keys and values of all finished blocks. Gates add up both outputs, so that every block gets a
+gradient.
+
+Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, Q queries
+of a piece, K keys of a query.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.arguments import check_positive, check_seed, check_within
+from rtx.attention.cache import Cache, place
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables, recomputed
+from rtx.attention.members import products
+from rtx.attention.reads import QueriesKeys, Reads
+from rtx.attention.ties import best
+from rtx.attention.top_keys import GrowingCache, TopKeys, last_readable, numbers_in, readable_count
+
+POSITION_FACTOR = 0x9E3779B1
+BLOCK_FACTOR = 0x85EBCA77
+HEAD_FACTOR = 0xC2B2AE3D
+SEED_FACTOR = 0x27D4EB2F
+"""Factors of the hash of `RandomBlocks`: the first four primes of xxHash32."""
+MIXING_FACTORS = (0x2C1B3C6D, 0x297A2D39)
+MASK_32 = 0xFFFFFFFF
+"""The lowest 32 bits."""
+
+
+def best_blocks(
+    score_NG: Tensor,
+    margin_NG: Tensor,
+    block: int,
+    count: int,
+    attend_self: bool,
+) -> Tensor:
+    """Return which keys each query reads, `[1, N, N]`, bool: its own block and the best others.
+
+    Args:
+        score_NG: the score of each finished block for each query.
+        margin_NG: scores within the margin of the last block taken count as equal to it.
+        block: b.
+        count: the number of finished blocks that a query reads at most.
+        attend_self: see `readable_count`.
+    """
+    N = len(score_NG)
+    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
+    margins = margin_NG.tolist()
+    for i, score_G in enumerate(score_NG.tolist()):
+        finished = i // block
+        mask_NN[i, finished * block : readable_count(i, attend_self)] = True
+        for g in best(score_G[:finished], margins[i][:finished], count):
+            mask_NN[i, g * block : (g + 1) * block] = True
+    return mask_NN[None]
+
+
+def compressed(
+    out_ND: Tensor,
+    q_ND: Tensor,
+    k_ND: Tensor,
+    v_ND: Tensor,
+    gate_2D: Tensor,
+    block: int,
+    scale: float,
+) -> Tensor:
+    """Return the gated sum of the outputs of both branches, `[N, D]`.
+
+    Args:
+        out_ND: the outputs of the branch that chooses.
+        q_ND, k_ND: before they are rotated.
+        gate_2D: the vectors whose products with a query, through a sigmoid, are the gates.
+        block: b.
+        scale: multiplies the logits.
+    """
+    both_ND = torch.zeros_like(out_ND)
+    for i, q_D in enumerate(q_ND):
+        finished = i // block
+        mean_k_GD = k_ND[: finished * block].unflatten(0, (finished, block)).mean(1)
+        mean_v_GD = v_ND[: finished * block].unflatten(0, (finished, block)).mean(1)
+        weight_G = (scale * mean_k_GD @ q_D).softmax(0)
+        gate_2 = (gate_2D @ q_D).sigmoid()
+        both_ND[i] = gate_2[0] * out_ND[i] + gate_2[1] * (weight_G @ mean_v_GD)
+    return both_ND
+
+
+class Blocks(TopKeys):
+    """H heads whose queries read their own block and the W // b best finished blocks.
+
+    Every query after the first W positions reads W // b blocks and what there is of its own. The
+    scores take O(N^2 / b) time.
+
+    Args:
+        heads, size: H and D.
+        block: b, at most the window W.
+        compressed: whether the heads have the second branch; see the module.
+
+    Raises:
+        ValueError: a size below 1, heads below 0, or a block that is not from 1 to W.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        *,
+        block: int = 16,
+        compressed: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        check_positive(0, heads=heads)
+        check_positive(size=size)
+        check_within("block", block, self.window, "window")
+        self.heads = heads
+        self.size = size
+        self.block = block
+        self.count = self.window // block
+        self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None
+
+    def max_keys(self, length: int) -> int:
+        finished = min(self.count, length // self.block)
+        return (finished + 1) * self.block
+
+    def choice_queries(self, qk: QueriesKeys) -> Tensor:
+        return qk.q_BHND
+
+    def choice_keys(self, qk: QueriesKeys) -> Tensor:
+        """Return the means of the keys of finished blocks, `[B, H, G, D]`."""
+        return self.means(qk.k_BHND)
+
+    def means(self, x_BHND: Tensor) -> Tensor:
+        """Return the mean of each finished block, `[B, H, G, D]`."""
+        finished = x_BHND.shape[2] // self.block
+        x_BHMD = x_BHND[:, :, : finished * self.block]
+        return x_BHMD.unflatten(2, (finished, self.block)).mean(3)
+
+    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+        """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
+        is_open_QG = self.are_open(position_Q, mean_BHGD.shape[2])
+        return products(q_BHQD, mean_BHGD).masked_fill(is_open_QG, -math.inf)
+
+    def are_open(self, position_Q: Tensor, blocks: int) -> Tensor:
+        """Return which of the first blocks are not finished for queries, `[Q, G]`."""
+        block_G = torch.arange(blocks, device=position_Q.device)
+        return block_G >= position_Q[:, None] // self.block
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        """Return who reads whom in the branch that chooses; `finish_by_rule` adds the other."""
+        position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
+        mean_BHGD = self.means(qk.k_BHND)
+        score_NG = self.scores(qk.q_BHND, mean_BHGD, position_N)[0, head]
+        margin_NG = self.tie_margins(qk.q_BHND[0, head, :, None], mean_BHGD[0, head])
+        return best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
+
+    def finish_by_rule(
+        self,
+        out_ND: Tensor,
+        qk: QueriesKeys,
+        v_ND: Tensor,
+        head: int,
+        terms: LogitTerms,
+    ) -> Tensor:
+        if self.gate_H2D is None:
+            return out_ND
+        q_ND = qk.q_BHND[0, head]
+        k_ND = qk.k_BHND[0, head]
+        gate_2D = self.gate_H2D[head]
+        return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
+
+    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+        """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
+
+        Args:
+            key_BHNE: the means of the blocks 0, 1, ....
+        """
+        position_Q = numbers_in(positions, key_BHNE.device)
+        slot_b = torch.arange(self.block, device=position_Q.device)
+        score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
+        block_BHQC = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
+        finished_BHQM = (block_BHQC[..., None] * self.block + slot_b).flatten(-2)
+        own_block_Q1 = position_Q[:, None] // self.block
+        own_Qb = own_block_Q1 * self.block + slot_b
+        own_BHQb = own_Qb.expand(*finished_BHQM.shape[:2], -1, -1)
+        key_BHQK = torch.cat([finished_BHQM, own_BHQb], dim=-1)
+        # With no more finished blocks than a query reads, it reads all up to its position. Some of
+        # `block_BHQC` are not finished then.
+        number_K = torch.arange(key_BHQK.shape[-1], device=position_Q.device)
+        key_BHQK = torch.where(own_block_Q1 <= self.count, number_K, key_BHQK)
+        last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
+        return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
+
+    def attend(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads],
+        relative: RelativeTables | None,
+    ) -> Tensor:
+        out_BHND = super().attend(qk, v_BHND, parts, relative)
+        if self.gate_H2D is None or not out_BHND.shape[2]:
+            return out_BHND
+        mean_k_BHGD = self.means(qk.k_BHND)
+        mean_v_BHGD = self.means(v_BHND)
+        outs = []
+        for positions in self.query_pieces(qk, mean_k_BHGD.shape[2]):
+            q_BHQD = qk.q_BHND[:, :, positions].contiguous()
+            out_BHQD = out_BHND[:, :, positions].contiguous()
+            position_Q = numbers_in(positions, q_BHQD.device)
+            inputs = (q_BHQD, out_BHQD, mean_k_BHGD, mean_v_BHGD, position_Q)
+            outs.append(recomputed(self.gated, *inputs))
+        return torch.cat(outs, dim=2)
+
+    def gated(
+        self,
+        q_BHQD: Tensor,
+        out_BHQD: Tensor,
+        mean_k_BHGD: Tensor,
+        mean_v_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
+        """Return the gated sum of the outputs of both branches, `[B, H, Q, D]`.
+
+        Args:
+            q_BHQD: the queries at some positions.
+            out_BHQD: their outputs by the branch that chooses.
+            mean_k_BHGD, mean_v_BHGD: of the blocks 0, 1, ....
+            position_Q: the positions.
+        """
+        assert self.gate_H2D is not None
+        wide = torch.promote_types(q_BHQD.dtype, torch.float32)
+        q_BHQD = q_BHQD.to(wide)
+        scale = self.terms(q_BHQD.shape[-1], None).scale
+        score_BHQG = self.scores(q_BHQD, mean_k_BHGD.to(wide), position_Q) * scale
+        # The softmax of a row of -inf is NaN.
+        reads_none_Q1 = (position_Q < self.block)[:, None]
+        weight_BHQG = score_BHQG.masked_fill(reads_none_Q1, 0.0).softmax(-1)
+        weight_BHQG = weight_BHQG.masked_fill(reads_none_Q1, 0.0)
+        other_BHQD = weight_BHQG.to(mean_v_BHGD.dtype) @ mean_v_BHGD
+        gate_BHQ2 = (q_BHQD @ self.gate_H2D.to(wide).mT).sigmoid().to(out_BHQD.dtype)
+        return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * other_BHQD
+
+    def start(self, relative: RelativeTables | None = None) -> Cache:
+        return BlockCache(self, relative)
+
+
+class RandomBlocks(Blocks):
+    """The control of `Blocks`: as many blocks of the same size, drawn at random.
+
+    What a query reads follows from the seed, its head and its position alone.
+
+    Args:
+        seed: of the draw.
+    """
+
+    def __init__(self, heads: int, size: int, *, seed: int, **options: Any) -> None:
+        super().__init__(heads, size, **options)
+        check_seed(seed)
+        self.seed = seed
+
+    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+        """Return random scores, a hash of seed, head, position and block; see `Blocks.scores`."""
+        B, H, _, _ = q_BHQD.shape
+        blocks = mean_BHGD.shape[2]
+        head_H11 = torch.arange(H, device=position_Q.device)[:, None, None]
+        block_G = torch.arange(blocks, device=position_Q.device)
+        hash_HQG = position_Q[:, None] * POSITION_FACTOR + block_G * BLOCK_FACTOR
+        hash_HQG = hash_HQG + head_H11 * HEAD_FACTOR + as_int64(self.seed * SEED_FACTOR)
+        for factor in MIXING_FACTORS:
+            hash_HQG = ((hash_HQG ^ (hash_HQG >> 15)) * factor) & MASK_32
+        is_open_QG = self.are_open(position_Q, blocks)
+        score_HQG = hash_HQG.to(torch.float64).masked_fill(is_open_QG, -math.inf)
+        return score_HQG.expand(B, -1, -1, -1)
+
+    def tie_margins(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return zeros: the scores are not rounded."""
+        return torch.zeros_like(super().tie_margins(query, key))
+
+
+def as_int64(number: int) -> int:
+    """Return the int64 whose bits are the lowest 64 of the number."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+class BlockCache(GrowingCache):
+    """All keys and values so far, and the means of the keys and values of finished blocks."""
+
+    pattern: Blocks
+    open_k_BHMD: Tensor | None = None
+    """The keys, not rotated, of the block that is not finished."""
+    mean_v_BHGD: Tensor | None = None
+    """The means of values; those of keys are in `choice_BHSE`."""
+
+    def put_choice(self, qk: QueriesKeys, first: int) -> None:
+        k_BHND = qk.k_BHND
+        if self.open_k_BHMD is not None:
+            k_BHND = torch.cat([self.open_k_BHMD, k_BHND], dim=2)
+        mean_BHGD = self.pattern.means(k_BHND)
+        block = self.pattern.block
+        self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
+        self.open_k_BHMD = k_BHND[:, :, mean_BHGD.shape[2] * block :]
+
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
+        block = self.pattern.block
+        begin = first // block
+        end = (first + v_BHND.shape[2]) // block
+        v_BHMD = v_BHSD[:, :, begin * block : end * block]
+        self.mean_v_BHGD = place(self.mean_v_BHGD, self.pattern.means(v_BHMD), begin)
+        return k_BHSD, v_BHSD
+
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        out_BH1D = super().decode(qk, v_BH1D, position)
+        if self.pattern.gate_H2D is None:
+            return out_BH1D
+        assert self.choice_BHSE is not None and self.mean_v_BHGD is not None
+        position_1 = torch.tensor([position], device=v_BH1D.device)
+        means = (self.choice_BHSE, self.mean_v_BHGD)
+        return self.pattern.gated(qk.q_BHND, out_BH1D, *means, position_1)

@@ -1,0 +1,194 @@
+"""The indexer: a small product of learned projections chooses the keys of each query (DeepSeek-AI
+2025, DeepSeek-V3.2, arXiv 2512.02556, section 2.1, here for each head and without its gates).
+
+With A and B of shape `[D, E]`, learned for each head, the score of key j for query i is
+
+    (q_i A) . (k_j B) / sqrt(E),
+
+and the query reads the W keys, up to its position, with the largest scores. The choice has no
+gradient, so A and B learn by a loss of their own: the mean over all queries of
+
+    KL(attention over the keys that are read || softmax of their scores),
+
+with q and k detached. For the first `warmup` training steps the heads are dense: they read every
+earlier key, and the loss is over all of these.
+
+Shapes: B sequences, H heads, N positions, D head size, E width of the indexer, Q queries of a
+piece, K keys of a query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rtx.attention.arguments import check_positive
+from rtx.attention.engine.softmax import recomputed
+from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
+from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
+
+UNREAD = -1e9
+"""The logit of a key that is not read. At -inf a query that reads nothing would have the gradient
+NaN."""
+
+
+class Indexer(TopKeys):
+    """H heads whose queries read the W keys that an indexer scores highest; see the module.
+
+    The scores take O(N^2) time.
+
+    Args:
+        heads, size: H and D.
+        units: E.
+        warmup: the number of training steps for which the heads are dense.
+
+    Raises:
+        ValueError: a size or E below 1, or heads or steps below 0.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        *,
+        units: int = 16,
+        warmup: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        check_positive(size=size, units=units)
+        check_positive(0, heads=heads, warmup=warmup)
+        self.heads = heads
+        self.size = size
+        self.warmup = warmup
+        self.query_HDE = nn.Parameter(torch.randn(heads, size, units) * size**-0.5)
+        self.key_HDE = nn.Parameter(torch.randn(heads, size, units) * size**-0.5)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.steps: Tensor
+        self.step_count: int | None = 0
+        """The number in `steps`, so that the CPU need not wait for a GPU to learn it; None: not
+        yet copied from there."""
+        self.register_load_state_dict_post_hook(Indexer.forget_step_count)
+
+    def choice_queries(self, qk: QueriesKeys) -> Tensor:
+        scaled_HDE = self.query_HDE * self.query_HDE.shape[-1] ** -0.5
+        return qk.q_BHND.detach() @ scaled_HDE.to(qk.q_BHND.dtype)
+
+    def choice_keys(self, qk: QueriesKeys) -> Tensor:
+        return qk.k_BHND.detach() @ self.key_HDE.to(qk.k_BHND.dtype)
+
+    def after_step(self) -> None:
+        """Count the training step."""
+        self.set_steps(self.steps_taken() + 1)
+
+    def set_steps(self, count: int) -> None:
+        """Set the number of training steps that were taken."""
+        self.steps.fill_(count)
+        self.step_count = count
+
+    def steps_taken(self) -> int:
+        """Return the number of training steps that were taken.
+
+        The first call after a checkpoint was loaded waits for the device of `steps`.
+        """
+        if self.step_count is None:
+            self.step_count = int(self.steps)
+        return self.step_count
+
+    def forget_step_count(self, _: object) -> None:
+        """Let `steps_taken` read the number again, after a checkpoint was loaded."""
+        self.step_count = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the heads still read every earlier key."""
+        return self.steps_taken() < self.warmup
+
+    @property
+    def has_index(self) -> bool:
+        return not self.dense
+
+    def max_keys(self, length: int) -> int:
+        if self.dense:
+            return length
+        return min(self.window, length)
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        if not self.dense:
+            return super().reads(qk, streaming)
+        # One list of all positions: an index would have N^2 entries for each head.
+        B, H, N, _ = qk.q_BHND.shape
+        row_M = torch.arange(B * H * N, device=qk.q_BHND.device)
+        lists = MemberLists(row_M, row_M.new_full((B * H,), N))
+        return [members_read(lists, lists, N, N, self.attend_self)]
+
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the mean divergence over all queries in training, else zero."""
+        if not self.training or not qk.q_BHND.numel():
+            return super().loss(qk, parts)
+        B, H, N, _ = qk.q_BHND.shape
+        query_BHNE = self.choice_queries(qk)
+        inputs = [self.choice_keys(qk)]
+        inputs.append(qk.rotated_q_BHND.detach())
+        inputs.append(qk.rotated_k_BHND.detach())
+        # The scores and logits of all keys are in memory at once, and copies of those that count.
+        scores = 4 * N
+        (part,) = parts
+        if isinstance(part, IndexReads):
+            index_BHNK = part.index_RK.unflatten(0, (B, H, N))
+            inputs.append(index_BHNK)
+            scores = 2 * N + 8 * index_BHNK.shape[-1]
+        positions = self.query_pieces(qk, scores)
+        queries = query_BHNE.split(positions[0].stop, dim=2)
+        sums = []
+        for piece, query_BHQE in zip(positions, queries, strict=True):
+            sums.append(recomputed(self.divergence, piece, query_BHQE, *inputs))
+        return torch.stack(sums).sum() / (B * H * N)
+
+    def divergence(
+        self,
+        positions: slice,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        q_BHND: Tensor,
+        k_BHND: Tensor,
+        index_BHNK: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of the divergences of the queries at some positions.
+
+        Args:
+            query_BHQE, key_BHNE: what the choice compares, of these queries and of all keys.
+            q_BHND, k_BHND: what the attention compares, of all queries and keys.
+            index_BHNK: the rows of the keys that each query reads; None: all that it may read.
+        """
+        stop = positions.stop
+        score_BHQK = query_BHQE @ key_BHNE[:, :, :stop].mT
+        logit_BHQK = q_BHND[:, :, positions].contiguous() @ k_BHND[:, :, :stop].mT
+        if index_BHNK is None:
+            position_Q = numbers_in(positions, q_BHND.device)
+            last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
+            is_unread = torch.arange(stop, device=q_BHND.device) > last_Q1
+        else:
+            index_BHQK = index_BHNK[:, :, positions]
+            is_unread = index_BHQK < 0
+            key_BHQK = (index_BHQK % index_BHNK.shape[2]).masked_fill(is_unread, 0)
+            score_BHQK = score_BHQK.gather(-1, key_BHQK)
+            logit_BHQK = logit_BHQK.gather(-1, key_BHQK)
+        scale = self.terms(q_BHND.shape[-1], None).scale
+        return summed_divergence(score_BHQK, logit_BHQK * scale, is_unread)
+
+
+def summed_divergence(score: Tensor, logit: Tensor, is_unread: Tensor) -> Tensor:
+    """Return the sum over all queries of KL(softmax(logit) || softmax(score)).
+
+    Args:
+        score, logit: `[..., K]`.
+        is_unread: which keys count in neither softmax, of a shape that broadcasts to theirs.
+    """
+    wide = torch.promote_types(score.dtype, torch.float32)
+    log_score = score.to(wide).masked_fill(is_unread, UNREAD).log_softmax(-1)
+    log_weight = logit.to(wide).masked_fill(is_unread, UNREAD).log_softmax(-1)
+    return F.kl_div(log_score, log_weight, reduction="sum", log_target=True)

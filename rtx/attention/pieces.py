@@ -1,0 +1,23 @@
+"""Cut work into pieces, so that its scores do not all have to be in memory at once."""
+
+MAX_SCORES = 1 << 23
+"""The most scores of one piece. A piece of a single item, such as one head, may have more."""
+
+
+def piece_size(scores: int) -> int:
+    """Return how many items one piece has, at least one.
+
+    Args:
+        scores: of each item.
+    """
+    return max(1, MAX_SCORES // max(1, scores))
+
+
+def pieces(count: int, scores: int) -> list[slice]:
+    """Return the slices that cut `count` items into pieces.
+
+    Args:
+        scores: of each item.
+    """
+    size = piece_size(scores)
+    return [slice(first, min(count, first + size)) for first in range(0, count, size)]
