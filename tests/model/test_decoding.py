@@ -39,7 +39,7 @@ def test_streaming_equals_parallel_and_a_prompt_its_steps(kind: Kind, monkeypatc
 
 
 def members_held(decoder: Decoder) -> list[list[list[int]]]:
-    caches = [stream.cache for streams in decoder.streams for stream in streams]
+    caches = [stream.stream.cache for streams in decoder.streams for stream in streams]
     return [held.position_LS.sort(dim=-1).values.tolist() for held in caches if isinstance(held, ClusterCache)]
 
 
