@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.model.block import Memory
+from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
 
 

@@ -20,7 +20,7 @@ from rtx.data.datamodule import MicroBatches
 from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
-from rtx.model.block import Memory
+from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
