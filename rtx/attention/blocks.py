@@ -33,7 +33,7 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables, recomputed
 from rtx.attention.members import products
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.ties import best
-from rtx.attention.top_keys import GrowingCache, TopKeys, numbers_in
+from rtx.attention.top_keys import GrowingCache, TopKeys, last_readable, numbers_in, readable_count
 
 POSITION_FACTOR = 0x9E3779B1
 BLOCK_FACTOR = 0x85EBCA77
@@ -59,17 +59,14 @@ def best_blocks(
         margin_NG: scores within the margin of the last block taken count as equal to it.
         block: b.
         count: the number of finished blocks that a query reads at most.
-        attend_self: False: a query does not read its own key. The first query always does.
+        attend_self: see `readable_count`.
     """
     N = len(score_NG)
     mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
     margins = margin_NG.tolist()
     for i, score_G in enumerate(score_NG.tolist()):
-        readable = i + 1
-        if i > 0 and not attend_self:
-            readable = i
         finished = i // block
-        mask_NN[i, finished * block : readable] = True
+        mask_NN[i, finished * block : readable_count(i, attend_self)] = True
         for g in best(score_G[:finished], margins[i][:finished], count):
             mask_NN[i, g * block : (g + 1) * block] = True
     return mask_NN[None]
@@ -207,7 +204,8 @@ class Blocks(TopKeys):
         # `block_BHQC` are not finished then.
         number_K = torch.arange(key_BHQK.shape[-1], device=position_Q.device)
         key_BHQK = torch.where(own_block_Q1 <= self.count, number_K, key_BHQK)
-        return key_BHQK.masked_fill(key_BHQK > self.last_readable(position_Q), -1)
+        last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
+        return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
 
     def attend(
         self,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_positive
 from rtx.attention.engine.softmax import recomputed
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
-from rtx.attention.top_keys import TopKeys, numbers_in
+from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
 
 UNREAD = -1e9
 """The logit of a key that is not read. At -inf a query that reads nothing would have the gradient
@@ -168,7 +168,8 @@ class Indexer(TopKeys):
         score_BHQK = query_BHQE @ key_BHNE[:, :, :stop].mT
         logit_BHQK = q_BHND[:, :, positions].contiguous() @ k_BHND[:, :, :stop].mT
         if index_BHNK is None:
-            last_Q1 = self.last_readable(numbers_in(positions, q_BHND.device))
+            position_Q = numbers_in(positions, q_BHND.device)
+            last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
             is_unread = torch.arange(stop, device=q_BHND.device) > last_Q1
         else:
             index_BHQK = index_BHNK[:, :, positions]

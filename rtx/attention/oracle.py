@@ -4,20 +4,16 @@ Tests compare the outputs, gradients and streams of every pattern with it in flo
 mask `[P, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
 position is the mean over the lists in which it reads something, or one softmax over all of them.
 
-Shapes: B sequences, H heads, N positions, D head size, P lists of a head, M distances, C clusters,
-T hash rounds.
+Shapes: B sequences, H heads, N positions, D head size, P lists of a head, M distances.
 """
 
-import sys
-from math import inf, isnan
+from math import inf
 
 import torch
 from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.pattern import Pattern, Rotate
-
-MOST = sys.float_info.max
 
 
 def attend(
@@ -53,7 +49,8 @@ def attend(
 
 def others_if_any(mask_PNN: Tensor) -> Tensor:
     """Return the mask without pairs of a position with itself, where the position reads others."""
-    is_self_NN = torch.eye(mask_PNN.shape[-1], dtype=torch.bool, device=mask_PNN.device)
+    N = mask_PNN.shape[-1]
+    is_self_NN = torch.eye(N, dtype=torch.bool, device=mask_PNN.device)
     others_PNN = mask_PNN & ~is_self_NN
     return torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
 
@@ -96,7 +93,7 @@ def logits(
     terms: LogitTerms,
     head: int,
 ) -> Tensor:
-    """Return the logits of one head, `[N, N]`; see `rtx.attention.engine.softmax` for the formula."""
+    """Return the logits of one head, `[N, N]`; `rtx.attention.engine.softmax` has the formula."""
     products_NN = q_ND @ k_ND.T
     if terms.relative is not None:
         keys_MD, bias_M = terms.relative.of_heads(head)
@@ -117,7 +114,9 @@ def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
     The weights of a query sum to 1, or to 0 where it reads nothing.
     """
     mask_PNN = mask_PNN & (logits_NN > -inf)
-    over = (-1,) if merge == "mean" else (0, -1)
+    over: tuple[int, ...] = (-1,)
+    if merge == "lse":
+        over = (0, -1)
     reads_PN1 = mask_PNN.any(over, keepdim=True)
     # A query that reads nothing gets a softmax over all keys, as one over none would be NaN; the
     # product with the mask then makes it zero.
@@ -125,38 +124,3 @@ def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
     logits_PNN = logits_PNN.nan_to_num(0.0, neginf=-inf)
     softmax_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp()
     return softmax_PNN * mask_PNN / reads_PN1.sum(0).clamp(min=1)
-
-
-def probed(
-    score_C: list[float],
-    margin: float,
-    members: dict[int, list[int]],
-    target: int,
-) -> list[int]:
-    """The positions, ascending, of the keys that a query probes.
-
-    Clusters are taken in the order of their scores, of equal ones the first, until they hold
-    `target` keys; of each the last `target` keys.
-    """
-    # Differences of finite scores are numbers; NaN is the worst.
-    score_C = [-MOST if isnan(score) else min(max(score, -MOST), MOST) for score in score_C]
-    positions: list[int] = []
-    left = sorted(members)
-    while left and len(positions) < target:
-        equal = equal_to_best(score_C, margin, left)
-        for c in equal:
-            if len(positions) < target:
-                positions += members[c][-target:]
-        left = [c for c in left if c not in equal]
-    return sorted(positions)
-
-
-def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
-    """Those of some clusters, ascending, that steps no larger than the margin link to the best."""
-    by_score = sorted(clusters, key=lambda c: -score_C[c])
-    equal = by_score[:1]
-    for c in by_score[1:]:
-        if score_C[equal[-1]] - score_C[c] > margin:
-            break
-        equal.append(c)
-    return sorted(equal)

@@ -4,11 +4,13 @@ In *static shapes* every tensor has a size that follows from the shapes of the i
 never waits for a GPU to learn how many members the clusters have.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from rtx.attention import ties
 from rtx.attention.engine import packed_attention, static_selection, triton_selection
 
 
@@ -35,3 +37,15 @@ def selection_functions(x: Tensor, backend: str) -> ModuleType:
     if is_for_triton and packed_attention.can_run(x.device):
         return triton_selection
     return static_selection
+
+
+def best_places(
+    score: Tensor,
+    count: int,
+    margin: Callable[[Tensor], Tensor],
+    backend: str,
+) -> Tensor:
+    """Return what `ties.best_places` does, in static shapes where `is_static` says so."""
+    if is_static(score, backend):
+        return selection_functions(score, backend).best_places(score, count, margin)
+    return ties.best_places(score, count, margin)

@@ -15,7 +15,6 @@ compares, Q queries of a piece, K keys of a query.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,8 +28,8 @@ from rtx.attention.members import normalise_twice, products
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.pieces import pieces
 from rtx.attention.reads import IndexReads, QueriesKeys, Reads
-from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best, best_places, tie_margin
+from rtx.attention.static import best_places
+from rtx.attention.ties import best, tie_margin
 
 
 def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool) -> Tensor:
@@ -40,16 +39,24 @@ def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: boo
         score_NN: the score of each key (second dimension) for each query (first dimension).
         margin_NN: scores within the margin of the last key taken count as equal to it.
         window: the number of keys that a query reads at most.
-        attend_self: False: a query does not read its own key. The first query always does.
+        attend_self: see `readable_count`.
     """
     mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
     margins = margin_NN.tolist()
     for i, score_N in enumerate(score_NN.tolist()):
-        readable = i + 1
-        if i > 0 and not attend_self:
-            readable = i
+        readable = readable_count(i, attend_self)
         mask_NN[i, best(score_N[:readable], margins[i][:readable], window)] = True
     return mask_NN[None]
+
+
+def readable_count(i: int, attend_self: bool) -> int:
+    """Return how many keys the query at position i may read: those up to its position.
+
+    Without `attend_self` it may not read its own. The query at 0 always may.
+    """
+    if attend_self or i == 0:
+        return i + 1
+    return i
 
 
 class TopKeys(Pattern):
@@ -96,24 +103,12 @@ class TopKeys(Pattern):
         return qk.rotated_k_BHND
 
     def tie_margins(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return within which margins scores of the keys count as equal, see `ties.tie_margin`.
+        """Return within which margins the scores of keys count as equal.
 
         Args:
-            query, key: `[..., E]`, of shapes that broadcast.
+            query, key: what the choice compares, `[..., E]`, in shapes that broadcast.
         """
-        wide = torch.promote_types(key.dtype, torch.float32)
-        query_norm = query.to(wide).norm(dim=-1)
-        key_norm = key.to(wide).norm(dim=-1)
-        return tie_margin(query_norm, key_norm, wide)
-
-    def last_readable(self, position_Q: Tensor) -> Tensor:
-        """Return the last position that the query at each position may read, `[Q, 1]`.
-
-        Without `attend_self` it is the one before the query's own; the query at 0 may read itself.
-        """
-        if self.attend_self:
-            return position_Q[:, None]
-        return (position_Q - 1).clamp(min=0)[:, None]
+        return product_margins(query, key)
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         query_NE = self.choice_queries(qk)[0, head]
@@ -156,7 +151,8 @@ class TopKeys(Pattern):
         """
         key_BHNE = key_BHNE[:, :, : positions.stop]
         N = key_BHNE.shape[2]
-        last_Q1 = self.last_readable(numbers_in(positions, key_BHNE.device))
+        position_Q = numbers_in(positions, key_BHNE.device)
+        last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
         is_unreadable_QN = torch.arange(N, device=key_BHNE.device) > last_Q1
         score_BHQN = products(query_BHQE, key_BHNE).masked_fill_(is_unreadable_QN, -math.inf)
         key_BHQK = self.best_of_keys(score_BHQN, query_BHQE, key_BHNE, self.max_keys(N))
@@ -180,22 +176,34 @@ class TopKeys(Pattern):
             key_BHQE = key_BHNE.take_along_dim(place_BHQ1, dim=2)
             return self.tie_margins(query_BHQE, key_BHQE)[..., None]
 
-        return self.best_places(score_BHQN, count, margin)
-
-    def best_places(self, score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what `ties.best_places` does, without a wait for a GPU."""
-        if is_static(score, self.backend):
-            functions = selection_functions(score, self.backend)
-            return functions.best_places(score, count, margin)
-        return best_places(score, count, margin)
+        return best_places(score_BHQN, count, margin, self.backend)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return GrowingCache(self, relative)
 
 
+def product_margins(query: Tensor, key: Tensor) -> Tensor:
+    """Return within which margins products of queries and keys count as equal, by `tie_margin`.
+
+    Args:
+        query, key: `[..., E]`, in shapes that broadcast.
+    """
+    wide = torch.promote_types(key.dtype, torch.float32)
+    query_norm = query.to(wide).norm(dim=-1)
+    key_norm = key.to(wide).norm(dim=-1)
+    return tie_margin(query_norm, key_norm, wide)
+
+
 def numbers_in(positions: slice, device: torch.device) -> Tensor:
     """Return the positions as a tensor, `[Q]`."""
     return torch.arange(positions.start, positions.stop, device=device)
+
+
+def last_readable(position: Tensor, attend_self: bool) -> Tensor:
+    """Return the last position that the query at each position may read, see `readable_count`."""
+    if attend_self:
+        return position
+    return (position - 1).clamp(min=0)
 
 
 class Exact(TopKeys):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from rtx.attention.engine.softmax import recomputed
 from rtx.config import Config, ModelConfig
+from rtx.model.heads import HeadStream
 from rtx.model.linear import Linear
-from rtx.model.multihead import MultiheadAttention, Stream
+from rtx.model.multihead import MultiheadAttention
 
 
 class FeedForward(nn.Module):
@@ -81,17 +82,27 @@ class Block(nn.Module):
         self,
         x_BNE: Tensor,
         streaming: bool = False,
-        streams: list[Stream] | None = None,
         memory_BME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; see `MultiheadAttention`.
+        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention.
 
-        `memory_BME`: what earlier segments gave this block, which its attention reads, too.
+        Args:
+            streaming: every selection of keys is made from the prefix alone.
+            memory_BME: inputs of this block at earlier positions, which its attention reads, too.
         """
-        read_BKE = x_BNE if memory_BME is None else torch.cat([memory_BME, x_BNE], dim=1)
-        read_BKE, memory = self.attention_norm(read_BKE) if self.pre else read_BKE, read_BKE.shape[1] - x_BNE.shape[1]
-        branch_BNE, loss = self.attention(read_BKE, streaming, streams, memory)
+        memory_length = 0
+        read_BKE = x_BNE
+        if memory_BME is not None:
+            memory_length = memory_BME.shape[1]
+            read_BKE = torch.cat([memory_BME, x_BNE], dim=1)
+        branch_BNE, loss = self.attention(self.before_attention(read_BKE), streaming, memory_length)
         return self.finish(x_BNE, branch_BNE), loss
+
+    def before_attention(self, x_BNE: Tensor) -> Tensor:
+        """Return what the attention reads of the block's input."""
+        if self.pre:
+            return self.attention_norm(x_BNE)
+        return x_BNE
 
     def finish(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:
         """Add the attention's output to the stream and run the feed-forward branch; any leading shape."""
@@ -102,9 +113,14 @@ class Block(nn.Module):
         x_BNE = x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
         return x_BNE if self.pre else self.feed_forward_norm(x_BNE)
 
-    def decode(self, x_B1E: Tensor, streams: list[Stream], position: int) -> Tensor:
+    def prefill(self, x_BNE: Tensor, streams: list[HeadStream]) -> Tensor:
+        """Return the block's output `[B, N, E]` at the first N positions of new streams."""
+        branch_BNE = self.attention.prefill(self.before_attention(x_BNE), streams)
+        return self.finish(x_BNE, branch_BNE)
+
+    def decode(self, x_B1E: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the block's output `[B, 1, E]` at the next position of each stream."""
-        branch_B1E = self.attention.decode(self.attention_norm(x_B1E) if self.pre else x_B1E, streams, position)
+        branch_B1E = self.attention.decode(self.before_attention(x_B1E), streams)
         return self.finish(x_B1E, branch_B1E)
 
     def reconstruction_loss(self, x_BNE: Tensor, old_BOE: Tensor, made_BCE: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, token_nats
 from rtx.model.linear import Linear
-from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
+from rtx.model.positions import TABLE_DEVIATION, LearnedPositions, SinusoidKeys
 
 RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """torch's option, without a public name, by which a recomputed block gathers no statistics for a second time."""
@@ -85,9 +85,8 @@ class Transformer(nn.Module):
         self.config = model
         self.embedding = Embedding(config, vocabulary)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
-        positions: list[Any] = [block.attention.xl for block in self.blocks]  # type: ignore[union-attr]
-        for own in positions[1:] if model.positions == "xl" and model.tie_biases else ():
-            own.content_HD, own.place_HD = positions[0].content_HD, positions[0].place_HD
+        if model.tie_biases:
+            self.tie_biases()
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
         width = embedding_width(model)
         self.narrow = Linear(model.hidden, width) if width != model.hidden else nn.Identity()
@@ -103,6 +102,13 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.products = config.hardware.products
+
+    def tie_biases(self) -> None:
+        """Let the tables of Transformer-XL of all layers share their biases u and v."""
+        tables = [module for module in self.blocks.modules() if isinstance(module, SinusoidKeys)]
+        for table in tables[1:]:
+            table.content_HD = tables[0].content_HD
+            table.place_HD = tables[0].place_HD
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -164,7 +170,7 @@ class Transformer(nn.Module):
         x_BNE, inputs = self.embedding(tokens_BN, memory and memory.last_B), []
         total = x_BNE.new_zeros((), dtype=torch.float32)
         for layer, block in enumerate(self.blocks):
-            given = (x_BNE, streaming, None, memory.read(layer) if memory else None)
+            given = (x_BNE, streaming, memory.read(layer) if memory else None)
             inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
                 x_BNE, loss = recomputed_block(block, *given)

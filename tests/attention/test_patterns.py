@@ -36,7 +36,6 @@ from rtx.attention import (
     RelativeTables,
     oracle,
     pieces,
-    probed,
 )
 from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
@@ -57,7 +56,6 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
     limits = (
         (pieces, "MAX_SCORES", 1000),
-        (probed, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
     )
     limits += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)

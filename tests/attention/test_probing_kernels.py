@@ -19,8 +19,8 @@ from rtx.attention import Probed, oracle
 from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
+from rtx.attention.inverted_file import nearest_clusters, probed_clusters, query_margins, search
 from rtx.attention.members import products
-from rtx.attention.probed import nearest_clusters, probed_clusters, query_margins, searched
 from rtx.attention.reads import RangeReads
 
 OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -142,11 +142,10 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     files = pattern.file_keys(data.k_BHND)
     assert torch.equal(files.cluster_XN.long(), nearest_clusters(centroid_XCD, k_XND))
     probes = probes_of(data, files)
-    last_N = pattern.last_readable(torch.arange(case.N, device=DEVICE))[:, 0]
-    count_XNC = searched(centroid_XCD, q_XND, k_XND, last_N).count_XNC
+    readable_XNC = search(centroid_XCD, q_XND, k_XND, case.attend_self).readable_XNC
     score_XNC = products(q_XND, centroid_XCD)
     margin_XN1 = query_margins(centroid_XCD, q_XND)
-    is_taken_XNC = probed_clusters(score_XNC, margin_XN1, count_XNC, pattern.target(case.N))
+    is_taken_XNC = probed_clusters(score_XNC, margin_XN1, readable_XNC, pattern.reach(case.N).target)
     is_taken_XNC[:, : files.early] = False
     assert torch.equal(taken(probes, case.C), is_taken_XNC)
 
@@ -154,7 +153,7 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
 def probes_of(data: Drawn, files: triton_probing.Files) -> triton_probing.Probes:
     """Return which clusters the queries take."""
     pattern = data.pattern
-    reach = triton_probing.Reach(pattern.target(data.q_BHND.shape[2]), pattern.attend_self)
+    reach = pattern.reach(data.q_BHND.shape[2])
     return triton_probing.probe_files(pattern.centroids.centroid_HCD, data.q_BHND, files, reach)
 
 
@@ -239,7 +238,7 @@ def test_queries_without_room_are_the_last_of_the_last_lists(case: Case) -> None
     data = drawn(case)
     files = data.pattern.file_keys(data.k_BHND)
     probes = probes_of(data, files)
-    reach = triton_probing.Reach(data.pattern.target(case.N), case.attend_self)
+    reach = data.pattern.reach(case.N)
     total = int(probes.count_1())
     rows, of_early = case.B * case.H * case.N, case.B * case.H * files.early
     whole = triton_probing.pack_members(files, probes, reach, total)
@@ -297,7 +296,7 @@ def test_the_clusters_that_centroids_gather_by_are_found_once() -> None:
     with mock.patch.object(triton_probing, "launch_cluster", counted):
         pattern(data.q_BHND, data.k_BHND, data.k_BHND)
     assert len(calls) == 1
-    assert pattern.filed is None
+    assert pattern.files is None
 
 
 @pytest.mark.parametrize("attend_self", [True, False])

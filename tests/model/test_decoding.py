@@ -182,7 +182,7 @@ def test_silent_heads_are_the_model_whose_routing_heads_give_zeros() -> None:
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> None:
     model = ablated("local", routing_attend_self=attend_self)
-    heads: nn.Module = model.blocks[1].attention.groups["routed"]  # type: ignore
+    heads: nn.Module = model.blocks[1].attention.groups["routed"].pattern  # type: ignore
     torch.manual_seed(0)
     q_BHND, v_BHND = torch.randn(2, 2, 2, 17, 4, dtype=torch.float64)
     out_BHND, _ = heads(q_BHND, None, v_BHND)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rtx.data.datamodule import StreamItems
 from rtx.model.block import Block, Compression, Memory
 from rtx.model.multihead import MultiheadAttention
+from rtx.model.positions import SinusoidKeys
 from rtx.model.transformer import Transformer
 
 XL: dict[str, Any] = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
@@ -22,8 +23,9 @@ KINDS = ("conv", "mean", "max")
 
 def read_by_loops(attention: MultiheadAttention, x_KE: Tensor, memory: int, most: int | None) -> Tensor:
     """Dai et al. 2019, section 3.3, position by position: what the last positions of a sequence get, `[N, E]`."""
-    positions, size = attention.xl, attention.size
-    assert positions is not None
+    (group,) = attention.head_groups()
+    positions, size = group.tables, group.size
+    assert isinstance(positions, SinusoidKeys)
     (H, D), E = positions.content_HD.shape, x_KE.shape[1]
     W_q, W_k, W_v = attention.qkv.weight.split(H * D)
     rows = []
@@ -52,7 +54,7 @@ def test_attention_over_a_memory_is_the_papers(memory: int, own: dict[str, Any])
     assert isinstance(attention, MultiheadAttention)
     x_KE = torch.randn(memory + 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x_KE = x_KE.requires_grad_()
-    found, _ = attention(x_KE[None], memory=memory)
+    found, _ = attention(x_KE[None], memory_length=memory)
     expected = read_by_loops(attention, x_KE, memory, 8 if "same_length" in own else None)
     check_alike(found[0], expected, [x_KE, *attention.parameters()])
 

@@ -1,7 +1,8 @@
 // Which clusters of keys each query probes, and which keys of these it reads: float32, on a CPU.
-// probed.py explains the method; this is what `nearest_clusters`, `probed_clusters` and
-// `best_of_keys` of that file do, in one pass over the positions of a head. Scores of BLOCK
-// positions with all centroids are computed at a time, so that they stay in the nearest cache.
+// probed.py explains the method; this is what `nearest_clusters` and `probed_clusters` of
+// inverted_file.py and `best_candidates` of candidates.py do, in one pass over the positions of a
+// head. Scores of BLOCK positions with all centroids are computed at a time, so that they stay in
+// the nearest cache.
 
 #include <cfloat>
 

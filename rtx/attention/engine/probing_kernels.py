@@ -364,7 +364,7 @@ def tied_with(score_c, margin, tied):
 
 @triton.jit
 def clusters_taken(score_c, count_c, margin, target):
-    """Return which clusters a query takes, as `rtx.attention.probed.probed_clusters` says.
+    """Return which clusters a query takes, as `rtx.attention.inverted_file.probed_clusters` says.
 
     A query takes all clusters whose scores are higher than those tied with the last one taken, and
     of the tied clusters the first ones, until it has `target` keys.

@@ -1,0 +1,161 @@
+"""Candidates: the keys that a query probes, of which it reads the W with the largest logits.
+
+`native_index` is made by the compiled kernel, `candidate_index` by torch's operations, for some
+queries of some heads at a time.
+
+Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
+size, R = B * H * N rows, Q queries of a piece, K candidates of a query, W keys that it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rtx.attention.engine import native
+from rtx.attention.engine.triton_probing import Reach
+from rtx.attention.inverted_file import Search, max_probed, searches
+from rtx.attention.members import products
+from rtx.attention.pieces import pieces
+from rtx.attention.reads import IndexReads
+from rtx.attention.static import best_places
+from rtx.attention.top_keys import product_margins
+
+
+def native_index(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    reach: Reach,
+    window: int,
+) -> IndexReads:
+    """Return what `candidate_index` does, by the compiled kernel for CPUs."""
+    index_RW = native.probe_best(
+        centroid_HCD,
+        q_BHND,
+        k_BHND,
+        candidates=reach.target,
+        window=window,
+        attend_self=reach.attend_self,
+    )
+    return IndexReads(index_RW, q_BHND.shape[2])
+
+
+def candidate_index(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    reach: Reach,
+    window: int,
+    backend: str,
+) -> IndexReads:
+    """Return the rows of each query's W best candidates.
+
+    Args:
+        reach: how far queries probe.
+        window: W, at most N.
+        backend: of the pattern.
+    """
+    B, H, N, _ = q_BHND.shape
+    device = q_BHND.device
+    index_XNW = torch.full((B * H, N, window), -1, device=device)
+    for heads, some in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+        first_row_X = torch.arange(heads.start, heads.stop, device=device) * N
+        for queries, position_XQK in candidates(some, reach.target):
+            q_XQD = some.q_XND[:, queries]
+            k_XQKD = keys_at(some.k_XND, position_XQK)
+            best_XQW = best_candidates(q_XQD, k_XQKD, position_XQK, N, window, backend)
+            row_XQW = first_row_X[:, None, None] + best_XQW
+            index_XNW[heads, queries] = torch.where(best_XQW < 0, -1, row_XQW)
+    return IndexReads(index_XNW.flatten(0, 1), N)
+
+
+def candidates(some: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the queries, and the positions of their candidates, `[X, Q, K]`.
+
+    The positions ascend; N stands for none.
+
+    Args:
+        target: m.
+    """
+    X, N, D = some.q_XND.shape
+    K = max_probed(target, N)
+    is_probed_XNC = some.probed_XNC(target)
+    order_XN = some.order_XN()
+    # For each candidate its key, its logit and some int64 numbers are in memory.
+    for queries in pieces(N, X * K * (D + 8)):
+        readable_XQC = some.readable_XNC[:, queries]
+        taken_XQC = readable_XQC.clamp(max=target) * is_probed_XNC[:, queries]
+        stop_XQC = some.first_X1C + readable_XQC
+        yield queries, positions_taken(order_XN, stop_XQC, taken_XQC, K)
+
+
+def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most: int) -> Tensor:
+    """Return the positions that queries take of their clusters, ascending, `[X, Q, K]`.
+
+    N stands for none. Example, that of `rtx.attention.probed`: the order is 0, 2, 4, 1, 5, 3. The
+    query at 5 may read all keys, so its stops are 3, 5 and 6. It takes 3 keys of a, none of b and
+    1 of c. Of its K slots the first three are for a, and slot 3 is for c. That is the last slot of
+    c, so it gets the last of c's keys, at 6 - 1 = 5 in the order: position 3.
+
+    Args:
+        order_XN: the positions, cluster after cluster.
+        stop_XQC: where in the order the keys of each cluster end that a query may read.
+        taken_XQC: how many keys before its stop a query takes of each cluster.
+        most: K.
+    """
+    X, N = order_XN.shape
+    Q = stop_XQC.shape[1]
+    end_XQC = taken_XQC.cumsum(-1)
+    slot_XQK = torch.arange(most, device=order_XN.device).expand(X, Q, most).contiguous()
+    is_none_XQK = slot_XQK >= end_XQC[..., -1:]
+    cluster_XQK = torch.searchsorted(end_XQC, slot_XQK, right=True)
+    cluster_XQK = cluster_XQK.clamp(max=end_XQC.shape[-1] - 1)
+    from_end_XQK = end_XQC.gather(-1, cluster_XQK) - slot_XQK
+    number_XQK = stop_XQC.gather(-1, cluster_XQK) - from_end_XQK
+    order_XQN = order_XN[:, None].expand(-1, Q, -1)
+    position_XQK = order_XQN.gather(-1, number_XQK.clamp(0, max(0, N - 1)))
+    return torch.where(is_none_XQK, N, position_XQK).sort(dim=-1).values
+
+
+def keys_at(k_XND: Tensor, position_XQK: Tensor) -> Tensor:
+    """Return the keys at positions, `[X, Q, K, D]`; any key where the position is N."""
+    X, N, _ = k_XND.shape
+    head_X11 = torch.arange(X, device=k_XND.device)[:, None, None]
+    return k_XND[head_X11, position_XQK.clamp(max=N - 1)]
+
+
+def best_candidates(
+    q_XQD: Tensor,
+    k_XQKD: Tensor,
+    position_XQK: Tensor,
+    length: int,
+    window: int,
+    backend: str,
+) -> Tensor:
+    """Return the positions of each query's W best candidates, `[X, Q, W]`; -1 for none.
+
+    Logits within the margin of the last one taken count as equal to it.
+
+    Args:
+        k_XQKD: the candidates' keys.
+        position_XQK: their positions, ascending; N for none.
+        length: N.
+        window: W.
+        backend: of the pattern.
+    """
+    is_none_XQK = position_XQK >= length
+    logit_XQ1K = products(q_XQD[:, :, None], k_XQKD)
+    logit_XQK = logit_XQ1K[:, :, 0].masked_fill(is_none_XQK, -math.inf)
+
+    def margin(slot_XQ1: Tensor) -> Tensor:
+        k_XQ1D = k_XQKD.take_along_dim(slot_XQ1[..., None], dim=2)
+        return product_margins(q_XQD[:, :, None], k_XQ1D)
+
+    count = min(window, position_XQK.shape[-1])
+    slot_XQW = best_places(logit_XQK, count, margin, backend)
+    position_XQW = position_XQK.gather(-1, slot_XQW)
+    return torch.where(position_XQW >= length, -1, position_XQW)

@@ -1,0 +1,202 @@
+"""Inverted files: which cluster each key is in, and which clusters each query probes.
+
+`rtx.attention.probed` explains the method, with an example; this file has it for many queries at
+once. C centroids divide the keys of a head into clusters. A query takes the clusters in the order
+of its products with the centroids, until they hold m keys that it may read, or none is left.
+
+Rounding may differ from a pass to a stream, so scores within a margin of each other count as equal
+(ties.py), and of equal clusters the first comes first.
+
+Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rtx.attention.engine.triton_probing import Reach
+from rtx.attention.members import products
+from rtx.attention.pieces import pieces
+from rtx.attention.ties import tie_margin
+from rtx.attention.top_keys import last_readable
+
+# The cluster of each key.
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return vectors in float32 or wider; all choices are made in such a type."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def finite(score: Tensor) -> Tensor:
+    """Return scores whose differences are numbers.
+
+    Infinite ones become the largest or least number of the type, and NaN the least.
+    """
+    largest = torch.finfo(score.dtype).max
+    return score.nan_to_num(-largest, largest, -largest)
+
+
+def largest_norm(centroid_XCD: Tensor) -> Tensor:
+    """Return the largest norm of each head's centroids, `[X, 1, 1]`."""
+    return centroid_XCD.norm(dim=-1, keepdim=True).amax(1, keepdim=True)
+
+
+def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
+    """Return the cluster whose centroid is nearest to each key, `[X, N]`; the first of equal ones.
+
+    The nearest centroid c has the largest k . c - |c|^2 / 2. Scores are equal to the largest within
+    64 units in the last place of (|k| + r) r, where r is the largest norm of a centroid.
+    """
+    half_square_X1C = centroid_XCD.square().sum(-1)[:, None] / 2
+    score_XNC = finite(products(k_XND, centroid_XCD) - half_square_X1C)
+    largest_X11 = largest_norm(centroid_XCD)
+    norm_XN1 = k_XND.norm(dim=-1, keepdim=True) + largest_X11
+    margin_XN1 = tie_margin(norm_XN1, largest_X11, k_XND.dtype).nan_to_num(0.0, 0.0)
+    least_XN1 = score_XNC.amax(-1, keepdim=True) - margin_XN1
+    return (score_XNC >= least_XN1).to(torch.uint8).argmax(-1)
+
+
+def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
+    """Return the cluster of each key, `[B, H, N]`, by the scores of some heads at a time."""
+    B, H, N, _ = k_BHND.shape
+    centroid_XCD = centroid_HCD.to(k_BHND.dtype).repeat(B, 1, 1)
+    k_XND = k_BHND.flatten(0, 1)
+    clusters = [k_XND.new_empty(0, N, dtype=torch.int64)]
+    for heads in pieces(B * H, N * centroid_HCD.shape[1]):
+        clusters.append(nearest_clusters(centroid_XCD[heads], k_XND[heads]))
+    return torch.cat(clusters).view(B, H, N)
+
+
+# The clusters that each query probes.
+
+
+def query_margins(centroid_XCD: Tensor, q_XND: Tensor) -> Tensor:
+    """Return within which margin a query's products with centroids are equal, `[X, N, 1]`."""
+    norm_XN1 = q_XND.norm(dim=-1, keepdim=True)
+    margin_XN1 = tie_margin(norm_XN1, largest_norm(centroid_XCD), q_XND.dtype)
+    return margin_XN1.nan_to_num(0.0, 0.0)
+
+
+def probed_clusters(
+    score_XNC: Tensor,
+    margin_XN1: Tensor,
+    readable_XNC: Tensor,
+    target: int,
+) -> Tensor:
+    """Return which clusters each query probes, `[X, N, C]`, bool.
+
+    The clusters are sorted by score and cut into groups where neighbours are further apart than the
+    margin. Within a group they count as equal, so they are sorted by number.
+
+    Example: the scores of the clusters 0 to 2 are 5, 6.9999 and 7, and the margin is 0.001. Sorted,
+    they are 7, 6.9999 and 5. The steps between them are 0.0001 and 1.9999, of which the second is a
+    cut, so their groups are 0, 0 and 1. The numbers group * C + cluster are 2, 1 and 3. Sorted,
+    they are 1, 2 and 3, which are the clusters 1, 2 and 0. If a query may read 2, 1 and 4 keys of
+    the clusters 0 to 2, and its target is 3, it probes 1 and 2.
+
+    Args:
+        score_XNC: the products of queries and centroids.
+        margin_XN1: see `query_margins`.
+        readable_XNC: the number of each cluster's keys that each query may read.
+        target: m.
+    """
+    C = score_XNC.shape[-1]
+    score_XNC = finite(score_XNC).masked_fill(readable_XNC == 0, -math.inf)
+    sorted_XNC, cluster_XNC = score_XNC.sort(dim=-1, descending=True, stable=True)
+    step_XNC = sorted_XNC[..., :-1] - sorted_XNC[..., 1:]
+    group_XNC = F.pad((step_XNC > margin_XN1).cumsum(-1), (1, 0))
+    cluster_XNC = (group_XNC * C + cluster_XNC).sort(dim=-1).values % C
+    taken_XNC = readable_XNC.clamp(max=target).gather(-1, cluster_XNC)
+    taken_before_XNC = taken_XNC.cumsum(-1) - taken_XNC
+    is_probed_XNC = (taken_XNC > 0) & (taken_before_XNC < target)
+    return torch.zeros_like(is_probed_XNC).scatter(-1, cluster_XNC, is_probed_XNC)
+
+
+# Both, for some heads at a time.
+
+
+class Search(NamedTuple):
+    """The inverted files of some heads' keys, and the scores of their queries."""
+
+    q_XND: Tensor
+    k_XND: Tensor
+    cluster_XN: Tensor
+    """The cluster of each key."""
+    first_X1C: Tensor
+    """The number of the head's keys in the clusters before each one."""
+    readable_XNC: Tensor
+    """The number of each cluster's keys that each query may read, int32."""
+    score_XNC: Tensor
+    """The products of queries and centroids."""
+    margin_XN1: Tensor
+    """Within which margin a query's scores are equal."""
+
+    def probed_XNC(self, target: int) -> Tensor:
+        """Return which clusters each query probes, for m = `target`."""
+        return probed_clusters(self.score_XNC, self.margin_XN1, self.readable_XNC, target)
+
+    def order_XN(self) -> Tensor:
+        """Return the positions of the keys, cluster after cluster."""
+        return self.cluster_XN.sort(dim=-1, stable=True).indices
+
+
+def search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
+    """Return the files and scores of some heads.
+
+    Args:
+        attend_self: whether a query may read its own key.
+    """
+    position_N = torch.arange(q_XND.shape[1], device=q_XND.device)
+    cluster_XN = nearest_clusters(centroid_XCD, k_XND)
+    cluster_C = torch.arange(centroid_XCD.shape[1], device=q_XND.device)
+    is_member_XNC = cluster_XN[..., None] == cluster_C
+    count_XNC = is_member_XNC.cumsum(1, dtype=torch.int32)
+    total_X1C = is_member_XNC.sum(1, keepdim=True)
+    return Search(
+        q_XND=q_XND,
+        k_XND=k_XND,
+        cluster_XN=cluster_XN,
+        first_X1C=total_X1C.cumsum(-1) - total_X1C,
+        readable_XNC=count_XNC[:, last_readable(position_N, attend_self)],
+        score_XNC=products(q_XND, centroid_XCD),
+        margin_XN1=query_margins(centroid_XCD, q_XND),
+    )
+
+
+def searches(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    attend_self: bool,
+) -> Iterator[tuple[slice, Search]]:
+    """Yield slices of the B * H heads, whose scores are in memory at once, and their searches."""
+    B, H, N, _ = q_BHND.shape
+    centroid_HCD = centroid_HCD.to(q_BHND.dtype)
+    q_XND = q_BHND.flatten(0, 1)
+    k_XND = k_BHND.flatten(0, 1)
+    for heads in pieces(B * H, N * centroid_HCD.shape[1]):
+        head_X = torch.arange(heads.start, heads.stop, device=q_BHND.device) % H
+        yield heads, search(centroid_HCD[head_X], q_XND[heads], k_XND[heads], attend_self)
+
+
+def early_count(reach: Reach, length: int) -> int:
+    """Return how many positions are early: those whose queries may read no more than m keys.
+
+    Such a query probes all clusters, and reads all keys that it may read.
+    """
+    if reach.attend_self:
+        return reach.target
+    return min(length, reach.target + 1)
+
+
+def max_probed(target: int, length: int) -> int:
+    """Return how many keys a query probes at most: m - 1, and then m of one more cluster."""
+    return min(2 * target - 1, length)

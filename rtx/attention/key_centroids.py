@@ -1,0 +1,60 @@
+"""Centroids of keys, which probed keys search by.
+
+Shapes: B sequences, H heads, C clusters, N positions, D head size.
+"""
+
+import torch
+from torch import Tensor
+
+from rtx.attention.centroid_update import SPLIT
+from rtx.attention.centroids import Centroids
+
+NOT_STARTED = -1
+"""The number of steps of centroids that have not yet started at keys."""
+
+
+class KeyCentroids(Centroids):
+    """C centroids of the keys of each of H heads, in float32: k-means over the course of training.
+
+    They start at keys of the first sequence that training sees, and have any norm. After a step a
+    centroid moves towards the mean of the keys that its cluster got in the step. One without keys
+    starts anew close to the centroid of a cluster with many, whose keys the two then share, as
+    FAISS splits clusters (`centroid_update`, "split").
+
+    Args:
+        heads, clusters, size: H, C and D.
+        decay: the share of a centroid that remains after one step.
+
+    Raises:
+        ValueError: for a count below 1 (heads below 0), or a decay outside 0 to 1.
+    """
+
+    def __init__(self, heads: int, clusters: int, size: int, *, decay: float) -> None:
+        # Window and length are for thresholds, which the choice of nearest centroids does not need.
+        super().__init__(heads, clusters, size, window=1, length=clusters, decay=decay)
+        del self.threshold_HC
+        self.update_rule = SPLIT
+        self.seed_with_next = True
+        self.steps.fill_(NOT_STARTED)
+        self.register_load_state_dict_post_hook(KeyCentroids.seed_unless_started)
+
+    def thresholds(self) -> list[Tensor]:
+        return []
+
+    def seed_unless_started(self, _: object) -> None:
+        """Start at keys of the next batch, unless the loaded centroids have started already."""
+        self.seed_with_next = int(self.steps) == NOT_STARTED
+
+    @torch.no_grad()
+    def seed_from(self, clustered: list[Tensor]) -> None:
+        """Start at keys of the first sequence of a batch; without any key do nothing.
+
+        Args:
+            clustered: the keys alone, `[B, H, N, D]`.
+        """
+        (k_BHND,) = clustered
+        if not k_BHND.numel():
+            return
+        self.centroid_HCD.copy_(self.drawn_from(k_BHND[0]).float())
+        self.steps.clamp_(min=0)
+        self.seed_with_next = False

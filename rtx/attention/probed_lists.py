@@ -1,0 +1,287 @@
+"""Lists of clusters, for queries that read all keys that they probe.
+
+A head has a list for each cluster. Its key members are the keys of the cluster, and its query
+members are the queries that probe it; each reads the last m keys of the list that it may read
+(reads.py explains lists, members and ranges). The early positions of a head (`early_count`) have a
+list of their own, in which each reads all keys up to its position; in the lists of clusters each
+of them would be a member of all C.
+
+`native_lists` and `triton_lists` are made by kernels of ours, and have both kinds of lists.
+`dynamic_lists` and `lists_with_room` are made by torch's operations and have the lists of clusters;
+`early_lists` has the others. Lists with room have a number of query members that follows from
+shapes, so that the CPU does not wait for a GPU (room.py).
+
+Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, R = B *
+H * N rows, L = B * H * C lists, M = R key members, P query members.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtx.attention.engine import native, static_selection, triton_probing
+from rtx.attention.engine.by_triton import LISTS
+from rtx.attention.engine.lists import KernelLists, readers, row_members
+from rtx.attention.engine.triton_probing import Reach
+from rtx.attention.inverted_file import Search, early_count, searches
+from rtx.attention.once import made_once
+from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, pack
+from rtx.attention.top_keys import last_readable
+
+
+def early_lists(shape: torch.Size, reach: Reach, device: torch.device) -> list[Reads]:
+    """Return one part, with one list for each head: the early positions.
+
+    Args:
+        shape: `[B, H, N, D]`.
+    """
+    B, H, N, _ = shape
+    early = early_count(reach, N)
+    make = partial(make_early_lists, B * H, N, early, reach.attend_self)
+    return made_once(("early", B, H, N, early, reach.attend_self), device, make)
+
+
+def make_early_lists(
+    heads: int,
+    length: int,
+    early: int,
+    attend_self: bool,
+    device: torch.device,
+) -> list[Reads]:
+    """Return what `early_lists` does, made anew on a device.
+
+    Args:
+        heads: X.
+        length: N.
+    """
+    row_XN = torch.arange(heads * length, device=device).view(heads, length)
+    count_X = torch.full((heads,), early, device=device)
+    lists = MemberLists(row_XN[:, :early].flatten(), count_X)
+    return [members_read(lists, lists, length, max(1, early), attend_self)]
+
+
+def native_lists(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    reach: Reach,
+) -> RangeReads:
+    """Return all lists, made by the compiled kernel for CPUs."""
+    N = q_BHND.shape[2]
+    early = early_count(reach, N)
+    lists = native.probe(
+        centroid_HCD,
+        q_BHND,
+        k_BHND,
+        candidates=reach.target,
+        early=early,
+        attend_self=reach.attend_self,
+    )
+    return RangeReads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=early)
+
+
+def triton_lists(
+    files: triton_probing.Files,
+    probes: triton_probing.Probes,
+    reach: Reach,
+    room: int,
+) -> RangeReads:
+    """Return all lists, made by the kernels for GPUs.
+
+    Args:
+        files: the keys of each cluster.
+        probes: the clusters that each query probes.
+        room: for query members of clusters' lists.
+    """
+    lists = triton_probing.pack_members(files, probes, reach, room)
+    rows = files.cluster_XN.numel()
+    query_count_L = triton_probing.member_counts(probes.tally, files.early, room)
+    key_count_L = triton_probing.member_counts(files.tally, files.early, rows)
+    return RangeReads(
+        query=MemberLists(lists.query_row_P, query_count_L),
+        key=MemberLists(lists.key_row_M, key_count_L),
+        start_P=lists.start_P,
+        stop_P=lists.stop_P,
+        length=files.cluster_XN.shape[1],
+        most=files.early,
+        derived={LISTS: lists},
+    )
+
+
+# Lists by torch's operations. A query member has the number list * N + position. Members in the
+# order of their numbers are in the order of lists, and within a list in the order of positions.
+
+
+def dynamic_lists(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    reach: Reach,
+) -> RangeReads:
+    """Return the lists of clusters without room: every query member is real."""
+    B, H, N, _ = q_BHND.shape
+    C = centroid_HCD.shape[1]
+    numbers = []
+    clusters = []
+    for heads, some in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+        number_S = late_probes(some, reach).flatten().nonzero()[:, 0]
+        numbers.append(number_S + heads.start * C * N)
+        clusters.append(some.cluster_XN)
+    number_P = torch.cat(numbers)
+    keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
+    list_P = number_P // N
+    count_L = torch.bincount(list_P, minlength=len(keys.count_L))
+    queries = MemberLists(rows_of(number_P, C, N), count_L)
+    start_P, stop_P = ranges_of(number_P, keys, N, reach)
+    return RangeReads(queries, keys, start_P, stop_P, N, most=reach.target)
+
+
+def late_probes(some: Search, reach: Reach) -> Tensor:
+    """Return which queries that are not early probe which clusters, `[X, C, N]`, bool."""
+    is_probed_XNC = some.probed_XNC(reach.target)
+    is_probed_XNC[:, : early_count(reach, is_probed_XNC.shape[1])] = False
+    return is_probed_XNC.mT
+
+
+def rows_of(number_P: Tensor, clusters: int, length: int) -> Tensor:
+    """Return the row of each query member.
+
+    Args:
+        number_P: list * N + position.
+        clusters: C.
+        length: N.
+    """
+    head_P = number_P // (length * clusters)
+    return head_P * length + number_P % length
+
+
+def ranges_of(
+    number_P: Tensor,
+    keys: MemberLists,
+    length: int,
+    reach: Reach,
+) -> tuple[Tensor, Tensor]:
+    """Return the starts and stops of query members: the last m keys that each may read.
+
+    Args:
+        number_P: list * N + position.
+        length: N.
+    """
+    list_P = number_P // length
+    last_P = last_readable(number_P % length, reach.attend_self)
+    number_M = keys.list_M() * length + keys.row_M % length
+    stop_P = torch.searchsorted(number_M, list_P * length + last_P, right=True)
+    start_P = keys.first_L()[list_P].maximum(stop_P - reach.target)
+    return start_P, stop_P
+
+
+class Members(NamedTuple):
+    """The members of clusters' lists, with room for P query members."""
+
+    number_P: Tensor
+    """list * N + position of each query member, ascending; 0 after the last real one."""
+    count_L: Tensor
+    """The query members of each list, those without room included."""
+    count_1: Tensor
+    """The query members of all lists, those without room included."""
+    keys: MemberLists
+
+
+def collect_members(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    reach: Reach,
+    room: int,
+) -> Members:
+    """Return the members of clusters' lists.
+
+    Args:
+        room: P.
+    """
+    B, H, N, _ = q_BHND.shape
+    C = centroid_HCD.shape[1]
+    # The last slot takes what has no room.
+    number_P1 = torch.zeros(room + 1, dtype=torch.int64, device=q_BHND.device)
+    count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
+    counts = []
+    clusters = []
+    for heads, some in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+        is_probed_XCN = late_probes(some, reach)
+        offset = heads.start * C * N
+        is_probed = is_probed_XCN.flatten()
+        count_1 = static_selection.collect(is_probed, offset, number_P1, count_1)
+        counts.append(is_probed_XCN.sum(-1).flatten())
+        clusters.append(some.cluster_XN)
+    keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
+    return Members(number_P1[:room], torch.cat(counts), count_1, keys)
+
+
+def lists_with_room(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
+    """Return lists with room, and what kernels read of them.
+
+    Query members after the last real one belong to no row. Their ranges are empty, and start after
+    all keys, so that starts and stops never fall.
+
+    Args:
+        clusters: C.
+        length: N.
+    """
+    keys = members.keys
+    rows = len(keys.row_M)
+    room = len(members.number_P)
+    row_P = rows_of(members.number_P, clusters, length)
+    start_P, stop_P = ranges_of(members.number_P, keys, length, reach)
+    is_real_P = torch.arange(room, device=row_P.device) < members.count_1
+    lists = kernel_lists(
+        torch.where(is_real_P, row_P, rows),
+        keys.row_M,
+        torch.where(is_real_P, start_P, rows).int(),
+        torch.where(is_real_P, stop_P, rows).int(),
+        members.count_1.clamp(max=room),
+    )
+    count_L = static_selection.bounds(members.count_L, room).diff()
+    return RangeReads(
+        query=MemberLists(lists.query_row_P, count_L),
+        key=keys,
+        start_P=lists.start_P,
+        stop_P=lists.stop_P,
+        length=length,
+        most=reach.target,
+        derived={LISTS: lists},
+    )
+
+
+def kernel_lists(
+    row_P: Tensor,
+    row_M: Tensor,
+    start_P: Tensor,
+    stop_P: Tensor,
+    count_1: Tensor,
+) -> KernelLists:
+    """Return lists as kernels read them, see engine/lists.py.
+
+    Args:
+        row_P: the rows of query members; M for those that belong to no row.
+        row_M: the rows of key members, all of them real.
+        start_P, stop_P: the ranges, int32.
+        count_1: the number of real query members.
+    """
+    M = len(row_M)
+    low_M, high_M = readers(start_P, stop_P, M)
+    key_count_1 = count_1.new_full((1,), M, dtype=torch.int32)
+    return KernelLists(
+        query_row_P=torch.where(row_P < M, row_P, 0).int(),
+        key_row_M=row_M.int(),
+        start_P=start_P,
+        stop_P=stop_P,
+        low_M=low_M,
+        high_M=high_M,
+        query_members=row_members(row_P, M),
+        key_members=row_members(row_M, M),
+        count_2=torch.cat([count_1.int(), key_count_1]),
+    )
