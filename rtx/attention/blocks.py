@@ -15,8 +15,8 @@ section 3.3, with means for its learned compression): every query also attends o
 the keys and values of all finished blocks. Gates add up both outputs, so that every block gets a
 gradient.
 
-Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, Q queries
-of a piece, K keys of a query.
+Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, C blocks
+chosen, M positions of some blocks, Q queries of a piece, K keys of a query.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def compressed(
 class Blocks(TopKeys):
     """H heads whose queries read their own block and the W // b best finished blocks.
 
-    Every query after the first W positions reads W // b blocks and what there is of its own. The
+    Every query after the first W positions reads W // b blocks, and its own up to its position. The
     scores take O(N^2 / b) time.
 
     Args:
@@ -196,14 +196,14 @@ class Blocks(TopKeys):
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         block_BHQC = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
         finished_BHQM = (block_BHQC[..., None] * self.block + slot_b).flatten(-2)
-        own_block_Q1 = position_Q[:, None] // self.block
-        own_Qb = own_block_Q1 * self.block + slot_b
-        own_BHQb = own_Qb.expand(*finished_BHQM.shape[:2], -1, -1)
-        key_BHQK = torch.cat([finished_BHQM, own_BHQb], dim=-1)
+        open_block_Q1 = position_Q[:, None] // self.block
+        open_Qb = open_block_Q1 * self.block + slot_b
+        open_BHQb = open_Qb.expand(*finished_BHQM.shape[:2], -1, -1)
+        key_BHQK = torch.cat([finished_BHQM, open_BHQb], dim=-1)
         # With no more finished blocks than a query reads, it reads all up to its position. Some of
         # `block_BHQC` are not finished then.
         number_K = torch.arange(key_BHQK.shape[-1], device=position_Q.device)
-        key_BHQK = torch.where(own_block_Q1 <= self.count, number_K, key_BHQK)
+        key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
         last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
         return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
 

@@ -32,7 +32,12 @@ def native_index(
     reach: Reach,
     window: int,
 ) -> IndexReads:
-    """Return what `candidate_index` does, by the compiled kernel for CPUs."""
+    """Return the rows of each query's W best candidates, by the compiled kernel for CPUs.
+
+    Args:
+        reach: how far queries probe.
+        window: W, at most N.
+    """
     index_RW = native.probe_best(
         centroid_HCD,
         q_BHND,
@@ -52,7 +57,7 @@ def candidate_index(
     window: int,
     backend: str,
 ) -> IndexReads:
-    """Return the rows of each query's W best candidates.
+    """Return the rows of each query's W best candidates, by torch's operations.
 
     Args:
         reach: how far queries probe.
@@ -62,44 +67,46 @@ def candidate_index(
     B, H, N, _ = q_BHND.shape
     device = q_BHND.device
     index_XNW = torch.full((B * H, N, window), -1, device=device)
-    for heads, some in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
         first_row_X = torch.arange(heads.start, heads.stop, device=device) * N
-        for queries, position_XQK in candidates(some, reach.target):
-            q_XQD = some.q_XND[:, queries]
-            k_XQKD = keys_at(some.k_XND, position_XQK)
+        for queries, position_XQK in candidates(search, reach.target):
+            q_XQD = search.q_XND[:, queries]
+            k_XQKD = keys_at(search.k_XND, position_XQK)
             best_XQW = best_candidates(q_XQD, k_XQKD, position_XQK, N, window, backend)
             row_XQW = first_row_X[:, None, None] + best_XQW
             index_XNW[heads, queries] = torch.where(best_XQW < 0, -1, row_XQW)
     return IndexReads(index_XNW.flatten(0, 1), N)
 
 
-def candidates(some: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
+def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the queries, and the positions of their candidates, `[X, Q, K]`.
 
-    The positions ascend; N stands for none.
+    The positions ascend. Where a query has fewer candidates, the last entries are N.
 
     Args:
         target: m.
     """
-    X, N, D = some.q_XND.shape
+    X, N, D = search.q_XND.shape
     K = max_probed(target, N)
-    is_probed_XNC = some.probed_XNC(target)
-    order_XN = some.order_XN()
+    is_probed_XNC = search.probed_XNC(target)
+    order_XN = search.order_XN()
     # For each candidate its key, its logit and some int64 numbers are in memory.
     for queries in pieces(N, X * K * (D + 8)):
-        readable_XQC = some.readable_XNC[:, queries]
+        readable_XQC = search.readable_XNC[:, queries]
         taken_XQC = readable_XQC.clamp(max=target) * is_probed_XNC[:, queries]
-        stop_XQC = some.first_X1C + readable_XQC
+        stop_XQC = search.first_X1C + readable_XQC
         yield queries, positions_taken(order_XN, stop_XQC, taken_XQC, K)
 
 
 def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most: int) -> Tensor:
     """Return the positions that queries take of their clusters, ascending, `[X, Q, K]`.
 
-    N stands for none. Example, that of `rtx.attention.probed`: the order is 0, 2, 4, 1, 5, 3. The
-    query at 5 may read all keys, so its stops are 3, 5 and 6. It takes 3 keys of a, none of b and
-    1 of c. Of its K slots the first three are for a, and slot 3 is for c. That is the last slot of
-    c, so it gets the last of c's keys, at 6 - 1 = 5 in the order: position 3.
+    Where a query takes fewer than K, the last entries are N.
+
+    Example, that of `rtx.attention.probed`: the order is 0, 2, 4, 1, 5, 3. The query at 5 may read
+    all keys, so its stops are 3, 5 and 6. It takes 3 keys of a, none of b and 1 of c. Of its K
+    slots the first three are for a, and slot 3 is for c. That is the last slot of c, so it gets the
+    last of c's keys, at 6 - 1 = 5 in the order: position 3.
 
     Args:
         order_XN: the positions, cluster after cluster.

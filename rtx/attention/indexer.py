@@ -6,7 +6,7 @@ With A and B of shape `[D, E]`, learned for each head, the score of key j for qu
     (q_i A) . (k_j B) / sqrt(E),
 
 and the query reads the W keys, up to its position, with the largest scores. The choice has no
-gradient, so A and B learn by a loss of their own: the mean over all queries of
+gradient, so A and B learn by an auxiliary loss: the mean over all queries of
 
     KL(attention over the keys that are read || softmax of their scores),
 

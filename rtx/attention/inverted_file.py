@@ -148,7 +148,7 @@ class Search(NamedTuple):
         return self.cluster_XN.sort(dim=-1, stable=True).indices
 
 
-def search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
+def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
     """Return the files and scores of some heads.
 
     Args:
@@ -184,7 +184,7 @@ def searches(
     k_XND = k_BHND.flatten(0, 1)
     for heads in pieces(B * H, N * centroid_HCD.shape[1]):
         head_X = torch.arange(heads.start, heads.stop, device=q_BHND.device) % H
-        yield heads, search(centroid_HCD[head_X], q_XND[heads], k_XND[heads], attend_self)
+        yield heads, make_search(centroid_HCD[head_X], q_XND[heads], k_XND[heads], attend_self)
 
 
 def early_count(reach: Reach, length: int) -> int:

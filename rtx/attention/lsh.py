@@ -3,10 +3,10 @@
 
 Queries and keys are the same vectors; a key is its query scaled to norm 1. Each of T hash rounds
 has a fixed random matrix R, `[D, F]`. It puts the query x, before it is rotated, into the bucket
-argmax [xR, -xR] of C = 2 F. A round says which members of its bucket a query may read, up to its
-position. The query reads the union of what the rounds say, in one softmax, and a key that several
-rounds name counts once (Reformer corrects for this by the logarithm of the count). It reads its
-own key only if it reads no other.
+argmax [xR, -xR] of C = 2 F. In each round a query may read some members of its bucket, up to its
+position. It reads the keys of all rounds in one softmax, where a key that several rounds have
+counts once (Reformer corrects for this by the logarithm of the count). It reads its own key only if
+it reads no other.
 
 The two variants differ in which members of a bucket a query may read:
 
@@ -169,9 +169,10 @@ class Lsh(ClusterPattern):
         # A query that reads no other key in any round reads its own in the first round.
         reads_itself_R = (first_TR == member_TR).all(0)
         parts: list[Reads] = []
-        for t, one in enumerate(rounds):
-            row_M = one.lists.row_M
-            start_M = one.first_M
+        for t, hash_round in enumerate(rounds):
+            lists = hash_round.lists
+            row_M = lists.row_M
+            start_M = hash_round.first_M
             stop_M = torch.arange(len(row_M), device=row_M.device)
             if t == 0:
                 stop_M = stop_M + reads_itself_R[row_M].long()
@@ -183,7 +184,7 @@ class Lsh(ClusterPattern):
             if not len(holes.value_XM):
                 holes = None
             length = bucket_TBHN.shape[-1]
-            parts.append(RangeReads(one.lists, one.lists, start_M, stop_M, length, holes))
+            parts.append(RangeReads(lists, lists, start_M, stop_M, length, holes))
         return parts
 
     def hash_round(self, bucket_BHN: Tensor, streaming: bool) -> HashRound:
@@ -222,7 +223,7 @@ class Lsh(ClusterPattern):
         T, B, H, N = bucket_TBHN.shape
         bucket_BHTN = bucket_TBHN.permute(1, 2, 0, 3)
         lists = pack(bucket_BHTN.reshape(B, H * T, N), self.buckets, complete=True)
-        # They were packed as if each round of a head were a head of its own.
+        # `pack` took each round of a head for a head.
         row_M = lists.row_M // (T * N) * N + lists.row_M % N
         return [MemberLists(row_M, lists.count_L)]
 
@@ -312,13 +313,13 @@ class LshCache(ClusterCache):
     pattern: Lsh
 
     def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
-        """Return which slots a query reads; it reads a key in the first round that names it."""
+        """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
         newest_J1 = self.joined_L[list_J, None] - 1
         members_since_JS = (newest_J1 - slot_S) % self.slots
         is_in_reach_JS = members_since_JS < self.reach(list_J)[:, None]
-        named_JS = torch.where(is_in_reach_JS & (at_JS >= 0), at_JS, -1)
-        read_XK = without_repeats(named_JS.view(-1, self.pattern.rounds * self.slots))
+        readable_JS = torch.where(is_in_reach_JS & (at_JS >= 0), at_JS, -1)
+        read_XK = without_repeats(readable_JS.view(-1, self.pattern.rounds * self.slots))
         return mask_without_self(read_XK >= 0, read_XK == position).view_as(at_JS)
 
     def reach(self, list_J: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ they follow the keys of the step (`KeyCentroids`).
 
 The rule is first in this file, then the pattern, which chooses among the batch forms, then the
 stream. inverted_file.py has the clusters of keys and those that queries probe, probed_lists.py the
-lists of queries that read all that they probe, and candidates.py the index of the others. Each has
-a compiled kernel for CPUs (engine/probing.cpp). On a GPU the lists have kernels of ours
-(engine/triton_probing.py), for all types but float64, and up to 4,095 clusters and 1,048,575
-positions. Torch's operations make all else, and are many times slower there.
+lists of queries that read all that they probe, and candidates.py the index of the others. On a CPU
+a compiled kernel makes both (engine/probing.cpp). On a GPU our kernels make the lists
+(engine/triton_probing.py), for all types but float64, up to 4,095 clusters and 1,048,575 positions.
+Torch's operations make all else; on a GPU they are many times slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
 a cache, K keys that a query probes, W keys that it reads, M keys of all lists, L = B * H * C lists.
@@ -478,8 +478,8 @@ class ProbedCache(GrowingCache):
         N = cluster_XN.shape[1]
         if readable_count(N - 1, self.pattern.attend_self) == N:
             return count_XC
-        own_cluster_X1 = cluster_XN[:, -1:]
-        return count_XC.scatter_add(-1, own_cluster_X1, torch.full_like(own_cluster_X1, -1))
+        newest_cluster_X1 = cluster_XN[:, -1:]
+        return count_XC.scatter_add(-1, newest_cluster_X1, torch.full_like(newest_cluster_X1, -1))
 
     def best_slots(self, q_X1D: Tensor, slot_XK: Tensor, length: int) -> Tensor:
         """Return the slots of the query's W best candidates, `[X, 1, W]`; -1 for none.

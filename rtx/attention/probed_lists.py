@@ -2,9 +2,9 @@
 
 A head has a list for each cluster. Its key members are the keys of the cluster, and its query
 members are the queries that probe it; each reads the last m keys of the list that it may read
-(reads.py explains lists, members and ranges). The early positions of a head (`early_count`) have a
-list of their own, in which each reads all keys up to its position; in the lists of clusters each
-of them would be a member of all C.
+(reads.py explains lists, members and ranges). The early positions of a head (`early_count`) have
+one more list, in which each reads all keys up to its position. In the lists of clusters each of
+them would be a member of all C.
 
 `native_lists` and `triton_lists` are made by kernels of ours, and have both kinds of lists.
 `dynamic_lists` and `lists_with_room` are made by torch's operations and have the lists of clusters;
@@ -34,7 +34,7 @@ from rtx.attention.top_keys import last_readable
 
 
 def early_lists(shape: torch.Size, reach: Reach, device: torch.device) -> list[Reads]:
-    """Return one part, with one list for each head: the early positions.
+    """Return the lists of early positions; from a cache, if it has lists of this shape.
 
     Args:
         shape: `[B, H, N, D]`.
@@ -52,7 +52,7 @@ def make_early_lists(
     attend_self: bool,
     device: torch.device,
 ) -> list[Reads]:
-    """Return what `early_lists` does, made anew on a device.
+    """Return one list for each head: the early positions, which read all keys up to themselves.
 
     Args:
         heads: X.
@@ -127,10 +127,10 @@ def dynamic_lists(
     C = centroid_HCD.shape[1]
     numbers = []
     clusters = []
-    for heads, some in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
-        number_S = late_probes(some, reach).flatten().nonzero()[:, 0]
+    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+        number_S = late_probes(search, reach).flatten().nonzero()[:, 0]
         numbers.append(number_S + heads.start * C * N)
-        clusters.append(some.cluster_XN)
+        clusters.append(search.cluster_XN)
     number_P = torch.cat(numbers)
     keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
     list_P = number_P // N
@@ -140,9 +140,9 @@ def dynamic_lists(
     return RangeReads(queries, keys, start_P, stop_P, N, most=reach.target)
 
 
-def late_probes(some: Search, reach: Reach) -> Tensor:
+def late_probes(search: Search, reach: Reach) -> Tensor:
     """Return which queries that are not early probe which clusters, `[X, C, N]`, bool."""
-    is_probed_XNC = some.probed_XNC(reach.target)
+    is_probed_XNC = search.probed_XNC(reach.target)
     is_probed_XNC[:, : early_count(reach, is_probed_XNC.shape[1])] = False
     return is_probed_XNC.mT
 
@@ -210,13 +210,13 @@ def collect_members(
     count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
     counts = []
     clusters = []
-    for heads, some in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
-        is_probed_XCN = late_probes(some, reach)
+    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+        is_probed_XCN = late_probes(search, reach)
         offset = heads.start * C * N
         is_probed = is_probed_XCN.flatten()
         count_1 = static_selection.collect(is_probed, offset, number_P1, count_1)
         counts.append(is_probed_XCN.sum(-1).flatten())
-        clusters.append(some.cluster_XN)
+        clusters.append(search.cluster_XN)
     keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
     return Members(number_P1[:room], torch.cat(counts), count_1, keys)
 

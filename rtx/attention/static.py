@@ -45,7 +45,10 @@ def best_places(
     margin: Callable[[Tensor], Tensor],
     backend: str,
 ) -> Tensor:
-    """Return what `ties.best_places` does, in static shapes where `is_static` says so."""
+    """Return the places of the `count` best along the last dimension, see `ties.best_places`.
+
+    It runs in static shapes where `is_static` says so.
+    """
     if is_static(score, backend):
         return selection_functions(score, backend).best_places(score, count, margin)
     return ties.best_places(score, count, margin)

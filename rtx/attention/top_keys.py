@@ -52,7 +52,7 @@ def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: boo
 def readable_count(i: int, attend_self: bool) -> int:
     """Return how many keys the query at position i may read: those up to its position.
 
-    Without `attend_self` it may not read its own. The query at 0 always may.
+    Without `attend_self` it may not read the key at i, except at i = 0.
     """
     if attend_self or i == 0:
         return i + 1
@@ -64,8 +64,7 @@ class TopKeys(Pattern):
 
     Args:
         window: W.
-        qk_norm: normalise queries and keys (LayerNorm without scale or bias), as heads with
-            clusters of both do.
+        qk_norm: normalise queries and keys (LayerNorm without scale or bias), as routing heads do.
 
     Raises:
         ValueError: a window below 1.
@@ -209,8 +208,8 @@ def last_readable(position: Tensor, attend_self: bool) -> Tensor:
 class Exact(TopKeys):
     """Each query reads the W keys, up to its position, with the largest q k^T.
 
-    The scores are the attention's own logits without Shaw's terms, so no other selection of W keys
-    keeps more of the attention. They take O(N^2) time; some queries' scores are in memory at once.
+    The scores are the attention's logits without Shaw's tables, so no other selection of W keys
+    keeps more of its weights. They take O(N^2) time; those of some queries are in memory at once.
     """
 
 

@@ -19,7 +19,7 @@ from rtx.attention import Probed, oracle
 from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
-from rtx.attention.inverted_file import nearest_clusters, probed_clusters, query_margins, search
+from rtx.attention.inverted_file import make_search, nearest_clusters, probed_clusters, query_margins
 from rtx.attention.members import products
 from rtx.attention.reads import RangeReads
 
@@ -142,7 +142,7 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     files = pattern.file_keys(data.k_BHND)
     assert torch.equal(files.cluster_XN.long(), nearest_clusters(centroid_XCD, k_XND))
     probes = probes_of(data, files)
-    readable_XNC = search(centroid_XCD, q_XND, k_XND, case.attend_self).readable_XNC
+    readable_XNC = make_search(centroid_XCD, q_XND, k_XND, case.attend_self).readable_XNC
     score_XNC = products(q_XND, centroid_XCD)
     margin_XN1 = query_margins(centroid_XCD, q_XND)
     is_taken_XNC = probed_clusters(score_XNC, margin_XN1, readable_XNC, pattern.reach(case.N).target)
