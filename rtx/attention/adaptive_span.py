@@ -29,7 +29,7 @@ class AdaptiveSpan(ContiguousPattern):
 
     Args:
         heads: H.
-        window: the largest number of keys that a head reads, its own included.
+        window: the largest number of positions that a query reads, itself included.
         ramp: R.
         cost: the weight in the loss of the heads' mean span, in positions (the paper's lambda). The
             losses of several layers add up.
@@ -60,7 +60,8 @@ class AdaptiveSpan(ContiguousPattern):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether m_z is above 0 for the head's span."""
         distance = i - j
-        return (distance < self.window) & (distance < self.ramp + self.spans()[head])
+        reach = self.ramp + self.spans()[head]
+        return (distance < self.window) & (distance < reach)
 
     def spans(self) -> Tensor:
         """Return the spans in positions, `[H]`, in float32 or wider."""
@@ -69,16 +70,17 @@ class AdaptiveSpan(ContiguousPattern):
 
     @torch.no_grad()
     def reach(self) -> int:
-        """Return the number of keys that the head with the longest span reads, its own included.
+        """Return how many positions a query of the head with the longest span reads, with itself.
 
         On a GPU this is the window, which no span exceeds: the CPU would have to wait for spans.
         """
         if not self.share_H.is_cpu:
             return self.window
-        # A span of 0 more, as there may be no heads.
-        longest = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
-        if longest < self.window:
-            return math.ceil(longest)
+        # There may be no heads: a span of 0 is added.
+        longest = F.pad(self.spans(), (0, 1)).max()
+        reach = self.ramp + float(longest)
+        if reach < self.window:
+            return math.ceil(reach)
         return self.window
 
     def form(self) -> tuple[int]:
@@ -90,7 +92,8 @@ class AdaptiveSpan(ContiguousPattern):
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms with ln m_z(distance) for each head; -inf where m_z is 0."""
         distance_M = torch.arange(self.reach() + 1, device=self.share_H.device)
-        mask_HM = ((self.ramp + self.spans()[:, None] - distance_M) / self.ramp).clamp(0, 1)
+        left_HM = self.ramp + self.spans()[:, None] - distance_M
+        mask_HM = (left_HM / self.ramp).clamp(0, 1)
         is_read_HM = (mask_HM > 0) & (distance_M < self.window)
         # The logarithm of 1 where nothing is read: that of 0 would turn its gradient into NaN.
         log_HM = mask_HM.masked_fill(~is_read_HM, 1).log()
@@ -101,11 +104,12 @@ class AdaptiveSpan(ContiguousPattern):
         """Return the weighted mean span in training, otherwise zero."""
         if not self.training:
             return super().loss(qk, parts)
-        return self.cost * self.spans().sum() / max(1, len(self.share_H))
+        heads = max(1, len(self.share_H))
+        return self.cost * self.spans().sum() / heads
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Keep the spans in [0, window], as the released code does: outside they get no gradient."""
+        """Keep the spans in [0, window], as the released code does: others get no gradient."""
         self.share_H.clamp_(0, 1)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:

@@ -1,4 +1,4 @@
-"""Checks of arguments: a message names the argument, says what it is, and what is allowed.
+"""Checks of arguments; their messages name the argument, its value and the allowed values.
 
 Shapes: B sequences, H heads, N positions, D head size, M distances.
 """

@@ -84,7 +84,10 @@ class ClusterPattern(Pattern):
 
     @abstractmethod
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        """Return the members of every cluster: of all, or first of queries, then of keys."""
+        """Return the members of all clusters.
+
+        If queries and keys join clusters by themselves, these are two: of queries, and of keys.
+        """
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         lists = self.lists(qk)
@@ -95,7 +98,7 @@ class ClusterPattern(Pattern):
         return ClusterCache(self, self.window, relative)
 
     def lists_kept(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
-        """Return the keys of every cluster after a prompt; the cache takes the last of them."""
+        """Return the keys in all clusters after a prompt; the cache takes the last of each."""
         return self.lists(qk)[-1]
 
     @abstractmethod
@@ -121,7 +124,7 @@ def random_positions(heads: int, clusters: int, length: int, window: int, seed: 
     window = min(window, length)
     position_HCW = torch.zeros(heads, clusters, window, dtype=torch.int64, device="cpu")
     for position_W in position_HCW.view(-1, window):
-        # One draw for each cluster, so that it does not depend on how many there are.
+        # One draw for each cluster: members do not depend on the number of clusters after it.
         draw_N = torch.rand(length, generator=generator, device="cpu")
         position_W.copy_(draw_N.topk(window).indices.sort().values)
     return position_HCW
@@ -175,8 +178,9 @@ class Random(ClusterPattern):
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
         options = (self.clusters, self.length, self.seed, self.window, self.attend_self)
+        form = (type(self), options, B, H, N)
         make = partial(self.make_reads, B, H, N)
-        return [*made_once((type(self), *options, B, H, N), qk.q_BHND.device, make)]
+        return [*made_once(form, qk.q_BHND.device, make)]
 
     def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return who reads whom in B sequences of N positions."""
@@ -192,11 +196,12 @@ class Random(ClusterPattern):
         # Drawn anew: a CPU would have to wait for a buffer on a GPU.
         drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)
         repeats = math.ceil(N / self.length)
-        first_T1 = torch.arange(repeats, device=device)[:, None] * self.length
-        position_HCM = (first_T1 + drawn_HCW.to(device)[:, :, None]).flatten(2)
+        repeat_T1 = torch.arange(repeats, device=device)[:, None]
+        position_HCTW = repeat_T1 * self.length + drawn_HCW.to(device)[:, :, None]
+        position_HCM = position_HCTW.flatten(2)
         is_inside_BHCM = (position_HCM < N).expand(B, *position_HCM.shape)
-        first_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1) * N
-        row_BHCM = first_BH11 + position_HCM
+        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
+        row_BHCM = head_BH11 * N + position_HCM
         return MemberLists(row_BHCM[is_inside_BHCM], is_inside_BHCM.sum(-1).flatten())
 
     def join(
@@ -211,7 +216,7 @@ class Random(ClusterPattern):
 
 
 class ClusterCache(Cache):
-    """The keys and values of the last members of every cluster.
+    """The keys and values of the last S members of each cluster.
 
     Args:
         pattern: decides which clusters a position joins, and may choose slots (`join`).
@@ -284,7 +289,8 @@ class ClusterCache(Cache):
         else:
             slot_J = slot_BHC.flatten()[list_J]
         row_J = list_J // self.clusters
-        self.write((list_J, slot_J), k_BH1D, v_BH1D, row_J, torch.full_like(row_J, position))
+        position_J = torch.full_like(row_J, position)
+        self.write((list_J, slot_J), k_BH1D, v_BH1D, row_J, position_J)
         self.joined_L[list_J] += 1
 
     def write(

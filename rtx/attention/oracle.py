@@ -49,7 +49,8 @@ def attend(
 
 def others_if_any(mask_PNN: Tensor) -> Tensor:
     """Return the mask without pairs of a position with itself, where the position reads others."""
-    is_self_NN = torch.eye(mask_PNN.shape[-1], dtype=torch.bool, device=mask_PNN.device)
+    N = mask_PNN.shape[-1]
+    is_self_NN = torch.eye(N, dtype=torch.bool, device=mask_PNN.device)
     others_PNN = mask_PNN & ~is_self_NN
     return torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
 
@@ -92,7 +93,7 @@ def logits(
     terms: LogitTerms,
     head: int,
 ) -> Tensor:
-    """Return the logits of one head, `[N, N]`; see `rtx.attention.engine.softmax` for the formula."""
+    """Return the logits of one head, `[N, N]`; `rtx.attention.engine.softmax` has the formula."""
     products_NN = q_ND @ k_ND.T
     if terms.relative is not None:
         keys_MD, bias_M = terms.relative.of_heads(head)
@@ -113,7 +114,9 @@ def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
     The weights of a query sum to 1, or to 0 where it reads nothing.
     """
     mask_PNN = mask_PNN & (logits_NN > -inf)
-    over = (-1,) if merge == "mean" else (0, -1)
+    over: tuple[int, ...] = (-1,)
+    if merge == "lse":
+        over = (0, -1)
     reads_PN1 = mask_PNN.any(over, keepdim=True)
     # A query that reads nothing gets a softmax over all keys, as one over none would be NaN; the
     # product with the mask then makes it zero.

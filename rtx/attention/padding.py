@@ -62,9 +62,11 @@ def attend_padded(
         out_BHND, loss = attend(part, group.memory)
         with_memory_BHND = F.pad(out_BHND, (0, 0, group.memory, 0))
         outs.append(with_memory_BHND.transpose(1, 2).flatten(0, 1))
-        losses.append(loss * (group.positions() / max(1, len(row_S))))
+        share = group.positions() / max(1, len(row_S))
+        losses.append(loss * share)
     B, H, N, D = v_BHND.shape
-    out_RHD = v_BHND.new_zeros(B * N, H, D).index_copy(0, row_S, torch.cat(outs))
+    out_RHD = v_BHND.new_zeros(B * N, H, D)
+    out_RHD = out_RHD.index_copy(0, row_S, torch.cat(outs))
     out_BHND = out_RHD.view(B, N, H, D).transpose(1, 2)
     return out_BHND[:, :, memory:], torch.stack(losses).sum()
 

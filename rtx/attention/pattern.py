@@ -163,13 +163,15 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None = None,
         relative: RelativeTables | None = None,
     ) -> Stream:
-        """Return a new stream of these heads, at position 0; the arguments are those of `forward`."""
+        """Return a new stream, at position 0; the arguments are those of `forward`."""
 
         def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
         def attend(q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
-            return self(q_BHND, k_BHND, v_BHND, rotate=rotate, relative=relative, streaming=True)[0]
+            options = {"rotate": rotate, "relative": relative, "streaming": True}
+            out_BHND, _ = self(q_BHND, k_BHND, v_BHND, **options)
+            return out_BHND
 
         return Stream(self.start(relative), inputs, attend)
 
@@ -200,7 +202,8 @@ class Pattern(nn.Module, ABC):
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
-            rotate: rotates queries and keys, after any selection by content (rotary positions).
+            rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers select
+                by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
             streaming: make every choice from the prefix alone, as a stream does. It matters for
                 patterns that are not strictly causal.
@@ -274,7 +277,7 @@ class Pattern(nn.Module, ABC):
         parts: list[Reads],
         relative: RelativeTables | None,
     ) -> Tensor:
-        """Return attention over what is read, `[B, H, N, D]`."""
+        """Return attention over the keys that `parts` name, `[B, H, N, D]`."""
         q_BHND = in_type(v_BHND.dtype, qk.rotated_q_BHND, qk.narrow_q_BHND)
         k_BHND = q_BHND
         if qk.rotated_k_BHND is not qk.rotated_q_BHND:

@@ -1,7 +1,7 @@
 """Patterns that choose by position: full, local, recurrent, strided and fixed heads.
 
 A pattern states who reads whom pair by pair (`sees`), and for speed once more in lists (`spreads`).
-Tests hold the two against each other.
+Tests compare the two.
 
 Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
@@ -54,8 +54,8 @@ class PositionPattern(Pattern):
     """A pattern that chooses by position alone, defined in three steps; the first is enough.
 
     1. `sees` defines which pairs of positions are read. Forward passes, gradients, padding,
-       streams, the oracle and pictures follow from it. It is evaluated for every pair, once for
-       each shape, which takes N^2 memory for each head; the keys of each query stay in memory.
+       streams, the oracle and pictures follow from it. Once for each shape it is evaluated for all
+       pairs, which takes N^2 memory for each head; an index of each query's keys stays in memory.
     2. `spreads` adds speed: the same in lists, whose memory is linear in N.
     3. `keeps` bounds the cache of a stream, which otherwise holds all keys and values.
     """
@@ -80,8 +80,9 @@ class PositionPattern(Pattern):
         return None
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device) - qk.memory
-        return self.pairs(head, position_N)[None]
+        N = qk.q_BHND.shape[2]
+        place_N = torch.arange(N, device=qk.q_BHND.device)
+        return self.pairs(head, place_N - qk.memory)[None]
 
     def pairs(self, head: int, position_N: Tensor) -> Tensor:
         """Return which positions read which by `sees`, `[N, N]`, bool."""
@@ -96,7 +97,8 @@ class PositionPattern(Pattern):
         form = self.form()
         if form is None:
             return [*make(device)]
-        return [*made_once((type(self), form, B, H, N, qk.memory), device, make)]
+        key = (type(self), form, B, H, N, qk.memory)
+        return [*made_once(key, device, make)]
 
     last_form: Hashable | None = None
     """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
@@ -152,8 +154,8 @@ class PositionPattern(Pattern):
         # The places of the keys, in ascending order; N instead where a query reads fewer.
         place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
         place_HNK = place_HNN.topk(keys, largest=False).values
-        first_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1) * N
-        row_BHNK = torch.where(place_HNK < N, first_BH11 + place_HNK, -1)
+        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
+        row_BHNK = torch.where(place_HNK < N, head_BH11 * N + place_HNK, -1)
         return IndexReads(row_BHNK.flatten(0, 2), N)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
@@ -228,7 +230,7 @@ class ContiguousPattern(PositionPattern):
 class Full(ContiguousPattern):
     """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    Cost N^2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
+    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
     and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
     of N^2 for all heads.
     """
@@ -241,7 +243,7 @@ class Full(ContiguousPattern):
 
 
 class Local(ContiguousPattern):
-    """Position i reads i - W < j <= i: the last `window` keys, its own included."""
+    """Position i reads i - W < j <= i: the last W = `window` positions, itself included."""
 
     reads_all_cached = True
 
@@ -256,14 +258,14 @@ class Local(ContiguousPattern):
 
 
 class Recurrent(ContiguousPattern):
-    """Position i reads its segment up to itself, and the positions of a memory before the segment.
+    """Position i reads its segment up to itself, and a memory: the positions before the segment.
 
-    Transformer-XL (Dai et al. 2019, section 3.2).
+    The pattern of Transformer-XL (Dai et al. 2019, section 3.2).
 
     Args:
         length: positions of a segment.
         memory: positions before it.
-        same_length: position i reads the last `memory` keys instead, its own included, as the
+        same_length: position i reads the last `memory` positions instead, itself included, as the
             released code does in evaluation.
     """
 
@@ -294,7 +296,7 @@ class Recurrent(ContiguousPattern):
 class Strided(PositionPattern):
     """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
 
-    For data with a period, such as the rows of an image. Cost N^2 / stride.
+    For data with a period, such as the rows of an image. Cost N^2 / (2 stride).
     """
 
     def __init__(self, *, stride: int, **options: Any) -> None:
@@ -316,7 +318,7 @@ class Fixed(PositionPattern):
     """Position i reads its block up to itself, and the summary columns of all earlier blocks.
 
     Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
-    sets. Cost N (block + N summary / block).
+    sets. Cost N (block + N summary / block) / 2.
 
     Args:
         block: positions of a block.
@@ -399,17 +401,20 @@ class PositionCache(RowCache):
         filled = min(slots, position + 1)
         k_BHSD = k_BHSD[:, :, :filled]
         v_BHSD = v_BHSD[:, :, :filled]
-        distance_S = (position - torch.arange(filled, device=k_BHSD.device)) % slots
+        slot_S = torch.arange(filled, device=k_BHSD.device)
+        distance_S = (position - slot_S) % slots
+        distance_111S = distance_S[None, None, None]
         if self.pattern.reads_all_cached and self.pattern.attend_self:
-            return self.attend(qk, k_BHSD, v_BHSD, None, distance_S[None, None, None])
+            return self.attend(qk, k_BHSD, v_BHSD, None, distance_111S)
         read_HS = self.slots_read(position - distance_S, position % slots, H)
         if self.ring is None and has_equal_counts(read_HS):
             # Most slots are not read: attend over copies of those that are.
             slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
             k_BHKD = k_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
             v_BHKD = v_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
-            return self.attend(qk, k_BHKD, v_BHKD, None, distance_S[slot_HK][None, :, None])
-        return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_S[None, None, None])
+            distance_HK = distance_S[slot_HK]
+            return self.attend(qk, k_BHKD, v_BHKD, None, distance_HK[None, :, None])
+        return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_111S)
 
     def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
         """Return which slots the position in a slot reads, `[H, S]`, bool.

@@ -43,8 +43,8 @@ The rule is first in this file, then the pattern, which chooses among the batch 
 stream. inverted_file.py has the clusters of keys and those that queries probe, probed_lists.py the
 lists of queries that read all that they probe, and candidates.py the index of the others. On a CPU
 a compiled kernel makes both (engine/probing.cpp). On a GPU kernels of ours make the lists
-(engine/triton_probing.py), for float32 and up to 4,095 clusters. Torch's operations make all else;
-on a GPU they are many times slower.
+(engine/triton_probing.py), for all types but float64, and up to 4,095 clusters and 1,048,575
+positions. Torch's operations make all else; on a GPU they are many times slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
 a cache, K keys that a query probes, W keys that it reads, M keys of all lists, L = B * H * C lists.
@@ -184,7 +184,7 @@ class Probed(TopKeys):
         """See `room`; `rtx.attention.room.make_room` doubles it if members are lost."""
         self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.lost_members: Tensor
-        """How many queries were left out of lists for want of room, in training, since `make_room`
+        """How many query members were left out of lists for want of room, in training, since `make_room`
         looked."""
         self.files: triton_probing.Files | None = None
         """The files that `gather` made of a pass's keys, for `reads` to use."""

@@ -69,7 +69,7 @@ class MemberLists(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """Exceptions from ranges, by X conditions (X here is no number of heads).
+    """Exceptions from ranges, by conditions x (here X is their number).
 
     Query member p does not read key member m, although it is in its range, if for any condition x
 
@@ -106,8 +106,8 @@ class RangeReads(NamedTuple):
     length: int
     """N."""
     holes: Holes | None = None
-    """Key members within the ranges that are not read. Where outputs are means over lists, it hides
-    no range entirely: `times_R` counts the ranges that are not empty."""
+    """Key members within the ranges that are not read. Where outputs are means over lists, they must
+    not hide a whole range, because `times_R` would still count it."""
     most: int | None = None
     """A bound on the number of keys in a range that follows from shapes; None without one."""
     window: Window | None = None
