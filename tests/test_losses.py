@@ -11,6 +11,7 @@ thresholds that follow counts (causal), centroids that follow their members, sel
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,26 @@ FOLDER = Path(__file__).parent / "losses"
 CURVES, OURS = (json.loads((FOLDER / name).read_text()) for name in ("curves.json", "changed.json"))
 
 
+RECORDED_NAMES = (
+    (r"\.groups\.(\w+)\.pattern\.", r".groups.\1."),
+    (r"\.groups\.(\w+)\.tables\.", r".shaw.\1."),
+    (r"\.groups\.(\w+)\.key_mix\.", r".mix.\1."),
+)
+"""What in the names of weights replaced which part of the names that they had when curves.json was recorded."""
+
+
+def recorded_name(name: str) -> str:
+    """Return the name by whose order a weight was drawn."""
+    for pattern, replacement in RECORDED_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
     """Return a model whose weights are drawn by python's generator: torch's differs between versions."""
     model, draw = Transformer(config, 256).to(dtype), random.Random(1)
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(DRAWN)]
-    for name, value in sorted([*model.named_parameters(), *buffers], key=lambda pair: pair[0]):
+    for name, value in sorted([*model.named_parameters(), *buffers], key=lambda pair: recorded_name(pair[0])):
         drawn = torch.tensor([draw.gauss(0, 1) for _ in range(value.numel())], dtype=torch.float64).view(value.shape)
         if name.endswith("projection_HDD"):
             drawn = torch.linalg.qr(drawn).Q

@@ -18,7 +18,6 @@ from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, RangeReads, Reads
 from rtx.attention.routing import Routing
-from rtx.config import ROUTED
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
@@ -41,12 +40,11 @@ def layer_inputs(model: Transformer, tokens_BN: Tensor) -> Iterator[tuple[Multih
 @torch.no_grad()
 def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     """Return the groups of a layer's heads, with what they read of one sequence."""
-    groups = {}
-    kinds = attention.groups, attention.each(), attention.rotations, attention.relative()
-    for name, pattern, rotary, relative, (q_1HND, k_1HND, _) in zip(*kinds, attention.split(x_1NE), strict=True):
-        qk = pattern.inputs(q_1HND, k_1HND, rotary)
-        groups[name] = pattern, qk, pattern.reads(qk, False), relative
-    return groups
+    heads = {}
+    for group, (q_1HND, k_1HND, _) in zip(attention.head_groups(), attention.project(x_1NE), strict=True):
+        qk = group.inputs(q_1HND, k_1HND)
+        heads[group.name] = group.pattern, qk, group.pattern.reads(qk, False), group.relative()
+    return heads
 
 
 def read_by(part: Reads, kept_R: Tensor) -> Reads:
@@ -145,8 +143,9 @@ def drawn_pairs(
     attention: MultiheadAttention, draws: int, generator: np.random.Generator
 ) -> dict[tuple[str, str], list[Pair]]:
     """Return `draws` pairs of different heads for every kind of pair that a layer has."""
-    widths = sorted(zip(attention.groups, attention.widths, strict=False), key=lambda group: group[0] == ROUTED)
-    heads = [(name, head) for name, width in widths for head in range(width // attention.size)]
+    heads = []
+    for group in attention.head_groups():
+        heads += [(group.name, head) for head in range(group.heads)]
     every: dict[tuple[str, str], list[Pair]] = {}
     for first, second in itertools.combinations(heads, 2):
         every.setdefault((first[0], second[0]), []).append((first, second))

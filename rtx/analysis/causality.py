@@ -140,10 +140,9 @@ def audit_model(
         found: dict[Group, Tensor] = {LOGITS: model.logits(hidden_BNS)}
         unchanged[:] = unchanged if prefix else inputs
         for number, (layer, x_BNE, y_BNE) in enumerate(zip(layers, unchanged, inputs, strict=True)):
-            split = layer.split(torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1))
-            kinds = layer.groups, layer.each(), layer.rotations, layer.relative()
-            for name, pattern, rotary, relative, qkv in zip(*kinds, split, strict=True):
-                found[number, name] = pattern(*qkv, rotate=rotary, relative=relative, streaming=streaming)[0]
+            mixture_BNE = torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1)
+            for group, qkv in zip(layer.head_groups(), layer.project(mixture_BNE), strict=True):
+                found[number, group.name] = group(*qkv, streaming=streaming)[0]
         return found
 
     with contextlib.ExitStack() as hooks:
@@ -173,14 +172,15 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
         assert attention.qkv.weight.grad is not None
-        queries = attention.qkv.weight.grad.split(attention.widths)  # then keys, then values
-        for (name, pattern), query_grad in zip(attention.groups.items(), queries, strict=False):
-            if isinstance(pattern, Pattern) and (name == ROUTED or isinstance(pattern, Lsh)):
+        weight_grads = attention.by_group(attention.qkv.weight.grad.split(attention.widths))
+        for group, (query_grad, _, _) in zip(attention.head_groups(), weight_grads, strict=True):
+            pattern = group.pattern
+            if group.name == ROUTED or isinstance(pattern, Lsh):
                 grads = [p.grad for p in pattern.parameters()] or [query_grad]
                 norms = [0.0 if x is None else float(x.norm()) for x in grads]
                 norm = min(norms, key=lambda norm: (math.isfinite(norm), norm))
                 drawn = isinstance(pattern, Random | RandomBlocks)
-                row = {"layer": layer, "heads": name, "trained_by": trained_by(pattern)}
+                row = {"layer": layer, "heads": group.name, "trained_by": trained_by(pattern)}
                 row["gradient"] = None if drawn or not math.isfinite(norm) else norm
                 stays = isinstance(pattern, Routing | Probed) and pattern.centroids in frozen
                 rows.append({**row, "missing": stays or not (drawn or 0 < norm < math.inf)})

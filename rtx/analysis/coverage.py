@@ -46,9 +46,11 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
     for layer, (patterns, (attention, x_BNE)) in enumerate(zip(made.train(), layer_inputs(model, ids_BN), strict=True)):
         for pattern in (each for each in patterns if isinstance(each, Routing | Probed)):
             number, _ = full_group(config, layer)
-            q_BHND, k_BHND, _ = attention.split(x_BNE)[number]
+            group = attention.head_groups()[number]
+            q_BHND, k_BHND, _ = attention.project(x_BNE)[number]
+            q_BHND, k_BHND, _ = group.queries_and_keys(q_BHND, k_BHND)
             # Probed keys are those that the logits read.
-            rotary = attention.rotations[number] if isinstance(pattern, Probed) else None
+            rotary = group.rotate if isinstance(pattern, Probed) else None
             qk = pattern.inputs(q_BHND, k_BHND, rotary)
             pattern.observe(qk, False)
     after_step(made)
@@ -62,10 +64,11 @@ def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back:
     for layer, (patterns, (attention, x_1NE)) in enumerate(zip(made.eval(), layer_inputs(model, ids_1N), strict=True)):
         if len(patterns):
             number, _ = full_group(config, layer)
-            heads, rotary = list(groups_of(attention, x_1NE).values())[number], attention.rotations[number]
+            group = attention.head_groups()[number]
+            heads = groups_of(attention, x_1NE)[group.name]
             weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
             q, k, *_ = heads[1]
-            found.append([kept(p, p.inputs(q, k, rotary), weight_HPN, at_P, back) for p in patterns])
+            found.append([kept(p, p.inputs(q, k, group.rotate), weight_HPN, at_P, back) for p in patterns])
     return found
 
 

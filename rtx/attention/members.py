@@ -15,6 +15,7 @@ positions of a piece.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -99,15 +100,11 @@ def by_scores(
     """Return what `native.select` does, by torch's operations, for some heads at a time."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    device = x_BHND.device
-    x_XND = x_BHND.flatten(0, 1)
     margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
-    places = [torch.zeros(0, dtype=torch.int64, device=device)]
-    nearest_XN = torch.zeros(B * H, N, dtype=torch.int64, device=device)
-    moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
-    for some in pieces(B * H, C * N):
-        head_X = torch.arange(some.start, some.stop, device=device) % H
-        score_XCN = products(centroid_HCD[head_X], x_XND[some])
+    places = [torch.zeros(0, dtype=torch.int64, device=x_BHND.device)]
+    nearest_XN = places[0].new_zeros(B * H, N)
+    moment_2XC = places[0].new_zeros(2, B * H, C, dtype=torch.float64)
+    for some, head_X, score_XCN in scores_of_heads(centroid_HCD, x_BHND):
         margin_XC = margin_HC[head_X]
         first_place = some.start * C * N
         if threshold_HC is not None:
@@ -125,6 +122,24 @@ def by_scores(
     if threshold_HC is not None:
         selection = selection._replace(moment_2BHC=moment_2XC.view(2, B, H, C))
     return selection
+
+
+def scores_of_heads(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield some of the B * H heads of all sequences at a time.
+
+    Yields:
+        Which of them, as a slice; their numbers, `[X]`, from 0 to H - 1; and their scores `[X, C,
+        N]`.
+    """
+    B, H, N, _ = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    x_XND = x_BHND.flatten(0, 1)
+    for some in pieces(B * H, C * N):
+        head_X = torch.arange(some.start, some.stop, device=x_BHND.device) % H
+        yield some, head_X, products(centroid_HCD[head_X], x_XND[some])
 
 
 def lists_of_places(place_M: Tensor, heads: int, clusters: int, length: int) -> MemberLists:

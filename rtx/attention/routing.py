@@ -60,7 +60,7 @@ from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best, centroid_margin, highest, highest_clusters
 
 
-class Members(NamedTuple):
+class SideMembers(NamedTuple):
     """The members of all clusters on one side."""
 
     lists: MemberLists
@@ -140,12 +140,12 @@ class Routing(ClusterPattern):
         return [self.reads_of(members, qk.q_BHND.shape[2])]
 
     @torch.no_grad()
-    def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[Members]:
+    def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[SideMembers]:
         """Return the members of each side.
 
         Args:
             vectors: those of each side, `[B, H, N, D]`.
-            with_nearest: set `Members.nearest`, too, if the same scores give it (on a CPU).
+            with_nearest: set `SideMembers.nearest`, too, if the same scores give it (on a CPU).
         """
         members = []
         for side, x_BHND in enumerate(vectors):
@@ -156,15 +156,16 @@ class Routing(ClusterPattern):
         return members
 
     @abstractmethod
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         """Return the members of one side, in lists as long as the scores make them."""
 
     @abstractmethod
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """Return the members of one side in static shapes."""
 
-    def reads_of(self, members: list[Members], length: int) -> RangeReads:
+    def reads_of(self, members: list[SideMembers], length: int) -> RangeReads:
         """Return who reads whom, by the members of each side; `length` is N."""
+        # If there is one side, it is that of both.
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
@@ -220,7 +221,7 @@ class Routing(ClusterPattern):
         """Whether centroids follow other positions than their members: those nearest to them."""
         return self.centroids.update_rule != "members"
 
-    def add_statistics(self, members: Members, x_BHND: Tensor, side: int) -> None:
+    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
         """Let the centroids gather statistics of one side; members without room are in no mean."""
         followed = members.lists
         if self.follows_nearest:
@@ -243,7 +244,7 @@ class Routing(ClusterPattern):
         x_BHND: Tensor,
         threshold_HC: Tensor | None,
         with_nearest: bool,
-    ) -> Members:
+    ) -> SideMembers:
         """Return members by thresholds, or without these the W best of each cluster."""
         selection = choose_members(
             self.centroids.centroid_HCD,
@@ -257,7 +258,7 @@ class Routing(ClusterPattern):
         if selection.nearest_BHN is not None:
             nearest = self.pack_clusters(selection.nearest_BHN)
         lists = MemberLists(selection.row_M, selection.count_L)
-        return Members(lists, lists.count_L, nearest, selection.moment_2BHC)
+        return SideMembers(lists, lists.count_L, nearest, selection.moment_2BHC)
 
     def members_by_thresholds(
         self,
@@ -325,10 +326,10 @@ class Routing(ClusterPattern):
         return (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean()
 
 
-def static_members(selected: Selected) -> Members:
+def static_members(selected: Selected) -> SideMembers:
     """Return members that were selected in static shapes."""
     lists = MemberLists(selected.row_M, selected.bound_L1.diff())
-    return Members(lists, selected.count_L, selected=selected)
+    return SideMembers(lists, selected.count_L, selected=selected)
 
 
 def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
@@ -413,7 +414,7 @@ class TopK(Routing):
             return [self.prefix_reads(qk)]
         return super().reads(qk, streaming)
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         return self.members_by_scores(x_BHND, None, with_nearest)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
@@ -556,7 +557,7 @@ class Thresholds(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         threshold_HC = self.centroids.thresholds()[side]
         return self.members_by_scores(x_BHND, threshold_HC, with_nearest)
 
@@ -584,7 +585,7 @@ class Thresholds(Routing):
         expected = max(N, C * math.ceil(share * N))
         return B * H * min(self.room_factor * expected, N * C)
 
-    def add_statistics(self, members: Members, x_BHND: Tensor, side: int) -> None:
+    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
         if members.selected is not None:
             self.lost_members.add_(members.selected.lost)
             functions = selection_functions(x_BHND, self.backend)
@@ -622,9 +623,9 @@ class Nearest(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> Members:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         lists = self.pack_clusters(self.nearest_clusters(x_BHND))
-        return Members(lists, lists.count_L)
+        return SideMembers(lists, lists.count_L)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         rows = x_BHND.shape[:3].numel()

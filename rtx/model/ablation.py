@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rtx.attention import Local, Pattern, Random
 from rtx.attention.pattern import Prepared
-from rtx.config import ROUTED, Config, clusters, layer_patterns
-from rtx.model.heads import layer_seed
+from rtx.config import ROUTED, Config, clusters
+from rtx.model.heads import HeadGroup, layer_seed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
@@ -29,18 +29,28 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
         return
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
-        heads = layer_patterns(config, layer).get(ROUTED, 0)
-        if not heads:
-            continue
-        substitute = substitute_for(attention.each()[-1], heads, config, layer, how)
-        attention.groups[ROUTED] = substitute.to(model.device).train(model.training)
-        if how == "routing":  # the routing heads are the last that `out` joins
-            with torch.no_grad():
-                attention.out.weight[:, -heads * attention.size :] = 0
+        for group in attention.head_groups():
+            if group.name != ROUTED:
+                continue
+            substitute = substitute_for(group, config, layer, how)
+            group.pattern = substitute.to(model.device).train(model.training)
+            if how == "routing":
+                silence(group, attention)
 
 
-def substitute_for(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
-    """Return the pattern that replaces the routing heads of a layer."""
+@torch.no_grad()
+def silence(group: HeadGroup, attention: MultiheadAttention) -> None:
+    """Let the outputs of a group of heads count for nothing."""
+    widths = [other.width for other in attention.head_groups()]
+    columns = attention.out.weight.split(widths, dim=1)
+    for other, weight_EF in zip(attention.head_groups(), columns, strict=True):
+        if other is group:
+            weight_EF.zero_()
+
+
+def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pattern:
+    """Return the pattern that replaces the one of routing heads."""
+    routed = group.pattern
     routing = config.routing
     options = {
         "scale": routed.scale,
@@ -52,7 +62,7 @@ def substitute_for(routed: Pattern, heads: int, config: Config, layer: int, how:
         reseeded = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)
         return RandomSubstitute(
             routed,
-            heads,
+            group.heads,
             clusters(config),
             length=config.data.length,
             seed=layer_seed(reseeded, layer),

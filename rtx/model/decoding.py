@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.model.block import Memory
+from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
 
 
@@ -20,7 +20,7 @@ class Decoder:
     def __init__(self, model: Transformer, batch: int = 1) -> None:
         self.model, self.batch = model, batch
         self.position = 0
-        self.streams = [block.attention.start() for block in model.blocks]  # type: ignore[union-attr,operator]
+        self.streams = [block.attention.streams() for block in model.blocks]  # type: ignore[union-attr,operator]
         self.memory = Memory(model.config) if model.config.compressed else None
         self.segment_BN: Tensor | None = None  # units of the segment that is not finished, of a model that compresses
 
@@ -37,7 +37,7 @@ class Decoder:
         # The input of the last position is the last unit of the prompt: what stands at that position is not read.
         x_BNE = model.embedding(torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1))
         for block, streams in zip(model.blocks, self.streams, strict=True):
-            x_BNE, _ = block(x_BNE, True, streams)
+            x_BNE = block.prefill(x_BNE, streams)  # type: ignore[operator]
         self.position = x_BNE.shape[1]
         return model.logits(model.narrow(model.norm(x_BNE[:, -1])))
 
@@ -51,7 +51,7 @@ class Decoder:
         x_BS = embedding.start_S.expand(self.batch, -1) if tokens_B is None else embedding.vectors(tokens_B)
         x_B1E = embedding.finish(x_BS[:, None], self.position)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
-            x_B1E = block.decode(x_B1E, streams, self.position)  # type: ignore[operator]
+            x_B1E = block.decode(x_B1E, streams)  # type: ignore[operator]
         self.position += 1
         return self.model.logits(self.model.narrow(self.model.norm(x_B1E[:, 0])))
 

@@ -1,15 +1,16 @@
-"""The heads of a layer: one constructor call for each pattern of model.base and routing.selection.
+"""The heads of a layer: groups of heads, and one constructor call for each pattern they can have.
 
 `config` is always a resolved configuration, and layer 0 the lowest.
+
+Shapes: B sequences, H heads of a group, N positions, D head size, S keys that a key mix looks back at.
 """
 
 import traceback
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from rtx.attention import (
-    ROUTING_CLASSES,
     AdaptiveSpan,
     Blocks,
     Centroids,
@@ -21,13 +22,20 @@ from rtx.attention import (
     Indexer,
     Local,
     Lsh,
+    Nearest,
     Pattern,
+    PositionPattern,
     Probed,
     Random,
     RandomBlocks,
     Recurrent,
+    RelativeTables,
     Strided,
+    Thresholds,
+    TopK,
 )
+from rtx.attention.pattern import Rotate
+from rtx.attention.reads import QueriesKeys
 from rtx.config import (
     BASES,
     ROUTED,
@@ -42,9 +50,144 @@ from rtx.config import (
 )
 from rtx.errors import UserError
 from rtx.keys import imported
+from rtx.model.key_mix import KeyMix
+from rtx.model.positions import Shaw, SinusoidKeys, rotate
+
+KeySource = Literal["matrix", "queries", "none"]
+"""Where the keys of heads come from: a matrix, the queries of the same position, or nowhere: the pattern has none."""
 
 MISTAKES = (AttributeError, LookupError, NameError, TypeError, ValueError)
 """Errors of an extension's code that users read in one line."""
+
+
+class HeadGroup(nn.Module):
+    """Heads of one pattern, from the vectors that a layer projects for them to their outputs.
+
+    Tables of positions are added later (`add_tables`): their draws come after those of the layer's
+    matrices.
+
+    Args:
+        name: the base pattern of these heads, or `ROUTED`.
+        heads: H.
+    """
+
+    def __init__(self, name: str, heads: int, config: Config, layer: int) -> None:
+        super().__init__()
+        routing = config.routing
+        routes = name == ROUTED
+        self.name = name
+        self.heads = heads
+        self.size = head_size(config)
+        self.pattern = make_pattern(name, heads, config, layer)
+        self.key_source: KeySource = "none"
+        if routes and routing.keys == "tied":
+            self.key_source = "queries"
+        elif self.pattern.has_keys:
+            self.key_source = "matrix"
+        self.key_mix: KeyMix | None = None
+        if routes and (routing.key_shift or routing.key_conv > 1):
+            self.key_mix = KeyMix(heads, self.size, routing.key_shift, routing.key_conv)
+        self.key_loss = 0.0
+        """Weight of the distance between the matrices of queries and of keys in the loss."""
+        if routes and self.key_source == "matrix":
+            self.key_loss = routing.key_loss
+        self.rotate: Rotate | None = None
+        """Rotates queries and keys by their positions."""
+        if config.model.positions == "rotary" and (routing.rotary or not routes):
+            self.rotate = rotate
+        self.tables: Shaw | SinusoidKeys | None = None
+        """Terms of the logits by distance."""
+
+    def add_tables(self, config: Config) -> None:
+        """Add the tables by distance that the positions of the configuration need."""
+        model = config.model
+        if model.positions == "shaw":
+            self.tables = Shaw(model.max_distance, self.size)
+        if model.positions == "xl":
+            self.tables = SinusoidKeys(model.hidden, self.heads, model.clamp, model.dropout)
+
+    @property
+    def width(self) -> int:
+        """H * D, the number of columns that the queries of this group have, and its outputs."""
+        return self.heads * self.size
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        streaming: bool = False,
+        memory_length: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs `[B, H, N, D]` and the auxiliary loss of the pattern.
+
+        Args:
+            k_BHND: the keys by a matrix; None where `key_source` names another source.
+            streaming: every selection is made from the prefix alone.
+            memory_length: positions in front that are read, and have no output.
+        """
+        q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND)
+        return self.pattern(
+            q_BHND,
+            k_BHND,
+            v_BHND,
+            rotate=self.rotate,
+            relative=self.relative(),
+            streaming=streaming,
+            memory=memory_length,
+        )
+
+    def queries_and_keys(
+        self, q_BHND: Tensor, k_BHND: Tensor | None, before_BHSD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the queries and keys that the pattern gets, and the keys for the next `before_BHSD`.
+
+        Args:
+            before_BHSD: the keys before these that the key mix looks back at; None at the start.
+        """
+        if isinstance(self.tables, SinusoidKeys):
+            q_BHND = self.tables.with_content(q_BHND)
+        if self.key_source == "queries":
+            k_BHND = q_BHND
+        if self.key_mix is None:
+            return q_BHND, k_BHND, None
+        assert k_BHND is not None
+        return q_BHND, *self.key_mix(k_BHND, before_BHSD)
+
+    def relative(self) -> RelativeTables | None:
+        """Return the terms by distance as the pattern reads them."""
+        if isinstance(self.tables, SinusoidKeys):
+            assert isinstance(self.pattern, PositionPattern)
+            assert self.pattern.keeps is not None
+            return self.tables(self.pattern.keeps)
+        if self.tables is not None:
+            return self.tables()
+        return None
+
+    def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None) -> QueriesKeys:
+        """Return queries and keys as choices and logits of the pattern read them."""
+        q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND)
+        return self.pattern.inputs(q_BHND, k_BHND, self.rotate)
+
+
+class HeadStream:
+    """A group of heads that reads one position after the other, from position 0 on."""
+
+    def __init__(self, group: HeadGroup) -> None:
+        self.group = group
+        self.stream = group.pattern.stream(rotate=group.rotate, relative=group.relative())
+        self.before_BHSD: Tensor | None = None
+        """The last keys before the key mix, which looks back at them."""
+
+    def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+        """Return the outputs `[B, H, N, D]` of the first N positions."""
+        q_BHND, k_BHND, self.before_BHSD = self.group.queries_and_keys(q_BHND, k_BHND)
+        return self.stream.prefill(q_BHND, k_BHND, v_BHND)
+
+    def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
+        """Return the output `[B, H, 1, D]` of the next position."""
+        q_BH1D, k_BH1D, self.before_BHSD = self.group.queries_and_keys(q_BH1D, k_BH1D, self.before_BHSD)
+        return self.stream.decode(q_BH1D, k_BH1D, v_BH1D)
 
 
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
@@ -118,16 +261,17 @@ def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern
     routing = config.routing
     size = head_size(config)
     options = selection_options(config)
+    routed = {"commitment": routing.commitment, "merge": routing.merge, **options}
     top_keys = {"window": routing.window, "qk_norm": routing.qk_norm, **options}
     blocks = {"block": routing.block, "compressed": routing.compressed, **top_keys}
     match name:
-        case "causal" | "topk" | "nearest":
-            return ROUTING_CLASSES[name](
-                make_centroids(name, heads, config),
-                commitment=routing.commitment,
-                merge=routing.merge,
-                **options,
-            )
+        case "topk":
+            return TopK(make_centroids(heads, config), **routed)
+        case "causal":
+            rate = routing.threshold_rate
+            return Thresholds(make_centroids(heads, config, rate), **routed)
+        case "nearest":
+            return Nearest(make_centroids(heads, config), **routed)
         case "random":
             return Random(
                 heads,
@@ -159,15 +303,12 @@ def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern
     raise AssertionError(name)
 
 
-def make_centroids(selection: str, heads: int, config: Config) -> Centroids:
-    """Return the centroids of routing heads; thresholds move only if they choose the members."""
+def make_centroids(heads: int, config: Config, threshold_rate: float = 0.0) -> Centroids:
+    """Return the centroids of routing heads."""
     routing = config.routing
     keys = routing.keys
     if keys == "tied":
         keys = "separate"
-    threshold_rate = 0.0
-    if selection == "causal":
-        threshold_rate = routing.threshold_rate
     return Centroids(
         heads,
         clusters(config),

@@ -1,157 +1,129 @@
-"""The attention layer: which patterns share out its heads by the configuration, and how these are split and joined.
+"""The attention layer: one projection, groups of heads, and one matrix that joins their outputs.
 
-Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
+Shapes: B sequences, N positions, E hidden width, H heads of a group, D head size.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.cache import Cache
-from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.pattern import Pattern
-from rtx.config import ROUTED, Config, layer_patterns
-from rtx.model.heads import make_pattern
+from rtx.config import Config, layer_patterns
+from rtx.model.heads import HeadGroup, HeadStream
 from rtx.model.linear import Linear
-from rtx.model.positions import Shaw, SinusoidKeys, rotate
 
-
-class Stream(NamedTuple):
-    """What a stream keeps of one group of heads."""
-
-    cache: Cache
-    last_keys: list[Tensor]
-    """The keys before the next position that a key shift or convolution reads, `[B, H, K, D]`, in a list of one."""
+Part = TypeVar("Part")
+Parts = tuple[Part, Part | None, Part]
+"""What a group has for queries, for keys (None without a matrix), and for values."""
 
 
 class MultiheadAttention(nn.Module):
-    """One layer's heads, in groups of one pattern each; where keys are the queries there is no key matrix."""
+    """The heads of one layer, which share a projection; each group of them has a pattern."""
+
+    groups: nn.ModuleDict
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        model = config.model
-        self.size = model.hidden // model.heads
-        patterns = layer_patterns(config, layer)
-        self.groups = nn.ModuleDict(
-            {name: make_pattern(name, heads, config, layer) for name, heads in patterns.items()}
-        )
-        self.tied = [name == ROUTED and config.routing.keys == "tied" for name in patterns]
-        self.with_keys = [p.has_keys and not tied for p, tied in zip(self.each(), self.tied, strict=True)]
-        counts = list(patterns.values())
-        key_counts = [count for count, with_keys in zip(counts, self.with_keys, strict=True) if with_keys]
-        self.widths = [count * self.size for count in (*counts, *key_counts, *counts)]
-        self.qkv = Linear(model.hidden, sum(self.widths), bias=False)
-        self.out = Linear(model.hidden, model.hidden, bias=False)
-        turned = [name != ROUTED or config.routing.rotary for name in patterns]
-        self.rotations = [rotate if model.positions == "rotary" and each else None for each in turned]
-        """What turns the queries and keys of each group, None without."""
-        self.shaw = nn.ModuleDict()
-        if model.positions == "shaw":
-            self.shaw.update({name: Shaw(model.max_distance, self.size) for name in patterns})
-        with_sinusoids = model.positions == "xl"
-        self.xl = SinusoidKeys(model.hidden, model.heads, model.clamp, model.dropout) if with_sinusoids else None
-        routing, self.mix = config.routing, nn.ModuleDict()
-        if ROUTED in patterns and (routing.key_shift or routing.key_conv > 1):
-            self.mix[ROUTED] = KeyMix(patterns[ROUTED], self.size, routing.key_shift, routing.key_conv)
-        self.key_loss = routing.key_loss if ROUTED in patterns and self.with_keys[-1] else 0.0
+        hidden = config.model.hidden
+        groups = [HeadGroup(name, heads, config, layer) for name, heads in layer_patterns(config, layer).items()]
+        widths = [group.width for group in groups]
+        key_widths = [group.width for group in groups if group.key_source == "matrix"]
+        self.size = groups[0].size
+        self.widths = [*widths, *key_widths, *widths]
+        """Columns of the projection: the queries of each group, then keys, then values."""
+        # The order of draws and of modules decides the first weights that a seed gives: patterns,
+        # matrices, tables.
+        self.qkv = Linear(hidden, sum(self.widths), bias=False)
+        self.out = Linear(hidden, hidden, bias=False)
+        self.groups = nn.ModuleDict({group.name: group for group in groups})
+        for group in groups:
+            group.add_tables(config)
+        self.has_key_loss = any(group.key_loss for group in groups)
 
-    def each(self) -> list[Pattern]:
-        """The groups in order."""
+    def head_groups(self) -> list[HeadGroup]:
+        """Return the groups of heads, in the order in which `out` joins them."""
         return list(self.groups.values())  # type: ignore[return-value]
 
-    def split(self, x_BNE: Tensor, streams: list[Stream] | None = None) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """Return each group's queries, keys (None without keys of its own) and values, `[B, heads, N, D]`.
+    def by_group(self, parts: Sequence[Part]) -> list[Parts[Part]]:
+        """Return the parts of each group, from parts in the order of `widths`."""
+        groups = self.head_groups()
+        queries = parts[: len(groups)]
+        values = parts[-len(groups) :]
+        keys = iter(parts[len(groups) : -len(groups)])
+        parts_of_groups: list[Parts[Part]] = []
+        for group, query, value in zip(groups, queries, values, strict=True):
+            key = None
+            if group.key_source == "matrix":
+                key = next(keys)
+            parts_of_groups.append((query, key, value))
+        return parts_of_groups
 
-        Keys are shifted and convolved where that is asked for; streams go on where they are.
-        """
-        parts = self.qkv(x_BNE).split(self.widths, dim=-1)
-        split = [part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts]
-        count = len(self.with_keys)
-        queries, keys, values = split[:count], iter(split[count:-count]), split[-count:]
-        if self.xl is not None:
-            queries = [q_BHND + self.xl.content_HD[:, None].to(q_BHND.dtype) for q_BHND in queries]
-        kinds = zip(queries, self.tied, self.with_keys, strict=True)
-        own_keys = [q_BHND if tied else next(keys) if with_keys else None for q_BHND, tied, with_keys in kinds]
-        for number, name in enumerate(self.groups):
-            if name in self.mix:
-                last = streams[number].last_keys if streams is not None else []
-                own_keys[number] = self.mix[name](own_keys[number], last)
-        return list(zip(queries, own_keys, values, strict=True))
+    def project(self, x_BNE: Tensor) -> list[Parts[Tensor]]:
+        """Return the queries, keys and values of each group, `[B, H, N, D]`."""
+        columns = self.qkv(x_BNE).split(self.widths, dim=-1)
+        heads = [column.unflatten(-1, (-1, self.size)).transpose(1, 2) for column in columns]
+        return self.by_group(heads)
 
-    def key_distance(self) -> Tensor:
-        """Return how far apart the matrices of queries and of keys of the routing heads are, the mean over these heads.
-
-        ||W_Q - W_K|| of a head is the least delta such that no unit of x (W_Q - W_K) exceeds delta times the largest of
-        x: the largest sum of absolute differences over what one unit reads (the ICLR version, appendix A, equation 14).
-        """
-        parts, queries = self.qkv.weight.split(self.widths), len(self.groups)
-        apart_FE = parts[queries - 1] - parts[queries + sum(self.with_keys) - 1]
-        return apart_FE.abs().sum(-1).unflatten(0, (-1, self.size)).amax(-1).mean()
-
-    def relative(self) -> list[RelativeTables | None]:
-        """Return the tables by distance of each group, None without."""
-        if self.xl is not None:
-            return [self.xl(pattern.keeps) for pattern in self.each()]  # type: ignore[attr-defined]
-        return [self.shaw[name]() if name in self.shaw else None for name in self.groups]
-
-    def forward(
-        self, x_BNE: Tensor, streaming: bool = False, streams: list[Stream] | None = None, memory: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `streams` take the sequence in.
-
-        The first `memory` positions are read, and have no output.
-        """
-        outputs, total = [], x_BNE.new_zeros((), dtype=torch.float32)
-        if self.key_loss and self.training:
-            total = total + self.key_loss * self.key_distance()
-        groups = list(zip(self.each(), self.rotations, self.split(x_BNE, streams), strict=True))
-        for stream, (pattern, rotary, (q, k, v)) in zip(streams or [], groups, strict=False):
-            stream.cache.prefill(pattern.inputs(q, k, rotary), v)
-        for relative, (pattern, rotary, (q, k, v)) in zip(self.relative(), groups, strict=True):
-            out_BHND, loss = pattern(q, k, v, rotate=rotary, relative=relative, streaming=streaming, memory=memory)
-            outputs.append(out_BHND)
-            total = total + loss
-        joined_BNE = torch.cat(outputs, dim=1).transpose(1, 2).flatten(2)
-        return self.out(joined_BNE), total
-
-    def start(self) -> list[Stream]:
-        """Return what a stream keeps of every group, at position 0."""
-        pairs = zip(self.each(), self.relative(), strict=True)
-        return [Stream(pattern.start(relative), []) for pattern, relative in pairs]
-
-    def decode(self, x_B1E: Tensor, streams: list[Stream], position: int) -> Tensor:
-        """Return the layer's output `[B, 1, E]` at the next position of each stream."""
-        split = self.split(x_B1E, streams)
-        outputs = [
-            stream.cache.decode(pattern.inputs(q, k, rotary, position), v, position)
-            for stream, pattern, rotary, (q, k, v) in zip(streams, self.each(), self.rotations, split, strict=True)
-        ]
+    def join(self, outputs: list[Tensor]) -> Tensor:
+        """Return the layer's output `[B, N, E]` from the outputs of each group, `[B, H, N, D]`."""
         return self.out(torch.cat(outputs, dim=1).transpose(1, 2).flatten(2))
 
+    def forward(self, x_BNE: Tensor, streaming: bool = False, memory_length: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the layer's output `[B, N, E]` and its auxiliary loss.
 
-class KeyMix(nn.Module):
-    """Keys that look back: the key of position j is that of j - shift, plus a causal convolution over `width` keys.
+        Args:
+            streaming: every selection of keys is made from the prefix alone.
+            memory_length: positions in front that are read, and have no output.
+        """
+        loss = x_BNE.new_zeros((), dtype=torch.float32)
+        if self.training and self.has_key_loss:
+            loss = loss + self.key_loss()
+        outputs = []
+        for group, qkv in zip(self.head_groups(), self.project(x_BNE), strict=True):
+            out_BHND, group_loss = group(*qkv, streaming, memory_length)
+            outputs.append(out_BHND)
+            loss = loss + group_loss
+        return self.join(outputs), loss
 
-    With a shift of 1 a head can match "the unit before was A" (an induction head in one layer); the convolution is one
-    for each unit of a head, with SiLU, added to the key (Xiao et al. 2025). It starts at zero.
+    def key_loss(self) -> Tensor:
+        """Return the weighted distance between the matrices of queries and of keys."""
+        losses = []
+        weights = self.by_group(self.qkv.weight.split(self.widths))
+        for group, (query_FE, key_FE, _) in zip(self.head_groups(), weights, strict=True):
+            if group.key_loss and key_FE is not None:
+                losses.append(group.key_loss * matrix_distance(query_FE, key_FE, self.size))
+        return torch.stack(losses).sum()
+
+    def streams(self) -> list[HeadStream]:
+        """Return a stream of each group, at position 0."""
+        return [HeadStream(group) for group in self.head_groups()]
+
+    def prefill(self, x_BNE: Tensor, streams: list[HeadStream]) -> Tensor:
+        """Return the layer's output `[B, N, E]` at the first N positions of new streams."""
+        outputs = []
+        for stream, qkv in zip(streams, self.project(x_BNE), strict=True):
+            outputs.append(stream.prefill(*qkv))
+        return self.join(outputs)
+
+    def decode(self, x_B1E: Tensor, streams: list[HeadStream]) -> Tensor:
+        """Return the layer's output `[B, 1, E]` at the next position of each stream."""
+        outputs = []
+        for stream, qkv in zip(streams, self.project(x_B1E), strict=True):
+            outputs.append(stream.decode(*qkv))
+        return self.join(outputs)
+
+
+def matrix_distance(query_FE: Tensor, key_FE: Tensor, size: int) -> Tensor:
+    """Return how far apart the matrices of queries and of keys are: the mean over heads.
+
+    ||W_Q - W_K|| of a head is the least delta such that no number of x (W_Q - W_K) exceeds delta
+    times the largest number of x: the largest sum of absolute differences over a column (the ICLR
+    version of the paper, appendix A, equation 14).
+
+    Args:
+        query_FE, key_FE: matrices of heads of `size` columns each.
     """
-
-    def __init__(self, heads: int, size: int, shift: int, width: int) -> None:
-        super().__init__()
-        self.shift, self.width = shift, width
-        self.taps_HDK = nn.Parameter(torch.zeros(heads, size, width)) if width > 1 else None
-
-    def forward(self, k_BHND: Tensor, last: list[Tensor]) -> Tensor:
-        """Return mixed keys; `last` holds the keys before them (none at the start), and then those before the next."""
-        back = self.shift + self.width - 1
-        before = last.pop() if last else k_BHND.new_zeros(*k_BHND.shape[:2], back, k_BHND.shape[-1])
-        every, N = torch.cat([before, k_BHND], dim=2), k_BHND.shape[2]
-        last.append(every[:, :, N:])
-        mixed = every[:, :, self.width - 1 : self.width - 1 + N]
-        if self.taps_HDK is None:
-            return mixed
-        taps = self.taps_HDK.to(k_BHND.dtype).unbind(-1)
-        products = [every[:, :, first : first + N] * tap[:, None] for first, tap in enumerate(taps)]
-        return mixed + F.silu(torch.stack(products).sum(0))
+    difference_FE = query_FE - key_FE
+    sum_HD = difference_FE.abs().sum(-1).unflatten(0, (-1, size))
+    return sum_HD.amax(-1).mean()

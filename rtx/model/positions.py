@@ -68,7 +68,7 @@ class SinusoidKeys(nn.Module):
     """Transformer-XL's positions (Dai et al. 2019, section 3.3): a logit is (q + u) k + (q + v) r of the distance.
 
     r is a matrix times the sinusoids of the distance, of which `clamp` is the largest that is told apart; `dropout` is
-    on the sinusoids. u is `content_HD`, which whoever calls adds to the queries; v is `place_HD`.
+    on the sinusoids. u is `content_HD`, which `with_content` adds to the queries; v is `place_HD`.
     """
 
     def __init__(self, hidden: int, heads: int, clamp: int | None, dropout: float) -> None:
@@ -77,6 +77,10 @@ class SinusoidKeys(nn.Module):
         self.project = Linear(hidden, hidden, bias=False)
         self.content_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
         self.place_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
+
+    def with_content(self, q_BHND: Tensor) -> Tensor:
+        """Return queries with u."""
+        return q_BHND + self.content_HD[:, None].to(q_BHND.dtype)
 
     def forward(self, distances: int) -> RelativeTables:
         """Return keys and bias, for queries with u, of so many distances from 0 on."""

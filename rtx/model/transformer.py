@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from rtx.attention.centroids import statistics_paused
 from rtx.attention.pattern import Pattern
 from rtx.config import Config, embedding_width, sizes_of
-from rtx.model.block import Block, Compression, Memory
+from rtx.model.block import Block
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, token_nats
 from rtx.model.linear import Linear
-from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
+from rtx.model.memory import Memory, MemoryBlock
+from rtx.model.positions import TABLE_DEVIATION, LearnedPositions, SinusoidKeys
 
 RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """torch's option, without a public name, by which a recomputed block gathers no statistics for a second time."""
@@ -84,10 +85,10 @@ class Transformer(nn.Module):
         self.segment = config.data.length if model.base == "recurrent" else 0
         self.config = model
         self.embedding = Embedding(config, vocabulary)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
-        positions: list[Any] = [block.attention.xl for block in self.blocks]  # type: ignore[union-attr]
-        for own in positions[1:] if model.positions == "xl" and model.tie_biases else ():
-            own.content_HD, own.place_HD = positions[0].content_HD, positions[0].place_HD
+        block_class = MemoryBlock if model.base == "recurrent" else Block
+        self.blocks = nn.ModuleList(block_class(config, layer) for layer in range(model.layers))
+        if model.tie_biases:
+            self.tie_biases()
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
         width = embedding_width(model)
         self.narrow = Linear(model.hidden, width) if width != model.hidden else nn.Identity()
@@ -103,6 +104,13 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.products = config.hardware.products
+
+    def tie_biases(self) -> None:
+        """Let the tables of Transformer-XL of all layers share their biases u and v."""
+        tables = [module for module in self.blocks.modules() if isinstance(module, SinusoidKeys)]
+        for table in tables[1:]:
+            table.content_HD = tables[0].content_HD
+            table.place_HD = tables[0].place_HD
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -156,38 +164,35 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BN: Tensor, streaming: bool = False, memory: Memory | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
+        """Return the vectors that predict each token, `[B, N, S]`, and the auxiliary loss.
 
-        `streaming`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
-        `memory`: the sequences go on where it ends, and it takes them in.
+        Args:
+            streaming: every selection of keys is made from the prefix alone, which changes the
+                outputs of top-w and of lsh=reformer.
+            memory: the tokens go on where it ends, and are appended to it.
         """
-        x_BNE, inputs = self.embedding(tokens_BN, memory and memory.last_B), []
+        before_B = None
+        if memory is not None:
+            before_B = memory.last_B
+        x_BNE = self.embedding(tokens_BN, before_B)
         total = x_BNE.new_zeros((), dtype=torch.float32)
+        inputs = []
         for layer, block in enumerate(self.blocks):
-            given = (x_BNE, streaming, None, memory.read(layer) if memory else None)
-            inputs += [x_BNE] if memory else []
-            if self.recompute and self.training and torch.is_grad_enabled():
-                x_BNE, loss = recomputed_block(block, *given)
-            else:
-                x_BNE, loss = block(*given)
+            arguments = [x_BNE, streaming]
+            if memory is not None:
+                inputs.append(x_BNE)
+                arguments.append(memory.read(layer))
+            x_BNE, loss = self.run_block(block, *arguments)
             total = total + loss
-        if memory:
-            old = memory.take(inputs, tokens_BN)
-            total = total + (self.compress(memory, inputs, old) if self.config.compressed else 0)
+        if memory is not None:
+            total = total + memory.update(self.blocks, inputs, tokens_BN)  # type: ignore[arg-type]
         return self.narrow(self.norm(x_BNE)), total
 
-    def compress(self, memory: Memory, inputs: list[Tensor], old: list[Tensor]) -> Tensor:
-        """Compress what leaves the memory; return the loss that trains the compression, of all blocks together."""
-        modules: list[Compression] = [block.compression for block in self.blocks]  # type: ignore[misc]
-        total = inputs[0].new_zeros(())
-        if not old[0].shape[1]:  # DDP waits for every gradient
-            return total + sum(0 * p.sum() for module in modules for p in module.parameters())
-        made = [module(old_BOE) for module, old_BOE in zip(modules, old, strict=True)]
-        memory.compress(made)
-        if self.training and modules[0].conv is not None:
-            for block, *given in zip(self.blocks, inputs, old, made, strict=True):
-                total = total + block.reconstruction_loss(*given)  # type: ignore[operator]
-        return total
+    def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return what a block returns; in training with `recompute` it keeps its inputs alone."""
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return recomputed_block(block, *arguments)
+        return block(*arguments)
 
     def loss(self, tokens_BN: Tensor, streaming: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss.

@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -27,6 +28,14 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 PLAIN = (bool, int, float, str, bytes, type(None))
 FACTS = ("format", "step", "config", "data")
+
+RENAMED = (
+    (r"(\.attention\.groups\.\w+)\.", r"\1.pattern."),
+    (r"\.attention\.shaw\.(\w+)\.", r".attention.groups.\1.tables."),
+    (r"\.attention\.mix\.(\w+)\.", r".attention.groups.\1.key_mix."),
+    (r"\.attention\.xl\.", ".attention.groups.recurrent.tables."),
+)
+"""Names of tensors in older checkpoints, and what replaces them."""
 
 Say = Callable[[str], object]
 Checkpoint = dict[str, Any]  # Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`
@@ -236,9 +245,56 @@ def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) 
     )
 
 
+def with_current_names(tensors: Mapping[str, Any], expected: Collection[str]) -> dict[str, Any]:
+    """Return the tensors of a checkpoint by the names that a model has for them, in their order."""
+    return {current_name(name, expected): tensor for name, tensor in tensors.items()}
+
+
+def current_name(name: str, expected: Collection[str]) -> str:
+    """Return the name that a model has for a tensor of a checkpoint, which may be an older one."""
+    if name in expected:
+        return name
+    for pattern, replacement in RENAMED:
+        renamed = re.sub(pattern, replacement, name, count=1)
+        if renamed in expected:
+            return renamed
+    return name
+
+
+def renumbered(
+    state: Mapping[int, Any],
+    saved: Iterable[str],
+    groups: Sequence[Iterable[str]],
+) -> Mapping[int, Any]:
+    """Return the state of an optimizer by the numbers that its parameters have in this version.
+
+    An optimizer numbers parameters group after group, in each of them in the order of the model.
+
+    Args:
+        state: what the optimizer has saved for each number.
+        saved: the tensors of the model that was saved with it, by their current names, in order.
+        groups: the names of the parameters in each group.
+    """
+    places = {name: place for place, name in enumerate(saved)}
+    before: list[str] = []
+    after: list[str] = []
+    for names in groups:
+        before += sorted(names, key=lambda name: places.get(name, len(places)))
+        after += names
+    if before == after:
+        return state
+    number_before = {name: number for number, name in enumerate(before)}
+    moved = {}
+    for number, name in enumerate(after):
+        if number_before[name] in state:
+            moved[number] = state[number_before[name]]
+    return moved
+
+
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """Load the weights and buffers of a checkpoint into a model; `UserError` names tensors whose shapes differ."""
+    tensors = with_current_names(checkpoint["model"], model.state_dict())
     try:
-        model.load_state_dict(checkpoint["model"])
+        model.load_state_dict(tensors)
     except RuntimeError as error:
         raise UserError(f"the checkpoint does not fit the model: {error}") from error

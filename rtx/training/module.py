@@ -20,10 +20,10 @@ from rtx.data.datamodule import MicroBatches
 from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
-from rtx.model.block import Memory
+from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.adafactor import Adafactor
-from rtx.training.checkpoint import FORMAT, tensor_problem
+from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.distributed import Ranks, is_part, shard, whole
 from rtx.training.hardware import precision_on
@@ -318,8 +318,14 @@ class TrainingModule(pl.LightningModule):
         checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Set the counters of Lightning's loops: its own count micro-batches, which may have another size now."""
-        checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
+        """Set the counters of Lightning's loops: its own count micro-batches, which may have another size now.
+
+        Tensors of older checkpoints, and what the optimizer saved for them, get their current names and numbers.
+        """
+        tensors = with_current_names(checkpoint["model"], self.model.state_dict())
+        checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        for state in checkpoint["optimizer_states"]:
+            state["state"] = renumbered(state["state"], tensors, decaying_and_exempt(self.model))
         loop, step = self.trainer.fit_loop.epoch_loop, checkpoint["step"]
         loop.batch_progress.total.ready = step * self.trainer.accumulate_grad_batches
         loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
@@ -340,6 +346,18 @@ def learning_rate(config: Config, step: int) -> float:
     return peak * {"rsqrt": math.sqrt(warmup / step), "cosine": cosine, "constant": 1.0}[schedule]
 
 
+def decaying_and_exempt(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the parameters whose weights decay, and the others, by their names."""
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    decaying: dict[str, nn.Parameter] = {}
+    exempt: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
+        group = decaying if is_matrix else exempt
+        group[name] = parameter
+    return decaying, exempt
+
+
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
@@ -348,12 +366,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     is min(lr, 1 / sqrt(step)), and means of squares are at least 1e-18, where they add 1e-30 to each square. torch's
     default of 1e-7 would hide the gradients of large models.
     """
-    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    decaying, exempt = [], []
-    for name, parameter in model.named_parameters():
-        is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
-        (decaying if is_matrix else exempt).append(parameter)
-    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    decaying, exempt = decaying_and_exempt(model)
+    groups = [
+        {"params": list(decaying.values()), "weight_decay": config.weight_decay},
+        {"params": list(exempt.values()), "weight_decay": 0.0},
+    ]
     if config.name == "adafactor":
         return Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=(1e-18, 1e-3), d=1.0)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]

@@ -57,7 +57,7 @@ class Peeking(Full):
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_leak_is_located_where_it_arises(layer: int) -> None:
     leaking = tiny_model(length=LENGTH, base="local+full")
-    leaking.blocks[layer].attention.groups["full"] = Peeking()  # type: ignore[union-attr,index]
+    leaking.blocks[layer].attention.groups["full"].pattern = Peeking()  # type: ignore[union-attr,index]
     audit = audit_model(leaking, IDS, PREFIXES)
     assert audit.origins == [(layer, "full")] and (audit.changes[LOGITS] > 0).all()
 
@@ -110,10 +110,10 @@ def test_a_gradient_that_is_missing_or_not_finite_is_flagged(monkeypatch: pytest
         broken.output_VS[0, 0] = torch.nan
     assert all(row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens()))
     idle = tiny_model(selection="exact")
-    idle.blocks[2].attention.groups["routed"].register_parameter("idle", nn.Parameter(torch.ones(3)))  # type: ignore[union-attr,index]
+    idle.blocks[2].attention.groups["routed"].pattern.register_parameter("idle", nn.Parameter(torch.ones(3)))  # type: ignore[union-attr,index]
     assert [row["missing"] for row in choice_gradients(idle, tokens())] == [False, True]
     frozen = tiny_model(selection="causal")
-    frozen.blocks[2].attention.groups["routed"].centroids.decay = 1.0  # type: ignore[union-attr,index]
+    frozen.blocks[2].attention.groups["routed"].pattern.centroids.decay = 1.0  # type: ignore[union-attr,index]
     assert [row["missing"] for row in choice_gradients(frozen, tokens())] == [False, True]
     (hashed,) = choice_gradients(tiny_model(layers=1, routing_layers=0, base="lsh", hash_buckets=4), tokens())
     assert (hashed["heads"], hashed["missing"], hashed["trained_by"][:11]) == ("lsh", False, "its queries")

@@ -21,6 +21,7 @@ from rtx.training.hardware import has_compiler
 from rtx.training.run_folder import read_status
 
 XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 model.memory=40"
+CENTROIDS = "blocks.1.attention.groups.routed.pattern.centroids.centroid_HCD"
 
 
 def weight(run: Path, name: str = "embedding.table_VS") -> torch.Tensor:
@@ -122,15 +123,14 @@ def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
     (line,) = [line for line in said.splitlines() if line.startswith("hardware.compile=auto: not compiled")]
     assert reason in line and line.endswith("the model runs eagerly")
     assert torch.equal(weight(run), weight(undisturbed))
-    name = "blocks.1.attention.groups.routed.centroids.centroid_HCD"
-    assert torch.equal(weight(run, name), weight(undisturbed, name))
+    assert torch.equal(weight(run, CENTROIDS), weight(undisturbed, CENTROIDS))
 
 
 def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(workshop: Workshop) -> None:
     words = ("routing.init=random", "seed=1", "routing.init=data")
     runs = [workshop.train(word, word, "routing.decay=1.0", "trainer.steps=1") for word in words]
     assert not torch.equal(weight(runs[0]), weight(runs[1]))
-    drawn, other, data = (weight(run, "blocks.1.attention.groups.routed.centroids.centroid_HCD") for run in runs)
+    drawn, other, data = (weight(run, CENTROIDS) for run in runs)
     assert not torch.equal(drawn, other) and not torch.equal(drawn, data)
 
 
@@ -149,7 +149,7 @@ def test_bf16_and_fp64(workshop: Workshop) -> None:
         path = workshop.train(precision, f"hardware.precision={precision}", "trainer.steps=2")
         scores[precision] = final(path)["bits"]
         assert weight(path).dtype == {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
-        centroids = weight(path, "blocks.1.attention.groups.routed.centroids.centroid_HCD")
+        centroids = weight(path, CENTROIDS)
         assert centroids.dtype == torch.float32
         assert json.loads((path / "environment.json").read_text())["hardware"]["precision"] == precision
     assert scores["fp32"] == pytest.approx(scores["fp64"], abs=1e-4)

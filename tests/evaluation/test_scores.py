@@ -19,9 +19,9 @@ class Counter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
         self.calls: list[tuple[int, ...]] = []
 
-    def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
         assert not torch.is_grad_enabled()
-        self.calls.append((*tokens_BN.shape, prefix))
+        self.calls.append((*tokens_BN.shape, streaming))
         place_N = torch.arange(tokens_BN.shape[1])
         return tokens_BN.float() + place_N / 1024, torch.zeros(())
 

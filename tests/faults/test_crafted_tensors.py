@@ -196,5 +196,5 @@ def test_a_pattern_that_keeps_what_no_checkpoint_holds_is_refused_before_a_step(
     own = (f"extensions={tmp_path / 'kept.py'}", "model.base=kept")
     process = workshop.fork(tmp_path / "kept", "train", workshop.text, *SIZES, *own)
     assert process.wait() == 2, process.log.read_text()
-    assert "kept.kept is a tensor " in process.log.read_text()
+    assert "kept.pattern.kept is a tensor " in process.log.read_text()
     assert "which no checkpoint holds: keep it contiguous and real" in process.log.read_text()

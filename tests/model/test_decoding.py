@@ -39,7 +39,7 @@ def test_streaming_equals_parallel_and_a_prompt_its_steps(kind: Kind, monkeypatc
 
 
 def members_held(decoder: Decoder) -> list[list[list[int]]]:
-    caches = [stream.cache for streams in decoder.streams for stream in streams]
+    caches = [stream.stream.cache for streams in decoder.streams for stream in streams]
     return [held.position_LS.sort(dim=-1).values.tolist() for held in caches if isinstance(held, ClusterCache)]
 
 
@@ -182,7 +182,7 @@ def test_silent_heads_are_the_model_whose_routing_heads_give_zeros() -> None:
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> None:
     model = ablated("local", routing_attend_self=attend_self)
-    heads: nn.Module = model.blocks[1].attention.groups["routed"]  # type: ignore
+    heads: nn.Module = model.blocks[1].attention.groups["routed"].pattern  # type: ignore
     torch.manual_seed(0)
     q_BHND, v_BHND = torch.randn(2, 2, 2, 17, 4, dtype=torch.float64)
     out_BHND, _ = heads(q_BHND, None, v_BHND)

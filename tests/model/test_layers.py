@@ -21,9 +21,10 @@ from rtx.attention.positional import Full
 from rtx.config import HardwareConfig, layer_patterns
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
+from rtx.model.key_mix import KeyMix
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, token_nats
 from rtx.model.linear import Linear
-from rtx.model.multihead import KeyMix, MultiheadAttention
+from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
 
@@ -153,8 +154,8 @@ def test_angles_are_exact_at_far_positions() -> None:
 
 
 def test_blocks_alone_ask_for_no_summary_columns() -> None:
-    (pattern, *_) = MultiheadAttention(tiny_config(base="fixed_block", stride=4, summary=8), layer=0).each()
-    assert pattern.keeps == 4  # type: ignore[attr-defined]
+    (group, *_) = MultiheadAttention(tiny_config(base="fixed_block", stride=4, summary=8), layer=0).head_groups()
+    assert group.pattern.keeps == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("axes", [(10,), (2, 4, 3)])
@@ -185,7 +186,7 @@ def attention(model: Transformer, layer: int) -> MultiheadAttention:
 
 
 def routed(model: Transformer, layer: int) -> Pattern:
-    return attention(model, layer).groups["routed"]  # type: ignore[return-value]
+    return attention(model, layer).groups["routed"].pattern  # type: ignore[return-value]
 
 
 def test_base_patterns_share_the_heads_that_do_not_route_and_routing_layers_are_on_top() -> None:
@@ -259,18 +260,19 @@ def test_a_position_gets_the_key_so_far_back_and_the_convolution_adds_those_befo
         if mixed.taps_HDK is not None:
             conv = sum(mixed.taps_HDK[..., -1 - back] * key for back, key in enumerate(keys))
             expected[:, :, j] += F.silu(torch.as_tensor(conv))
-    torch.testing.assert_close(mixed(K_BHND, []), expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(KeyMix(2, 4, 0, width).double()(K_BHND, []), K_BHND), "it starts at nothing"
+    torch.testing.assert_close(mixed(K_BHND)[0], expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(KeyMix(2, 4, 0, width).double()(K_BHND)[0], K_BHND), "it starts at nothing"
 
 
 def test_tied_keys_are_the_queries_before_them_at_any_distance() -> None:
     model = tiny_model(selection="exact", positions="rotary", **TIED)
     layer = attention(model, 2)
     assert layer.qkv.out_features == 16 + 8 + 16, "queries, keys of local heads alone, values"
-    q_BHND, k_BHND, _ = layer.split(torch.randn(2, 9, 16, dtype=torch.float64))[1]
+    local, routed = layer.head_groups()
+    projected = layer.project(torch.randn(2, 9, 16, dtype=torch.float64))
+    q_BHND, k_BHND, _ = routed.queries_and_keys(*projected[1][:2])
     assert k_BHND is not None and torch.equal(k_BHND[:, :, 1:], q_BHND[:, :, :-1])
-    local, routed = layer.rotations
-    assert local is not None and routed is None
+    assert local.rotate is not None and routed.rotate is None
 
 
 @pytest.mark.parametrize("attend_self", [True, False])

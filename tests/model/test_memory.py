@@ -11,8 +11,9 @@ from tiny_models import check_alike, check_streams, tiny_config, tiny_model, tok
 from torch import Tensor, nn
 
 from rtx.data.datamodule import StreamItems
-from rtx.model.block import Block, Compression, Memory
+from rtx.model.memory import Compression, Memory, MemoryBlock
 from rtx.model.multihead import MultiheadAttention
+from rtx.model.positions import SinusoidKeys
 from rtx.model.transformer import Transformer
 
 XL: dict[str, Any] = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
@@ -22,8 +23,9 @@ KINDS = ("conv", "mean", "max")
 
 def read_by_loops(attention: MultiheadAttention, x_KE: Tensor, memory: int, most: int | None) -> Tensor:
     """Dai et al. 2019, section 3.3, position by position: what the last positions of a sequence get, `[N, E]`."""
-    positions, size = attention.xl, attention.size
-    assert positions is not None
+    (group,) = attention.head_groups()
+    positions, size = group.tables, group.size
+    assert isinstance(positions, SinusoidKeys)
     (H, D), E = positions.content_HD.shape, x_KE.shape[1]
     W_q, W_k, W_v = attention.qkv.weight.split(H * D)
     rows = []
@@ -52,7 +54,7 @@ def test_attention_over_a_memory_is_the_papers(memory: int, own: dict[str, Any])
     assert isinstance(attention, MultiheadAttention)
     x_KE = torch.randn(memory + 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x_KE = x_KE.requires_grad_()
-    found, _ = attention(x_KE[None], memory=memory)
+    found, _ = attention(x_KE[None], memory_length=memory)
     expected = read_by_loops(attention, x_KE, memory, 8 if "same_length" in own else None)
     check_alike(found[0], expected, [x_KE, *attention.parameters()])
 
@@ -123,7 +125,9 @@ def kept_by_loops(compression: Compression, old_OE: Tensor) -> Tensor:
     return torch.stack([part_cE.mean(0) if compression.kind == "mean" else part_cE.amax(0) for part_cE in parts])
 
 
-def loss_by_loops(block: Block, norm: nn.LayerNorm | None, x_NE: Tensor, old_OE: Tensor, made_CE: Tensor) -> Tensor:
+def loss_by_loops(
+    block: MemoryBlock, norm: nn.LayerNorm | None, x_NE: Tensor, old_OE: Tensor, made_CE: Tensor
+) -> Tensor:
     """Rae et al. 2020, Algorithm 2: attention by content over the old positions and over the compressed ones."""
     size, errors = block.attention.size, []
     x_NE, old_OE, made_CE = (y if norm is None else norm(y) for y in (x_NE, old_OE, made_CE))
@@ -142,8 +146,8 @@ def test_memory_and_compressed_memory_are_those_of_the_definition(kind: str) -> 
     compression = model.blocks[0].compression
     assert isinstance(compression, Compression)
     for start in range(0, 30, 6):
-        old = memory.take([x_BNE[:, start : start + 6]] * 3, tokens(length=6))
-        memory.compress([compression(old_BOE) for old_BOE in old])
+        old = memory.append([x_BNE[:, start : start + 6]] * 3, tokens(length=6))
+        memory.append_compressed([compression(old_BOE) for old_BOE in old])
     for b in range(2):
         assert torch.equal(memory.layers[0][b], x_BNE[b, 26:])
         expected_CE = kept_by_loops(compression, x_BNE[b, 14:26])
@@ -155,11 +159,11 @@ def test_memory_and_compressed_memory_are_those_of_the_definition(kind: str) -> 
 def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> None:
     model = tiny_model(length=6, **{**KEPT, "norm": norm})
     block = model.blocks[1]
-    assert isinstance(block, Block) and block.compression is not None
+    assert isinstance(block, MemoryBlock) and block.compression is not None
     x_NE, old_OE = (torch.randn(n, 16, dtype=torch.float64, requires_grad=True) for n in (6, 8))
     used = block.attention_norm if norm == "pre" else None
     made_BCE = block.compression(old_OE.detach()[None])
-    loss = block.reconstruction_loss(x_NE[None], old_OE[None], made_BCE)
+    loss = block.compression_loss(x_NE[None], old_OE[None], made_BCE)
     expected = loss_by_loops(block, used, x_NE, old_OE.detach(), kept_by_loops(block.compression, old_OE.detach()))
     check_alike(loss, expected, block.compression.parameters())
     others = [x_NE, old_OE, *block.attention.parameters(), *block.attention_norm.parameters()]

@@ -1,0 +1,191 @@
+"""Memory of earlier segments, as in Transformer-XL and the Compressive Transformer.
+
+Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block keeps its inputs at
+the last M positions, its memory, and its attention reads them before the segment. What leaves the
+memory is compressed, several positions to one, and the last C compressed positions are read before
+the memory.
+
+Shapes: B streams, N positions of a segment, E hidden width, M positions of memory, C compressed
+ones, K positions that attention reads, O positions that leave the memory, D head size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rtx.config import Config, ModelConfig
+from rtx.model.block import Block
+
+
+class Compression(nn.Module):
+    """Compresses `rate` positions to one.
+
+    By a convolution, their mean, or their maximum (Rae et al., section 3).
+    """
+
+    def __init__(self, hidden: int, rate: int, kind: str) -> None:
+        super().__init__()
+        self.rate = rate
+        self.kind = kind
+        self.conv: nn.Conv1d | None = None
+        if kind == "conv":
+            self.conv = nn.Conv1d(hidden, hidden, rate, stride=rate)
+
+    def forward(self, old_BOE: Tensor) -> Tensor:
+        """Return the compressed positions `[B, O / rate, E]`."""
+        if self.conv is not None:
+            return self.conv(old_BOE.mT).mT
+        parts = old_BOE.unflatten(1, (-1, self.rate))
+        if self.kind == "mean":
+            return parts.mean(2)
+        return parts.amax(2)
+
+
+class MemoryBlock(Block):
+    """A block that also reads its inputs of earlier segments."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        model = config.model
+        self.compression: Compression | None = None
+        if model.compressed:
+            self.compression = Compression(model.hidden, model.compression_rate, model.compression)
+
+    def forward(
+        self,
+        x_BNE: Tensor,
+        streaming: bool = False,
+        memory_BKE: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention.
+
+        Args:
+            memory_BKE: the block's inputs before these, compressed ones among them.
+        """
+        if memory_BKE is None:
+            return super().forward(x_BNE, streaming)
+        longer_BKE = torch.cat([memory_BKE, x_BNE], dim=1)
+        memory_length = memory_BKE.shape[1]
+        normed_BKE = self.before_attention(longer_BKE)
+        branch_BNE, loss = self.attention(normed_BKE, streaming, memory_length)
+        return self.after_attention(x_BNE, branch_BNE), loss
+
+    def compression_loss(self, x_BNE: Tensor, old_BOE: Tensor, compressed_BCE: Tensor) -> Tensor:
+        """Return how far attention over compressed positions is from attention over the old ones.
+
+        It is the mean square over all heads, by content alone (Rae et al., Algorithm 2). Only
+        `compressed_BCE` has a gradient.
+        """
+        weights = self.attention.qkv.weight.detach().split(self.attention.widths)
+        query_FE, key_FE, value_FE = weights
+        q_BHND = self.heads_of(x_BNE.detach(), query_FE)
+
+        def attend(x_BKE: Tensor) -> Tensor:
+            k_BHKD = self.heads_of(x_BKE, key_FE)
+            v_BHKD = self.heads_of(x_BKE, value_FE)
+            return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD)
+
+        return F.mse_loss(attend(compressed_BCE), attend(old_BOE.detach()))
+
+    def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
+        """Return the products with a matrix, by heads, `[B, H, K, D]`; the norm has no gradient."""
+        if self.pre:
+            norm = self.attention_norm
+            weight_E = norm.weight.detach()
+            bias_E = norm.bias.detach()
+            x_BKE = F.layer_norm(x_BKE, norm.normalized_shape, weight_E, bias_E, norm.eps)
+        columns = F.linear(x_BKE, weight_FE)
+        return columns.unflatten(-1, (-1, self.attention.size)).transpose(1, 2)
+
+
+class Memory:
+    """The memory of B parallel streams in every block, without gradient; empty at the start."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.length = model.memory
+        self.compressed_length = model.compressed
+        self.rate = model.compression_rate
+        self.layers: list[Tensor] = []
+        """The memory of each block, `[B, M, E]`."""
+        self.compressed: list[Tensor] = []
+        """The compressed memory of each block, `[B, C, E]`; empty while nothing has left the memory."""
+        self.last_B: Tensor | None = None
+        """The last token of each stream."""
+
+    def read(self, layer: int) -> Tensor | None:
+        """Return what a block reads before its segment, `[B, C + M, E]`; None at the start."""
+        if not self.layers:
+            return None
+        compressed = self.compressed[layer : layer + 1]
+        return torch.cat([*compressed, self.layers[layer]], dim=1)
+
+    def update(
+        self,
+        blocks: Sequence[MemoryBlock],
+        inputs: list[Tensor],
+        tokens_BN: Tensor,
+    ) -> Tensor:
+        """Append a segment, compress what leaves the memory, and return the compression's loss.
+
+        Args:
+            blocks: the blocks of the model.
+            inputs: the inputs of each block in the segment, `[B, N, E]`.
+        """
+        leaving = self.append(inputs, tokens_BN)
+        if not self.compressed_length:
+            return inputs[0].new_zeros(())
+        return self.compress(blocks, inputs, leaving)
+
+    def append(self, inputs: list[Tensor], tokens_BN: Tensor) -> list[Tensor]:
+        """Append the inputs of each block, and return what leaves its memory, `[B, O, E]`.
+
+        O is a multiple of the rate of the compression.
+        """
+        longer = appended(self.layers, inputs)
+        leaving = max(0, longer[0].shape[1] - self.length)
+        if self.compressed_length:
+            leaving -= leaving % self.rate
+        self.layers = [x_BKE[:, leaving:].clone() for x_BKE in longer]
+        self.last_B = tokens_BN[:, -1]
+        return [x_BKE[:, :leaving] for x_BKE in longer]
+
+    def append_compressed(self, compressed: list[Tensor]) -> None:
+        """Append compressed positions of each block, and drop the oldest."""
+        longer = appended(self.compressed, compressed)
+        first = max(0, longer[0].shape[1] - self.compressed_length)
+        self.compressed = [x_BCE[:, first:].clone() for x_BCE in longer]
+
+    def compress(
+        self,
+        blocks: Sequence[MemoryBlock],
+        inputs: list[Tensor],
+        leaving: list[Tensor],
+    ) -> Tensor:
+        """Compress what leaves the memory of each block, and return the loss of the compression."""
+        compressions = [block.compression for block in blocks if block.compression is not None]
+        loss = inputs[0].new_zeros(())
+        if not leaving[0].shape[1]:
+            return loss + unused(compressions)
+        compressed = []
+        for compression, old_BOE in zip(compressions, leaving, strict=True):
+            compressed.append(compression(old_BOE))
+        self.append_compressed(compressed)
+        for block, *tensors in zip(blocks, inputs, leaving, compressed, strict=True):
+            if block.training and compressions[0].conv is not None:
+                loss = loss + block.compression_loss(*tensors)
+        return loss
+
+
+def unused(modules: list[Compression]) -> Tensor | int:
+    """Return 0, with a gradient of zeros for each parameter, for which DDP waits."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return sum(0 * parameter.sum() for parameter in parameters)
+
+
+def appended(memories: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Return the memory of each block, an empty list at the start, and its inputs, without gradient."""
+    if not memories:
+        return [x_BNE.detach() for x_BNE in inputs]
+    return [torch.cat(pair, dim=1).detach() for pair in zip(memories, inputs, strict=True)]
