@@ -42,9 +42,9 @@ they follow the keys of the step (`KeyCentroids`).
 The rule is first in this file, then the pattern, which chooses among the batch forms, then the
 stream. inverted_file.py has the clusters of keys and those that queries probe, probed_lists.py the
 lists of queries that read all that they probe, and candidates.py the index of the others. On a CPU
-a compiled kernel makes both (engine/probing.cpp). On a GPU kernels of ours make the lists
-(engine/triton_probing.py), for all types but float64, and up to 4,095 clusters and 1,048,575
-positions. Torch's operations make all else; on a GPU they are many times slower.
+a compiled kernel makes both (engine/probing.cpp). On a GPU our kernels make the lists
+(engine/triton_probing.py), for all types but float64, up to 4,095 clusters and 1,048,575 positions.
+Torch's operations make all else; on a GPU they are many times slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
 a cache, K keys that a query probes, W keys that it reads, M keys of all lists, L = B * H * C lists.
