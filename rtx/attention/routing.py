@@ -525,10 +525,12 @@ ROOM = 4
 
 
 class Thresholds(Routing):
-    """A position joins all clusters whose threshold its score reaches (ours; strictly causal).
+    """A position joins all clusters whose threshold its score reaches. This is ours.
 
-    If it reaches none, it joins the cluster whose threshold it misses by least, so that nobody is
-    left out. Thresholds follow the number of members after each step, see `Centroids`.
+    If it reaches none, it joins the cluster whose threshold it misses by least, so that each
+    position is a member. Its own scores alone decide, so this is strictly causal. After a step
+    thresholds follow the number of members, see `Centroids`; Expert Threshold routing (arXiv
+    2603.11535) does the like for feed-forward experts.
 
     On a GPU, lists have room for a fixed number of members, see room.py.
     """
@@ -611,7 +613,7 @@ class Thresholds(Routing):
 
 
 class Nearest(Routing):
-    """A position joins the one cluster that scores it highest (a baseline; strictly causal)."""
+    """A position joins the one cluster that scores it highest: a baseline, strictly causal."""
 
     # The rule.
 
