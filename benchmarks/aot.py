@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: what it interprets it cannot compile
+os.environ.pop(
+    "TRITON_INTERPRET", None
+)  # before Triton is imported: what it interprets it cannot compile
 
 import torch
 import triton
@@ -60,7 +62,9 @@ class Form:
 
     @property
     def tile_used(self) -> packed_launch.Tile:
-        return self.tile or packed_launch.tile_of(self.kernel, self.size, self.dtype, self.distances)
+        return self.tile or packed_launch.tile_of(
+            self.kernel, self.size, self.dtype, self.distances
+        )
 
     @property
     def words(self) -> str:
@@ -77,18 +81,30 @@ class Form:
         if self.kernel == "by_row":
             mean = not self.by_member
             absent = ["y"] if mean else ["lse", "share"]
-            return {"HAS_Y": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(absent)
+            return {"HAS_Y": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(
+                absent
+            )
         tile, absent = self.tile_used, []
         absent += [] if self.hidden else ["hidden_value", "hidden_low", "hidden_high"]
         absent += [] if self.distances else ["logit_table", "dlogit_table"]
-        absent += [] if self.values else ["dweight_table", *(["weight_table"] if self.kernel == "dq" else [])]
+        absent += (
+            []
+            if self.values
+            else ["dweight_table", *(["weight_table"] if self.kernel == "dq" else [])]
+        )
         absent += [] if self.dropout else ["seed"]
         absent += [] if self.by_member else ["dlse"]
         flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
         flags |= {"BY_MEMBER": self.by_member or self.in_order, "HAS_DLSE": self.by_member}
-        flags |= {"HIDDEN": self.hidden, "IN_ORDER": self.in_order, "SUMS_BY_MEMBER": not self.joined}
+        flags |= {
+            "HIDDEN": self.hidden,
+            "IN_ORDER": self.in_order,
+            "SUMS_BY_MEMBER": not self.joined,
+        }
         tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
-        return packed_launch.head_sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
+        return (
+            packed_launch.head_sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
+        )
 
 
 def forms() -> Iterator[Form]:
@@ -97,7 +113,13 @@ def forms() -> Iterator[Form]:
     shaw: dict[str, Any] = {"distances": True, "values": True}
     dropped: dict[str, Any] = shaw | {"dropout": True}
     backward: list[dict[str, Any]] = [{"by_member": True}, {"joined": True}]
-    terms: list[dict[str, Any]] = [{}, {"in_order": True}, *backward, {"hidden": 1}, {"dropout": True}]
+    terms: list[dict[str, Any]] = [
+        {},
+        {"in_order": True},
+        *backward,
+        {"hidden": 1},
+        {"dropout": True},
+    ]
     terms += [{"distances": True}, shaw, shaw | {"in_order": True}, dropped, shaw | {"hidden": 1}]
     for size in (64, 128):
         for kernel in kernels:
@@ -121,7 +143,11 @@ def forms() -> Iterator[Form]:
 def compiled(form: Form, capability: int) -> Any:
     """Return the kernel that Triton makes of a form."""
     function = getattr(packed_kernels, f"{form.kernel}_kernel")
-    kinds = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32")
+    kinds = (
+        dict.fromkeys(FLOAT32, "*fp32")
+        | dict.fromkeys(INT64, "*i64")
+        | dict.fromkeys(INT32, "*i32")
+    )
     kinds |= dict.fromkeys(SCALARS, "fp32") | dict.fromkeys(NUMBERS, "i32")
     names, constants = function.arg_names, form.constants()
     signature = {name: kinds.get(name, f"*{TYPES[form.dtype]}") for name in names}
@@ -132,7 +158,9 @@ def compiled(form: Form, capability: int) -> Any:
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
     warps = 4 if form.kernel in BY_ROW else form.tile_used.warps
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}
+    )
 
 
 def resources(made: Any, capability: int) -> tuple[int, int, int]:
@@ -141,7 +169,14 @@ def resources(made: Any, capability: int) -> tuple[int, int, int]:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(made.asm["ptx"])
-        command = [PTXAS, "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", Path(folder, "kernel.cubin")]
+        command = [
+            PTXAS,
+            "-v",
+            f"--gpu-name=sm_{capability}{suffix}",
+            ptx,
+            "-o",
+            Path(folder, "kernel.cubin"),
+        ]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = re.search(r"Used (\d+) registers", printed)
     spilled = re.search(r"(\d+) bytes spill stores", printed)
@@ -159,7 +194,9 @@ def row(form: Form, capability: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="+", type=int, default=[90, 80], help="compute capabilities")
+    parser.add_argument(
+        "--targets", nargs="+", type=int, default=[90, 80], help="compute capabilities"
+    )
     args = parser.parse_args()
     head = f"Triton {triton.__version__}; tile: queries, keys, warps, stages\n"
     head += f"{'for   kernel  type size terms':<43}{'tile':<13}{'registers':>10}{'spilled':>9}{'shared':>8}"

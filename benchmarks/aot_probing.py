@@ -89,7 +89,9 @@ def main() -> None:
     targets = {"nargs": "+", "type": int, "default": [90, 80]}
     parser.add_argument("--targets", help="compute capabilities", **targets)
     args = parser.parse_args()
-    columns = f"{'for   kernel    constants':<66}{'warps':>7}{'registers':>11}{'spilled':>9}{'shared':>8}"
+    columns = (
+        f"{'for   kernel    constants':<66}{'warps':>7}{'registers':>11}{'spilled':>9}{'shared':>8}"
+    )
     lines = [f"Triton {triton.__version__}\n{columns}"]
     print(lines[0])
     for capability in args.targets:

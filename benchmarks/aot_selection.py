@@ -136,7 +136,9 @@ def main() -> None:
     targets = {"nargs": "+", "type": int, "default": [90, 80]}
     parser.add_argument("--targets", help="compute capabilities", **targets)
     args = parser.parse_args()
-    columns = f"{'for   kernel             constants':<101}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    columns = (
+        f"{'for   kernel             constants':<101}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    )
     lines = [f"Triton {triton.__version__}\n{columns}"]
     print(lines[0])
     for capability in args.targets:

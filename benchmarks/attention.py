@@ -39,7 +39,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines at each start; read as torch loads
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "99"
+)  # torch's profiler prints two lines at each start; read as torch loads
 
 import torch
 from ending import end_with_children
@@ -65,8 +67,15 @@ from rtx.training.hardware import keep_freed_memory
 
 SIZES = {
     "short": [Size("short", 256, 64, 4), Size("short", 1_024, 128, 8)],
-    "main": [Size("main", 8_192, 256, 32), Size("main", 16_384, 256, 64), Size("main", 3_072, 512, 6)],
-    "growth": [Size("growth", N, N // C, C) for N, C in ((8_192, 64), (16_384, 128), (32_768, 128), (65_536, 256))],
+    "main": [
+        Size("main", 8_192, 256, 32),
+        Size("main", 16_384, 256, 64),
+        Size("main", 3_072, 512, 6),
+    ],
+    "growth": [
+        Size("growth", N, N // C, C)
+        for N, C in ((8_192, 64), (16_384, 128), (32_768, 128), (65_536, 256))
+    ],
 }
 RIVAL = {
     **dict.fromkeys(("routing_topk", "routing_causal", "random", "sdpa_blocks"), "peer_routing"),
@@ -75,7 +84,15 @@ RIVAL = {
 }
 BOTH = ["full", "local", "routing_topk", "routing_causal"]
 """Rows of every table of the main sizes; with the system's memory only these and the peers are timed."""
-OTHERS = ["random", "routing_nearest", "routing_separate", "strided", "fixed", "lsh", "adaptive_span"]
+OTHERS = [
+    "random",
+    "routing_nearest",
+    "routing_separate",
+    "strided",
+    "fixed",
+    "lsh",
+    "adaptive_span",
+]
 SHAW = ["local_shaw", "routing_topk_shaw", "routing_causal_shaw"]
 ROTARY = ["local_rotary", "routing_topk_rotary", "routing_causal_rotary"]
 KINDS = ["routing_projected", "lsh_reformer", "lsh_rounds", "exact", "blocks", "indexer"]
@@ -90,23 +107,37 @@ NARROW = 0.02
 def names_of(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
     """Return the rows that are measured at a size: those of the patterns that are asked for."""
     every = all_names(size, memory, args)
-    return [name for name in every if not args.patterns or pattern_and_backend(name)[0] in args.patterns]
+    return [
+        name for name in every if not args.patterns or pattern_and_backend(name)[0] in args.patterns
+    ]
 
 
 def all_names(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
     """Return all rows of a size."""
-    ours = ["local", "random", "routing_topk", "routing_causal"]  # nothing has to select random members
+    ours = [
+        "local",
+        "random",
+        "routing_topk",
+        "routing_causal",
+    ]  # nothing has to select random members
     if size.group != "main" and args.device == "cuda":
         ours = ["full", *ours]
     if size.group == "main":
         ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS]
     first = memory == "kept" and size == SIZES["main"][0]
-    ours = [row for name in (*ours, *(ROTARY if first else ())) for row in (name, *faster(name, args))]
+    ours = [
+        row for name in (*ours, *(ROTARY if first else ())) for row in (name, *faster(name, args))
+    ]
     if first:  # torch's kernels alone would take minutes for some of these
         ours += [row for name in KINDS for row in faster(name, args) or [name]]
     if size.group != "main":
         return [*ours, "sdpa"] if args.device == "cuda" else ours
-    return [*ours, "sdpa", "sdpa_blocks", *(name for name, package in PEERS.items() if installed(package))]
+    return [
+        *ours,
+        "sdpa",
+        "sdpa_blocks",
+        *(name for name, package in PEERS.items() if installed(package)),
+    ]
 
 
 def check(args: argparse.Namespace) -> list[str]:
@@ -120,9 +151,14 @@ def check(args: argparse.Namespace) -> list[str]:
         try:
             difference, _ = differences(name, args, "float32")
             right, said = difference <= TOLERANCE, f"{difference:.1e}"
-            if args.dtype != "float32" and name not in INDEXED:  # these choose in their inputs' type
+            if (
+                args.dtype != "float32" and name not in INDEXED
+            ):  # these choose in their inputs' type
                 _, relative = differences(name, args, args.dtype)
-                right, said = right and relative <= NARROW, f"{said}, {args.dtype} {relative:.1e} of the norm"
+                right, said = (
+                    right and relative <= NARROW,
+                    f"{said}, {args.dtype} {relative:.1e} of the norm",
+                )
         except Exception as error:  # one row must not cost all others their time on a GPU
             right, said = False, f"{type(error).__name__}: {error}"
         if not right:
@@ -142,7 +178,9 @@ def once(attention: Attention, inputs: list[Tensor], gradient_BHND: Tensor | Non
     found = attention(*inputs)
     out, *losses = found if isinstance(found, tuple) else (found,)
     losses = [loss.sum() for loss in losses if loss.requires_grad]
-    torch.autograd.backward([out, *losses], [gradient_BHND.view(out.shape), *(torch.ones_like(x) for x in losses)])
+    torch.autograd.backward(
+        [out, *losses], [gradient_BHND.view(out.shape), *(torch.ones_like(x) for x in losses)]
+    )
 
 
 def timed(run: Callable[[], object], device: str) -> float:
@@ -233,9 +271,20 @@ def row(
     median = {other: statistics.median(values) for other, values in times.items()}
     pattern, backend = pattern_and_backend(name)
     plain = without_positions(pattern)
-    rivals = [rival for rival in ("full", "sdpa", RIVAL.get(plain), plain) if rival in median and rival != name]
+    rivals = [
+        rival
+        for rival in ("full", "sdpa", RIVAL.get(plain), plain)
+        if rival in median and rival != name
+    ]
     # Two products forward, five backward.
-    useful = 2.0 * args.dim * args.batch * args.heads * pairs(name, size) * (2 if what == "forward" else 7)
+    useful = (
+        2.0
+        * args.dim
+        * args.batch
+        * args.heads
+        * pairs(name, size)
+        * (2 if what == "forward" else 7)
+    )
     return {
         "what": what,
         "group": size.group,
@@ -293,7 +342,10 @@ def work(memory: str, groups: list[str], args: argparse.Namespace, door: Connect
     args.rate = product_rate(args)
     rows = [row for group in groups for size in SIZES[group] for row in measure(size, args, memory)]
     versions = code() | {name: version for name in PEERS.values() if (version := installed(name))}
-    place = {"machine": machine(args.device, args.threads), "matrix_products_gflops": round(args.rate / 1e9, 1)}
+    place = {
+        "machine": machine(args.device, args.threads),
+        "matrix_products_gflops": round(args.rate / 1e9, 1),
+    }
     common = place | {"versions": versions}
     door.send(([row | common for row in rows], args.wrong))
 
@@ -322,14 +374,22 @@ def rows_to_keep(
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in {"batch": 1, "heads": 8, "dim": 64, "threads": 2, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--groups", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--patterns", nargs="+", default=[], help="time these rows alone; default: all")
+    parser.add_argument(
+        "--patterns", nargs="+", default=[], help="time these rows alone; default: all"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--check", action="store_true", help="hold the rows against the oracle, and time nothing")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="hold the rows against the oracle, and time nothing"
+    )
     args = parser.parse_args()
     end_with_children()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -344,17 +404,24 @@ def main() -> None:
     rows = [row for group in args.groups for row in table("kept", [group], args)]
     if args.device == "cpu" and "main" in args.groups:
         rows += table("system", ["main"], args)
-    path = Path(__file__).parent / "results" / f"attention-{args.device.replace('cuda', 'gpu')}.json"
+    path = (
+        Path(__file__).parent / "results" / f"attention-{args.device.replace('cuda', 'gpu')}.json"
+    )
     kept = rows_to_keep(json.loads(path.read_text()), rows, args) if path.exists() else []
     slopes = exponents([*rows, *kept])
-    path.write_text(json.dumps([row | {"exponents": slopes} for row in (*rows, *kept)], indent=1) + "\n")
+    path.write_text(
+        json.dumps([row | {"exponents": slopes} for row in (*rows, *kept)], indent=1) + "\n"
+    )
     for each in rows:
         print_row(each)
     if kept:
         print(f"{path.name} keeps {len(kept)} rows of earlier records, which are not printed")
     measured = exponents(rows)
     if measured:
-        print("growth of time with N:", ", ".join(f"{name} N^{slope:.2f}" for name, slope in measured.items()))
+        print(
+            "growth of time with N:",
+            ", ".join(f"{name} N^{slope:.2f}" for name, slope in measured.items()),
+        )
     sys.exit(f"not timed, see above: {', '.join(dict.fromkeys(args.wrong))}" if args.wrong else 0)
 
 

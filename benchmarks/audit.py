@@ -32,14 +32,18 @@ SELECTIONS = ("topk", "causal", "random")
 
 def arguments() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--selections", nargs="+", choices=SELECTIONS, default=list(SELECTIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=64, help="windows that are priced")
-    parser.add_argument("--positions", type=int, default=32, help="positions scored in each of them")
+    parser.add_argument(
+        "--positions", type=int, default=32, help="positions scored in each of them"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hardware", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmark-audit"))
@@ -53,10 +57,25 @@ def train(args: argparse.Namespace, selection: str, seed: int) -> Path:
     if (read_status(run) or {}).get("state") == "done":
         return run
     overrides = [
-        *("data=stdlib", "experiment=tiny", f"data.length={args.length}", f"routing={selection}", f"seed={seed}"),
+        *(
+            "data=stdlib",
+            "experiment=tiny",
+            f"data.length={args.length}",
+            f"routing={selection}",
+            f"seed={seed}",
+        ),
         *("routing.keys=shared", "routing.key_shift=0", "routing.rotary=true"),
-        *(f"optimizer.steps={args.steps}", f"trainer.batch_size={args.batch_size}", "trainer.val_every=100"),
-        *("logger=jsonl", f"hardware={args.hardware}", "hardware.precision=fp32", f"hardware.threads={args.threads}"),
+        *(
+            f"optimizer.steps={args.steps}",
+            f"trainer.batch_size={args.batch_size}",
+            "trainer.val_every=100",
+        ),
+        *(
+            "logger=jsonl",
+            f"hardware={args.hardware}",
+            "hardware.precision=fp32",
+            f"hardware.threads={args.threads}",
+        ),
         *args.overrides,
     ]
     environment = os.environ | {"RTX_RUN": str(run)}
@@ -81,7 +100,10 @@ def audit(args: argparse.Namespace, runs: list[Path]) -> list[dict[str, Any]]:
 
 def is_wanted(result: dict[str, Any], args: argparse.Namespace) -> bool:
     """Tell whether an audit was of as many windows and positions."""
-    return result["price"]["windows"] == args.windows and len(result["price"]["positions"]) == args.positions
+    return (
+        result["price"]["windows"] == args.windows
+        and len(result["price"]["positions"]) == args.positions
+    )
 
 
 def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[dict[str, Any]]:
@@ -102,7 +124,9 @@ def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[
     for run, result in zip(runs, results, strict=True):
         final = (read_status(run) or {})["final"]["bits"]
         priced = {name: result["price"][name] for name in ("bits", *DIFFERENCES)}
-        rows.append({"what": "audit", "seed": result["seed"], "final_bits": final, **priced, **common})
+        rows.append(
+            {"what": "audit", "seed": result["seed"], "final_bits": final, **priced, **common}
+        )
     if len(runs) > 1:
         means = {}
         for name in DIFFERENCES:
@@ -115,7 +139,9 @@ def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a line for each run and each mean, in bits per byte; errors are over windows, and over seeds."""
-    lines = [f"{'pattern':<16}{'seed':>6}{'split':>9}" + "".join(f"{name:>21}" for name in DIFFERENCES)]
+    lines = [
+        f"{'pattern':<16}{'seed':>6}{'split':>9}" + "".join(f"{name:>21}" for name in DIFFERENCES)
+    ]
     for row in rows:
         single = row["what"] == "audit"
         head = f"{row['seed']:>6}{row['final_bits']:>9.4f}" if single else f"{'mean':>6}{'':>9}"

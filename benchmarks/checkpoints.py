@@ -45,7 +45,10 @@ def main() -> None:
         os.environ |= {"RTX_RUN": f"{scratch}/run", "RTX_DATA": f"{scratch}/data"}
         if rtx(["train", "logger=jsonl", *overrides]) != 0:
             raise SystemExit(1)
-        rows = [json.loads(line) for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()
+        ]
         size = Path(scratch, "run", "checkpoints", "last.ckpt").stat().st_size
     paces = [row["tokens_per_second"] for row in rows if row["kind"] == "train"]
     step = config.trainer.batch_size * config.data.length / statistics.median(paces)
@@ -64,7 +67,11 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     path = Path(__file__).parent / "results" / "checkpoints-cpu.json"
-    kept = [row for row in json.loads(path.read_text()) if row["overrides"] != overrides] if path.exists() else []
+    kept = (
+        [row for row in json.loads(path.read_text()) if row["overrides"] != overrides]
+        if path.exists()
+        else []
+    )
     path.write_text(json.dumps([*kept, result], indent=1) + "\n")
 
 

@@ -45,14 +45,24 @@ Row = dict[str, Any]
 
 def arguments() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--runs", type=int, default=3, help="of each case; their median counts")
-    parser.add_argument("--text", type=Path, help="a file of text; default: Python's standard library")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="text of the books (case books)")
+    parser.add_argument(
+        "--text", type=Path, help="a file of text; default: Python's standard library"
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, default=2.0, help="text of the books (case books)"
+    )
     parser.add_argument("--vocabulary", type=int, default=16_384, help="subwords (case subwords)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of all sizes; below 1 no figure has a goal")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data-cpu.json")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of all sizes; below 1 no figure has a goal"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "data-cpu.json"
+    )
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -65,7 +75,11 @@ def text_of(args: argparse.Namespace) -> bytes:
 
     if args.text and args.text.suffix == ".parquet":
         return "".join(parquet.read_table(args.text, columns=["text"])["text"].to_pylist()).encode()
-    return args.text.read_bytes() if args.text else b"".join(path.read_bytes() for path in library_files())
+    return (
+        args.text.read_bytes()
+        if args.text
+        else b"".join(path.read_bytes() for path in library_files())
+    )
 
 
 def repeated(text: bytes, size: int) -> bytes:
@@ -88,19 +102,36 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("enwik8", content)
-    text.ENWIK8 = Remote("https://nowhere.invalid/enwik8.zip", archive.stat().st_size, file_sha256(archive))
+    text.ENWIK8 = Remote(
+        "https://nowhere.invalid/enwik8.zip", archive.stat().st_size, file_sha256(archive)
+    )
     text.ENWIK8_TEXT = (len(content), hashlib.sha256(content).hexdigest())
     begin = time.perf_counter()
-    store = prepare_data(DataConfig(name="enwik8", path=str(archive), length=LENGTH), folder / "data", said)
-    rows = [row("enwik-8's zip to its store", time.perf_counter() - begin, "s", 5.0, bytes=len(content))]
+    store = prepare_data(
+        DataConfig(name="enwik8", path=str(archive), length=LENGTH), folder / "data", said
+    )
+    rows = [
+        row("enwik-8's zip to its store", time.perf_counter() - begin, "s", 5.0, bytes=len(content))
+    ]
     items = TrainingItems(store.split("train"), LENGTH, seed=0, batch_size=BATCH)
     steps = max(20, int(2_000 * args.scale))
-    for batches in (training_batches(items, 0, 20), training_batches(items, 20, 20 + steps)):  # the first ones warm up
+    for batches in (
+        training_batches(items, 0, 20),
+        training_batches(items, 20, 20 + steps),
+    ):  # the first ones warm up
         begin, units = time.perf_counter(), 0
         for batch in batches:
             units += batch.numel()
         seconds = time.perf_counter() - begin
-    return [*rows, row(f"random batches of {BATCH} x {LENGTH:,}", units / seconds / MB, "million tokens/s", 100.0)]
+    return [
+        *rows,
+        row(
+            f"random batches of {BATCH} x {LENGTH:,}",
+            units / seconds / MB,
+            "million tokens/s",
+            100.0,
+        ),
+    ]
 
 
 def case_words(folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -114,7 +145,10 @@ def case_words(folder: Path, args: argparse.Namespace) -> list[Row]:
     tokenizer.encode(text)
     rates = (("counted", counted - begin, None), ("encoded", time.perf_counter() - counted, 20.0))
     facts = {"bytes": len(text), "vocabulary": tokenizer.vocabulary}
-    return [row(f"words {what}", len(text) / seconds / MB, "MB/s", goal, **facts) for what, seconds, goal in rates]
+    return [
+        row(f"words {what}", len(text) / seconds / MB, "MB/s", goal, **facts)
+        for what, seconds, goal in rates
+    ]
 
 
 def case_subwords(folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -128,9 +162,15 @@ def case_subwords(folder: Path, args: argparse.Namespace) -> list[Row]:
     learned = time.perf_counter()
     unseen = text[half : half + int(30 * MB * args.scale)]
     tokenizer.encode(unseen)
-    rate, facts = len(unseen) / (time.perf_counter() - learned) / MB, {"vocabulary": args.vocabulary}
+    rate, facts = (
+        len(unseen) / (time.perf_counter() - learned) / MB,
+        {"vocabulary": args.vocabulary},
+    )
     rows = [row("subwords learned", learned - begin, "s", None, bytes=half, **facts)]
-    return [*rows, row("subwords encoded, text never seen", rate, "MB/s", 3.0, bytes=len(unseen), **facts)]
+    return [
+        *rows,
+        row("subwords encoded, text never seen", rate, "MB/s", 3.0, bytes=len(unseen), **facts),
+    ]
 
 
 def case_books(folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -147,7 +187,15 @@ def case_books(folder: Path, args: argparse.Namespace) -> list[Row]:
     begin = time.perf_counter()
     store = prepare_data(data, folder / "data", said)
     seconds = time.perf_counter() - begin
-    return [row("PG-19-like books to their store of bytes", seconds, "s", None, bytes=len(store.split("train")))]  # type: ignore[union-attr]
+    return [
+        row(
+            "PG-19-like books to their store of bytes",
+            seconds,
+            "s",
+            None,
+            bytes=len(store.split("train")),
+        )
+    ]  # type: ignore[union-attr]
 
 
 def write_books(folder: str, size: str, text: str) -> None:
@@ -155,16 +203,24 @@ def write_books(folder: str, size: str, text: str) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    content = text_of(argparse.Namespace(text=Path(text) if text else None)).decode("utf-8", "replace")
+    content = text_of(argparse.Namespace(text=Path(text) if text else None)).decode(
+        "utf-8", "replace"
+    )
     count, place = max(1, int(size) // BOOK), Path(folder)
     place.mkdir()
     twice = content * (BOOK // len(content) + 2)
     files = -(-count // BOOKS_IN_GROUP)
-    groups = [("train", k, files, min(BOOKS_IN_GROUP, count - k * BOOKS_IN_GROUP)) for k in range(files)]
+    groups = [
+        ("train", k, files, min(BOOKS_IN_GROUP, count - k * BOOKS_IN_GROUP)) for k in range(files)
+    ]
     for split, number, of, books in [*groups, ("validation", 0, 1, 1), ("test", 0, 1, 1)]:
         starts = [(number * BOOKS_IN_GROUP + k) * 7_919 % len(content) for k in range(books)]
         columns = {name: [""] * books for name in ("short_book_title", "url")}
-        table = {**columns, "publication_date": [1900] * books, "text": [twice[at : at + BOOK] for at in starts]}
+        table = {
+            **columns,
+            "publication_date": [1900] * books,
+            "text": [twice[at : at + BOOK] for at in starts],
+        }
         parquet.write_table(pa.table(table), place / f"{split}-{number:05d}-of-{of:05d}.parquet")
 
 
@@ -175,11 +231,21 @@ def case_images(folder: Path, args: argparse.Namespace) -> list[Row]:
     counts = {"train": int(50_000 * args.scale), "test": int(10_000 * args.scale)}
     for seed, (split, count) in enumerate(counts.items()):
         write_images(folder / f"{split}-00000-of-00001.parquet", count, seed)
-    data = DataConfig(name="cifar10", path=str(folder), length=3_072, held_out=counts["train"] // 10)
+    data = DataConfig(
+        name="cifar10", path=str(folder), length=3_072, held_out=counts["train"] // 10
+    )
     begin = time.perf_counter()
     prepare_data(data, folder / "data", said)
     seconds = time.perf_counter() - begin
-    return [row("CIFAR-like PNGs in parquet to their store", seconds, "s", 15.0, images=sum(counts.values()))]
+    return [
+        row(
+            "CIFAR-like PNGs in parquet to their store",
+            seconds,
+            "s",
+            15.0,
+            images=sum(counts.values()),
+        )
+    ]
 
 
 def write_images(path: Path, count: int, seed: int) -> None:
@@ -192,10 +258,14 @@ def write_images(path: Path, count: int, seed: int) -> None:
     for _ in range(count):
         coarse = draw.integers(0, 224, (8, 8, 3)).repeat(4, 0).repeat(4, 1)
         target = io.BytesIO()
-        Image.fromarray((coarse + draw.integers(0, 32, coarse.shape)).astype(np.uint8)).save(target, "PNG")
+        Image.fromarray((coarse + draw.integers(0, 32, coarse.shape)).astype(np.uint8)).save(
+            target, "PNG"
+        )
         rows.append({"bytes": target.getvalue(), "path": None})
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    parquet.write_table(pa.table({"img": pa.array(rows, kind), "label": [0] * count}), path, row_group_size=1_000)
+    parquet.write_table(
+        pa.table({"img": pa.array(rows, kind), "label": [0] * count}), path, row_group_size=1_000
+    )
 
 
 def row(what: str, value: float, unit: str, goal: float | None, **facts: Any) -> Row:
@@ -233,7 +303,11 @@ class Memory(threading.Thread):
 def family(process: int) -> list[int]:
     """Return the numbers of a process and of all below it."""
     try:
-        found = [int(n) for path in Path(f"/proc/{process}/task").glob("*/children") for n in path.read_text().split()]
+        found = [
+            int(n)
+            for path in Path(f"/proc/{process}/task").glob("*/children")
+            for n in path.read_text().split()
+        ]
     except OSError:
         found = []
     return [process, *(number for child in found for number in family(child))]
@@ -266,7 +340,12 @@ def measured(name: str, words: list[str], full: bool) -> list[Row]:
         sys.exit(f"case {name} ended with {child.returncode}")
     rows = [{"case": name, **found, "peak_mib": memory.largest >> 20} for found in rows]
     if name == "books":
-        peak = row("PG-19-like books, memory of all processes", memory.largest / 2**30, "GiB", 1.5 if full else None)
+        peak = row(
+            "PG-19-like books, memory of all processes",
+            memory.largest / 2**30,
+            "GiB",
+            1.5 if full else None,
+        )
         rows.append({"case": name, **peak})
     return rows
 
@@ -289,7 +368,14 @@ def main() -> None:
             for found in CASES[args.child](Path(folder), args):
                 print(json.dumps(found if args.scale >= 1 else {**found, "goal": None}), flush=True)
         return
-    words = ["--gigabytes", str(args.gigabytes), "--vocabulary", str(args.vocabulary), "--scale", str(args.scale)]
+    words = [
+        "--gigabytes",
+        str(args.gigabytes),
+        "--vocabulary",
+        str(args.vocabulary),
+        "--scale",
+        str(args.scale),
+    ]
     words += ["--text", str(args.text)] if args.text else []
     common: Row = {
         "text": f"{args.text.name if args.text else 'standard library'}, {len(text_of(args)):,} bytes",
@@ -297,14 +383,21 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "machine": f"{platform.machine()}, {platform.system()}",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("datasets", "numpy", "pyarrow", "sentencepiece", "pillow")},
+        "versions": {
+            name: version(name)
+            for name in ("datasets", "numpy", "pyarrow", "sentencepiece", "pillow")
+        },
     }
     kept = json.loads(args.output.read_text()) if args.output.exists() else []
     rows = [found for found in kept if found["case"] not in args.cases]
     for name in args.cases:
-        for found in zip(*(measured(name, words, args.scale >= 1) for _ in range(args.runs)), strict=True):
+        for found in zip(
+            *(measured(name, words, args.scale >= 1) for _ in range(args.runs)), strict=True
+        ):
             values = [each["value"] for each in found]
-            rows.append({**found[0], "value": statistics.median(values), "values": values, **common})
+            rows.append(
+                {**found[0], "value": statistics.median(values), "values": values, **common}
+            )
             print(shown(rows[-1]), flush=True)
     args.output.write_text(json.dumps(rows, indent=1) + "\n")
 

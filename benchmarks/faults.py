@@ -72,7 +72,9 @@ class Ordeal:
     `begin` starts a process of a command: `workshop.begin`, or `workshop.fork` without its imports.
     """
 
-    def __init__(self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str) -> None:
+    def __init__(
+        self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str
+    ) -> None:
         self.workshop, self.begin, self.run = workshop, begin, workshop.folder / name
         self.words, self.rows_before = (workshop.text, *SIZES, *overrides), 0
 
@@ -152,7 +154,9 @@ def validating(ordeal: Ordeal, process: Process) -> bool:
 
 def saving(run: Path) -> bool:
     """Whether a checkpoint is being written, after the first."""
-    return (run / "checkpoints" / "last.ckpt").exists() and any((run / "checkpoints").glob(".last*"))
+    return (run / "checkpoints" / "last.ckpt").exists() and any(
+        (run / "checkpoints").glob(".last*")
+    )
 
 
 MOMENTS: dict[str, tuple[Callable[[Ordeal, Process], bool], float]] = {
@@ -220,11 +224,21 @@ def main() -> None:
     print(f"a run left alone takes {whole:.1f} s; all lies in {folder}", flush=True)
     tally, draw = Tally(), random.Random(options.seed)
     while len(tally.kills) < options.kills and time.monotonic() - began < 60 * options.minutes:
-        torment(workshop, tally, draw, min(options.each, options.kills - len(tally.kills)), whole, steps, alone.run)
+        torment(
+            workshop,
+            tally,
+            draw,
+            min(options.each, options.kills - len(tally.kills)),
+            whole,
+            steps,
+            alone.run,
+        )
         minutes = (time.monotonic() - began) / 60
         print(f"{minutes:6.1f} minutes: {tally.line()}", flush=True)
         result = describe(tally, minutes, whole)
-        options.output.write_text(json.dumps([result], indent=1) + "\n")  # so far, lest this one is stopped
+        options.output.write_text(
+            json.dumps([result], indent=1) + "\n"
+        )  # so far, lest this one is stopped
     print(options.output.read_text())
     if tally.lossy or tally.not_resumed or tally.differ:
         sys.exit(1)
@@ -233,9 +247,18 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10**9, help="stop after so many kills (unset: 100, or --minutes)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so long")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=10**9,
+        help="stop after so many kills (unset: 100, or --minutes)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further run after so long"
+    )
     parser.add_argument("--each", type=int, default=6, help="most kills of one run")
     parser.add_argument("--steps", type=int, default=120, help="steps of a run")
     parser.add_argument("--seed", type=int, default=0, help="of the moments that are drawn")
@@ -252,11 +275,21 @@ def describe(tally: Tally, minutes: float, whole: float) -> dict[str, Any]:
     row: dict[str, Any] = {"what": "SIGKILL at random moments of rtx train and rtx resume"}
     row |= {"command": " ".join(["python benchmarks/faults.py", *sys.argv[1:]]), **tally.result()}
     row |= {"minutes": round(minutes, 1), "seconds_of_a_run": round(whole, 1)}
-    return row | {"python": platform.python_version(), "machine": machine("cpu", 1), "versions": code()}
+    return row | {
+        "python": platform.python_version(),
+        "machine": machine("cpu", 1),
+        "versions": code(),
+    }
 
 
 def torment(
-    workshop: Workshop, tally: Tally, draw: random.Random, kills: int, seconds: float, steps: str, alone: Path
+    workshop: Workshop,
+    tally: Tally,
+    draw: random.Random,
+    kills: int,
+    seconds: float,
+    steps: str,
+    alone: Path,
 ) -> None:
     """Kill one run up to so many times, let it end and compare it with the one left alone; keep what went wrong."""
     tally.runs += 1

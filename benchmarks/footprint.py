@@ -31,7 +31,14 @@ SIZES = (
 )
 SMALL = (*SIZES, "routing=causal", "routing.heads=2", "routing.layers=4", "routing.window=256")
 PAPER = (
-    *("model=rt12", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=768", "routing.layers=4"),
+    *(
+        "model=rt12",
+        "model.layers=4",
+        "model.hidden=256",
+        "model.heads=4",
+        "model.ffn_hidden=768",
+        "routing.layers=4",
+    ),
     *("routing.heads=2", "routing=topk", "trainer.batch_size=2"),
 )
 IMAGES = (
@@ -51,24 +58,57 @@ ROWS: dict[str, tuple[str, ...]] = {
     "causal routing, rotary": SMALL,
     "top-w routing, Shaw, GEGLU, dropout": PAPER,
     "the same, 3 layers, recomputed, batch of 4": (
-        *(*PAPER, "model.layers=3", "routing.layers=3", "model.recompute=true", "trainer.batch_size=4"),
+        *(
+            *PAPER,
+            "model.layers=3",
+            "routing.layers=3",
+            "model.recompute=true",
+            "trainer.batch_size=4",
+        ),
     ),
     "98,000 subwords, Adafactor": (
-        *("data=pg19", "model=rt22", "model.layers=1", "routing.layers=1", "model.hidden=640", "model.ffn_hidden=1280"),
+        *(
+            "data=pg19",
+            "model=rt22",
+            "model.layers=1",
+            "routing.layers=1",
+            "model.hidden=640",
+            "model.ffn_hidden=1280",
+        ),
         *("routing=topk", "data.length=1024", "trainer.batch_size=1", "optimizer=adafactor"),
     ),
     "the same, Adam": (
-        *("data=pg19", "model=rt22", "model.layers=1", "routing.layers=1", "model.hidden=640", "model.ffn_hidden=1280"),
+        *(
+            "data=pg19",
+            "model=rt22",
+            "model.layers=1",
+            "routing.layers=1",
+            "model.hidden=640",
+            "model.ffn_hidden=1280",
+        ),
         *("routing=topk", "data.length=1024", "trainer.batch_size=1", "optimizer=adam"),
     ),
     "images, 2 micro-batches of 8, dropout": (
         *(*IMAGES, "model.layers=4", "routing.layers=2", "trainer.micro_batch_size=8"),
     ),
     "images, 20 layers, one at a time": (
-        *(*IMAGES, "model.layers=20", "routing.layers=20", "trainer.batch_size=2", "trainer.micro_batch_size=1"),
+        *(
+            *IMAGES,
+            "model.layers=20",
+            "routing.layers=20",
+            "trainer.batch_size=2",
+            "trainer.micro_batch_size=1",
+        ),
     ),
     "local and full heads, bfloat16, dropout": (
-        *(*SIZES, *NO_ROUTING, "model.base=local+full", "data.length=2048", "hardware.precision=bf16", *DROPOUT),
+        *(
+            *SIZES,
+            *NO_ROUTING,
+            "model.base=local+full",
+            "data.length=2048",
+            "hardware.precision=bf16",
+            *DROPOUT,
+        ),
         *("trainer.batch_size=12",),
     ),
 }
@@ -79,7 +119,9 @@ def drawn_store(vocabulary: int) -> Any:
     """Return data to train on: bytes of the standard library, or where units are no bytes ids drawn at random."""
     from rtx.data.text import library_files
 
-    text = np.frombuffer(b"".join(path.read_bytes() for path in library_files()[:200]), dtype=np.uint8)
+    text = np.frombuffer(
+        b"".join(path.read_bytes() for path in library_files()[:200]), dtype=np.uint8
+    )
     if vocabulary != 256:
         text = np.random.default_rng(0).integers(0, vocabulary, 1 << 20)
     return SimpleNamespace(vocabulary=vocabulary, answers=None, image=None, split=lambda name: text)
@@ -129,7 +171,9 @@ def row(name: str, overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
 
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as rtx sets it
     command = [sys.executable, __file__, "--steps", str(steps), "--one", json.dumps(overrides)]
-    answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    answer = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
     found = json.loads(answer.splitlines()[-1])
     return {
         "what": "peak memory of training steps",
@@ -144,9 +188,13 @@ def row(name: str, overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--only", default="", help="rows whose name holds this text; nothing is written")
+    parser.add_argument(
+        "--only", default="", help="rows whose name holds this text; nothing is written"
+    )
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

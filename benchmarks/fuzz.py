@@ -62,7 +62,9 @@ READERS = {
 UNGUIDED = ("picture", "table")
 SLOWEST = 10  # seconds for one input, on a machine with other work
 EXAMPLES = "stat::number_of_executed_units:"  # as libFuzzer has it
-FOUND = re.compile(r"^(?:FAILED|ERROR) .*|(?<=Uncaught Python exception: ===\n).*|^==\d+== ERROR: .*", re.MULTILINE)
+FOUND = re.compile(
+    r"^(?:FAILED|ERROR) .*|(?<=Uncaught Python exception: ===\n).*|^==\d+== ERROR: .*", re.MULTILINE
+)
 
 
 class Clock:
@@ -91,7 +93,9 @@ class Clock:
             except BaseException:
                 self.has_failed = True
                 raise
-            if time.monotonic() > self.end and not self.has_failed:  # what has failed is made smaller without haste
+            if (
+                time.monotonic() > self.end and not self.has_failed
+            ):  # what has failed is made smaller without haste
                 pytest.skip("the time is over")
 
         return example
@@ -99,7 +103,11 @@ class Clock:
 
 def draw(reader: str, folder: Path, seconds: float) -> None:
     """Draw examples of a reader by Hypothesis, and end this process."""
-    os.environ |= {"RTX_FUZZ": "1000", "RTX_BAD_LINES": "1000", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder)}
+    os.environ |= {
+        "RTX_FUZZ": "1000",
+        "RTX_BAD_LINES": "1000",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder),
+    }
     os.chdir(ROOT)
     clock = Clock(seconds)
     options = (
@@ -119,7 +127,11 @@ def guide(reader: str, folder: Path, seconds: float) -> None:
     """Change the bytes that a reader is given by atheris, which ends this process."""
     began = time.monotonic()
     shutil.copytree(folder.parent / "samples", home := folder / "home")
-    os.environ |= {"RTX_DATA": str(home / "data"), "RTX_OUTPUTS": str(home / "outputs"), "XDG_CACHE_HOME": str(home)}
+    os.environ |= {
+        "RTX_DATA": str(home / "data"),
+        "RTX_OUTPUTS": str(home / "outputs"),
+        "XDG_CACHE_HOME": str(home),
+    }
     os.chdir(home)
     sys.path.append(str(ROOT / "tests" / "commandline"))
     atheris = importlib.import_module("atheris")
@@ -131,9 +143,17 @@ def guide(reader: str, folder: Path, seconds: float) -> None:
     for number, content in enumerate(seeds):
         (corpus / str(number)).write_bytes(content)
     words = folder / "words"
-    words.write_text("".join('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n' for word in targets.WORDS))
+    words.write_text(
+        "".join('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n' for word in targets.WORDS)
+    )
     left = max(1, round(seconds - (time.monotonic() - began)))
-    options = (f"max_total_time={left}", f"timeout={SLOWEST}", "len_control=0", "print_final_stats=1", f"dict={words}")
+    options = (
+        f"max_total_time={left}",
+        f"timeout={SLOWEST}",
+        "len_control=0",
+        "print_final_stats=1",
+        f"dict={words}",
+    )
     places = (str(corpus), f"-artifact_prefix={folder}/")
     mutate = functools.partial(targets.mutated, by_bytes=lambda *given: atheris.Mutate(*given))
     given = ["fuzz", *places, *(f"-{option}" for option in options)]
@@ -151,7 +171,9 @@ def logged(work: Callable[..., None], log: Path, *given: Any) -> None:
 
 def campaign(reader: str, folder: Path, minutes: float, is_guided: bool) -> list[dict[str, Any]]:
     """Fuzz a reader by each tool, in a process each, and return a row of each."""
-    tools = {"Hypothesis": draw} | ({"atheris": guide} if is_guided and reader not in UNGUIDED else {})
+    tools = {"Hypothesis": draw} | (
+        {"atheris": guide} if is_guided and reader not in UNGUIDED else {}
+    )
     rows = []
     for tool, work in tools.items():
         place, began = folder / f"{reader.replace(' ', '-')}-{tool}", time.monotonic()
@@ -163,12 +185,27 @@ def campaign(reader: str, folder: Path, minutes: float, is_guided: bool) -> list
         process.kill()
         process.join()
         said = log.read_text(errors="replace")
-        found = [*FOUND.findall(said), f"it ended with {process.exitcode}"][:1] if process.exitcode else []
-        examples = max(map(int, re.findall(rf"^(?:#|{EXAMPLES} +)(\d+)", said, re.MULTILINE)), default=0)
+        found = (
+            [*FOUND.findall(said), f"it ended with {process.exitcode}"][:1]
+            if process.exitcode
+            else []
+        )
+        examples = max(
+            map(int, re.findall(rf"^(?:#|{EXAMPLES} +)(\d+)", said, re.MULTILINE)), default=0
+        )
         taken = (time.monotonic() - began) / 60
-        rows.append({"reader": reader, "tool": tool, "minutes": round(taken, 1), "examples": examples, "found": found})
+        rows.append(
+            {
+                "reader": reader,
+                "tool": tool,
+                "minutes": round(taken, 1),
+                "examples": examples,
+                "found": found,
+            }
+        )
         print(
-            f"{reader}, {tool}: {examples:,} examples in {taken:.1f} minutes; found: {found or 'nothing'}", flush=True
+            f"{reader}, {tool}: {examples:,} examples in {taken:.1f} minutes; found: {found or 'nothing'}",
+            flush=True,
         )
         if found:
             print(f"kept in {place}", flush=True)
@@ -182,17 +219,29 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process; before torch is imported
     if not (is_guided := importlib.util.find_spec("atheris") is not None):
         print("without atheris (pip install -e '.[fuzz]'): Hypothesis alone")
-    from machine import code, machine  # imports rtx, which the processes that are started are to instrument first
+    from machine import (
+        code,
+        machine,
+    )  # imports rtx, which the processes that are started are to instrument first
 
     folder = Path(tempfile.mkdtemp(prefix="rtx-fuzz-"))
-    made = {"command": " ".join(["python benchmarks/fuzz.py", *sys.argv[1:]]), "python": platform.python_version()}
+    made = {
+        "command": " ".join(["python benchmarks/fuzz.py", *sys.argv[1:]]),
+        "python": platform.python_version(),
+    }
     made |= {"machine": machine("cpu", 1), "side_by_side": options.jobs, "versions": code()}
     make_samples(folder / "samples")
     with ThreadPoolExecutor(options.jobs) as pool:
-        ended = pool.map(lambda reader: campaign(reader, folder, options.minutes, is_guided), options.only)
+        ended = pool.map(
+            lambda reader: campaign(reader, folder, options.minutes, is_guided), options.only
+        )
         new = [row | made for rows in ended for row in rows]
     old = json.loads(options.output.read_text()) if options.output.exists() else []
-    kept = [row for row in old if not any((row["reader"], row["tool"]) == (o["reader"], o["tool"]) for o in new)]
+    kept = [
+        row
+        for row in old
+        if not any((row["reader"], row["tool"]) == (o["reader"], o["tool"]) for o in new)
+    ]
     rows = sorted(kept + new, key=lambda row: [*READERS].index(row["reader"]))
     options.output.write_text(json.dumps(rows, indent=1) + "\n")
     if any(row["found"] for row in new):
@@ -202,10 +251,18 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20, help="for each reader, shared by its tools")
-    parser.add_argument("--only", nargs="+", choices=READERS, default=[*READERS], help="readers", metavar="READER")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="readers side by side")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="for each reader, shared by its tools"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=READERS, default=[*READERS], help="readers", metavar="READER"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="readers side by side"
+    )
     output = ROOT / "benchmarks" / "results" / "fuzz.json"
     parser.add_argument("--output", type=Path, default=output, help="where the rows go")
     return parser.parse_args()

@@ -39,8 +39,31 @@ from rtx.training.run_folder import already_done, read_status, run_state
 Read = Callable[[bytes], None]
 RUN = Path("outputs", "rtx", "run").absolute()
 TEXT = b"the cat sat on the mat and the dog ate the hat of the cat\n" * 60
-ON_RUNS = ("eval", "audit", "analyze", "sample", "export", "resume", "plan")  # `plan` is on none, and as harmless
-JSON = ("null", "true", "NaN", "-Infinity", "-1", "0", "1", "0.5", "2147483648", "9" * 400, "{}", "[]", "[[1]]", '""')
+ON_RUNS = (
+    "eval",
+    "audit",
+    "analyze",
+    "sample",
+    "export",
+    "resume",
+    "plan",
+)  # `plan` is on none, and as harmless
+JSON = (
+    "null",
+    "true",
+    "NaN",
+    "-Infinity",
+    "-1",
+    "0",
+    "1",
+    "0.5",
+    "2147483648",
+    "9" * 400,
+    "{}",
+    "[]",
+    "[[1]]",
+    '""',
+)
 JSON += (
     '"\\u001b[31m"',
     '"\\ud800"',
@@ -53,13 +76,30 @@ JSON += (
     "[1, 2]",
     '"7"',
 )
-YAML = ("&a ", "*a", "<<: *a", "? ", "- ", "!!python/name:os.system ", "|\n", "---\n", "...\n", "\u0085", "\t")
-TYPED = [word.encode(errors="surrogateescape") for word in (*JSON, *YAML, *VALUES, *GROUPS, *all_fields())]
+YAML = (
+    "&a ",
+    "*a",
+    "<<: *a",
+    "? ",
+    "- ",
+    "!!python/name:os.system ",
+    "|\n",
+    "---\n",
+    "...\n",
+    "\u0085",
+    "\t",
+)
+TYPED = [
+    word.encode(errors="surrogateescape")
+    for word in (*JSON, *YAML, *VALUES, *GROUPS, *all_fields())
+]
 WORDS = [word for word in TYPED if 0 < len(word) <= 64]  # libFuzzer takes no longer ones
 """What stands in such files, or in none of them, for a fuzzer to put there."""
 
 
-def mutated(content: bytes, longest: int, seed: int, by_bytes: Callable[[bytes, int], bytes]) -> bytes:
+def mutated(
+    content: bytes, longest: int, seed: int, by_bytes: Callable[[bytes, int], bytes]
+) -> bytes:
     """Return other content: where a line of it is JSON mostly with one value less or another, else by its bytes."""
     draw, lines = random.Random(seed), content.split(b"\n")
     at = draw.randrange(len(lines))
@@ -173,7 +213,10 @@ def store() -> tuple[Sequence[bytes], Read]:
 
 def tokenizer() -> tuple[Sequence[bytes], Read]:
     """A line of what is said of it, and its file."""
-    known = [learn_words([TEXT], "", lambda line: None), learn_subwords([TEXT], 300, 10_000, "", lambda line: None)]
+    known = [
+        learn_words([TEXT], "", lambda line: None),
+        learn_subwords([TEXT], 300, 10_000, "", lambda line: None),
+    ]
 
     def read(content: bytes) -> None:
         head, _, learned = content.partition(b"\n")

@@ -52,17 +52,27 @@ BROKEN = 3
 
 def arguments() -> argparse.Namespace:
     """Return the words of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="when to end")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "outputs" / "gpu", help="folder of the rows")
+    parser.add_argument(
+        "--out", type=Path, default=HERE.parent / "outputs" / "gpu", help="folder of the rows"
+    )
     parser.add_argument("--text", help="file that runs are trained on; default: random words")
     work_folder = Path(tempfile.gettempdir()) / "rtx-gpu"
     parser.add_argument("--work", type=Path, default=work_folder, help="folder of the runs")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of keys: 'alone/*/8192'")
-    parser.add_argument("--row-seconds", type=float, default=180.0, help="the most that a row may take")
+    parser.add_argument(
+        "--row-seconds", type=float, default=180.0, help="the most that a row may take"
+    )
     parser.add_argument("--retry", action="store_true", help="measure rows with errors again")
-    parser.add_argument("--dry", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
-    parser.add_argument("--predict", action="store_true", help="print what a roofline expects; nothing is measured")
+    parser.add_argument(
+        "--dry", action="store_true", help="on a CPU, tiny, in Triton's interpreter"
+    )
+    parser.add_argument(
+        "--predict", action="store_true", help="print what a roofline expects; nothing is measured"
+    )
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--retry-before", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -150,7 +160,9 @@ def supervise(section: str, args: argparse.Namespace, until: float, end: float) 
             return
 
 
-def watched(process: subprocess.Popen[bytes], journal: Journal, row_seconds: float, end: float) -> str:
+def watched(
+    process: subprocess.Popen[bytes], journal: Journal, row_seconds: float, end: float
+) -> str:
     """Wait for a process; kill it where a row or all of the time is over, and return why."""
     while process.poll() is None:
         time.sleep(0.1)
@@ -202,7 +214,9 @@ def facts(args: argparse.Namespace) -> Found:
     command = f"import json, machine as m; print(json.dumps([m.machine({device!r}, 1), m.code()]))"
     done = subprocess.run([sys.executable, "-c", command], cwd=HERE, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"torch finds no GPU here; --dry needs none: {done.stderr.strip().splitlines()[-1]}")
+        raise SystemExit(
+            f"torch finds no GPU here; --dry needs none: {done.stderr.strip().splitlines()[-1]}"
+        )
     name, versions = json.loads(done.stdout)
     return {"machine": name, **versions}
 
@@ -218,7 +232,9 @@ def report(args: argparse.Namespace, known: Found) -> None:
         measured_there = "-" if goal["measured"] is None else f"{goal['measured']:g}"
         verdict = {True: "met", False: "MISSED", None: "not measured"}[goal["met"]]
         print(f"{goal['goal']:<78}{goal['target']:>10}{measured_there:>10}  {verdict}")
-    (args.out / "gpu.json").write_text(json.dumps({**known, "rows": listed, "goals": expected}, indent=1) + "\n")
+    (args.out / "gpu.json").write_text(
+        json.dumps({**known, "rows": listed, "goals": expected}, indent=1) + "\n"
+    )
     counts = {
         "rows": len(rows),
         "failed": sum(row.get("pass") is False for row in listed),
@@ -234,7 +250,9 @@ HIDDEN = ("key", "dry", "at", "seconds", "errors", "where", "said", "tolerance",
 
 def line_of(row: Found) -> str:
     """Return a row as a line."""
-    return f"{row['key']:<48}" + "  ".join(f"{k}={text_of(v)}" for k, v in row.items() if k not in HIDDEN)
+    return f"{row['key']:<48}" + "  ".join(
+        f"{k}={text_of(v)}" for k, v in row.items() if k not in HIDDEN
+    )
 
 
 def text_of(value: object) -> str:
@@ -265,7 +283,11 @@ def main() -> int:
     args.retry_before = began if args.retry else 0.0
     end = began + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    wanted = [name for name in SECTIONS if any(fnmatch.fnmatch(f"{name}/", p.split("/")[0] + "/") for p in args.only)]
+    wanted = [
+        name
+        for name in SECTIONS
+        if any(fnmatch.fnmatch(f"{name}/", p.split("/")[0] + "/") for p in args.only)
+    ]
     for section in wanted:
         now = time.time()
         share = 1.0 if section == wanted[-1] else SECTIONS[section]

@@ -26,10 +26,14 @@ def processor() -> str:
         lines = CPUS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
 def code() -> dict[str, str]:
     """Return the versions of rtx and torch, and the commit of a checkout (marked where files differ from it)."""
     commit = (run_folder.code_commit() or "").replace("-dirty", " with changes")
-    return {"rtx": __version__} | ({"commit": commit} if commit else {}) | {"torch": torch.__version__}
+    return (
+        {"rtx": __version__} | ({"commit": commit} if commit else {}) | {"torch": torch.__version__}
+    )

@@ -33,7 +33,11 @@ def main() -> None:
     """Train, measure, print and write."""
     end_with_children()
     with tempfile.TemporaryDirectory() as scratch:
-        env = os.environ | {"RTX_OUTPUTS": f"{scratch}/outputs", "RTX_DATA": f"{scratch}/data", "WANDB_MODE": "offline"}
+        env = os.environ | {
+            "RTX_OUTPUTS": f"{scratch}/outputs",
+            "RTX_DATA": f"{scratch}/data",
+            "WANDB_MODE": "offline",
+        }
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "rtx", "train", *sys.argv[1:]], env=env, check=True)
         seconds = time.monotonic() - start

@@ -65,7 +65,11 @@ SETTLING = 30
 ROUNDS = 4
 """Hash rounds of `lsh_rounds`."""
 
-PEERS = {"peer_routing": "routing_transformer", "peer_local": "local-attention", "peer_lsh": "reformer_pytorch"}
+PEERS = {
+    "peer_routing": "routing_transformer",
+    "peer_local": "local-attention",
+    "peer_lsh": "reformer_pytorch",
+}
 """The distribution behind each peer; `sdpa`, torch's own attention over the whole sequence, is always there."""
 
 
@@ -95,7 +99,9 @@ class Ours:
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output and the loss."""
-        return self.pattern(*self.given(q_BHND, k_BHND, v_BHND), relative=self.relative, rotate=self.rotate)
+        return self.pattern(
+            *self.given(q_BHND, k_BHND, v_BHND), relative=self.relative, rotate=self.rotate
+        )
 
     def oracle(self, *inputs: Tensor) -> tuple[Tensor, None]:
         """Return the output as the oracle has it in float64."""
@@ -107,7 +113,9 @@ class Ours:
         given = self.given(*(x.double() for x in inputs))
         return oracle.attend(self.pattern, *given, relative=tables, rotate=self.rotate), None
 
-    def given(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def given(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the inputs, without keys where queries stand for them."""
         return q_BHND, k_BHND if self.pattern.has_keys else None, v_BHND
 
@@ -118,7 +126,11 @@ def cluster_sizes(attention: Attention) -> dict[str, float]:
     if not isinstance(pattern, Thresholds) or pattern.seen is None:
         return {}
     count_L = pattern.seen[0][0].count_L.double()
-    return {"min": int(count_L.min()), "mean": round(float(count_L.mean()), 1), "max": int(count_L.max())}
+    return {
+        "min": int(count_L.min()),
+        "mean": round(float(count_L.mean()), 1),
+        "max": int(count_L.max()),
+    }
 
 
 def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Routing:
@@ -129,7 +141,9 @@ def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Rou
         "update": "nearest" if selection == "topk" else "members",
         "threshold_rate": 0.1 if selection == "causal" else 0.0,
     }
-    centroids = Centroids(args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys=keys, **own)
+    centroids = Centroids(
+        args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys=keys, **own
+    )
     pattern = ROUTING_CLASSES[selection](centroids, backend=backend).to(args.device)
     if selection == "causal":
         q_BHND, _, v_BHND = make_inputs(size, args, seed=1)
@@ -150,7 +164,10 @@ def sdpa_blocks(size: Size, args: argparse.Namespace) -> Attention:
     """Return the floor of top-w: torch's attention on blocks that are already gathered, causal inside each."""
 
     def call(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
-        blocks = (x[:, :, : size.C * size.W].unflatten(2, (size.C, size.W)).flatten(0, 1) for x in (q_BHND, v_BHND))
+        blocks = (
+            x[:, :, : size.C * size.W].unflatten(2, (size.C, size.W)).flatten(0, 1)
+            for x in (q_BHND, v_BHND)
+        )
         q_XCWD, v_XCWD = blocks
         return F.scaled_dot_product_attention(q_XCWD, q_XCWD, v_XCWD, is_causal=True)
 
@@ -161,7 +178,11 @@ def peer_routing(size: Size, args: argparse.Namespace) -> Attention:
     """Return KmeansAttention of routing_transformer with shared queries and keys."""
     from routing_transformer.routing_transformer import KmeansAttention  # pyright: ignore[reportMissingImports]
 
-    module = KmeansAttention(size.C, size.W, args.heads, args.dim, causal=True, shared_qk=True).to(args.device).train()
+    module = (
+        KmeansAttention(size.C, size.W, args.heads, args.dim, causal=True, shared_qk=True)
+        .to(args.device)
+        .train()
+    )
 
     def call(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor]:
         return module(q_BHND, q_BHND, v_BHND)
@@ -233,7 +254,10 @@ def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) 
     """Return the heads of one of our patterns; strides and buckets so that about W keys are read."""
     shape, window = (args.heads, args.dim), size.W
     if kind.startswith("lsh"):
-        rounds, variant = ROUNDS if kind == "lsh_rounds" else 1, "reformer" if kind == "lsh_reformer" else "causal"
+        rounds, variant = (
+            ROUNDS if kind == "lsh_rounds" else 1,
+            "reformer" if kind == "lsh_reformer" else "causal",
+        )
         hashed: dict[str, Any] = {"window": window, "buckets": 2 * (size.C // 2), "seed": 0}
         return Lsh(*shape, rounds=rounds, variant=variant, backend=backend, **hashed)
     if kind.startswith("routing"):
@@ -247,7 +271,9 @@ def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) 
         "local": lambda: Local(window=window, backend=backend),
         "strided": lambda: Strided(stride=size.C, backend=backend),
         "fixed": lambda: Fixed(block=window, summary=SUMMARY, backend=backend),
-        "random": lambda: Random(args.heads, size.C, window=window, length=size.N, seed=0, backend=backend),
+        "random": lambda: Random(
+            args.heads, size.C, window=window, length=size.N, seed=0, backend=backend
+        ),
         "exact": lambda: Exact(window=window, backend=backend),
         "blocks": lambda: Blocks(*shape, window=window, block=BLOCK, backend=backend),
         "indexer": lambda: Indexer(*shape, window=window, backend=backend),
@@ -271,7 +297,9 @@ def differences(name: str, args: argparse.Namespace, dtype: str) -> tuple[float,
     for call in (ours, ours.oracle):
         out, _ = call(*inputs)
         gradients = torch.autograd.grad(out, inputs, gradient_BHND.to(out.dtype), allow_unused=True)
-        found.append([out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)])
+        found.append(
+            [out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)]
+        )
     gaps = [(mine.double() - right, right.double()) for mine, right in zip(*found, strict=True)]
     most = max(float(gap.abs().max()) for gap, _ in gaps)
     return most, max(float(gap.norm() / right.norm().clamp(min=1e-9)) for gap, right in gaps)

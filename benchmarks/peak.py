@@ -31,7 +31,14 @@ STEPS = (
     *("optimizer.warmup=1", "trainer.log_every=1", "hardware.threads=1"),
 )
 LONG = (
-    *("hardware=cpu", "data.length=2048", "model.layers=4", "model.hidden=256", "model.heads=4", "model.window=256"),
+    *(
+        "hardware=cpu",
+        "data.length=2048",
+        "model.layers=4",
+        "model.hidden=256",
+        "model.heads=4",
+        "model.window=256",
+    ),
     *("model.ffn_hidden=2048", "routing.window=256", "trainer.batch_size=1"),
 )
 HEAVY = (
@@ -46,7 +53,10 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "long: loss in parts (always so)": ("", LONG),
     "long: model.ffn_parts=8": ("", (*LONG, "model.ffn_parts=8")),
     "long: model.recompute=true": ("", (*LONG, "model.recompute=true")),
-    "long: model.recompute=true model.ffn_parts=8": ("", (*LONG, "model.recompute=true", "model.ffn_parts=8")),
+    "long: model.recompute=true model.ffn_parts=8": (
+        "",
+        (*LONG, "model.recompute=true", "model.ffn_parts=8"),
+    ),
     "heavy: hardware=ddp, 2 processes": ("", ("hardware=ddp", *HEAVY)),
     "heavy: hardware=fsdp, 2 processes": ("", ("hardware=fsdp", *HEAVY)),
 }
@@ -58,9 +68,15 @@ def peak(scratch: Path, name: str, before: str, overrides: tuple[str, ...]) -> i
     command = f"{before}import sys; from rtx.cli import main; sys.exit(main())"
     script = scratch / "train.py"  # a file, which processes that Lightning starts are run from, too
     script.write_text(command.replace("; ", "\n"))
-    environment = os.environ | {"RTX_RUN": str(run), "RTX_DATA": str(scratch / "data"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "RTX_RUN": str(run),
+        "RTX_DATA": str(scratch / "data"),
+        "OMP_NUM_THREADS": "1",
+    }
     words = ["train", f"data.path={scratch / 'words.txt'}", *STEPS, *overrides]
-    with subprocess.Popen([sys.executable, script, *words], env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, script, *words], env=environment, stdout=subprocess.DEVNULL
+    ) as process:
         while len(rows := taken(run / "metrics.jsonl")) < STEPS_TAKEN:
             if process.poll() is not None:
                 raise SystemExit(f"{name}: ended with {process.returncode}")
@@ -77,8 +93,14 @@ def taken(metrics: Path) -> list[dict[str, Any]]:
 
 def imports() -> int:
     """Return the largest resident size of a process that has imported what a run imports."""
-    command = "import rtx.commands.train; from rtx.progress import peak_memory; print(peak_memory())"
-    return int(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True, text=True).stdout)
+    command = (
+        "import rtx.commands.train; from rtx.progress import peak_memory; print(peak_memory())"
+    )
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", command], capture_output=True, check=True, text=True
+        ).stdout
+    )
 
 
 def main() -> None:
@@ -91,7 +113,11 @@ def main() -> None:
         Path(scratch, "words.txt").write_text(text)
         for name, (before, overrides) in ROWS.items():
             above = peak(Path(scratch), name, before, overrides) - alone
-            row: dict[str, Any] = {"what": name, "overrides": [*overrides], "bytes_above_imports": above}
+            row: dict[str, Any] = {
+                "what": name,
+                "overrides": [*overrides],
+                "bytes_above_imports": above,
+            }
             results.append({**row, "machine": machine("cpu", 1), "versions": code()})
             print(f"{above / 2**20:8,.0f} MiB  {name}", flush=True)
     path = Path(__file__).parent / "results" / "peak-cpu.json"

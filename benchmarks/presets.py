@@ -86,7 +86,9 @@ def make_data(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     modules = [path.read_bytes() for path in text.library_files()[:400]]
     (folder / "book.txt").write_bytes(b"".join(modules[:60])[:1_000_000])
     publish_enwik8(folder / "enwik8.zip", b"".join(modules)[:2_000_000], patch)
-    publish_wikitext(patch, articles(folder / "wikitext", b"".join(modules).decode(errors="replace")))
+    publish_wikitext(
+        patch, articles(folder / "wikitext", b"".join(modules).decode(errors="replace"))
+    )
     counts = books(folder / "pg19", modules)
     patch.setattr(text, "PG19_BOOKS", {split: count for split, (count, _) in counts.items()})
     for split, (_, words) in counts.items():
@@ -114,7 +116,11 @@ def articles(folder: Path, source: str) -> dict[str, bytes]:
     words = [word if word in known else "<unk>" for word in words]
     folder.mkdir()
     texts = {}
-    for split, first, stop in (("train", 0, 240_000), ("valid", 240_000, 270_000), ("test", 270_000, 300_000)):
+    for split, first, stop in (
+        ("train", 0, 240_000),
+        ("valid", 240_000, 270_000),
+        ("test", 270_000, 300_000),
+    ):
         lines = [" ".join(words[start : start + 20]) for start in range(first, stop, 20)]
         texts[split] = "".join(f" {line} \n" for line in lines).encode()
         (folder / f"wiki.{split}.tokens").write_bytes(texts[split])
@@ -129,7 +135,10 @@ def books(folder: Path, modules: list[bytes]) -> dict[str, tuple[int, int]]:
         place.mkdir(parents=True)
         for number, content in enumerate(modules[first:stop]):
             (place / f"{number}.txt").write_bytes(content[:60_000])
-        counts[split] = (stop - first, sum(len(content[:60_000].split()) for content in modules[first:stop]))
+        counts[split] = (
+            stop - first,
+            sum(len(content[:60_000].split()) for content in modules[first:stop]),
+        )
     return counts
 
 
@@ -156,7 +165,9 @@ def pictures(folder: Path, patch: pytest.MonkeyPatch) -> None:
 def header(group: str, name: str) -> str:
     """Return the comment on top of a preset as one line."""
     lines = (conf_dir() / group / f"{name}.yaml").read_text().splitlines()
-    return " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    return " ".join(
+        line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
+    )
 
 
 def words_behind(said: str, command: str) -> list[str]:
@@ -178,19 +189,30 @@ def presets() -> dict[str, list[str]]:
             words.append(f"data={images_of[0]}")
         found[f"model/{name}"] = words if f"model={name}" in words else [f"model={name}", *words]
     for name in options("experiment"):
-        found[f"experiment/{name}"] = list(lay_out(check_overrides([f"experiment={name}"], sweep=True))[0].overrides)
+        found[f"experiment/{name}"] = list(
+            lay_out(check_overrides([f"experiment={name}"], sweep=True))[0].overrides
+        )
     return found
 
 
 def reduced(config: Config, part: int) -> list[str]:
     """Return the words that make a preset small, with a sequence that is `part` times shorter."""
     data, model, routing, optimizer = config.data, config.model, config.routing, config.optimizer
-    patterns, heads, layers = model.base.split("+"), min(model.heads, HEADS), min(model.layers, LAYERS)
+    patterns, heads, layers = (
+        model.base.split("+"),
+        min(model.heads, HEADS),
+        min(model.layers, LAYERS),
+    )
     length, side = data.length // part, 0
     if data.name in IMAGE_SETS:
         side = math.isqrt(data.length // 3 // part)
         length = 3 * side**2
-    values: Row = {"model.layers": layers, "model.heads": heads, "model.hidden": WIDTH, "model.ffn_hidden": 2 * WIDTH}
+    values: Row = {
+        "model.layers": layers,
+        "model.heads": heads,
+        "model.hidden": WIDTH,
+        "model.ffn_hidden": 2 * WIDTH,
+    }
     values |= {"data.size": side} if side and part > 1 else {"data.length": length}
     values |= {"model.window": min(model.window, length)} if model.window > length else {}
     values |= {"model.embedding": WIDTH // 2} if isinstance(model.embedding, int) else {}
@@ -198,8 +220,14 @@ def reduced(config: Config, part: int) -> list[str]:
         values["model.cutoffs"] = "x".join(CUTOFFS[: model.cutoffs.count("x") + 1])
     if model.axes:
         first, *rest = model.axes.split("x")
-        values["model.axes"] = f"{side}x{side}x3" if side else "x".join([str(int(first) // part), *rest])
-    values |= {f"model.{key}": getattr(model, key) // part for key in ("memory", "compressed") if getattr(model, key)}
+        values["model.axes"] = (
+            f"{side}x{side}x3" if side else "x".join([str(int(first) // part), *rest])
+        )
+    values |= {
+        f"model.{key}": getattr(model, key) // part
+        for key in ("memory", "compressed")
+        if getattr(model, key)
+    }
     if "lsh" in patterns and model.hash_buckets:
         values["model.hash_buckets"] = max(2, model.hash_buckets // part // 2 * 2)
     if routing.heads and routing.layers:
@@ -207,13 +235,26 @@ def reduced(config: Config, part: int) -> list[str]:
         values["routing.layers"] = layers if routing.layers == model.layers else 1
         values["routing.window"] = min(routing.window, length)
         values |= (
-            {"routing.clusters": max(1, (routing.clusters or 1) // part)} if routing.selection in CLUSTERED else {}
+            {"routing.clusters": max(1, (routing.clusters or 1) // part)}
+            if routing.selection in CLUSTERED
+            else {}
         )
         values |= {"routing.warmup": STEPS // 4} if routing.warmup else {}
-    values |= {"optimizer.warmup": 3} | ({} if optimizer.name == "adafactor" else {"optimizer.lr": 3e-3})
+    values |= {"optimizer.warmup": 3} | (
+        {} if optimizer.name == "adafactor" else {"optimizer.lr": 3e-3}
+    )
     values |= {"trainer.micro_batch_size": 1} if config.trainer.micro_batch_size != "auto" else {}
-    values |= {"trainer.steps": STEPS, "trainer.batch_size": 2, "trainer.log_every": 1, "trainer.val_every": STEPS}
-    values |= {"trainer.checkpoint_every": STOP, "trainer.val_windows": 1, "trainer.final_windows": 1}
+    values |= {
+        "trainer.steps": STEPS,
+        "trainer.batch_size": 2,
+        "trainer.log_every": 1,
+        "trainer.val_every": STEPS,
+    }
+    values |= {
+        "trainer.checkpoint_every": STOP,
+        "trainer.val_windows": 1,
+        "trainer.final_windows": 1,
+    }
     values |= {"hardware": "cpu", "hardware.threads": 1, "logger": "jsonl", "data.processes": 1}
     return [f"{key}={value}" for key, value in values.items()]
 
@@ -228,7 +269,11 @@ def taken(words: list[str]) -> tuple[list[str], Config]:
         own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout
         kind = "soft" if own_softmax or model.base in ("fixed", "adaptive_span") else "fast"
         kind = "hashed" if model.base == "lsh" else kind
-        pairs = config.trainer.batch_size * cost(config, KNOWN_WORDS).attention / (4 * model.hidden / model.heads)
+        pairs = (
+            config.trainer.batch_size
+            * cost(config, KNOWN_WORDS).attention
+            / (4 * model.hidden / model.heads)
+        )
         if pairs <= MOST_PAIRS[kind] and choose_micro_batch(config, KNOWN_WORDS, ROOM).fits:
             return small, config
     raise Failed(f"no sequence is short enough for {MOST_PAIRS} pairs and 8 GiB")
@@ -256,7 +301,10 @@ def prove(name: str, words: list[str], data: dict[str, list[str]], folder: Path)
     whole, stopped = folder / "whole", folder / "stopped"
     command("train", *small, run=whole)
     bits = training_bits(whole)
-    row |= {"first_bits": bits[1], "last_bits": sum(bits[step] for step in range(STEPS - 2, STEPS + 1)) / 3}
+    row |= {
+        "first_bits": bits[1],
+        "last_bits": sum(bits[step] for step in range(STEPS - 2, STEPS + 1)) / 3,
+    }
     if not row["last_bits"] < row["first_bits"]:
         raise Failed(f"rtx train: the loss does not fall: {bits}")
     with stop_at(STOP):
@@ -267,7 +315,9 @@ def prove(name: str, words: list[str], data: dict[str, list[str]], folder: Path)
     again = training_bits(stopped)
     if different := [step for step in range(1, STEPS + 1) if bits[step] != again.get(step)]:
         step = different[0]
-        raise Failed(f"rtx resume: step {step} has {again.get(step)} bits, not {bits[step]} as without a stop")
+        raise Failed(
+            f"rtx resume: step {step} has {again.get(step)} bits, not {bits[step]} as without a stop"
+        )
     how = scored_how(words_behind(header(group, file), "eval"), config)
     row["scored_bits"] = scored(whole, how)
     sample(whole, config)
@@ -285,7 +335,11 @@ def planned(words: list[str]) -> Row:
         raise Failed(f"rtx plan: neither parameters nor memory are told: {said}")
     gib = float(found[2]) * {"GiB": 1, "MiB": 2**-10, "KiB": 2**-20}[found[3]]
     length = compose(words).data.length
-    return {"own_N": length, "parameters": int(found[1].replace(",", "")), "planned_gib": round(gib, 4)}
+    return {
+        "own_N": length,
+        "parameters": int(found[1].replace(",", "")),
+        "planned_gib": round(gib, 4),
+    }
 
 
 def training_bits(run: Path) -> dict[int, float]:
@@ -314,7 +368,11 @@ def stop_at(step: int) -> Iterator[None]:
 def scored_how(told: list[str], config: Config) -> list[str]:
     """Return the options of `rtx eval`: those of the header, for two windows, of 1,024 units each in a stream."""
     given = {word.partition("=")[0] for word in told}
-    return [*told, "limit=2", *(["stride=1024"] if config.model.memory and "stride" not in given else [])]
+    return [
+        *told,
+        "limit=2",
+        *(["stride=1024"] if config.model.memory and "stride" not in given else []),
+    ]
 
 
 def scored(run: Path, how: list[str]) -> float:
@@ -351,7 +409,11 @@ def in_child(name: str, work: Callable[[], Row], result: Path) -> int:
     except BaseException as error:
         row["failed"] = f"{type(error).__name__}: {error}"
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    row |= {"seconds_of": TOOK, "seconds": round(time.monotonic() - began, 1), "peak_gib": round(peak / 2**30, 2)}
+    row |= {
+        "seconds_of": TOOK,
+        "seconds": round(time.monotonic() - began, 1),
+        "peak_gib": round(peak / 2**30, 2),
+    }
     result.write_text(json.dumps(row))
     os._exit(0)
 
@@ -365,11 +427,17 @@ def setting(words: list[str]) -> str:
 
 
 def prove_all(
-    every: dict[str, list[str]], wanted: list[str], jobs: int, folder: Path, data: dict[str, list[str]]
+    every: dict[str, list[str]],
+    wanted: list[str],
+    jobs: int,
+    folder: Path,
+    data: dict[str, list[str]],
 ) -> Iterator[Row]:
     """Prove presets, some side by side; equal settings are one run, that of the file that is no grid."""
     first: dict[str, str] = {}
-    for name in sorted(every, key=lambda name: name.replace("/", "=") not in every[name]):  # grids last
+    for name in sorted(
+        every, key=lambda name: name.replace("/", "=") not in every[name]
+    ):  # grids last
         first.setdefault(setting(every[name]), name)
     waiting, running = list(wanted), {}
     while waiting or running:
@@ -386,7 +454,11 @@ def prove_all(
         number, status = os.wait()
         name, place = running.pop(number)
         ended = os.waitstatus_to_exitcode(status)
-        lost = {"what": "preset", "preset": name, "failed": f"its process ended with {ended} (-14: it took too long)"}
+        lost = {
+            "what": "preset",
+            "preset": name,
+            "failed": f"its process ended with {ended} (-14: it took too long)",
+        }
         yield json.loads((place / "row.json").read_text()) if ended == 0 else lost
 
 
@@ -420,30 +492,44 @@ def page(rows: list[Row]) -> str:
     """Return docs/results/presets.md."""
     seconds = sum(row.get("seconds", 0) for row in rows)
     where = f"{seconds / 60:.0f} minutes, one preset after the other, on {rows[0]['machine']}"
-    lines = [*INTRODUCTION.format(where=where, layers=LAYERS, width=WIDTH, heads=HEADS).splitlines()]
+    lines = [
+        *INTRODUCTION.format(where=where, layers=LAYERS, width=WIDTH, heads=HEADS).splitlines()
+    ]
     for row in rows:
         if "as" in row:
             lines.append(f"| {row['preset']} | its first row is {row['as']} ||||||||")
         elif "failed" in row:
             lines.append(f"| {row['preset']} | **failed**: {row['failed']} ||||||||")
         else:
-            bits = " | ".join(f"{row[key]:.3f}" for key in ("first_bits", "last_bits", "scored_bits"))
+            bits = " | ".join(
+                f"{row[key]:.3f}" for key in ("first_bits", "last_bits", "scored_bits")
+            )
             plan = f"{row['parameters']:,} | {row['planned_gib']:.2f}"
-            lines.append(f"| {row['preset']} | {row['data']} | {row['N']:,} | {row['own_N']:,} | {bits} | {plan} |")
+            lines.append(
+                f"| {row['preset']} | {row['data']} | {row['N']:,} | {row['own_N']:,} | {bits} | {plan} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Prove, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="such as model/tiny experiment/pg19")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="such as model/tiny experiment/pg19"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="presets side by side, a thread each")
     args = parser.parse_args()
     end_with_children()
     every, began, done = presets(), time.monotonic(), []
     if unknown := [name for name in args.only or () if name not in every]:
         parser.error(f"{unknown[0]}: no such preset; there are {', '.join(every)}")
-    rows = {row["preset"]: row for row in json.loads(RESULTS.read_text())} if args.only and RESULTS.exists() else {}
+    rows = (
+        {row["preset"]: row for row in json.loads(RESULTS.read_text())}
+        if args.only and RESULTS.exists()
+        else {}
+    )
     with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
         folder = Path(home)
         (folder / "files").mkdir()
@@ -451,7 +537,10 @@ def main() -> int:
         patch.setenv("RTX_OUTPUTS", str(folder / "outputs"))
         patch.setattr(rtx.commands.train, "SAMPLE_LENGTH", 16)
         patch.setattr(rtx.commands.train, "SAMPLE_UNITS", 16)
-        data, where = make_data(folder / "files", patch), {"machine": machine("cpu", 1), "versions": code()}
+        data, where = (
+            make_data(folder / "files", patch),
+            {"machine": machine("cpu", 1), "versions": code()},
+        )
         for row in prove_all(every, args.only or list(every), args.jobs, folder, data):
             print(line(row), flush=True)
             rows[row["preset"]] = row | where

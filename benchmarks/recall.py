@@ -25,7 +25,12 @@ from machine import code, machine
 from omegaconf import OmegaConf
 
 PATTERNS = {
-    "routing_topk": ("routing=topk", "routing.decay=0.99", "routing.logit_scale=sqrt_d", "routing.attend_self=false"),
+    "routing_topk": (
+        "routing=topk",
+        "routing.decay=0.99",
+        "routing.logit_scale=sqrt_d",
+        "routing.attend_self=false",
+    ),
     "routing_causal": ("routing=causal",),
     "blocks": ("routing=blocks", "routing.block=4"),
     **{name: (f"routing={name}",) for name in ("exact", "indexer", "random")},
@@ -40,7 +45,9 @@ KEY = ("pattern", "seed", "N", "W", "C", "steps", "overrides")
 
 def arguments() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000)
@@ -49,7 +56,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clusters", type=int, help="default: length / window")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--hardware", default="cpu", choices=("cpu", "gpu"))
-    parser.add_argument("--anew", action="store_true", help="forget the runs of these patterns that the file holds")
+    parser.add_argument(
+        "--anew", action="store_true", help="forget the runs of these patterns that the file holds"
+    )
     parser.add_argument("overrides", nargs="*", help="further keys for rtx train")
     args = parser.parse_args()
     args.clusters = args.clusters or math.ceil(args.length / args.window)
@@ -63,9 +72,17 @@ def command(args: argparse.Namespace, pattern: str, seed: int) -> list[str]:
         *PATTERNS[pattern],
         *(f"data.length={args.length}", f"model.window={args.window}"),
         f"routing.window={args.window}",
-        *([] if pattern in ("blocks", "exact", "indexer") else [f"routing.clusters={args.clusters}"]),
+        *(
+            []
+            if pattern in ("blocks", "exact", "indexer")
+            else [f"routing.clusters={args.clusters}"]
+        ),
         *(f"trainer.steps={args.steps}", f"seed={seed}", "logger=jsonl"),
-        *(f"hardware={args.hardware}", "hardware.precision=fp32", f"hardware.threads={args.threads}"),
+        *(
+            f"hardware={args.hardware}",
+            "hardware.precision=fp32",
+            f"hardware.threads={args.threads}",
+        ),
         *args.overrides,
     ]
 
@@ -75,9 +92,16 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {"RTX_RUN": f"{scratch}/run", "RTX_DATA": f"{scratch}/data"}
         start = time.monotonic()
-        subprocess.run([sys.executable, "-m", "rtx", "train", *command(args, pattern, seed)], env=env, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "rtx", "train", *command(args, pattern, seed)],
+            env=env,
+            check=True,
+        )
         seconds = time.monotonic() - start
-        rows = [json.loads(line) for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()
+        ]
         config = OmegaConf.to_container(OmegaConf.load(Path(scratch, "run", "config.yaml")))
     assert isinstance(config, dict)
     scores = [row for row in rows if row["kind"] == "valid"]
@@ -128,7 +152,15 @@ def main() -> None:
     asked: list[dict[str, Any]] = []
     for seed in args.seeds:
         for pattern in args.patterns:
-            key = [pattern, seed, args.length, args.window, args.clusters, args.steps, args.overrides]
+            key = [
+                pattern,
+                seed,
+                args.length,
+                args.window,
+                args.clusters,
+                args.steps,
+                args.overrides,
+            ]
             known = [row for row in rows if [row[name] for name in KEY] == key]
             if known and not args.anew:
                 asked += [row | {"measured": "before"} for row in known]

@@ -40,7 +40,9 @@ RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 Step = Callable[[], None]
 
 
-def ours(args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "onednn") -> Config:
+def ours(
+    args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "onednn"
+) -> Config:
     """Return the configuration of one of our rows; no selection: full attention."""
     base = "local" if selection else "full"
     routed = args.heads // 2 if selection else 0
@@ -83,7 +85,9 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], after: Callable[
     return step
 
 
-def our_step(args: argparse.Namespace, selection: str | None, backend: str, tokens_BN: Tensor) -> Step:
+def our_step(
+    args: argparse.Namespace, selection: str | None, backend: str, tokens_BN: Tensor
+) -> Step:
     """Return the step of one of our models."""
     torch.manual_seed(0)
     model = Transformer(ours(args, selection, backend), 256).to(tokens_BN.device)
@@ -118,7 +122,9 @@ def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
 
     def loss() -> Tensor:
         logits_BNV, auxiliary = model(tokens_BN)
-        cross_entropy = nn.functional.cross_entropy(logits_BNV[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten())
+        cross_entropy = nn.functional.cross_entropy(
+            logits_BNV[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten()
+        )
         return cross_entropy + auxiliary
 
     return training_step(model, loss, lambda: None)
@@ -126,9 +132,15 @@ def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
 
 def weights_step(args: argparse.Namespace, products: str) -> Step:
     """Return the products of every linear layer of our top-w model with activations, forward and backward."""
-    device, model = args.device, Transformer(ours(args, "topk", products=products), 256).to(args.device)
+    device, model = (
+        args.device,
+        Transformer(ours(args, "topk", products=products), 256).to(args.device),
+    )
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    inputs = [torch.randn(args.length, linear.in_features, device=device, requires_grad=True) for linear in linears]
+    inputs = [
+        torch.randn(args.length, linear.in_features, device=device, requires_grad=True)
+        for linear in linears
+    ]
     gradients = [torch.randn(args.length, linear.out_features, device=device) for linear in linears]
 
     def step() -> None:
@@ -194,7 +206,10 @@ def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[s
     median = {name: statistics.median(values) for name, values in times.items()}
     versions = code()
     if "peer_routing" in times:
-        versions |= {name: importlib.metadata.version(name) for name in ("routing_transformer", "local-attention")}
+        versions |= {
+            name: importlib.metadata.version(name)
+            for name in ("routing_transformer", "local-attention")
+        }
     sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads")}
     return [
         {
@@ -207,7 +222,9 @@ def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[s
             "backend": backend_of(name),
             "ms": round(median[name], 1),
             "ms_all": [round(value, 1) for value in times[name]],
-            "ratio": {other: round(median[other] / median[name], 2) for other in RIVALS if other in median},
+            "ratio": {
+                other: round(median[other] / median[name], 2) for other in RIVALS if other in median
+            },
             "machine": machine(args.device, args.threads),
             "versions": versions,
         }
@@ -217,7 +234,9 @@ def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[s
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"layers": 6, "hidden": 512, "heads": 8, "length": 8192, "window": 256, "clusters": 32}
     for name, value in {**sizes, "threads": 2, "turns": 3, "steps": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -234,7 +253,10 @@ def main() -> None:
     for row in results:
         ratio = row["ratio"]
         assert isinstance(ratio, dict)
-        print(f"{row['pattern']:<20}{row['ms']:>10}" + "".join(f"{ratio.get(rival, ''):>22}" for rival in RIVALS))
+        print(
+            f"{row['pattern']:<20}{row['ms']:>10}"
+            + "".join(f"{ratio.get(rival, ''):>22}" for rival in RIVALS)
+        )
     path = Path(__file__).parent / "results" / f"step-{args.device.replace('cuda', 'gpu')}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
 

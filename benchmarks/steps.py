@@ -37,7 +37,13 @@ from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
 from rtx.training.inference import WEIGHTS_IN, prepare_device
-from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate, training_loss
+from rtx.training.module import (
+    build_model,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+    training_loss,
+)
 from rtx.training.run_folder import environment, outputs_root, save, unwritable
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
@@ -66,7 +72,9 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         raise UserError(unwritable(folder, error)) from None
     stores = [open_data(row.config.data, data_root()) for row in rows]
-    print(f"{plural(len(rows), 'row')}, {plural(asked['turns'], 'turn')} of {plural(asked['per_turn'], 'step')}")
+    print(
+        f"{plural(len(rows), 'row')}, {plural(asked['turns'], 'turn')} of {plural(asked['per_turn'], 'step')}"
+    )
     try:
         measure(rows, stores, asked)
     finally:
@@ -97,7 +105,9 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Row]:
     for entry in checked:
         many = entry.key in ("hardware", "hardware.name") and {*entry.values} & {*SPREAD, *LAUNCHED}
         if many or entry.key.startswith("hydra"):
-            raise UserError(f"{entry}: rows are timed in turn on one device; hardware takes auto, cpu or gpu")
+            raise UserError(
+                f"{entry}: rows are timed in turn on one device; hardware takes auto, cpu or gpu"
+            )
     rows: dict[str, Row] = {}
     for cell in lay_out(checked):
         rows.setdefault(config_hash(dataclasses.replace(cell.config, seed=0)), Row(cell.config))
@@ -113,7 +123,9 @@ def measure(rows: Sequence[Row], stores: Sequence[Store], asked: Mapping[str, in
             try:
                 row.ms_turns.extend(itertools.islice(turns, 1))
             except Exception as error:  # which ends its turns, and frees its memory for the others
-                row.reason = out_of_memory(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+                row.reason = (
+                    out_of_memory(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+                )
             show(done + 1, asked["turns"] * len(rows))
 
 
@@ -133,12 +145,18 @@ def turns_of(row: Row, store: Store, asked: Mapping[str, int]) -> Iterator[float
             torch.cuda.synchronize()
         began = time.perf_counter()
         losses = torch.stack([step() for _ in range(asked["per_turn"])])
-        if not bool(losses.isfinite().all()):  # which waits for the device: the clock is read once a turn
-            raise FloatingPointError(f"the loss is not a number at learning rate {row.config.optimizer.lr:g}")
+        if not bool(
+            losses.isfinite().all()
+        ):  # which waits for the device: the clock is read once a turn
+            raise FloatingPointError(
+                f"the loss is not a number at learning rate {row.config.optimizer.lr:g}"
+            )
         yield 1e3 * (time.perf_counter() - began) / asked["per_turn"]
 
 
-def training_step(config: Config, store: Store, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
+def training_step(
+    config: Config, store: Store, device: torch.device
+) -> tuple[Callable[[], torch.Tensor], int]:
     """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
     hardware, items = resolve_hardware(config), training_items(config, store)
     steps, numbers = itertools.count(1), itertools.count()
@@ -150,7 +168,9 @@ def training_step(config: Config, store: Store, device: torch.device) -> tuple[C
 
     def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):
-            tokens_BN = torch.stack([items[next(numbers)] for _ in range(hardware.micro_batch_size)]).to(device)
+            tokens_BN = torch.stack(
+                [items[next(numbers)] for _ in range(hardware.micro_batch_size)]
+            ).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
                 at = [] if store.answers is None else [store.answers(tokens_BN)[0]]
                 nats, *_, auxiliary = loss(tokens_BN, *at)
@@ -166,7 +186,9 @@ def training_step(config: Config, store: Store, device: torch.device) -> tuple[C
     return step, model.count_parameters()
 
 
-def finish(rows: Sequence[Row], asked: Mapping[str, int], words: Sequence[str], folder: Path) -> None:
+def finish(
+    rows: Sequence[Row], asked: Mapping[str, int], words: Sequence[str], folder: Path
+) -> None:
     """Print the tables and keep the record, which replaces that of the same rows on this device."""
     command = shlex.join(["python", "benchmarks/steps.py", *words])
     facts = environment({"what": WHAT, "command": command, "ids": "training batches"})
@@ -175,7 +197,9 @@ def finish(rows: Sequence[Row], asked: Mapping[str, int], words: Sequence[str], 
     record = {**facts, "rows": [{**vars(row), "config": to_dict(row.config)} for row in rows]}
     for view in views(read_record(record)):
         print("\n" + terminal(view))
-    key = short_hash({"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12)
+    key = short_hash(
+        {"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12
+    )
     save(folder / "bench" / f"steps-{key}.json", record)
 
 

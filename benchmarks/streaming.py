@@ -69,7 +69,10 @@ def attention_patterns() -> dict[str, Pattern]:
     """Return groups of 8 heads of size 64."""
     torch.manual_seed(0)
     patterns: dict[str, Pattern] = {"local": Local(window=256)}
-    for selection, rate in (("causal", 0.1), ("topk", 0.0)):  # rates and updates are training's: nothing of a step's
+    for selection, rate in (
+        ("causal", 0.1),
+        ("topk", 0.0),
+    ):  # rates and updates are training's: nothing of a step's
         centroids = Centroids(8, 32, 64, window=256, length=8192, decay=0.999, threshold_rate=rate)
         patterns[f"routing_{selection}"] = ROUTING_CLASSES[selection](centroids)
     patterns["random"] = Random(8, 32, window=256, length=8192, seed=0)
@@ -103,7 +106,9 @@ def attention_stream(pattern: Pattern, position: int) -> Callable[[], object]:
     return step
 
 
-def token_times(stream_at: Callable[[int], Callable[[], object]], args: argparse.Namespace) -> dict[str, list[float]]:
+def token_times(
+    stream_at: Callable[[int], Callable[[], object]], args: argparse.Namespace
+) -> dict[str, list[float]]:
     """Return milliseconds of steps early and late in a stream, in turn, at places spread over each span."""
     times: dict[str, list[float]] = {"early": [], "late": []}
     for repeat in range(args.repeats):
@@ -136,9 +141,18 @@ def scoring_rate(model: Transformer, length: int, units: int) -> float:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"length": 512, "window": 128, "units": 262_144, "threads": 2}
-    places = {"early": 1_000, "late": 50_000, "span": 10_000, "repeats": 5, "steps": 400, "fresh": 8_000}
+    places = {
+        "early": 1_000,
+        "late": 50_000,
+        "span": 10_000,
+        "repeats": 5,
+        "steps": 400,
+        "fresh": 8_000,
+    }
     for name, value in {**sizes, **places}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
@@ -147,7 +161,9 @@ def main() -> None:
     rows = []
     print(HEADING + f"{'bytes/s':>10}{'5 MB, min':>11}")
     for pattern in PATTERNS:
-        once = {"repeats": 1, "steps": args.steps // 4} if pattern == "full" else {}  # its steps read all before them
+        once = (
+            {"repeats": 1, "steps": args.steps // 4} if pattern == "full" else {}
+        )  # its steps read all before them
         rows.append(measure(pattern, argparse.Namespace(**vars(args) | once)))
     print(HEADING)
     for name, pattern in attention_patterns().items():
@@ -165,7 +181,12 @@ def measure(pattern: str, args: argparse.Namespace) -> dict[str, Any]:
     fresh = median_time(lambda: model(tokens_BN))
     rate = scoring_rate(model, args.length, args.units)
     minutes = TARGET_BYTES / rate / 60
-    sizes = {"pattern": pattern, "N": args.length, "W": args.window, "C": -(-args.length // args.window)}
+    sizes = {
+        "pattern": pattern,
+        "N": args.length,
+        "W": args.window,
+        "C": -(-args.length // args.window),
+    }
     scoring = {"units_per_second": round(rate), "minutes_for_5_million_bytes": round(minutes, 2)}
     row = {"what": "streaming", **sizes, **compare(times, fresh, args), **scoring}
     print(line(row) + f"{rate:>10,.0f}{minutes:>11.1f}", flush=True)
@@ -175,7 +196,10 @@ def measure(pattern: str, args: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def measure_attention(name: str, pattern: Pattern, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one pattern alone, print its line and return its row."""
-    q, k, v = (torch.randn(1, 8, args.fresh, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (
+        torch.randn(1, 8, args.fresh, 64, generator=torch.Generator().manual_seed(i))
+        for i in range(3)
+    )
     times = token_times(lambda position: attention_stream(pattern, position), args)
     fresh = median_time(lambda: pattern(q, k if pattern.has_keys else None, v))
     sizes = {"pattern": name, "N": 8192, "W": 256, "C": 32, "B": 1, "H": 8, "D": 64}
@@ -184,12 +208,17 @@ def measure_attention(name: str, pattern: Pattern, args: argparse.Namespace) -> 
     return row
 
 
-def compare(times: dict[str, list[float]], fresh: float, args: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    times: dict[str, list[float]], fresh: float, args: argparse.Namespace
+) -> dict[str, Any]:
     """Return medians, their ratios, and where they were taken."""
     early, late = (statistics.median(times[when]) for when in ("early", "late"))
     return {
         "backend": "auto",
-        "positions": {when: [first, first + args.span] for when, first in (("early", args.early), ("late", args.late))},
+        "positions": {
+            when: [first, first + args.span]
+            for when, first in (("early", args.early), ("late", args.late))
+        },
         "steps": args.steps * args.repeats,
         "ms": {"early": round(early, 4), "late": round(late, 4), "fresh_pass": round(fresh, 1)},
         "ratio": round(late / early, 3),

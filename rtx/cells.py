@@ -70,7 +70,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
     Combinations that differ by keys that their run does not read are one cell. `UserError` for a cell that cannot be,
     for the same values listed twice, and for a key that no cell reads.
     """
-    given = list({entry.key: entry for entry in checked if not entry.key.startswith("hydra.")}.values())
+    given = list(
+        {entry.key: entry for entry in checked if not entry.key.startswith("hydra.")}.values()
+    )
     grids = list(expanded(given).values())
     swept = {entry.key for grid in grids for entry in grid if len(entry.values) > 1}
     if len(grids) > 1:
@@ -82,7 +84,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
             config = resolve(compose_unresolved(entries))
         idle_keys = unread(flat(to_dict(config)))
         title = titled(entry for entry in listed if not is_idle(entry, idle_keys))
-        cell = Cell(len(cells) + 1, words_of(entries), folder_of(config), config, title, (titled(listed),))
+        cell = Cell(
+            len(cells) + 1, words_of(entries), folder_of(config), config, title, (titled(listed),)
+        )
         same = cells.setdefault(cell.folder, cell)
         if same is not cell:
             cells[cell.folder] = joined(same, cell)
@@ -94,7 +98,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 def combinations(grids: Sequence[Sequence[Override]]) -> Iterator[tuple[Override, ...]]:
     """Yield each combination of values of each grid, every key with one value."""
     for grid in grids:
-        yield from itertools.product(*([Override(each.key, (value,)) for value in each.values] for each in grid))
+        yield from itertools.product(
+            *([Override(each.key, (value,)) for value in each.values] for each in grid)
+        )
 
 
 def titled(entries: Iterable[Override]) -> str:
@@ -136,7 +142,10 @@ def merged_lines(cells: Sequence[Cell]) -> list[str]:
     """Return a line for each cell that is the run of several combinations of the listed values."""
     why = "which differ by keys that it does not read"
     merged = [cell for cell in cells if len(cell.combinations) > 1]
-    return [f"cell {cell.number} ({cell.title}): {len(cell.combinations)} combinations, {why}" for cell in merged]
+    return [
+        f"cell {cell.number} ({cell.title}): {len(cell.combinations)} combinations, {why}"
+        for cell in merged
+    ]
 
 
 def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
@@ -219,8 +228,14 @@ def own_axes(experiment: str) -> list[Override]:
 def refuse_sweep(arguments: Sequence[str]) -> None:
     """Refuse to take a sweep for one run: an experiment with axes that have no value, or jobs made of cells."""
     given = {entry.key: entry for entry in check_overrides(arguments)}
-    if (entry := given.get("hardware")) and entry.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:
-        raise UserError(f"{entry}: makes jobs of the cells of a sweep (rtx train -m; one cell is a sweep, too)")
+    if (
+        (entry := given.get("hardware"))
+        and entry.values[0] in LAUNCHED
+        and SWEEP_VARIABLE not in os.environ
+    ):
+        raise UserError(
+            f"{entry}: makes jobs of the cells of a sweep (rtx train -m; one cell is a sweep, too)"
+        )
     name = given["experiment"].values[0] if "experiment" in given else ""
     axes = [axis for axis in own_axes(name) if axis.key == "experiment" or axis.key not in given]
     if what := " ".join(str(axis) for axis in axes if len(axis.values) > 1):
@@ -236,18 +251,28 @@ def has_score(status: dict[str, Any] | None) -> bool:
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:
     """Return how a cell stands that is not to be run, or None."""
     status = read_status(cell.folder)
-    if (cell.folder / RUN_CONFIG).exists() and cell.folder.name not in cell_hashes(load_run_config(cell.folder)):
-        return Outcome(2, "changed", f"{cell.folder}/{RUN_CONFIG} has other values by now; move it away to run it anew")
+    if (cell.folder / RUN_CONFIG).exists() and cell.folder.name not in cell_hashes(
+        load_run_config(cell.folder)
+    ):
+        return Outcome(
+            2,
+            "changed",
+            f"{cell.folder}/{RUN_CONFIG} has other values by now; move it away to run it anew",
+        )
     if has_score(status):
         return Outcome(0, "done before")
     if status and seems_running(status):
         return Outcome(NO_CODE, "in use", busy(cell.folder, status))
     if status and status["state"] == "failed" and not retry:
-        return Outcome(NO_CODE, "failed before", f"{status['reason']}; sweep.retry=true runs it again")
+        return Outcome(
+            NO_CODE, "failed before", f"{status['reason']}; sweep.retry=true runs it again"
+        )
     return None
 
 
-def ending(cell: Cell, code: int, said: str, before: Any, out_of_memory: bool, stopped_by: int) -> Outcome:
+def ending(
+    cell: Cell, code: int, said: str, before: Any, out_of_memory: bool, stopped_by: int
+) -> Outcome:
     """Return how the process of a cell ended; a failure that it could not write into its status is written here."""
     status, killed = read_status(cell.folder), code in (NO_CODE, 128 + signal.SIGKILL)
     if has_score(status) and code == 0:
@@ -255,9 +280,13 @@ def ending(cell: Cell, code: int, said: str, before: Any, out_of_memory: bool, s
     if status and code == 2 and seems_running(status):  # by one that was begun at the same time
         return Outcome(code, "in use", busy(cell.folder, status))
     if status and status != before and status["state"] in ("failed", "interrupted", "preempted"):
-        return Outcome(code, status["state"], status["reason"] if status["state"] == "failed" else "")
+        return Outcome(
+            code, status["state"], status["reason"] if status["state"] == "failed" else ""
+        )
     lines = [line for line in said.splitlines() if line.strip()]
-    last = next((line for line in lines if line.startswith("rtx: ")), "".join(lines[-1:])).removeprefix("rtx: ")
+    last = next(
+        (line for line in lines if line.startswith("rtx: ")), "".join(lines[-1:])
+    ).removeprefix("rtx: ")
     if killed and not out_of_memory:
         return Outcome(code, "killed", last if code == NO_CODE else "")
     # A signal can find a process where it aborts, as in the import of a native library.

@@ -75,7 +75,13 @@ COUNTS = ("routing.heads", "routing.layers")
 SWITCHED_OFF = tuple(f"{count}=0" for count in COUNTS)
 BUILT_IN = {"data.name": NAMES, "model.base": tuple(BASES), "routing.selection": tuple(SELECTIONS)}
 """The values of the keys to which an extension may add others."""
-WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+WANDB_MODES = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
 """What WANDB_MODE may be (W&B's own words but shared, for several processes that write one run), and what it means."""
 
 
@@ -88,7 +94,9 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
     config = replace(config, routing=routing, model=model)
     of_model = too_large, model_problems, adaptive_problems, recurrent_problems
     parts = (*of_model, training_problems, gpu_problems, data_problems)
-    refuse([*(line for problems in parts for line in problems(config)), *idle(config, keys).values()])
+    refuse(
+        [*(line for problems in parts for line in problems(config)), *idle(config, keys).values()]
+    )
     return config
 
 
@@ -106,7 +114,9 @@ def wandb_mode() -> str:
         return ""
     if word not in WANDB_MODES:
         near = nearest(word, WANDB_MODES)
-        raise UserError(f"WANDB_MODE={shorten(repr(word))}: must be one of {', '.join(WANDB_MODES)}{near}")
+        raise UserError(
+            f"WANDB_MODE={shorten(repr(word))}: must be one of {', '.join(WANDB_MODES)}{near}"
+        )
     return WANDB_MODES[word]
 
 
@@ -173,7 +183,11 @@ def too_large(config: Config) -> Iterator[str]:
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
         ("routing.candidates", "data.length", routes),
-        ("routing.block", "routing.window", routes and routing.selection in ("blocks", "blocks_random")),
+        (
+            "routing.block",
+            "routing.window",
+            routes and routing.selection in ("blocks", "blocks_random"),
+        ),
         ("model.window", "data.length", not patterns <= {"full", "recurrent", *SPARSE}),
         ("model.stride", "data.length", sparse),
         ("model.summary", "model.stride", bool(patterns & {"fixed", "fixed_summary"})),
@@ -205,7 +219,11 @@ def model_problems(config: Config) -> Iterator[str]:
     chosen, keys = routing.selection, routing.keys
     if not (routing.heads and routing.layers):
         return
-    if chosen == "probed" and routing.candidates is not None and routing.candidates < routing.window:
+    if (
+        chosen == "probed"
+        and routing.candidates is not None
+        and routing.candidates < routing.window
+    ):
         yield f"routing.candidates={routing.candidates} must be at least routing.window={routing.window}"
     if keys == "projected" and chosen not in CLUSTERED[:3]:
         yield f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {chosen}"
@@ -265,7 +283,12 @@ def recurrent_problems(config: Config) -> Iterator[str]:
 
 def training_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with devices, batches, schedule and the attention asked for by name."""
-    hardware, trainer, optimizer, model = config.hardware, config.trainer, config.optimizer, config.model
+    hardware, trainer, optimizer, model = (
+        config.hardware,
+        config.trainer,
+        config.optimizer,
+        config.model,
+    )
     devices = (hardware.devices or 1) * hardware.nodes
     micro = 1 if trainer.micro_batch_size == "auto" else int(trainer.micro_batch_size)
     if hardware.precision == "tf32" and hardware.name == "cpu":
@@ -318,7 +341,11 @@ def data_problems(config: Config) -> Iterator[str]:
     data, name, stride = config.data, config.name, config.trainer.val_stride
     if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
         yield f"name={name[:40]!r} must be a folder's name, of at most 200 bytes"
-    wanted = {"text": "file, folder or glob", "images": "folder with images", "hub": "owner/name, or a folder"}
+    wanted = {
+        "text": "file, folder or glob",
+        "images": "folder with images",
+        "hub": "owner/name, or a folder",
+    }
     if data.name in wanted and data.path is None:
         yield f"data={data.name} needs data.path=<{wanted[data.name]}>"
     if stride not in (None, data.length) and (SETS[data.name].image or data.name in MADE):
@@ -328,7 +355,9 @@ def data_problems(config: Config) -> Iterator[str]:
         whole = f"{3 * side**2} = {side} x {side} x 3" if side else "height x width x 3"
         if data.length % 3 or (side and data.length != 3 * side**2):
             yield f"data.length={data.length} must be {whole}: an image is one sequence"
-    needed = {"copy": 2 * data.pairs + 2, "induction": 8 * data.pairs}.get(data.name, 4 * data.pairs)
+    needed = {"copy": 2 * data.pairs + 2, "induction": 8 * data.pairs}.get(
+        data.name, 4 * data.pairs
+    )
     if data.name in MADE and (least := needed + data.distance) > data.length:
         want = f"and data.distance={data.distance} need" if data.distance else "needs"
         yield f"data.pairs={data.pairs} {want} data.length of at least {least}, not {data.length}"

@@ -22,14 +22,25 @@ from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.hydra_words import hydra_flag
 from rtx.training.hardware import out_of_memory
-from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
+from rtx.training.signals import (
+    EXIT_CODES,
+    INTERRUPTED,
+    PREEMPTED,
+    Stopped,
+    ignore_signals,
+    started_by_another,
+)
 
 if TYPE_CHECKING:
     from rtx.config import Config
 
 FLAGS = {"--help", "-h"}
 OF_GROUPS = {"--cfg", "--config-dir"}
-MORE_FLAGS = {"train": {"-m", "--multirun", *OF_GROUPS}, "plan": OF_GROUPS, "data": {"--config-dir"}}
+MORE_FLAGS = {
+    "train": {"-m", "--multirun", *OF_GROUPS},
+    "plan": OF_GROUPS,
+    "data": {"--config-dir"},
+}
 PRINTING = {"plan", "runs", "sweep", "completion", *FLAGS}
 """What only prints, so that no harm is done where the reader has seen enough (`rtx plan | head -1`)."""
 
@@ -37,14 +48,20 @@ PRINTING = {"plan", "runs", "sweep", "completion", *FLAGS}
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to fail
-    atexit.register(ignore_signals)  # called last: then Python lets go of handlers, and any signal would kill it
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal that lacks a letter is no reason to fail
+    atexit.register(
+        ignore_signals
+    )  # called last: then Python lets go of handlers, and any signal would kill it
     try:
         handle_signals(sys.argv[1:2])
         code = main()
     except Stopped as stopped:  # a moment before or after `main`
         code = stopped.code
-    for number in EXIT_CODES:  # the work is over: what is left, such as threads to wait for, may be cut short
+    for number in (
+        EXIT_CODES
+    ):  # the work is over: what is left, such as threads to wait for, may be cut short
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(number, lambda *_: os._exit(code))
     sys.exit(code)
@@ -56,7 +73,9 @@ def handle_signals(words: list[str]) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
-    if started_by_another():  # by the first process of a run, which has the signals from this one's first moment on
+    if (
+        started_by_another()
+    ):  # by the first process of a run, which has the signals from this one's first moment on
         ignore_signals()
         return
     for number, code in EXIT_CODES.items():
@@ -76,12 +95,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
     except SystemExit as left:  # with 0, say, which would pass for work that is done
-        return complain(f"sys.exit({left.code!r}) was called before the end, by an extension or a package", 2)
+        return complain(
+            f"sys.exit({left.code!r}) was called before the end, by an extension or a package", 2
+        )
     except KeyboardInterrupt:
         return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
-            return int(not {*(sys.argv[1:] if argv is None else argv)} & PRINTING)  # others have not done their work
+            return int(
+                not {*(sys.argv[1:] if argv is None else argv)} & PRINTING
+            )  # others have not done their work
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return complain(f"{shorten(str(error.filename))}: {error.strerror}", 2)
         if reason := out_of_memory(error):
@@ -102,7 +125,10 @@ def dispatch(arguments: list[str]) -> int:
         print(f"rtx {__version__}" if word == "--version" else help.front_page())
         return 0 if word else 2
     if word not in (commands := list(dict.fromkeys(name.split()[0] for name in options.READS))):
-        hint = nearest(word, [*commands, "--help", "--version"]) or f"; the commands are {', '.join(commands)}"
+        hint = (
+            nearest(word, [*commands, "--help", "--version"])
+            or f"; the commands are {', '.join(commands)}"
+        )
         raise UserError(f"unknown command {word!r}{hint}")
     flags, words = split_flags(word, rest)
     if flags & FLAGS or word == "completion":
@@ -112,13 +138,22 @@ def dispatch(arguments: list[str]) -> int:
         from rtx.launcher import sweep
 
         return sweep(words, preview="--cfg" in flags)
-    if word not in ("runs", "sweep", "report", "data"):  # which import no torch and check their words themselves
+    if word not in (
+        "runs",
+        "sweep",
+        "report",
+        "data",
+    ):  # which import no torch and check their words themselves
         if "--cfg" in flags:
             return print_configuration(word, words)
         if not check_first(word, words):
             return 0
         if "torch" not in sys.modules and not started_by_another():
-            print(f"rtx {word}: loading PyTorch, which takes some seconds", file=sys.stderr, flush=True)
+            print(
+                f"rtx {word}: loading PyTorch, which takes some seconds",
+                file=sys.stderr,
+                flush=True,
+            )
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
@@ -147,12 +182,23 @@ def composed(word: str, words: list[str]) -> "Config":
 
 def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     """Return the flags among the words of a command, and the other words, without those that belong to a flag."""
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
-    flags, known = {word for word in words if word.startswith("-")}, FLAGS | MORE_FLAGS.get(command, set())
+    words = [
+        part
+        for word in words
+        for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])
+    ]
+    flags, known = (
+        {word for word in words if word.startswith("-")},
+        FLAGS | MORE_FLAGS.get(command, set()),
+    )
     if unknown := sorted(flags - known):
         if os.path.isdir(unknown[0]):
-            raise UserError(f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder")
-        raise UserError(f"{shorten(unknown[0])}: unknown flag of rtx {command}{flag_hint(unknown[0], known)}")
+            raise UserError(
+                f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder"
+            )
+        raise UserError(
+            f"{shorten(unknown[0])}: unknown flag of rtx {command}{flag_hint(unknown[0], known)}"
+        )
     values = {}
     for flag in flags & OF_GROUPS:
         at = words.index(flag) + 1
@@ -236,7 +282,10 @@ def check_resumption(folder: Path, overrides: list[str]) -> bool:
 def complain(message: str, code: int) -> int:
     """Write each line of an error message to stderr, the middle of one left out that a value makes endless."""
     sys.stdout.flush()
-    lines = (line if len(line) <= 1000 else f"{line[:250]} ... {line[-250:]}" for line in message.splitlines())
+    lines = (
+        line if len(line) <= 1000 else f"{line[:250]} ... {line[-250:]}"
+        for line in message.splitlines()
+    )
     print("\n".join(printable(f"rtx: {line}") for line in lines), file=sys.stderr)
     return code
 

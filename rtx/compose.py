@@ -67,9 +67,13 @@ def compose_data(overrides: Iterable[str]) -> DataConfig:
 def compose_unresolved(checked: Sequence[Override]) -> Config:
     """As `compose`, before it is checked what fits together."""
     values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
-    if "extensions" in values:  # by their names and sha256: a run has copies, wherever they came from
+    if (
+        "extensions" in values
+    ):  # by their names and sha256: a run has copies, wherever they came from
         values["extensions"] = re.sub(f"[^{os.pathsep}]*/", "", values["extensions"])
-    node = OmegaConf.masked_copy(composed(chosen(checked)), [*SECTIONS, "seed", "name", "extensions"])
+    node = OmegaConf.masked_copy(
+        composed(chosen(checked)), [*SECTIONS, "seed", "name", "extensions"]
+    )
     with user_errors():
         for key, text in values.items():
             # What refers to another key is OmegaConf's to read.
@@ -79,7 +83,10 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
         plain = OmegaConf.create(OmegaConf.to_container(node))
         config = to_config(OmegaConf.to_container(plain, resolve=True))  # type: ignore[arg-type]
     given = dict(word.split("=", 1) for word in chosen(checked))
-    if {"experiment", "model"} <= given.keys():  # which lays out its own where it has a name that no preset gave it
+    if {
+        "experiment",
+        "model",
+    } <= given.keys():  # which lays out its own where it has a name that no preset gave it
         experiment = f"experiment={given['experiment']}"
         if (own := composed((experiment, "model=tiny")).model.name) != "tiny":
             said = f"{experiment} lays out a model of its own, {own}; leave it out, or set keys of that one"
@@ -105,7 +112,10 @@ def composed(words: tuple[str, ...]) -> DictConfig:
             ConfigStore.instance().store(group="data", name=name, node=dict(known.defaults))
     own = ["'file://{}'".format(str(folder).replace("'", r"\'")) for folder in CONFIG_DIRS]
     words += (f"hydra.searchpath=[{','.join(own)}]",) if own else ()
-    with user_errors(), hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
+    with (
+        user_errors(),
+        hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"),
+    ):
         return hydra.compose("config", list(words), return_hydra_config=True)
 
 
@@ -136,8 +146,12 @@ def user_errors(where: str = "") -> Iterator[None]:
         inner = [error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else []
         key = getattr((*inner, error)[0], "full_key", None)
         # Without the advice on its further lines (`+key=...`, search paths, internals).
-        said = ": ".join(str(each).strip().partition("\n")[0].rstrip(".") for each in (error, *inner))
-        raise UserError(f"{where}{key}: {said}" if key and key not in said else where + said) from error
+        said = ": ".join(
+            str(each).strip().partition("\n")[0].rstrip(".") for each in (error, *inner)
+        )
+        raise UserError(
+            f"{where}{key}: {said}" if key and key not in said else where + said
+        ) from error
     except (yaml.YAMLError, OSError, UnicodeError, RecursionError) as error:
         what = "not valid YAML: " if isinstance(error, yaml.YAMLError) else ""
         raise UserError(where + what + " ".join(str(error).split())) from error
@@ -167,7 +181,9 @@ def read_values(path: Path) -> dict[str, Any]:
     """
     names, depth, known = [], 0, all_fields()  # names: section and key of what comes next
     found: dict[str, Any] = {}
-    for event in yaml.parse(read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)):
+    for event in yaml.parse(
+        read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    ):
         match event:
             case yaml.ScalarEvent(value=text) if len(names) < depth:
                 names.append(text)
@@ -180,7 +196,9 @@ def read_values(path: Path) -> dict[str, Any]:
                 depth -= 1
                 del names[-1:]
             case yaml.NodeEvent():
-                raise UserError(f"{'.'.join(names) or 'it'} must be one value, or keys with one each, once")
+                raise UserError(
+                    f"{'.'.join(names) or 'it'} must be one value, or keys with one each, once"
+                )
     if not found:
         raise UserError("is not the configuration of a run")
     for field in (known[key] for key in found if key in known):
@@ -209,7 +227,9 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
         if entry.key in GROUPS:
             config = replace(config, **{entry.key: getattr(compose_unresolved([entry]), entry.key)})
         elif "${" in entry.values[0]:
-            raise UserError(f"{entry.key}={shorten(entry.values[0])}: a run takes no references; write the value")
+            raise UserError(
+                f"{entry.key}={shorten(entry.values[0])}: a run takes no references; write the value"
+            )
         else:
             values[entry.key] = all_fields()[entry.key].read_word(entry.values[0])
     return resolve(with_values(config, values), values)
@@ -232,7 +252,9 @@ def cell_hashes(config: Config) -> tuple[str, str]:
 
 def with_absolute_path(config: Config) -> Config:
     """Return a configuration whose data.path means the same from any folder."""
-    if config.data.path is None or (config.data.name == "hub" and not os.path.exists(config.data.path)):
+    if config.data.path is None or (
+        config.data.name == "hub" and not os.path.exists(config.data.path)
+    ):
         return config
     return with_values(config, {"data.path": os.path.abspath(os.path.expanduser(config.data.path))})
 
@@ -247,13 +269,21 @@ def digest(values: Mapping[str, Any]) -> str:
 
 def former_digest(values: Mapping[str, Any]) -> str:
     """Return the digits as up to version 0.3, which counted keys that a run does not read, too."""
-    if values.get("hardware.compile") == "auto":  # decided by the machine, as the device is; it once was false
+    if (
+        values.get("hardware.compile") == "auto"
+    ):  # decided by the machine, as the device is; it once was false
         values = {**values, "hardware.compile": False}
     idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
-    kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
+    kept = {
+        key: value
+        for key, value in values.items()
+        if key not in idle and not key.startswith(OUTSIDE)
+    }
     return short_hash(kept, 12)
 
 
 def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
     """Return hexadecimal digits that tell values apart, in whatever order their keys stand; what JSON lacks as text."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:digits]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[
+        :digits
+    ]

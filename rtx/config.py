@@ -45,10 +45,28 @@ KINDS_OF_HEADS = ("routed", "routing", "sparse", "random_blocks", "compressive",
 """What a model and a report call heads besides the names of patterns: no pattern of an extension can be one of them."""
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
-CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
-CHOSEN = ("exact", "probed", "indexer", "blocks", "blocks_random")  # selections of keys for each query
+CLUSTERED = (
+    "causal",
+    "topk",
+    "nearest",
+    "random",
+)  # selections by clusters; the others choose keys for each query
+CHOSEN = (
+    "exact",
+    "probed",
+    "indexer",
+    "blocks",
+    "blocks_random",
+)  # selections of keys for each query
 CENTROIDS = ("causal", "topk", "nearest", "probed")  # selections by centroids that k-means moves
-ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")  # keys of routing that are no rules
+ROUTING_SIZES = (
+    "heads",
+    "layers",
+    "window",
+    "candidates",
+    "clusters",
+    "block",
+)  # keys of routing that are no rules
 SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
@@ -60,10 +78,25 @@ OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 
 YOUNGER = (
     *(("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None)),
-    *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
+    *(
+        ("model.memory", 0),
+        ("model.same_length", False),
+        ("model.clamp", None),
+        ("model.tie_biases", True),
+    ),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
-    *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True), ("model.attend_self", True)),
-    *(("routing.key_loss", 0.0), ("routing.merge", "mean"), ("routing.candidates", None), ("routing.qk_norm", False)),
+    *(
+        ("model.cutoffs", None),
+        ("model.band_factor", 4),
+        ("routing.rotary", True),
+        ("model.attend_self", True),
+    ),
+    *(
+        ("routing.key_loss", 0.0),
+        ("routing.merge", "mean"),
+        ("routing.candidates", None),
+        ("routing.qk_norm", False),
+    ),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -376,7 +409,11 @@ def add_installed() -> None:
     """Add the patterns and data sets of installed packages, by the names of their entry points; none is imported."""
     from importlib import metadata  # takes longer than all else that `rtx --help` imports
 
-    tables: dict[str, dict[str, Any]] = {"rtx.patterns": BASES, "rtx.selections": SELECTIONS, "rtx.data": SETS}
+    tables: dict[str, dict[str, Any]] = {
+        "rtx.patterns": BASES,
+        "rtx.selections": SELECTIONS,
+        "rtx.data": SETS,
+    }
     for group, table in tables.items():
         for point in metadata.entry_points(group=group):
             package = point.dist.name if point.dist else ""
@@ -387,7 +424,9 @@ def add_installed() -> None:
                 print(f"rtx: {package} is without {group} {point.name}: {problem}", file=sys.stderr)
                 continue
             found = point.value.replace(":", ".")
-            table[point.name] = found if table is not SETS else DataSet(found, defaults={"name": point.name})
+            table[point.name] = (
+                found if table is not SETS else DataSet(found, defaults={"name": point.name})
+            )
             REGISTERED[point.name] = package
 
 
@@ -432,7 +471,10 @@ def settings() -> dict[str, Field]:
     doc = "a file of conf/{0}/".format
     keys, own = all_fields(), {"data": [name for name in SETS if name in REGISTERED]}
     known = {key: (*options(key), *own.get(key, ())) for key in GROUPS}
-    groups = {key: Field(key, str, key == "experiment", False, None, doc(key), known[key]) for key in GROUPS}
+    groups = {
+        key: Field(key, str, key == "experiment", False, None, doc(key), known[key])
+        for key in GROUPS
+    }
     return groups | keys
 
 
@@ -449,7 +491,9 @@ def embedding_width(model: ModelConfig) -> int:
 def sizes_of(text: str | None) -> tuple[int, ...]:
     """The numbers of model.axes, slowest first, or model.cutoffs; none where these are not joined by x."""
     parts = (text or "").split("x")
-    return tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 10 for part in parts) else ()
+    return (
+        tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 10 for part in parts) else ()
+    )
 
 
 def hash_buckets(config: Config) -> int:
@@ -490,7 +534,11 @@ def full_group(config: Config, layer: int) -> tuple[int, int]:
     These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
     """
     groups, routing = layer_patterns(config, layer), config.routing
-    one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
+    one = (
+        routing.selection == "nearest"
+        and clusters(config) == 1
+        and routing.window >= config.data.length
+    )
     name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
     return [*groups, name].index(name), groups.get(name, 0)
 
@@ -508,6 +556,10 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration with other values at some dotted keys."""
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        changed = {section: replace(getattr(config, section), **{name: value})} if section else {key: value}
+        changed = (
+            {section: replace(getattr(config, section), **{name: value})}
+            if section
+            else {key: value}
+        )
         config = replace(config, **changed)
     return config

@@ -58,7 +58,9 @@ def plural(number: int, word: str) -> str:
 
 def printable(text: str) -> str:
     """Return text with control characters (all but newline and tab) replaced."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def shorten(text: str, width: int = 100) -> str:

@@ -15,7 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtx.config import BASES, REGISTERED, SELECTIONS, all_fields, maker_problem, name_problem, settings
+from rtx.config import (
+    BASES,
+    REGISTERED,
+    SELECTIONS,
+    all_fields,
+    maker_problem,
+    name_problem,
+    settings,
+)
 from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
@@ -48,7 +56,9 @@ def register_pattern(name: str, make: Callable[..., Any], *, selection: bool = F
     table[registered(name, problem)] = make
 
 
-def register_data(name: str, source: Callable[..., Any], *, side: int | None = None, **defaults: Any) -> None:
+def register_data(
+    name: str, source: Callable[..., Any], *, side: int | None = None, **defaults: Any
+) -> None:
     """Make a data set a value of data=; `UserError` for a name of ours, or a default that is none.
 
     Args:
@@ -61,7 +71,9 @@ def register_data(name: str, source: Callable[..., Any], *, side: int | None = N
             raise UserError(f"register_data({name!r}): {unknown(f'data.{key}', all_fields())}")
         field.read(value)
     name = registered(name, name_problem(name, pattern=False))
-    SETS[name] = DataSet(source, image=side is not None, side=side, defaults={**defaults, "name": name})
+    SETS[name] = DataSet(
+        source, image=side is not None, side=side, defaults={**defaults, "name": name}
+    )
     forget()
 
 
@@ -77,7 +89,9 @@ def add_config_dir(path: str) -> None:
     """Take presets from a folder, too, in which `model/mine.yaml` is model=mine."""
     folder = Path(path).expanduser().absolute()
     if not path or not any(folder.glob("*/*.yaml")):
-        raise UserError(f"--config-dir {shorten(path)}: holds no preset, a file such as model/mine.yaml")
+        raise UserError(
+            f"--config-dir {shorten(path)}: holds no preset, a file such as model/mine.yaml"
+        )
     CONFIG_DIRS[:] = [folder]
     forget()
 
@@ -98,9 +112,13 @@ def run_files(text: str, folder: Path | None = None) -> str:
     found: dict[str, str] = {}
     for part in text.split(os.pathsep):
         if (match := FILE.fullmatch(part)) is None or match[2] in found:
-            raise UserError(f"extensions={shorten(text)}: name a Python file, my.py, or several, one.py:other.py")
+            raise UserError(
+                f"extensions={shorten(text)}: name a Python file, my.py, or several, one.py:other.py"
+            )
         path = folder / match[2] if folder else Path(match[1]).expanduser().absolute()
-        found[match[2]] = f"{path}@{run(path, match[3] or '-' * bool(folder), named=folder is None)}"
+        found[match[2]] = (
+            f"{path}@{run(path, match[3] or '-' * bool(folder), named=folder is None)}"
+        )
     return os.pathsep.join(found.values())
 
 
@@ -112,17 +130,30 @@ def run(path: Path, expected: str | None, named: bool) -> str:
         sha256 = hashlib.sha256(content := read_file(path)).hexdigest()
     except OSError as error:
         raise UserError(f"extensions: {path}: {error.strerror}") from error
-    note = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rtx" / "extensions" / sha256
+    note = (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        / "rtx"
+        / "extensions"
+        / sha256
+    )
     if (expected or sha256) != sha256:
-        raise UserError(f"extensions: {path} is other code: expected sha256 {expected}, found {sha256}")
+        raise UserError(
+            f"extensions: {path} is other code: expected sha256 {expected}, found {sha256}"
+        )
     if not (named or note.exists()):
-        raise UserError(f"{path}: never named on this machine: read it, and allow it by rtx plan extensions={path}")
+        raise UserError(
+            f"{path}: never named on this machine: read it, and allow it by rtx plan extensions={path}"
+        )
     with contextlib.suppress(OSError):  # then the user names it once more
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
     if sha256 not in LOADED:
         if not started_by_another():
-            print(f"extensions: running the code of {path} (sha256 {sha256[:12]})", file=sys.stderr, flush=True)
+            print(
+                f"extensions: running the code of {path} (sha256 {sha256[:12]})",
+                file=sys.stderr,
+                flush=True,
+            )
         execute(path, content, f"rtx_extension_{sha256[:12]}")
         LOADED[sha256] = path, content
     return sha256
@@ -135,7 +166,11 @@ def execute(path: Path, content: bytes, name: str) -> None:
     try:
         exec(compile(content, path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # an exit with 0 would pass for a run
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = getattr(error, "lineno", None) or (lines or ["?"])[-1]
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
 

@@ -47,7 +47,9 @@ compdef _rtx rtx
 
 def front_page() -> str:
     """Return the page of `rtx --help`."""
-    return "\n".join([FRONT, *(entry(command.name, command.about, column=18) for command in COMMANDS), EXAMPLES])
+    return "\n".join(
+        [FRONT, *(entry(command.name, command.about, column=18) for command in COMMANDS), EXAMPLES]
+    )
 
 
 def command_page(word: str, words: Sequence[str]) -> str:
@@ -62,11 +64,18 @@ def command_page(word: str, words: Sequence[str]) -> str:
     known = first.known()
     topics = [text for text in words if "=" not in text] if first.composes else []
     if topics:
-        return "\n".join(line for topic in topics for line in topic_lines(topic, word, known, values)).lstrip("\n")
+        return "\n".join(
+            line for topic in topics for line in topic_lines(topic, word, known, values)
+        ).lstrip("\n")
     lines = [line for command in commands for line in usage_lines(command)]
     if first.composes:
         lines.append(entry("--cfg job", "print the configuration and stop"))
-        lines.append(entry(f"--help {GROUPS[1]}", f"print this group alone; also {', '.join(TOPICS)}, or one key"))
+        lines.append(
+            entry(
+                f"--help {GROUPS[1]}",
+                f"print this group alone; also {', '.join(TOPICS)}, or one key",
+            )
+        )
     for group in GROUPS:
         lines += option_lines(group, values) if group in known else []
     for section in (*SECTIONS, ""):
@@ -92,7 +101,9 @@ def usage_lines(command: Command) -> list[str]:
     return lines
 
 
-def topic_lines(topic: str, word: str, known: Collection[str], values: Mapping[str, Any]) -> list[str]:
+def topic_lines(
+    topic: str, word: str, known: Collection[str], values: Mapping[str, Any]
+) -> list[str]:
     """Return the lines of one group or key; `UserError` where there is none of this name."""
     if topic in TOPICS:
         options = option_lines(topic, values) if topic in GROUPS else []
@@ -100,7 +111,9 @@ def topic_lines(topic: str, word: str, known: Collection[str], values: Mapping[s
     if topic in all_fields():
         return [key_line(all_fields()[topic], values)]
     near = nearest(topic, [*TOPICS, *all_fields()])
-    raise UserError(f"rtx {word} --help {shorten(topic)}: say one of {', '.join(TOPICS)}, or a key{near}")
+    raise UserError(
+        f"rtx {word} --help {shorten(topic)}: say one of {', '.join(TOPICS)}, or a key{near}"
+    )
 
 
 def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
@@ -109,7 +122,9 @@ def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
     for option in settings()[group].values:
         path = preset(group, option)
         texts = path.read_text("utf-8").splitlines() if path else ["of an extension"]
-        about = next((text for text in texts if not text.startswith("# @")), "")  # Hydra's own directive
+        about = next(
+            (text for text in texts if not text.startswith("# @")), ""
+        )  # Hydra's own directive
         left = f"{option} *" if option == values.get(group) else option
         lines.append(entry(left, about.removeprefix("#").strip()))
     return lines
@@ -117,7 +132,11 @@ def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
 
 def key_lines(section: str, known: Collection[str], values: Mapping[str, Any]) -> list[str]:
     """Return the keys of a section, or those of none, that a command knows."""
-    keys = [field for key, field in all_fields().items() if key in known and key.rpartition(".")[0] == section]
+    keys = [
+        field
+        for key, field in all_fields().items()
+        if key in known and key.rpartition(".")[0] == section
+    ]
     title = f"{section}.<key>" if section else "other keys"
     return ["", title, *(key_line(field, values) for field in keys)] if keys else []
 
@@ -132,7 +151,9 @@ def entry(left: str, right: str, column: int = 30) -> str:
     """Return an indented line of two columns, wrapped below the second where the terminal is too narrow."""
     head, indent = f"  {left}".ljust(column + 2) + "  ", " " * (column + 4)
     width = terminal_width()
-    return textwrap.fill(right, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(
+        right, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def terminal_width() -> int:
@@ -159,13 +180,23 @@ def candidates(line: str) -> list[str]:
     _, *words, last = line.replace("--multirun", "-m").split(" ")
     name = max((name for name in READS if {*name.split()} <= {*words}), key=len, default="")
     if not name:
-        later = [each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words]
-        return [f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)]
+        later = [
+            each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words
+        ]
+        return [
+            f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)
+        ]
     command = READS[name]
     key, equals, start = last.partition("=")
     if not equals:
-        runs = ["last "] if "<run" in command.runs and not any("=" in word for word in words) else []
-        return [each for each in (*runs, *(f"{known}=" for known in command.known())) if each.startswith(last)]
+        runs = (
+            ["last "] if "<run" in command.runs and not any("=" in word for word in words) else []
+        )
+        return [
+            each
+            for each in (*runs, *(f"{known}=" for known in command.known()))
+            if each.startswith(last)
+        ]
     if not (field := command.own.get(key) or settings().get(key)):
         return []
     values = (*("auto",) * field.auto, *("true", "false") * (field.kind is bool), *field.values)

@@ -19,17 +19,24 @@ from typing import Any
 from rtx.errors import UserError, close_matches, listed, nearest, shorten, written
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+TRUTH = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 
 
 def one_of(default: str, *choices: str, joined: bool = False) -> Any:
     """A text field with a closed list of values; `joined`: one or more of them with + between."""
-    return dataclasses.field(default=default, metadata={"values": (default, *choices), "joined": joined})
+    return dataclasses.field(
+        default=default, metadata={"values": (default, *choices), "joined": joined}
+    )
 
 
 def key_of(table: Mapping[str, Any], joined: bool = False) -> Any:
     """As `one_of` of the keys that a table has whenever it is asked; the first is the default."""
-    return dataclasses.field(default=next(iter(table)), metadata={"values": table.keys(), "joined": joined})
+    return dataclasses.field(
+        default=next(iter(table)), metadata={"values": table.keys(), "joined": joined}
+    )
 
 
 def ranged(
@@ -41,7 +48,9 @@ def ranged(
     words: tuple[str, ...] = (),
 ) -> Any:
     """A number with `low <= value <= high` and `value > above`; None and auto pass by the type, and further `words`."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above, "words": words})
+    return dataclasses.field(
+        default=default, metadata={"low": low, "high": high, "above": above, "words": words}
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,9 @@ class Field:
             names = listed(self.values, width)
             return f"one or more of {names}, joined by +" if self.joined else f"one of {names}"
         bounds = {"at least": self.low, "greater than": self.above, "at most": self.high}
-        limits = [f", {words} {limit:.12g}" for words, limit in bounds.items() if math.isfinite(limit)]
+        limits = [
+            f", {words} {limit:.12g}" for words, limit in bounds.items() if math.isfinite(limit)
+        ]
         return (
             "".join(f"{word} or " for word in ("auto",) * self.auto + self.words)
             + KINDS[self.kind]
@@ -84,13 +95,21 @@ class Field:
 
     def read(self, value: Any) -> Any:
         """Return a value, or the text of one, in the field's type and range (`UserError`); None stands for null."""
-        if (value is None and self.optional) or (value == "auto" and self.auto) or value in self.words:
+        if (
+            (value is None and self.optional)
+            or (value == "auto" and self.auto)
+            or value in self.words
+        ):
             return value
         found = convert(self.kind, value)
         if self.values:
-            fits = {*str(found).split("+")} <= {*self.values} if self.joined else found in self.values
+            fits = (
+                {*str(found).split("+")} <= {*self.values} if self.joined else found in self.values
+            )
         else:
-            fits = found is not None and (self.kind is str or (self.low <= found <= self.high and found > self.above))
+            fits = found is not None and (
+                self.kind is str or (self.low <= found <= self.high and found > self.above)
+            )
         if fits:
             return found
         said = f"{self.key}={shorten(written(value))}{nearest(str(value), self.values)}"
@@ -123,7 +142,9 @@ def convert(kind: type, value: Any) -> Any:
         return None
     if kind is float:
         return number if math.isfinite(number) else None
-    return int(number) if number.is_integer() and abs(number) <= 2**53 else None  # beyond, a float stands for several
+    return (
+        int(number) if number.is_integer() and abs(number) <= 2**53 else None
+    )  # beyond, a float stands for several
 
 
 def imported(found: Any) -> Any:
@@ -145,8 +166,13 @@ def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
             found |= fields_of(typing.cast(type, hint), key + ".")
             continue
         kind: Any = (typing.get_args(hint) or (hint,))[0]
-        optional, auto = types.NoneType in typing.get_args(hint), spec.default == "auto" and kind is not str
-        found[key] = Field(key, kind, optional, auto, spec.default, docs[spec.name], **spec.metadata)
+        optional, auto = (
+            types.NoneType in typing.get_args(hint),
+            spec.default == "auto" and kind is not str,
+        )
+        found[key] = Field(
+            key, kind, optional, auto, spec.default, docs[spec.name], **spec.metadata
+        )
     return found
 
 
@@ -157,7 +183,9 @@ def docstrings(cls: type) -> dict[str, str]:
         (node,) = ast.parse(inspect.getsource(owner)).body
         for pair in itertools.pairwise(typing.cast(ast.ClassDef, node).body):
             match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(text))
+                ):
                     found[name] = " ".join(text.split())
     return found
 
@@ -175,7 +203,11 @@ CONFIG_DIRS: list[Path] = []  # folders with presets of the user's own, as `--co
 @functools.cache
 def options(group: str) -> tuple[str, ...]:
     """Return the options of a group in alphabetical order."""
-    found = (path.stem for folder in (conf_dir(), *CONFIG_DIRS) for path in (folder / group).glob("*.yaml"))
+    found = (
+        path.stem
+        for folder in (conf_dir(), *CONFIG_DIRS)
+        for path in (folder / group).glob("*.yaml")
+    )
     return tuple(sorted({*found}))
 
 
@@ -197,6 +229,9 @@ def unknown(word: str, known: Iterable[str]) -> str:
     leaf = {**others, "pattern": "selection"}.get(leaf, leaf)
     names = {key: key.rpartition(".")[2] for key in known}
     near = close_matches(leaf, names.values(), cutoff=0.65)
-    found = sorted((key for key in names if names[key] in near), key=lambda key: key.rpartition(".")[0] != section)
+    found = sorted(
+        (key for key in names if names[key] in near),
+        key=lambda key: key.rpartition(".")[0] != section,
+    )
     hint = f" (did you mean {found[0]!r}?)" if found else "; --help lists them"
     return f"unknown key {shorten(word)!r}{hint}"

@@ -34,7 +34,15 @@ from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.training.hardware import cores, system_kills
-from rtx.training.run_folder import SAMPLED, bits_of, open_own, read_status, shown, unwritable, utc_now
+from rtx.training.run_folder import (
+    SAMPLED,
+    bits_of,
+    open_own,
+    read_status,
+    shown,
+    unwritable,
+    utc_now,
+)
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
@@ -52,23 +60,35 @@ def sweep(arguments: Sequence[str], preview: bool = False) -> int:
     cells = lay_out(checked)
     if preview:
         for cell in cells:
-            print(f"---\n# cell {cell.number}: {shorten(cell.title)}\n{to_yaml(cell.config)}", end="")
+            print(
+                f"---\n# cell {cell.number}: {shorten(cell.title)}\n{to_yaml(cell.config)}", end=""
+            )
         return 0
     jobs = job_words(checked)
     at_once = min(words.options.parallel or (len(cells) if jobs else 1), len(cells))
     for cell in cells:
         check_logger(cell.config)
-    launcher = Launcher(cells, words.options.retry, at_once, submitter(cells, jobs) if jobs else None)
-    needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
+    launcher = Launcher(
+        cells, words.options.retry, at_once, submitter(cells, jobs) if jobs else None
+    )
+    needed = {
+        str(cell.config.data): cell.config.data
+        for cell in cells
+        if not has_score(read_status(cell.folder))
+    }
     for data in needed.values():
         check_source(data, data_root(), lambda line: None)
     roots = record_sweep(cells, arguments)
     for line in merged_lines(cells):
         say(line)
-    say(f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(map(shown, roots))}")
+    say(
+        f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(map(shown, roots))}"
+    )
     outcomes = asyncio.run(launcher.launch())
     if not launcher.stopped_by:
-        from rtx.report.contents import save_plots  # takes a third of a second, and only a sweep that ends draws
+        from rtx.report.contents import (
+            save_plots,
+        )  # takes a third of a second, and only a sweep that ends draws
 
         say(save_plots(roots))
     say(closing_table(cells, outcomes))
@@ -106,7 +126,10 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     heads = ["state", "bits", "run"]
     taken = sum(max(map(len, column)) + GAP for column in zip(heads, *beside, strict=True))
     titles = shortened([cell.title for cell, _, _ in rows], width - taken)
-    lines = aligned([["cell", *heads], *([title, *row] for title, row in zip(titles, beside, strict=True))], right={2})
+    lines = aligned(
+        [["cell", *heads], *([title, *row] for title, row in zip(titles, beside, strict=True))],
+        right={2},
+    )
     said = [lines[0]]
     for line, (_, outcome, _) in zip(lines[1:], rows, strict=True):
         said += [line, *reason_lines(outcome, width)]
@@ -121,7 +144,9 @@ def reason_lines(outcome: Outcome, width: int) -> list[str]:
     """Return why a cell is not done, with the exit code of its process, below its line of the closing table."""
     code = "" if outcome.code in (0, NO_CODE) else f"exit {outcome.code}"
     text = ": ".join(part for part in (code, outcome.reason) if part)
-    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.wrap(
+        text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
 
 
 def share(cell: Cell, place: int, places: int) -> dict[str, str]:
@@ -129,14 +154,18 @@ def share(cell: Cell, place: int, places: int) -> dict[str, str]:
     hardware, variables = cell.config.hardware, {}
     if hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // (places * (hardware.devices or 1))))
-    here = ",".join(str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*")))
+    here = ",".join(
+        str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))
+    )
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", here).split(",")
     if len(gpus) > 1 and hardware.name in ("auto", "gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     return variables
 
 
-def start(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(
+    words: Sequence[str], folder: Path, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     """Start the process of a cell, in a group of its own: what the keyboard sends is passed on to it, once."""
     # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
     safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
@@ -158,7 +187,9 @@ class Launcher:
     cells: Sequence[Cell]
     retry: bool
     at_once: int
-    submit: Callable[[Cell], Any] | None = None  # starts what is polled and signalled as a process of this machine
+    submit: Callable[[Cell], Any] | None = (
+        None  # starts what is polled and signalled as a process of this machine
+    )
     stopped_by: int = 0  # the first signal
     running: set[Any] = field(default_factory=set)
 
@@ -185,7 +216,11 @@ class Launcher:
         """Wait for a place, and run a cell to its end, where it has not come to one."""
         place, said = await places.get(), f"cell {cell.number} of {len(self.cells)}: {cell.title}: "
         try:
-            outcome = Outcome(NO_CODE, "not started") if self.stopped_by else ended_before(cell, self.retry)
+            outcome = (
+                Outcome(NO_CODE, "not started")
+                if self.stopped_by
+                else ended_before(cell, self.retry)
+            )
             if outcome is None:
                 say(f"{said}begins")
                 outcome = await self.attempt(cell, place)
@@ -214,7 +249,14 @@ class Launcher:
                 if new and self.at_once == 1:
                     say(new.removesuffix("\n"))
         self.running.discard(process)
-        return ending(cell, code if code >= 0 else 128 - code, said, before, system_kills() > kills, self.stopped_by)
+        return ending(
+            cell,
+            code if code >= 0 else 128 - code,
+            said,
+            before,
+            system_kills() > kills,
+            self.stopped_by,
+        )
 
 
 def job_words(checked: Sequence[Any]) -> list[str]:
@@ -225,20 +267,26 @@ def job_words(checked: Sequence[Any]) -> list[str]:
         refuse(f"{word}: has no effect without hardware={LAUNCHED[0]}" for word in jobs)
         return []
     if len(last["hardware"].values) > 1:
-        raise UserError(f"{last['hardware']}: jobs are made of all cells or of none; give one value")
+        raise UserError(
+            f"{last['hardware']}: jobs are made of all cells or of none; give one value"
+        )
     return [str(last["hardware"]), *jobs]
 
 
 def submitter(cells: Sequence[Cell], words: Sequence[str]) -> Callable[[Cell], Job]:
     """Return what submits the job of a cell, by words on what the jobs ask for."""
     if shutil.which("srun") is None:
-        raise UserError("hardware=slurm: there is no srun on this machine; hardware=auto runs the cells here")
+        raise UserError(
+            "hardware=slurm: there is no srun on this machine; hardware=auto runs the cells here"
+        )
     import submitit  # an extra
     from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
     with user_errors():
         name = json.dumps(cells[0].config.name, ensure_ascii=False)
-        asked: Any = OmegaConf.to_container(composed((*words, f"name={name}")).hydra.launcher, resolve=True)
+        asked: Any = OmegaConf.to_container(
+            composed((*words, f"name={name}")).hydra.launcher, resolve=True
+        )
     del asked["_target_"], asked["submitit_folder"]
     timeouts, shared = asked.pop("max_num_timeout"), {field.name for field in fields(BaseQueueConf)}
     asked = {key if key in shared else f"slurm_{key}": value for key, value in asked.items()}
@@ -246,8 +294,12 @@ def submitter(cells: Sequence[Cell], words: Sequence[str]) -> Callable[[Cell], J
     def submit(cell: Cell) -> Job:
         folder = cell.folder.parent / ".submitit" / "%j"
         try:
-            with submitit.helpers.environment_variables(PYTHONSAFEPATH="1"):  # an rtx.py here is not to be run for ours
-                executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=timeouts)
+            with submitit.helpers.environment_variables(
+                PYTHONSAFEPATH="1"
+            ):  # an rtx.py here is not to be run for ours
+                executor = submitit.AutoExecutor(
+                    folder, cluster="slurm", slurm_max_num_timeout=timeouts
+                )
                 executor.update_parameters(**asked)
                 return Job(executor.submit(Attempt(cell.overrides, cell.folder)), cell.folder)
         except Exception as error:  # by whatever name submitit calls it
@@ -261,7 +313,9 @@ def submitter(cells: Sequence[Cell], words: Sequence[str]) -> Callable[[Cell], J
 def queue(moment: int) -> set[str] | None:
     """Return the numbers of the user's jobs in the queue, None where it does not answer; asked once in a `moment`."""
     # submitit asks `sacct`, which on a cluster without accounts never tells of the end of a job that was killed.
-    answer = subprocess.run(["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True)
+    answer = subprocess.run(
+        ["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True
+    )
     return None if answer.returncode else set(answer.stdout.split())
 
 
@@ -273,7 +327,9 @@ class Job:
 
     def poll(self) -> int | None:
         """Return what the job has returned, or `NO_CODE` where it is gone without; its last line is the cell's then."""
-        if (queued := queue(int(time.monotonic() / QUEUE_SECONDS))) is None or self.job.job_id in queued:
+        if (
+            queued := queue(int(time.monotonic() / QUEUE_SECONDS))
+        ) is None or self.job.job_id in queued:
             self.seen = time.monotonic()
             return None
         if self.job.paths.result_pickle.exists():

@@ -179,11 +179,16 @@ class Command:
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.training.run_folder import may_change  # which reads configurations by this module
+            from rtx.training.run_folder import (
+                may_change,
+            )  # which reads configurations by this module
 
             return ["hardware", "logger", *filter(may_change, all_fields())]
         patterns = ("*",) if self.composes else self.keys
-        return [*self.own, *(key for key in settings() if any(fnmatchcase(key, each) for each in patterns))]
+        return [
+            *self.own,
+            *(key for key in settings() if any(fnmatchcase(key, each) for each in patterns)),
+        ]
 
     def usage(self) -> str:
         """Return the line that says how it is called."""
@@ -191,27 +196,90 @@ class Command:
         return f"rtx {self.name} {self.runs}{'[group=option ...]' * self.composes}".rstrip() + words
 
 
-DEVICE = ("hardware", "hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
+DEVICE = (
+    "hardware",
+    "hardware.name",
+    "hardware.precision",
+    "hardware.deterministic",
+    "hardware.threads",
+)
 """What a command on a run reads of its hardware: it works on one device."""
 RUN = ("data.*", *DEVICE)
 DATA = ("data", "data.*", "extensions")
 COMMANDS = (
     Command("train", "train a model; every option has a default", composes=True),
-    Command("train -m", "train every combination of listed values, a process each", SweepOptions, composes=True),
-    Command("resume", "continue a stopped run exactly, or extend it to trainer.steps=N", runs="<run>"),
-    Command("eval", "score a run on a split, every unit exactly once", EvalOptions, "<run>", (*RUN, "seed")),
-    Command("audit", "test for leaks: change later units, see what earlier moves", AuditOptions, "<run> ...", RUN),
-    Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, "<run>", RUN),
-    Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, "<run>", RUN),
-    Command("analyze context", "loss by position, and what far context is worth", ContextOptions, "<run>", RUN),
-    Command("analyze coverage", "what selections keep of full heads' weight", CoverageOptions, "<run>", RUN),
+    Command(
+        "train -m",
+        "train every combination of listed values, a process each",
+        SweepOptions,
+        composes=True,
+    ),
+    Command(
+        "resume", "continue a stopped run exactly, or extend it to trainer.steps=N", runs="<run>"
+    ),
+    Command(
+        "eval",
+        "score a run on a split, every unit exactly once",
+        EvalOptions,
+        "<run>",
+        (*RUN, "seed"),
+    ),
+    Command(
+        "audit",
+        "test for leaks: change later units, see what earlier moves",
+        AuditOptions,
+        "<run> ...",
+        RUN,
+    ),
+    Command(
+        "analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, "<run>", RUN
+    ),
+    Command(
+        "analyze patterns",
+        "draw what every head reads, as in Figure 1",
+        PatternsOptions,
+        "<run>",
+        RUN,
+    ),
+    Command(
+        "analyze context",
+        "loss by position, and what far context is worth",
+        ContextOptions,
+        "<run>",
+        RUN,
+    ),
+    Command(
+        "analyze coverage",
+        "what selections keep of full heads' weight",
+        CoverageOptions,
+        "<run>",
+        RUN,
+    ),
     Command("sample", "generate from a run", SampleOptions, "<run>", DEVICE),
-    Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, "<run>"),
-    Command("runs", "list what was run, the newest first; ~ before bits: of a sample of windows", runs="[<folder>]"),
+    Command(
+        "export",
+        "write a run's model as safetensors with a card, for others to load",
+        ExportOptions,
+        "<run>",
+    ),
+    Command(
+        "runs",
+        "list what was run, the newest first; ~ before bits: of a sample of windows",
+        runs="[<folder>]",
+    ),
     Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<folder>"),
-    Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"),
-    Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", PlanOptions, composes=True),
-    Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=DATA),
+    Command(
+        "report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"
+    ),
+    Command(
+        "plan",
+        "count parameters, FLOPs and memory of a run, and run nothing",
+        PlanOptions,
+        composes=True,
+    ),
+    Command(
+        "data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=DATA
+    ),
     Command("completion", "complete lines in bash or zsh: source <(rtx completion bash)"),
 )
 READS = {command.name: command for command in COMMANDS}
@@ -240,7 +308,11 @@ class Words:
 
 def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
     """Return which of several things a command (`rtx analyze`) is asked to do, and the words behind that."""
-    known = [name.partition(" ")[2] for name in READS if name.startswith(f"{word} ") and word not in READS]
+    known = [
+        name.partition(" ")[2]
+        for name in READS
+        if name.startswith(f"{word} ") and word not in READS
+    ]
     if not known or {*words[:1]} & {*known}:
         return "".join(words[: bool(known)]), list(words[bool(known) :])
     raise UserError(f"rtx {word}: say {', '.join(known)}{nearest(''.join(words[:1]), known)}")
@@ -250,7 +322,12 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     """Take apart what stands behind a command (its name as in `READS`); `UserError` for what it does not read."""
     reads, runs, values, overrides = READS[command], [], {}, []
     if reads.runs:  # a folder that exists may have "=" in its name
-        runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
+        runs = [
+            Path(word)
+            for word in itertools.takewhile(
+                lambda word: "=" not in word or os.path.isdir(word), words
+            )
+        ]
         if runs and len(words) > len(runs) and words[len(runs)].startswith("="):
             runs.pop()  # a key, with blanks around its =
         if not runs and "[" not in reads.runs:
@@ -269,11 +346,17 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     if "<run>" in reads.runs:
         from rtx.training.run_folder import find_run  # which reads configurations by this module
 
-        runs = [run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs]  # a report is of many
-    return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
+        runs = [
+            run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs
+        ]  # a report is of many
+    return Words(
+        runs, reads.options(**values) if reads.options else None, overrides, frozenset(values)
+    )
 
 
-def split_words(words: Iterable[str], own: Mapping[str, Field] | None = None) -> list[tuple[str, str, str]]:
+def split_words(
+    words: Iterable[str], own: Mapping[str, Field] | None = None
+) -> list[tuple[str, str, str]]:
     """Return each `key=value` with its key and value; `own`: options of a command beside the keys of a configuration.
 
     `UserError` for a word of another form, with what the words beside it say of the cause.
@@ -312,11 +395,17 @@ def refuse_foreign(reads: Command, key: str) -> None:
     """Refuse a key that the command does not read; say which command reads it, or which key is near."""
     known = reads.known()
     told_later = reads.name == "resume" and key in all_fields()  # with the value that the run has
-    if key in known or told_later or (reads.name == "train -m" and key.startswith("hydra.launcher.")):
+    if (
+        key in known
+        or told_later
+        or (reads.name == "train -m" and key.startswith("hydra.launcher."))
+    ):
         return
     for other in () if any(name.endswith(f".{key}") for name in known) else COMMANDS:
         if (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:
-            raise UserError(f"rtx {reads.name} does not read {key}; {option} is an option of rtx {other.name}")
+            raise UserError(
+                f"rtx {reads.name} does not read {key}; {option} is an option of rtx {other.name}"
+            )
     if key in settings():
         raise UserError(f"rtx {reads.name} does not read {key}; it reads {listed(known, 300)}")
     raise UserError(unknown(key, known))
@@ -325,11 +414,17 @@ def refuse_foreign(reads: Command, key: str) -> None:
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
     """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
     pairs = split_words(words)
-    named = {value for _, key, text in pairs if key == "extensions" for value in COMMA.split(text)} - {"null"}
-    files = {value: run_files(unquoted(value)) for value in sorted(named)}  # first: what they register is a value, too
+    named = {
+        value for _, key, text in pairs if key == "extensions" for value in COMMA.split(text)
+    } - {"null"}
+    files = {
+        value: run_files(unquoted(value)) for value in sorted(named)
+    }  # first: what they register is a value, too
     known, found = settings(), []
     for word, key, text in pairs:
-        values = [files.get(value, value) if key == "extensions" else value for value in COMMA.split(text)]
+        values = [
+            files.get(value, value) if key == "extensions" else value for value in COMMA.split(text)
+        ]
         if sweep and key.startswith("hydra.launcher."):
             found.append(Override(key, (text,)))
             continue
@@ -340,12 +435,18 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
             said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
             raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
         for value in values:
-            if "${" not in value or key in GROUPS:  # what refers to another key is known when all is composed
+            if (
+                "${" not in value or key in GROUPS
+            ):  # what refers to another key is known when all is composed
                 read_value(known[key], value, extended=bool(named))
         if key in GROUPS:
             values = [unquoted(value.strip()) for value in values]
-            if {*values} & {*LAUNCHED} and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-                raise UserError(f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'")
+            if {*values} & {*LAUNCHED} and importlib.util.find_spec(
+                "hydra_plugins.hydra_submitit_launcher"
+            ) is None:
+                raise UserError(
+                    f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'"
+                )
         found.append(Override(key, tuple(values)))
     return found
 
@@ -353,7 +454,9 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
 def refuse_hydra_values(field: Field, text: str, sweep: bool) -> None:
     """Refuse Hydra's words for several values, such as range(1,5), with the list that says the same."""
     free = field.kind is str and not field.values
-    if (said := hydra_values(text, field.values)) is None or (free and ("," not in text or not sweep)):
+    if (said := hydra_values(text, field.values)) is None or (
+        free and ("," not in text or not sweep)
+    ):
         return
     word = f"{field.key}={shorten(text.strip())}"
     listing = f"{field.key}={said}" if said else f"{field.key}=<value>,<value>"

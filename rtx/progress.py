@@ -12,11 +12,16 @@ from tqdm import TqdmWarning
 
 from rtx.errors import printable
 
-with warnings.catch_warnings():  # a notebook without ipywidgets has a plain bar, and needs no advice on that
+with (
+    warnings.catch_warnings()
+):  # a notebook without ipywidgets has a plain bar, and needs no advice on that
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-QUIET_SECONDS, PLAIN_SECONDS = 3.0, 15.0  # until there is a bar; between two lines where there is no terminal
+QUIET_SECONDS, PLAIN_SECONDS = (
+    3.0,
+    15.0,
+)  # until there is a bar; between two lines where there is no terminal
 clock = tqdm.format_interval  # seconds as 03:21, 1:03:21 or 49:03:21
 
 
@@ -52,7 +57,9 @@ def peak_memory() -> int:
     """Return the most memory used so far in bytes: of the GPU if there is one in use, else of this process."""
     import torch  # takes seconds, and clock times are told without it
 
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return torch.cuda.max_memory_allocated() or resident  # 0 where no GPU is in use
 
 
@@ -61,7 +68,9 @@ def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
     """Yield what is called with how many (of `unit`, in the plural) are done and how many there are; on stderr."""
     began = shown = time.monotonic()
     terminal = sys.stderr.isatty() or "ipykernel" in sys.modules
-    with tqdm(unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr, disable=not terminal) as bar:
+    with tqdm(
+        unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr, disable=not terminal
+    ) as bar:
 
         def show(done: int, total: int) -> None:
             nonlocal shown
@@ -69,7 +78,9 @@ def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
             if not terminal and time.monotonic() - shown > PLAIN_SECONDS:
                 shown = time.monotonic()
-                line = tqdm.format_meter(done, total, shown - began, ncols=79, ascii=True, unit=f" {unit}")
+                line = tqdm.format_meter(
+                    done, total, shown - began, ncols=79, ascii=True, unit=f" {unit}"
+                )
                 print(line, file=sys.stderr, flush=True)
 
         yield show

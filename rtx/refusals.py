@@ -50,7 +50,9 @@ def check_patterns(config: Config, options: PatternsOptions) -> None:
 
 def check_context(config: Config, options: ContextOptions) -> None:
     if config.data.name in MADE:
-        raise UserError(f"a run on data={config.data.name} scores its answers alone; there is no loss by position")
+        raise UserError(
+            f"a run on data={config.data.name} scores its answers alone; there is no loss by position"
+        )
     if memory := config.model.memory:
         raise UserError(
             f"model.memory={memory}: the memory holds the far context; compare rtx eval memory=0 with memory={memory}"
@@ -61,14 +63,18 @@ def check_coverage(config: Config, options: CoverageOptions) -> None:
     model, length = config.model, config.data.length
     if not any(full_group(config, layer)[1] for layer in range(model.layers)):
         said = f"model.base={model.base}: no layer has full heads, whose attention could be covered"
-        raise UserError(f"{said}; train one with experiment=far_text_full, or model.base=local+full")
+        raise UserError(
+            f"{said}; train one with experiment=far_text_full, or model.base=local+full"
+        )
     window = model.window if options.window is None else options.window
     if window < length:
         return
     key = f"window={window}"
     if options.window is None:
         key += " (unset: the run's model.window)"
-    raise UserError(f"{key}: must be less than data.length={length}; give window=<less>, or window=0")
+    raise UserError(
+        f"{key}: must be less than data.length={length}; give window=<less>, or window=0"
+    )
 
 
 CHECKS: dict[str, Callable[[Config, Any], None]] = {

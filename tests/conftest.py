@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the commands that tests start inherit it
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported; the commands that tests start inherit it
 os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
 # Who keeps no bytecode compiles this code and its tests anew in every process: a third of a command's time to start.
 if sys.dont_write_bytecode:
@@ -26,9 +28,16 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, which the next line does
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before Triton is imported, which the next line does
 
-from small_runs import copy, forker, run, workshop  # the workshop in which small runs are made, for whoever asks for it
+from small_runs import (
+    copy,
+    forker,
+    run,
+    workshop,
+)  # the workshop in which small runs are made, for whoever asks for it
 
 __all__ = ["copy", "forker", "run", "workshop"]
 
@@ -46,7 +55,9 @@ def quicken_interpreter() -> None:
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     assert not interpreter.interpreter_builder.options.debug
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
     numpy_type = interpreter._get_np_dtype
     types: dict[str, Any] = {}
 
@@ -62,9 +73,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ImportError):  # there is Triton for Linux alone
         quicken_interpreter()
 
-FIRST = ("test_slurm.py", "test_many_processes.py", "test_kills.py", "test_resume.py", "test_network.py")
+FIRST = (
+    "test_slurm.py",
+    "test_many_processes.py",
+    "test_kills.py",
+    "test_resume.py",
+    "test_network.py",
+)
 """Files with few tests that take long: at the end one of them would keep one worker busy and the others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    items.sort(
+        key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST)
+    )

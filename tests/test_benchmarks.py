@@ -41,7 +41,14 @@ def test_attention_prints_what_it_measured_and_keeps_other_rows(
 
     def row(group: str, pattern: str, ms: float) -> dict[str, object]:
         sizes = {"N": 256, "W": 64, "C": 4, "B": 1, "H": 8, "D": 64}
-        known = {"what": "forward", "group": group, "pattern": pattern, "backend": "torch", "memory": "kept", "ms": ms}
+        known = {
+            "what": "forward",
+            "group": group,
+            "pattern": pattern,
+            "backend": "torch",
+            "memory": "kept",
+            "ms": ms,
+        }
         return {**known, **sizes, "ratio": {}, "peak_bytes": 0, "rate_share": 0.5}
 
     path = tmp_path / "results" / "attention-cpu.json"
@@ -51,7 +58,9 @@ def test_attention_prints_what_it_measured_and_keeps_other_rows(
     monkeypatch.setattr(attention, "__file__", str(tmp_path / "attention.py"))
     monkeypatch.setattr(attention, "check", lambda args: [])
     monkeypatch.setattr(attention, "end_with_children", lambda: None)
-    monkeypatch.setattr(attention, "table", lambda memory, groups, args: [row("short", "local", 7.0)])
+    monkeypatch.setattr(
+        attention, "table", lambda memory, groups, args: [row("short", "local", 7.0)]
+    )
     for patterns, kept in ((["--patterns", "local"], [2.0, 3.0]), ([], [3.0])):
         path.write_text(json.dumps(old))
         words = ["attention.py", "--device", "cpu", "--groups", "short", *patterns]
@@ -65,15 +74,31 @@ def test_attention_prints_what_it_measured_and_keeps_other_rows(
 
 
 def test_gpu_dry_measures_a_row_of_each_section(tmp_path: Path) -> None:
-    keys = ("correct/local/triton/float32", "alone/sdpa/64", "steps/6x512/causal/8192/eager", "runs/fsdp")
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", f"--out={tmp_path}", f"--work={tmp_path}", "--only"]
+    keys = (
+        "correct/local/triton/float32",
+        "alone/sdpa/64",
+        "steps/6x512/causal/8192/eager",
+        "runs/fsdp",
+    )
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "gpu.py"),
+        "--dry",
+        f"--out={tmp_path}",
+        f"--work={tmp_path}",
+        "--only",
+    ]
     done = subprocess.run([*command, *keys], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
     rows = {row["key"]: row for row in found["rows"]}
     assert set(rows) == set(keys) and not any("error" in row for row in rows.values()), rows
     checked, sdpa, step, spread = (rows[key] for key in keys)
-    assert checked["pass"] and checked["same_bits"] and 0 < checked["error_norm"] <= checked["tolerance"]
+    assert (
+        checked["pass"]
+        and checked["same_bits"]
+        and 0 < checked["error_norm"] <= checked["tolerance"]
+    )
     assert sdpa["python_ms"] > 0 and step["ms"] > 0 and spread["skipped"] == "needs CUDA"
     assert {goal["measured"] for goal in found["goals"]} == {None}, "no goal is of a dry run"
     assert done.stdout.endswith("4 rows, 0 failed, 0 errors, 1 skipped, as they need CUDA\n")
@@ -98,10 +123,14 @@ for key in ("right", "kills", "hangs", "last"):
 """
 
 
-def test_gpu_goes_on_behind_rows_that_kill_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_goes_on_behind_rows_that_kill_or_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     gpu, journal = importlib.import_module("gpu"), importlib.import_module("gpu_sections.journal")
-    (tmp_path / "gpu.py").write_text(FAULTY.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path)))
+    (tmp_path / "gpu.py").write_text(
+        FAULTY.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path))
+    )
     monkeypatch.setattr(gpu, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["gpu.py", f"--out={tmp_path}", "--row-seconds=1"])
     (tmp_path / "current").write_text("of a command that was killed long ago")
@@ -110,7 +139,10 @@ def test_gpu_goes_on_behind_rows_that_kill_or_hang(tmp_path: Path, monkeypatch: 
     gpu.supervise("alone", gpu.arguments(), end, end)
     rows = journal.Journal(tmp_path, dry=False).rows()
     assert list(rows) == ["right", "kills", "hangs", "last"]
-    assert rows["kills"]["error"] == "the process ended with 9" and rows["hangs"]["error"] == "no end within 1 s"
+    assert (
+        rows["kills"]["error"] == "the process ended with 9"
+        and rows["hangs"]["error"] == "no end within 1 s"
+    )
     assert rows["right"]["value"] == rows["last"]["value"] == 1
 
 
@@ -119,8 +151,12 @@ def test_gpu_predicts_goals_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     goals = importlib.import_module("gpu_sections.goals").goals()
     found = importlib.import_module("gpu_sections.predictions").predicted()
     assert [row["goal"] for row in found] == [goal.name for goal in goals]
-    steps = {row["goal"]: row["predicted"] for row in found if row["goal"].startswith("step of 6x512")}
-    near, far = (next(value for name, value in steps.items() if N in name) for N in ("N=8,192", "N=65,536"))
+    steps = {
+        row["goal"]: row["predicted"] for row in found if row["goal"].startswith("step of 6x512")
+    }
+    near, far = (
+        next(value for name, value in steps.items() if N in name) for N in ("N=8,192", "N=65,536")
+    )
     assert 1 < near < far < 65_536 / 256
 
 
@@ -129,7 +165,10 @@ def test_gpu_keeps_rows_behind_half_a_line_and_repeats_errors_when_told(
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     journal = importlib.import_module("gpu_sections.journal")
-    rows = [journal.Row("right", lambda: {"value": 1}), journal.Row("wrong", lambda: {"value": 1 / 0})]
+    rows = [
+        journal.Row("right", lambda: {"value": 1}),
+        journal.Row("wrong", lambda: {"value": 1 / 0}),
+    ]
     first = journal.Journal(tmp_path, dry=False)
     for row in rows:
         first.add(row.key, journal.measured(row, dry=False))
@@ -138,9 +177,13 @@ def test_gpu_keeps_rows_behind_half_a_line_and_repeats_errors_when_told(
     first.add("behind", {"value": 2})
     known = first.rows()
     assert set(known) == {"right", "wrong", "behind"}
-    assert known["wrong"]["error"] == "ZeroDivisionError: division by zero" and known["wrong"]["where"]
+    assert (
+        known["wrong"]["error"] == "ZeroDivisionError: division by zero" and known["wrong"]["where"]
+    )
     assert first.missing(rows) == [] and journal.Journal(tmp_path, dry=True).missing(rows) == rows
-    assert journal.Journal(tmp_path, dry=False, retry_before=time.time() + 1).missing(rows) == rows[1:]
+    assert (
+        journal.Journal(tmp_path, dry=False, retry_before=time.time() + 1).missing(rows) == rows[1:]
+    )
 
 
 def test_a_campaign_goes_on_with_the_run_that_was_cut(

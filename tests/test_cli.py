@@ -27,7 +27,9 @@ def modules_after(*lines: list[str]) -> set[str]:
     """Return the top-level modules that a process has imported when rtx has answered some lines."""
     code = f"import sys, json, rtx.cli; [rtx.cli.main(line) for line in {lines!r}]"
     code += "; print('\\n' + json.dumps(list(sys.modules)))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+    )
     return {name.partition(".")[0] for name in json.loads(answer.stdout.splitlines()[-1])}
 
 
@@ -38,7 +40,14 @@ def answer(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_help_imports_no_hydra_and_a_mistake_no_torch(tmp_path: Path, capsys: Captured) -> None:
-    assert not modules_after(["--help"]) & {"hydra", "omegaconf", "yaml", "torch", "numpy", "lightning"}
+    assert not modules_after(["--help"]) & {
+        "hydra",
+        "omegaconf",
+        "yaml",
+        "torch",
+        "numpy",
+        "lightning",
+    }
     (export := tmp_path / "export").mkdir()
     for folder in (tmp_path, export):
         (folder / "config.yaml").write_text(to_yaml(compose([])))
@@ -51,8 +60,15 @@ def test_help_imports_no_hydra_and_a_mistake_no_torch(tmp_path: Path, capsys: Ca
     mistakes = [line.split() for line in lines.split(";")]
     for word in ("eval", "sample", "resume"):
         run = [word, str(tmp_path)]
-        mistakes += [[word, "split=test"], [word, str(tmp_path / "none")], [*run, "splt=test"], [*run, "model=x"]]
-    mistakes += [["resume", str(tmp_path), word] for word in ("seed=1", "model.layers=3", "force=maybe")]
+        mistakes += [
+            [word, "split=test"],
+            [word, str(tmp_path / "none")],
+            [*run, "splt=test"],
+            [*run, "model=x"],
+        ]
+    mistakes += [
+        ["resume", str(tmp_path), word] for word in ("seed=1", "model.layers=3", "force=maybe")
+    ]
     assert not modules_after(*mistakes) & {"torch", "lightning", "wandb"}
 
 
@@ -85,22 +101,36 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
         (tmp_path / "finished" / "checkpoints" / f"{name}.ckpt").write_bytes(content + tag)
     running = run_folder(tmp_path / "running", state="running")
     way_out = "; train one with experiment=far_text_full, or model.base=local+full"
-    no_full = f"model.base=local: no layer has full heads, whose attention could be covered{way_out}"
+    no_full = (
+        f"model.base=local: no layer has full heads, whose attention could be covered{way_out}"
+    )
     too_large = "must be less than data.length=256; give window=<less>, or window=0"
     gpu = "hardware=gpu, but torch finds no GPU"
     busy = f"{running} is in use by process {os.getpid()} on {socket.gethostname()}; wait for it, or stop it first"
     answers = (
-        (f"resume {finished}", 0, f"{finished} is done: 9 steps, 1.5000 bits/byte on the validation split"),
+        (
+            f"resume {finished}",
+            0,
+            f"{finished} is done: 9 steps, 1.5000 bits/byte on the validation split",
+        ),
         (f"resume {running}", 2, busy),
         ("train hardware=gpu", 2, gpu),
         (f"resume {local} trainer.steps=10 hardware=gpu", 2, gpu),
         (f"eval {local} hardware=gpu", 2, gpu),
-        (f"eval {full} ablate=routing", 2, "ablate=routing: the model has no routing heads to take away"),
+        (
+            f"eval {full} ablate=routing",
+            2,
+            "ablate=routing: the model has no routing heads to take away",
+        ),
         (f"analyze coverage {local}", 2, no_full),
         (f"analyze coverage {full} window=256", 2, f"window=256: {too_large}"),
         (f"analyze coverage {full}", 2, f"window=256 (unset: the run's model.window): {too_large}"),
         (f"analyze context {recall}", 2, "a run on data=recall scores its answers alone"),
-        (f"analyze divergence {one}", 2, "model.heads=1: a divergence is between two heads of a layer"),
+        (
+            f"analyze divergence {one}",
+            2,
+            "model.heads=1: a divergence is between two heads of a layer",
+        ),
         (f"analyze patterns {local} layer=99", 2, "layer=99: the topmost layer is layer="),
     )
     program = "import sys, rtx.cli, rtx.training.hardware as machine; machine.has_no_driver = lambda: True\n"
@@ -147,26 +177,38 @@ def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:
     for name in ("ipykernel/__init__.py", "ipykernel/zmqshell.py", "ipywidgets.py"):
         (tmp_path / name).write_text("raise ImportError\n" * (name == "ipywidgets.py"))
     (tmp_path / "IPython.py").write_text("def get_ipython(): return None\n")
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ipykernel.zmqshell, IPython, rtx.progress as p"
-    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ipykernel.zmqshell, IPython, rtx.progress as p"
     words = [sys.executable, "-c", f"{program}; print(p.tqdm.__module__)"]
     shown = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert (shown.stderr, shown.returncode) == ("", 0) and shown.stdout.startswith("tqdm.")
 
 
-def test_cfg_job_prints_the_configuration_and_keeps_argv(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", words := ["rtx", "train", "--cfg", "job", "model=rt24", "trainer.steps=1e3"])
-    assert cli.main() == 0 and sys.argv == words and len(words) == 6  # ranks repeat the command by it
+def test_cfg_job_prints_the_configuration_and_keeps_argv(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", words := ["rtx", "train", "--cfg", "job", "model=rt24", "trainer.steps=1e3"]
+    )
+    assert (
+        cli.main() == 0 and sys.argv == words and len(words) == 6
+    )  # ranks repeat the command by it
     text = capsys.readouterr().out
     assert "  steps: 1000\n" in text and "  clusters: 32\n" in text and "${" not in text
-    assert answer(capsys, "train", "model=rt24", "trainer.steps=1000", "--cfg", "job") == (0, text, "")
-    code, cells, _ = answer(capsys, "train", "-m", "model=rt24", "trainer.steps=9,1000", "--cfg", "job")
+    assert answer(capsys, "train", "model=rt24", "trainer.steps=1000", "--cfg", "job") == (
+        0,
+        text,
+        "",
+    )
+    code, cells, _ = answer(
+        capsys, "train", "-m", "model=rt24", "trainer.steps=9,1000", "--cfg", "job"
+    )
     assert code == 0 and cells.startswith("---\n# cell 1: trainer.steps=9\n")
     assert cells.endswith(f"---\n# cell 2: trainer.steps=1000\n{text}")
 
 
-def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(capsys: Captured) -> None:
+def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
+    capsys: Captured,
+) -> None:
     with patch.object(cli, "dispatch", side_effect=RunFailed("the loss is NaN at step 3")):
         assert answer(capsys, "train") == (1, "", "rtx: the loss is NaN at step 3\n")
     with patch.object(cli, "dispatch", side_effect=ZeroDivisionError):
@@ -210,7 +252,9 @@ BUSY = """(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("way", ["sys.last = Last()", f"threading.Thread(target=lambda: {BUSY}).start()"])
+@pytest.mark.parametrize(
+    "way", ["sys.last = Last()", f"threading.Thread(target=lambda: {BUSY}).start()"]
+)
 def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> None:
     words, pipe = [sys.executable, "-c", TAKEN_APART.format(way=way)], subprocess.PIPE
     with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
@@ -223,11 +267,17 @@ def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> 
 
 def test_lines_where_there_is_no_terminal(capsys: Captured) -> None:
     for patience, told in ((60.0, 0), (0.0, 3)):
-        with patch.object(progress, "PLAIN_SECONDS", patience), progress.progress_bar("windows") as show:
+        with (
+            patch.object(progress, "PLAIN_SECONDS", patience),
+            progress.progress_bar("windows") as show,
+        ):
             for done in (1, 2, 3):
                 show(done, 3)
         assert len(lines := capsys.readouterr().err.splitlines()) == told
-    assert all(len(line) < 80 and f"{done}/3" in line and "windows" in line for done, line in enumerate(lines, 1))
+    assert all(
+        len(line) < 80 and f"{done}/3" in line and "windows" in line
+        for done, line in enumerate(lines, 1)
+    )
 
 
 def test_a_bar_on_a_terminal_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

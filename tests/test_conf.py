@@ -49,7 +49,11 @@ SAID = {
     "model.recompute=true",
 }
 """What papers say of models that are no row of ours in tests/report/test_paper.py: naming it changes nothing."""
-SPARSE = {"sparse_transformer": 95e6, "sparse_transformer-cifar10": 67e6, "sparse_transformer-imagenet64": 152e6}
+SPARSE = {
+    "sparse_transformer": 95e6,
+    "sparse_transformer-cifar10": 67e6,
+    "sparse_transformer-imagenet64": 152e6,
+}
 """Parameters as their paper counts them."""
 BASELINES = {model for model in SAID if not model.startswith("rt")}
 """Presets of other papers' models, where no head routes."""
@@ -59,7 +63,9 @@ NEEDS_A_PATH = ("text", "images", "hub")
 def header(group: str, option: str) -> list[str]:
     text = (conf_dir() / group / f"{option}.yaml").read_text()
     assert max(map(len, text.splitlines())) <= 120
-    assert "_target_" not in text and "${oc." not in text, "nothing in conf/ names a class or asks the host"
+    assert "_target_" not in text and "${oc." not in text, (
+        "nothing in conf/ names a class or asks the host"
+    )
     return [line for line in text.splitlines() if line.startswith("#")]
 
 
@@ -67,20 +73,35 @@ def keys_of(group: str, option: str) -> set[str]:
     """Return the dotted keys that an option's file sets, its defaults list and Hydra's own apart."""
     node = OmegaConf.load(conf_dir() / group / f"{option}.yaml")
     assert isinstance(node, DictConfig)
-    keys = {f"{key}.{name}" for key, value in node.items() if isinstance(value, DictConfig) for name in value}
+    keys = {
+        f"{key}.{name}"
+        for key, value in node.items()
+        if isinstance(value, DictConfig)
+        for name in value
+    }
     keys |= {str(key) for key, value in node.items() if not isinstance(value, DictConfig)}
-    keys = keys if "# @package _global_" in header(group, option) else {f"{group}.{key}" for key in keys}
+    keys = (
+        keys
+        if "# @package _global_" in header(group, option)
+        else {f"{group}.{key}" for key in keys}
+    )
     return {key for key in keys if key not in ("defaults", "hydra.sweeper", "hydra.launcher")}
 
 
-@pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options(group)])
-def test_every_option_composes_sets_keys_of_the_schema_and_carries_its_own_name(group: str, option: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "option"), [(group, option) for group in GROUPS for option in options(group)]
+)
+def test_every_option_composes_sets_keys_of_the_schema_and_carries_its_own_name(
+    group: str, option: str
+) -> None:
     config = compose([f"{group}={option}", *(["data.path=here"] if option in NEEDS_A_PATH else [])])
     assert resolve(config) == config
     assert keys_of(group, option) <= set(all_fields())
     if group not in ("routing", "experiment"):
         name = getattr(config, group).name
-        assert name == ("auto" if option in LAUNCHED else option)  # a job is to be the same cell wherever it runs
+        assert name == (
+            "auto" if option in LAUNCHED else option
+        )  # a job is to be the same cell wherever it runs
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -96,8 +117,14 @@ def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(mo
         assert any(line.startswith(title) for line in lines), title
     (line,) = (line for line in lines if line.startswith("# Command: rtx "))
     words = line.replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()
-    overrides = [word for word in words if "=" in word and not word.startswith("(") and not word.endswith(":")]
-    config = with_values(compose(overrides), {"hardware.name": "gpu"})  # whatever is here, of 40 GiB
+    overrides = [
+        word
+        for word in words
+        if "=" in word and not word.startswith("(") and not word.endswith(":")
+    ]
+    config = with_values(
+        compose(overrides), {"hardware.name": "gpu"}
+    )  # whatever is here, of 40 GiB
     assert choose_micro_batch(config, 267_735 if config.model.cutoffs else 256, 40 * 2**30).fits
     config = compose([f"model={model}"])
     assert config == compose([f"model={model}", *SAID.get(model, "").split()])
@@ -105,22 +132,38 @@ def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(mo
         assert cost(config, 256).parameters == pytest.approx(SPARSE[model], rel=0.01)
 
 
-@pytest.mark.parametrize("model", ["rt10", "rt12", "rt22", "rt24", "rt24-imagenet64", "rt12-cifar10"])
+@pytest.mark.parametrize(
+    "model", ["rt10", "rt12", "rt22", "rt24", "rt24-imagenet64", "rt12-cifar10"]
+)
 def test_a_model_of_the_paper_selects_algorithm_1_and_the_command_line_another(model: str) -> None:
     published = compose([f"model={model}"]).routing
-    assert (published.selection, published.keys, published.logit_scale) == ("topk", "shared", "none")
+    assert (published.selection, published.keys, published.logit_scale) == (
+        "topk",
+        "shared",
+        "none",
+    )
     assert (published.decay, published.attend_self, published.key_shift) == (0.999, True, 0)
     chosen = compose([f"model={model}", "routing=causal"]).routing
     assert (chosen.selection, chosen.keys, chosen.key_shift) == ("causal", "tied", 1)
-    assert (chosen.heads, chosen.layers, chosen.window) == (published.heads, published.layers, published.window)
+    assert (chosen.heads, chosen.layers, chosen.window) == (
+        published.heads,
+        published.layers,
+        published.window,
+    )
 
 
 @pytest.mark.parametrize("routing", options("routing"))
-def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_it_has_others(routing: str) -> None:
+def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_it_has_others(
+    routing: str,
+) -> None:
     for model in ("tiny", "rt24"):
         config = compose([f"model={model}", f"routing={routing}"])
         lines = routing_lines(config)
-        heads = "2 of 4 heads route in 2 of 4 layers" if model == "tiny" else "4 of 8 heads route in 24 of 24 layers"
+        heads = (
+            "2 of 4 heads route in 2 of 4 layers"
+            if model == "tiny"
+            else "4 of 8 heads route in 24 of 24 layers"
+        )
         assert lines[0].startswith(f"routing={routing}: {heads}")
         said = {
             "topk": "sees the future, as in the paper; routing=causal does not",
@@ -140,7 +183,13 @@ def test_a_table_of_the_paper_says_its_command_score_cost_and_source(experiment:
     if any(line.startswith("# Table") for line in lines):
         timed = experiment == "pg19_steps"
         work, then = ("python benchmarks/steps.py", "report") if timed else ("rtx train", "eval")
-        for title in (f"# Command: {work} ", f"# Then: rtx {then} ", "# Score: ", "# Cost: ", "# Source: "):
+        for title in (
+            f"# Command: {work} ",
+            f"# Then: rtx {then} ",
+            "# Score: ",
+            "# Cost: ",
+            "# Source: ",
+        ):
             assert any(line.startswith(title) for line in lines), title
     if experiment in ("cifar10_grid", "cifar10", "wikitext103", "enwik8", "imagenet64", "pg19"):
         config = compose([f"experiment={experiment}"])
@@ -153,17 +202,37 @@ def reduced(*overrides: str) -> Config:
     config = compose(overrides)
     assert (config.routing.clusters or 0) * config.routing.window >= config.data.length
     images = config.data.name in IMAGE_SETS
-    model = {"layers": 2, "hidden": config.model.heads * 4, "ffn_hidden": 24, "window": 8, "max_distance": 8}
+    model = {
+        "layers": 2,
+        "hidden": config.model.heads * 4,
+        "ffn_hidden": 24,
+        "window": 8,
+        "max_distance": 8,
+    }
     model |= {"embedding": "adaptive" if config.model.cutoffs else config.model.embedding and 8}
-    model |= {"stride": 4, "summary": 2, "cutoffs": config.model.cutoffs and "16x64", "band_factor": 2}
+    model |= {
+        "stride": 4,
+        "summary": 2,
+        "cutoffs": config.model.cutoffs and "16x64",
+        "band_factor": 2,
+    }
     model |= {"axes": config.model.axes and f"4x4x{3 if images else 2}"}
-    model |= {"memory": 12 if config.model.memory else 0, "compressed": 8 if config.model.compressed else 0}
+    model |= {
+        "memory": 12 if config.model.memory else 0,
+        "compressed": 8 if config.model.compressed else 0,
+    }
     model |= {"compression_rate": 2}
     routing = {"layers": min(config.routing.layers, 2), "window": 8, "clusters": 4, "block": 4}
-    values = {"data.size": 4 if images else None, "data.length": 48 if images else 32, "trainer.batch_size": 2}
+    values = {
+        "data.size": 4 if images else None,
+        "data.length": 48 if images else 32,
+        "trainer.batch_size": 2,
+    }
     values |= {f"model.{key}": value for key, value in model.items()}
     values |= {"data.pairs": 4, "data.distance": 0} if config.data.name in MADE else {}
-    return resolve(with_values(config, values | {f"routing.{key}": value for key, value in routing.items()}))
+    return resolve(
+        with_values(config, values | {f"routing.{key}": value for key, value in routing.items()})
+    )
 
 
 def take_step(config: Config) -> None:
@@ -188,7 +257,9 @@ def take_step(config: Config) -> None:
 
 ROUTED = [[f"model={model}"] for model in MODELS if model not in BASELINES]
 ROUTED = [[*words, f"routing={routing}"] for words in ROUTED for routing in options("routing")]
-OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [[f"optimizer={name}"] for name in options("optimizer")]
+OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [
+    [f"optimizer={name}"] for name in options("optimizer")
+]
 
 
 @pytest.mark.parametrize("words", [*ROUTED, *OTHERS], ids=" ".join)
@@ -198,13 +269,24 @@ def test_presets_take_a_step(words: list[str]) -> None:
     take_step(config)
 
 
-TEXTS = {name: (conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in options("experiment")}
+TEXTS = {
+    name: (conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in options("experiment")
+}
 
 
-@pytest.mark.parametrize("experiment", [name for name, text in TEXTS.items() if "\n      experiment:" not in text])
+@pytest.mark.parametrize(
+    "experiment", [name for name, text in TEXTS.items() if "\n      experiment:" not in text]
+)
 def test_every_cell_of_every_experiment(experiment: str) -> None:
-    laid_out = [cell.overrides for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))]
-    sizes = ("routing.layers=", "routing.window=", "seed=")  # cells that differ by these alone are one at reduced size
+    laid_out = [
+        cell.overrides
+        for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))
+    ]
+    sizes = (
+        "routing.layers=",
+        "routing.window=",
+        "seed=",
+    )  # cells that differ by these alone are one at reduced size
     alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
     assert len(alike) >= min(len(laid_out), 2)
     for cell in alike.values():

@@ -19,7 +19,9 @@ text_of = runpy.run_path(str(DOCS / "schema" / "make.py"))["text_of"]
 
 @pytest.mark.parametrize("group", [*GROUPS, "config"])
 def test_the_schema_is_the_committed_one(group: str) -> None:
-    assert (DOCS / "schema" / f"{group}.json").read_text() == text_of(group), "run python docs/schema/make.py"
+    assert (DOCS / "schema" / f"{group}.json").read_text() == text_of(group), (
+        "run python docs/schema/make.py"
+    )
 
 
 def test_the_notebook_trains_and_shows_what_heads_read(
@@ -35,12 +37,17 @@ def test_the_notebook_trains_and_shows_what_heads_read(
             exec(compile("".join(cell["source"]), "notebook", "exec"), names)
     assert [name for name, _ in names["heads"]] == ["local 0", "local 1", "routed 0", "routed 1"]
     reads = {name: weight_NN.sum(-1) for name, weight_NN in names["heads"]}
-    assert all(bool((sum_N[1:] - 1).abs().max() < 1e-5) for name, sum_N in reads.items() if "local" in name)
+    assert all(
+        bool((sum_N[1:] - 1).abs().max() < 1e-5) for name, sum_N in reads.items() if "local" in name
+    )
     assert "sees the future: False" in capsys.readouterr().out
 
 
 def test_the_page_shows_what_every_pattern_reads_and_says_it_in_a_formula() -> None:
-    drawing, page = runpy.run_path(str(DOCS / "pictures.py")), (DOCS / "attention.md").read_text(encoding="utf-8")
+    drawing, page = (
+        runpy.run_path(str(DOCS / "pictures.py")),
+        (DOCS / "attention.md").read_text(encoding="utf-8"),
+    )
     patterns = drawing["patterns"]()
     for name, pattern in patterns.items():
         kept = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")

@@ -12,7 +12,9 @@ from rtx import __version__
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_wheel_holds_the_package_conf_and_nothing_else_and_works_anywhere(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_package_conf_and_nothing_else_and_works_anywhere(
+    tmp_path: Path,
+) -> None:
     folder, here = tmp_path / "installed", tmp_path / "here"
     here.mkdir()
     pip, quiet = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps", "--no-index"]
@@ -23,13 +25,22 @@ def test_the_wheel_holds_the_package_conf_and_nothing_else_and_works_anywhere(tm
     assert {name.partition("/")[0] for name in names} == {"rtx", f"rtx-{__version__}.dist-info"}
     inside = {name.removeprefix("rtx/") for name in names if name.startswith("rtx/conf/")}
     assert inside == {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
-    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "rtx").rglob("*.py")} | {"rtx/py.typed"} <= set(names)
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "rtx").rglob("*.py")} | {
+        "rtx/py.typed"
+    } <= set(names)
     assert f"rtx-{__version__}.dist-info/licenses/LICENSE" in names
     # What it needs is taken from this environment.
-    subprocess.run([*pip, "install", *quiet, "--target", str(folder), str(wheel)], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "install", *quiet, "--target", str(folder), str(wheel)], check=True, timeout=300
+    )
     script = [sys.executable, "-W", "error", str(folder / "bin" / "rtx")]
     place: dict[str, Any] = {"cwd": here, "env": {**os.environ, "PYTHONPATH": str(folder)}}
-    for words, said in (("--version", f"rtx {__version__}\n"), ("train --cfg job model=rt24", "  length: 8192\n")):
-        answer = subprocess.run([*script, *words.split()], **place, capture_output=True, text=True, timeout=600)
+    for words, said in (
+        ("--version", f"rtx {__version__}\n"),
+        ("train --cfg job model=rt24", "  length: 8192\n"),
+    ):
+        answer = subprocess.run(
+            [*script, *words.split()], **place, capture_output=True, text=True, timeout=600
+        )
         assert (answer.returncode, answer.stderr) == (0, "") and said in answer.stdout
     assert list(here.iterdir()) == []

@@ -21,14 +21,28 @@ from torch import Tensor
 
 from rtx.attention.centroids import after_step
 from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
+from rtx.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RoutingConfig,
+    TrainerConfig,
+)
 from rtx.data.datamodule import TrainingItems
 from rtx.data.tokenizers import Tokenizer, encode_text
 from rtx.model.transformer import Transformer
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 STEPS = 12
-ROUTING = {"heads": 1, "layers": 1, "window": 16, "decay": 0.9, "commitment": 1e-2, "update": "nearest"}
+ROUTING = {
+    "heads": 1,
+    "layers": 1,
+    "window": 16,
+    "decay": 0.9,
+    "commitment": 1e-2,
+    "update": "nearest",
+}
 MODEL = {"layers": 2, "heads": 2, "hidden": 16, "window": 8, "ffn_hidden": 32}
 DRAWN = ("centroid_HCD", "rotation_HTDF", "projection_HDD")
 """Buffers that are drawn at the start, as weights are, but with variance 1."""
@@ -56,8 +70,12 @@ def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
     """Return a model whose weights are drawn by python's generator: torch's differs between versions."""
     model, draw = Transformer(config, 256).to(dtype), random.Random(1)
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(DRAWN)]
-    for name, value in sorted([*model.named_parameters(), *buffers], key=lambda pair: recorded_name(pair[0])):
-        drawn = torch.tensor([draw.gauss(0, 1) for _ in range(value.numel())], dtype=torch.float64).view(value.shape)
+    for name, value in sorted(
+        [*model.named_parameters(), *buffers], key=lambda pair: recorded_name(pair[0])
+    ):
+        drawn = torch.tensor(
+            [draw.gauss(0, 1) for _ in range(value.numel())], dtype=torch.float64
+        ).view(value.shape)
         if name.endswith("projection_HDD"):
             drawn = torch.linalg.qr(drawn).Q
         elif name.endswith("share_H"):
@@ -68,7 +86,9 @@ def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def losses(routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype = torch.float64) -> list[float]:
+def losses(
+    routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> list[float]:
     """Return what each step minimises: the mean nats and the auxiliary loss."""
     config = resolve(
         Config(
@@ -85,7 +105,9 @@ def losses(routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype 
     items = TrainingItems(encode_text(Tokenizer(), text), 64, 0, 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []
     for step in range(STEPS):
-        nats_BN, auxiliary = model.loss(torch.stack([items[step * items.batch_size + i] for i in range(2)]))
+        nats_BN, auxiliary = model.loss(
+            torch.stack([items[step * items.batch_size + i] for i in range(2)])
+        )
         loss: Tensor = nats_BN.mean() + auxiliary
         set_learning_rate(optimizer, learning_rate(config, step + 1))
         optimizer.zero_grad()
@@ -99,13 +121,19 @@ def losses(routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype 
 @pytest.mark.parametrize("name", [*CURVES, *OURS])
 def test_losses_are_those_on_record(name: str) -> None:
     case = (CURVES | OURS)[name]
-    assert losses(case["routing"], case["model"]) == pytest.approx(case["losses"], rel=1e-9, abs=1e-9)
+    assert losses(case["routing"], case["model"]) == pytest.approx(
+        case["losses"], rel=1e-9, abs=1e-9
+    )
     assert case["losses"][-1] < case["losses"][0] - 1, "it learns"
     if name in ("nearest_rotary", "random_shaw", "local", "full_shaw", "sparse", "adaptive_span"):
-        assert losses(case["routing"], case["model"], torch.float32) == pytest.approx(case["losses"], rel=1e-6)
+        assert losses(case["routing"], case["model"], torch.float32) == pytest.approx(
+            case["losses"], rel=1e-6
+        )
 
 
 if __name__ == "__main__":
-    rows = {name: {**row, "losses": losses(row["routing"], row["model"])} for name, row in OURS.items()}
+    rows = {
+        name: {**row, "losses": losses(row["routing"], row["model"])} for name, row in OURS.items()
+    }
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     (FOLDER / "changed.json").write_text(f"{{\n{lines}\n}}\n")

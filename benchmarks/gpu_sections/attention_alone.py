@@ -112,7 +112,9 @@ def pattern_of(name: str, leaves: list[Tensor], window: int, backend: str) -> Pa
     elif name == "random":
         pattern = attention.Random(H, clusters, window=window, length=N, seed=0, **options)
     elif name == "probed":
-        pattern = attention.Probed(H, D, clusters=4 * clusters, decay=0.99, window=window, qk_norm=True, **options)
+        pattern = attention.Probed(
+            H, D, clusters=4 * clusters, decay=0.99, window=window, qk_norm=True, **options
+        )
     else:
         rate = 0.1 if name == "causal" else 0.0
         rule = "nearest" if name == "topk" else "members"

@@ -197,10 +197,17 @@ def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> 
     found = (attend or pattern)(leaves["q"], leaves.get("k"), leaves["v"], relative=relative_terms)
     out = found[0] if isinstance(found, tuple) else found
     # Eighths, which no type rounds.
-    weight = (torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)) / 8).to(out)
+    weight = (torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)) / 8).to(
+        out
+    )
     gradients = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
-    whole = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), gradients, strict=True)]
-    return {"out": out.detach().cpu()} | {name: x.cpu() for name, x in zip(leaves, whole, strict=True)}
+    whole = [
+        torch.zeros_like(x) if g is None else g
+        for x, g in zip(leaves.values(), gradients, strict=True)
+    ]
+    return {"out": out.detach().cpu()} | {
+        name: x.cpu() for name, x in zip(leaves, whole, strict=True)
+    }
 
 
 def relative(found: Tensor, right: Tensor) -> float:

@@ -26,8 +26,12 @@ class Goal(NamedTuple):
 def goals() -> list[Goal]:
     """Return all goals."""
     found = [faster(kind, 4096, 1.0) for kind in ("local", "topk", "causal")]
-    found += [faster(kind, 8192, times) for kind, times in (("local", 5), ("causal", 2.5), ("topk", 2.5))]
-    found += [faster(kind, 65_536, times) for kind, times in (("local", 25), ("causal", 15), ("topk", 8))]
+    found += [
+        faster(kind, 8192, times) for kind, times in (("local", 5), ("causal", 2.5), ("topk", 2.5))
+    ]
+    found += [
+        faster(kind, 65_536, times) for kind, times in (("local", 25), ("causal", 15), ("topk", 8))
+    ]
     found.append(
         Goal(
             "time of random over topk less its selection, N=65,536",
@@ -76,8 +80,12 @@ def faster(kind: str, N: int, times: float) -> Goal:
 
 def whole(base: str, N: int, how: str, times: float) -> Goal:
     """Return the goal of whole steps with causal routing beside full heads."""
-    measure = functools.partial(ratio, f"steps/{base}/full/{N}/{how}", f"steps/{base}/causal/{N}/{how}", "ms")
-    return Goal(f"step of {base} causal as many times as fast as full, N={N:,}, {how}", times, measure)
+    measure = functools.partial(
+        ratio, f"steps/{base}/full/{N}/{how}", f"steps/{base}/causal/{N}/{how}", "ms"
+    )
+    return Goal(
+        f"step of {base} causal as many times as fast as full, N={N:,}, {how}", times, measure
+    )
 
 
 def random_to_topk(rows: Rows) -> float | None:
@@ -91,7 +99,11 @@ def random_to_topk(rows: Rows) -> float | None:
 
 def waits(rows: Rows) -> float | None:
     """Return how many of the training steps that were looked at wait for the GPU."""
-    found = [row["waits"] for key, row in rows.items() if key.startswith("correct/waits/") and "waits" in row]
+    found = [
+        row["waits"]
+        for key, row in rows.items()
+        if key.startswith("correct/waits/") and "waits" in row
+    ]
     return float(sum(found)) if found else None
 
 
@@ -129,6 +141,8 @@ def with_ratios(rows: Rows) -> list[Found]:
         if key.startswith("alone/"):
             fields = ("graph_ms", "python_ms", "forward_graph_ms")
             ratios = {field: ratio(f"alone/sdpa/{N}", key, field, rows) for field in fields}
-            against = {f"sdpa_over_{field}": round(times, 2) for field, times in ratios.items() if times}
+            against = {
+                f"sdpa_over_{field}": round(times, 2) for field, times in ratios.items() if times
+            }
         found.append(row | against)
     return found

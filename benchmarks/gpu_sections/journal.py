@@ -53,7 +53,11 @@ class Journal:
 
     def missing(self, rows: list[Row]) -> list[Row]:
         """Return the rows that are still to be measured."""
-        known = {key for key, row in self.rows().items() if "error" not in row or row["at"] >= self.retry_before}
+        known = {
+            key
+            for key, row in self.rows().items()
+            if "error" not in row or row["at"] >= self.retry_before
+        }
         return [row for row in rows if row.key not in known]
 
     def add(self, key: str, found: Found) -> None:

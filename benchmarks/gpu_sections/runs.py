@@ -76,7 +76,10 @@ def rows(dry: bool, folder: Path, text: str | None) -> list[Row]:
         "ddp": functools.partial(spread, name="ddp"),
     }
     needs_cuda = {"fsdp"}
-    return [Row(f"runs/{name}", functools.partial(run, place), name in needs_cuda) for name, run in found.items()]
+    return [
+        Row(f"runs/{name}", functools.partial(run, place), name in needs_cuda)
+        for name, run in found.items()
+    ]
 
 
 def prepare(place: Place) -> None:
@@ -177,7 +180,9 @@ def sample(place: Place) -> Found:
     train_if_missing(place)
     began = time.monotonic()
     length = 16 if place.dry else 500
-    done = rtx(place, "sample", "sample", str(place.folder / "minute"), f"length={length}", place.hardware)
+    done = rtx(
+        place, "sample", "sample", str(place.folder / "minute"), f"length={length}", place.hardware
+    )
     return {
         "said": said_last(done),
         "wall_seconds": round(time.monotonic() - began, 1),
@@ -207,7 +212,9 @@ def resume(place: Place) -> Found:
     rtx(place, "whole", "train", *words)
     at = train_until_killed(place, words)
     rtx(place, "killed", "resume", str(place.folder / "killed"))
-    whole, other = ({row["step"]: row["bits"] for row in losses(place, run)} for run in ("whole", "killed"))
+    whole, other = (
+        {row["step"]: row["bits"] for row in losses(place, run)} for run in ("whole", "killed")
+    )
     worst = max(abs(whole[step] - other[step]) for step in whole)
     same = whole == other
     return {
@@ -228,7 +235,9 @@ def train_until_killed(place: Place, words: list[str]) -> int:
         step = metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
     kill(process)
     if not KILLED_AT < step < SHORT_STEPS:
-        raise RuntimeError(f"the run was at step {step} of {SHORT_STEPS} when it was killed: nothing to resume")
+        raise RuntimeError(
+            f"the run was at step {step} of {SHORT_STEPS} when it was killed: nothing to resume"
+        )
     return step
 
 

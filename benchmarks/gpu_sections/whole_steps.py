@@ -92,7 +92,10 @@ SIZES = {
     "2x128": (2, 128, 64, 2),
 }
 """Layers, width, window and heads of models that are no preset."""
-SMALL = {heads: Variant("2x128", heads, 512, dropout=False) for heads in (*ROUTED, "nearest", "random", *ALONE)}
+SMALL = {
+    heads: Variant("2x128", heads, 512, dropout=False)
+    for heads in (*ROUTED, "nearest", "random", *ALONE)
+}
 """Models for checks, with heads of 64 units."""
 PROBED_CLUSTERS = 4
 """How many clusters probed keys have for each of the other selections."""
@@ -161,7 +164,9 @@ class Stepper:
             self.loss = compile_loss(self.model, self.loss)
             self.move = torch.compile(moved, dynamic=False)
         generator = torch.Generator().manual_seed(0)
-        tokens_BN = torch.randint(0, VOCABULARY, (variant.batch, variant.length), generator=generator)
+        tokens_BN = torch.randint(
+            0, VOCABULARY, (variant.batch, variant.length), generator=generator
+        )
         self.tokens_BN = tokens_BN.to(self.device)
         set_learning_rate(self.optimizer, learning_rate(self.config, 100))
         if how in (GRAPHS, RECORDED):

@@ -25,11 +25,15 @@ KEYS = 256  # keys whose weights are worked out at once
 
 Heads = tuple[Pattern, QueriesKeys, list[Reads], RelativeTables | None]
 """The heads of a group, what they are given, what they read, and Shaw's tables."""
-Pair = tuple[tuple[str, int], tuple[str, int]]  # two heads of a layer: the group of each, and its number in it
+Pair = tuple[
+    tuple[str, int], tuple[str, int]
+]  # two heads of a layer: the group of each, and its number in it
 
 
 @torch.no_grad()
-def layer_inputs(model: Transformer, tokens_BN: Tensor) -> Iterator[tuple[MultiheadAttention, Tensor]]:
+def layer_inputs(
+    model: Transformer, tokens_BN: Tensor
+) -> Iterator[tuple[MultiheadAttention, Tensor]]:
     """Yield the attention of every layer, the lowest first, with what it reads of the sequences, `[B, N, E]`."""
     x_BNE = model.embedding(tokens_BN)
     for block in model.blocks:
@@ -41,7 +45,9 @@ def layer_inputs(model: Transformer, tokens_BN: Tensor) -> Iterator[tuple[Multih
 def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     """Return the groups of a layer's heads, with what they read of one sequence."""
     heads = {}
-    for group, (q_1HND, k_1HND, _) in zip(attention.head_groups(), attention.project(x_1NE), strict=True):
+    for group, (q_1HND, k_1HND, _) in zip(
+        attention.head_groups(), attention.project(x_1NE), strict=True
+    ):
         qk = group.inputs(q_1HND, k_1HND)
         heads[group.name] = group.pattern, qk, group.pattern.reads(qk, False), group.relative()
     return heads
@@ -52,8 +58,17 @@ def read_by(part: Reads, kept_R: Tensor) -> Reads:
     if isinstance(part, IndexReads):
         return part._replace(index_RK=part.index_RK.masked_fill(~kept_R[:, None], -1))
     kept_P = kept_R[part.query.row_M]
-    hidden = part.holes and Holes(part.holes.value_XM, part.holes.low_XP[:, kept_P], part.holes.high_XP[:, kept_P])
-    return RangeReads(part.query.keep(kept_R), part.key, part.start_P[kept_P], part.stop_P[kept_P], part.length, hidden)
+    hidden = part.holes and Holes(
+        part.holes.value_XM, part.holes.low_XP[:, kept_P], part.holes.high_XP[:, kept_P]
+    )
+    return RangeReads(
+        part.query.keep(kept_R),
+        part.key,
+        part.start_P[kept_P],
+        part.stop_P[kept_P],
+        part.length,
+        hidden,
+    )
 
 
 @torch.no_grad()
@@ -66,14 +81,18 @@ def weight_blocks(heads: Heads, at_P: Tensor) -> Iterator[Tensor]:
     _, H, N, D = given.q_BHND.shape
     wide, device = torch.promote_types(given.q_BHND.dtype, torch.float32), given.q_BHND.device
     at_P = at_P.to(device)
-    parts = [read_by(part, torch.isin(torch.arange(N, device=device), at_P).repeat(H)) for part in parts]
+    parts = [
+        read_by(part, torch.isin(torch.arange(N, device=device), at_P).repeat(H)) for part in parts
+    ]
     for first in range(0, N, KEYS):
         unit_NK = torch.eye(N, min(KEYS, N - first), dtype=wide, device=device).roll(first, dims=0)
         relative = None if relative is None else relative._replace(values_MD=None)
         with torch.autocast(device.type, enabled=False):
             q, k = given.rotated_q_BHND.to(wide), given.rotated_k_BHND.to(wide)
             terms = pattern.terms(D, relative)
-            yield attend(q, k, unit_NK.expand(1, H, N, -1), parts, terms, "torch", pattern.merge)[0][:, at_P]
+            yield attend(q, k, unit_NK.expand(1, H, N, -1), parts, terms, "torch", pattern.merge)[
+                0
+            ][:, at_P]
 
 
 def summary(weight_PN: Tensor, at_P: Tensor) -> dict[str, Any]:
@@ -117,11 +136,20 @@ def divergences(
         found = {kind: np.zeros((2, draws)) for kind in drawn}  # nats, and the share of positions
         for b in range(min(B, draws)):
             places = [(kind, r) for kind in drawn for r in range(b, draws, B)]
-            nats = pair_divergences(attention, x_BNE[b : b + 1], [drawn[kind][r] for kind, r in places])
+            nats = pair_divergences(
+                attention, x_BNE[b : b + 1], [drawn[kind][r] for kind, r in places]
+            )
             for (kind, r), nats_X in zip(places, nats, strict=True):
                 found[kind][:, r] = float(nats_X.mean()), len(nats_X) / x_BNE.shape[1]
         for kind, (nats_R, share_R) in found.items():
-            rows.append({"layer": layer, "kind": list(kind), **spread(nats_R), "share": float(share_R.mean())})
+            rows.append(
+                {
+                    "layer": layer,
+                    "kind": list(kind),
+                    **spread(nats_R),
+                    "share": float(share_R.mean()),
+                }
+            )
         on_progress(layer + 1, len(model.blocks))
     return rows
 
@@ -129,7 +157,10 @@ def divergences(
 def over_layers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each kind of pair: its divergence as mean over the layers, draw by draw."""
     kinds = dict.fromkeys(tuple(row["kind"]) for row in rows)
-    nats = {kind: np.mean([row["nats_R"] for row in rows if tuple(row["kind"]) == kind], axis=0) for kind in kinds}
+    nats = {
+        kind: np.mean([row["nats_R"] for row in rows if tuple(row["kind"]) == kind], axis=0)
+        for kind in kinds
+    }
     return [{"kind": list(kind), **spread(nats_R)} for kind, nats_R in nats.items()]
 
 
@@ -149,10 +180,15 @@ def drawn_pairs(
     every: dict[tuple[str, str], list[Pair]] = {}
     for first, second in itertools.combinations(heads, 2):
         every.setdefault((first[0], second[0]), []).append((first, second))
-    return {kind: [of[int(k)] for k in generator.integers(len(of), size=draws)] for kind, of in every.items()}
+    return {
+        kind: [of[int(k)] for k in generator.integers(len(of), size=draws)]
+        for kind, of in every.items()
+    }
 
 
-def pair_divergences(attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequence[Pair]) -> list[Tensor]:
+def pair_divergences(
+    attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequence[Pair]
+) -> list[Tensor]:
     """Return the divergence of each pair of heads at the positions of a sequence where both read something.
 
     With m = (p + q) / 2 a key adds (p ln p + q ln q) / 2 - m ln m.
@@ -166,8 +202,13 @@ def pair_divergences(attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequen
             both_2NK = torch.stack([weights[a][i], weights[b][j]]).double()
             mean_NK = both_2NK.mean(0)
             reads_X2N[x] += both_2NK.sum(-1)
-            nats_XN[x] += (torch.xlogy(both_2NK, both_2NK).mean(0) - torch.xlogy(mean_NK, mean_NK)).sum(-1)
-    return [nats_N[(reads_2N > 0.5).all(0)].clamp(min=0) for nats_N, reads_2N in zip(nats_XN, reads_X2N, strict=True)]
+            nats_XN[x] += (
+                torch.xlogy(both_2NK, both_2NK).mean(0) - torch.xlogy(mean_NK, mean_NK)
+            ).sum(-1)
+    return [
+        nats_N[(reads_2N > 0.5).all(0)].clamp(min=0)
+        for nats_N, reads_2N in zip(nats_XN, reads_X2N, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -181,7 +222,11 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
     from rtx.training.distributed import whole  # imports Lightning
 
     spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
-    told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
+    told = (
+        {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())}
+        if spans
+        else {}
+    )
     routing = [heads for heads in model.modules() if isinstance(heads, Routing)]
     layers = [layer_telemetry(*heads.seen, heads.window) for heads in routing if heads.seen]
     for name in layers[0] if layers else ():

@@ -51,19 +51,30 @@ class Audit:
     @property
     def origins(self) -> list[Group]:
         """The groups in which the past moves though the past of their layer's input does not."""
-        return [group for group, change in self.changes.items() if group != LOGITS and (change > self.tolerance).any()]
+        return [
+            group
+            for group, change in self.changes.items()
+            if group != LOGITS and (change > self.tolerance).any()
+        ]
 
 
 def other_future(ids_BN: Tensor, prefix: int, vocabulary: int, seed: int) -> Tensor:
     """Return token ids of which every one behind the prefix is another one than before, drawn by `seed`."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + prefix)
-    shift_BF = torch.randint(1, vocabulary, (len(ids_BN), ids_BN.shape[1] - prefix), generator=generator)
-    return torch.cat([ids_BN[:, :prefix], (ids_BN[:, prefix:] + shift_BF.to(ids_BN.device)) % vocabulary], dim=1)
+    shift_BF = torch.randint(
+        1, vocabulary, (len(ids_BN), ids_BN.shape[1] - prefix), generator=generator
+    )
+    return torch.cat(
+        [ids_BN[:, :prefix], (ids_BN[:, prefix:] + shift_BF.to(ids_BN.device)) % vocabulary], dim=1
+    )
 
 
 def relative_change(before: Tensor, after: Tensor) -> Tensor:
     """Return the largest change of a unit of each vector over its largest unit, `[..., D]` to `[...]`, 0 to 2."""
-    change, size = (after - before).abs().amax(-1), torch.maximum(before.abs(), after.abs()).amax(-1)
+    change, size = (
+        (after - before).abs().amax(-1),
+        torch.maximum(before.abs(), after.abs()).amax(-1),
+    )
     return torch.where(size > 0, change / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
@@ -114,7 +125,12 @@ def audit_outputs(
 
 
 def audit_model(
-    model: Transformer, ids_BN: Tensor, prefixes: Sequence[int], *, streaming: bool = False, **options: Any
+    model: Transformer,
+    ids_BN: Tensor,
+    prefixes: Sequence[int],
+    *,
+    streaming: bool = False,
+    **options: Any,
 ) -> Audit:
     """As `audit_outputs` for a decoder of ours in evaluation mode, and for each group of heads of each layer alone.
 
@@ -147,7 +163,9 @@ def audit_model(
 
     with contextlib.ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
+            hooks.enter_context(
+                layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+            )
         return audit_outputs(outputs, ids_BN, model.vocabulary, prefixes, **options)
 
 
@@ -167,7 +185,9 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
         (nats_BN.mean() + auxiliary).backward()
     before = {store: store.centroid_HCD.clone() for store in all_centroids(model)}
     after_step(model)
-    frozen = [store for store, old_HCD in before.items() if torch.allclose(store.centroid_HCD, old_HCD)]
+    frozen = [
+        store for store, old_HCD in before.items() if torch.allclose(store.centroid_HCD, old_HCD)
+    ]
     rows = []
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
@@ -198,7 +218,9 @@ def trained_by(pattern: Pattern) -> str:
     if isinstance(pattern, Probed):
         return "the attention's own queries and keys; centroids by k-means of the keys"
     if not isinstance(pattern, Routing):
-        return "the attention's own queries and keys" + (", parameters of its own" if [*pattern.parameters()] else "")
+        return "the attention's own queries and keys" + (
+            ", parameters of its own" if [*pattern.parameters()] else ""
+        )
     pull = " and the commitment to centroids" if pattern.commitment else ""
     vectors = "queries and keys" if pattern.has_keys else "queries"
     return f"its {vectors}, by the attention{pull}; centroids by k-means (update={pattern.centroids.update_rule})"

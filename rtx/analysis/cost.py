@@ -40,7 +40,11 @@ def cost(config: Config, vocabulary: int) -> Cost:
     """Return the cost of a resolved configuration; no weight is allocated."""
     with torch.device("meta"):
         model = Transformer(config, vocabulary)
-    N, layers, size = config.data.length, config.model.layers, config.model.hidden // config.model.heads
+    N, layers, size = (
+        config.data.length,
+        config.model.layers,
+        config.model.hidden // config.model.heads,
+    )
     if (softmax := model.softmax) is None:
         outside = [model.embedding.table_VS, model.output_VS, model.output_bias_V]
         output = model.output_VS
@@ -48,8 +52,12 @@ def cost(config: Config, vocabulary: int) -> Cost:
         outside = [*model.embedding.bands.parameters(), *softmax.parameters()]  # type: ignore[union-attr]
         output = softmax.bands.tables[0]
     tables = {id(parameter) for parameter in outside}
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    products = 6.0 if config.model.positions == "xl" else 4.0  # with keys, with keys of distances, with values
+    matrices = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
+    )
+    products = (
+        6.0 if config.model.positions == "xl" else 4.0
+    )  # with keys, with keys of distances, with values
     again = sum(block.attention.qkv.weight.numel() for block in model.blocks)  # type: ignore[union-attr,operator,misc]
     groups = [group for layer in range(layers) for group in layer_patterns(config, layer).items()]
     heads = {name: head_cost(name, config) for name, _ in groups}
@@ -68,13 +76,22 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
 
     Clusters and buckets are taken as evenly filled, and no pair as shown by two rounds of hashing.
     """
-    N, model, routing, size = config.data.length, config.model, config.routing, config.model.hidden / config.model.heads
+    N, model, routing, size = (
+        config.data.length,
+        config.model,
+        config.routing,
+        config.model.hidden / config.model.heads,
+    )
     if name == "lsh":  # one product for a bucket and its opposite
         buckets = model.hash_rounds * hash_buckets(config)
         return buckets * window_pairs(N / hash_buckets(config), model.window), buckets * size * N
     if name == "strided":
         return strided_pairs(N, model.stride), 0.0
-    if name in ("fixed", "fixed_block", "fixed_summary"):  # of summary columns those of earlier blocks
+    if name in (
+        "fixed",
+        "fixed_block",
+        "fixed_summary",
+    ):  # of summary columns those of earlier blocks
         block = 0.0 if name != "fixed_summary" else fixed_pairs(N, model.stride, 0)
         return fixed_pairs(N, model.stride, model.summary * (name != "fixed_block")) - block, 0.0
     if name == "recurrent":
@@ -92,12 +109,16 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
         choice = 2 * size * finished if routing.selection == "blocks" else 0.0
         return fixed_pairs(N, routing.block, 0) + read, choice
     C = routing.clusters or 0
-    if routing.selection == "probed":  # of clusters of equal size; each key's cluster, each query's clusters
+    if (
+        routing.selection == "probed"
+    ):  # of clusters of equal size; each key's cluster, each query's clusters
         probed = window_pairs(N, routing.candidates or routing.window)
         choice = 2 * size * (2 * N * C + (probed if routing.candidates else 0))
         return window_pairs(N, routing.window), choice
     read = C * (
-        window_pairs(N / C, routing.window) if routing.selection == "nearest" else triangle(min(routing.window, N))
+        window_pairs(N / C, routing.window)
+        if routing.selection == "nearest"
+        else triangle(min(routing.window, N))
     )
     vectors = {"shared": C, "separate": 2 * C, "tied": 2 * C, "projected": C + size}[routing.keys]
     return read, 0.0 if routing.selection == "random" else 2 * size * N * vectors

@@ -32,9 +32,13 @@ def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.M
     (_, heads), made = full_group(config, layer), nn.ModuleList()
     for name, size in product(NAMES, sizes if heads else ()):
         kind, width = ("blocks_random", 1) if name == "drawn keys" else (name, min(block, size))
-        routing = RoutingConfig(selection=kind, keys="separate", window=size, block=width, decay=0.9)  # tens of steps
+        routing = RoutingConfig(
+            selection=kind, keys="separate", window=size, block=width, decay=0.9
+        )  # tens of steps
         asked = with_values(config, {"routing": routing, "model.window": size})
-        made.append(pattern := make_pattern("local" if name == "next keys" else ROUTED, heads, asked, layer))
+        made.append(
+            pattern := make_pattern("local" if name == "next keys" else ROUTED, heads, asked, layer)
+        )
         if isinstance(pattern, Routing):
             pattern.centroids.seed_with_next = True
     return made
@@ -43,7 +47,9 @@ def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.M
 @torch.no_grad()
 def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
     """Move centroids and thresholds of the `selections` of every layer as training does, by what full heads see."""
-    for layer, (patterns, (attention, x_BNE)) in enumerate(zip(made.train(), layer_inputs(model, ids_BN), strict=True)):
+    for layer, (patterns, (attention, x_BNE)) in enumerate(
+        zip(made.train(), layer_inputs(model, ids_BN), strict=True)
+    ):
         for pattern in (each for each in patterns if isinstance(each, Routing | Probed)):
             number, _ = full_group(config, layer)
             group = attention.head_groups()[number]
@@ -57,28 +63,38 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
 
 
 @torch.no_grad()
-def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back: int) -> list[list[tuple[float, ...]]]:
+def measure(
+    config: Config, model: Transformer, made: Any, ids_1N: Tensor, back: int
+) -> list[list[tuple[float, ...]]]:
     """Return what `selections` keep, at up to 256 positions, by layers with full heads, `[., S * Z, 3]`; see `kept`."""
     found, N = [], ids_1N.shape[1]
     at_P = torch.linspace(back, N - 1, min(256, N - back), device=ids_1N.device).round().long()
-    for layer, (patterns, (attention, x_1NE)) in enumerate(zip(made.eval(), layer_inputs(model, ids_1N), strict=True)):
+    for layer, (patterns, (attention, x_1NE)) in enumerate(
+        zip(made.eval(), layer_inputs(model, ids_1N), strict=True)
+    ):
         if len(patterns):
             number, _ = full_group(config, layer)
             group = attention.head_groups()[number]
             heads = groups_of(attention, x_1NE)[group.name]
             weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
             q, k, *_ = heads[1]
-            found.append([kept(p, p.inputs(q, k, group.rotate), weight_HPN, at_P, back) for p in patterns])
+            found.append(
+                [kept(p, p.inputs(q, k, group.rotate), weight_HPN, at_P, back) for p in patterns]
+            )
     return found
 
 
-def kept(pattern: Pattern, qk: QueriesKeys, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
+def kept(
+    pattern: Pattern, qk: QueriesKeys, weight_HPN: Tensor, at_P: Tensor, back: int
+) -> tuple[float, ...]:
     """Return what a query puts on keys at least `back` back, what of it a selection of these keeps, and how many."""
     N = weight_HPN.shape[-1] - back
     queries, keys = (qk.q_BHND, qk.rotated_q_BHND), (qk.k_BHND, qk.rotated_k_BHND)
     (q, turned_q), (k, turned_k) = (x[:, :, back:] for x in queries), (x[:, :, :N] for x in keys)
     moved = QueriesKeys(q, k, turned_q, turned_k)
-    alike = moved._replace(rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND))  # what is read then has equal weights
+    alike = moved._replace(
+        rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND)
+    )  # what is read then has equal weights
     heads = pattern, alike, pattern.reads(moved, False), None
     read_HPN = torch.cat(list(weight_blocks(heads, at_P - back)), dim=-1) > 0
     far_HPN = weight_HPN[..., :N] * (torch.arange(N, device=at_P.device) <= at_P[:, None] - back)
@@ -91,4 +107,9 @@ def at_keys(found_KZ3: np.ndarray, keys: float) -> dict[str, Any]:
     keys_Z = [0.0, *found_KZ3[..., 2].mean(0)]
     kept_K = np.array([np.interp(keys, keys_Z, [0.0, *kept_Z]) for kept_Z in found_KZ3[..., 1]])
     share, error = estimate(kept_K / found_KZ3[:, 0, 0])
-    return {"keys": min(keys, keys_Z[-1]), "share": share, "error": error, "of all": float(kept_K.mean())}
+    return {
+        "keys": min(keys, keys_Z[-1]),
+        "share": share,
+        "error": error,
+        "of all": float(kept_K.mean()),
+    }

@@ -13,7 +13,17 @@ from torch import Tensor
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.centroids import statistics_paused
 from rtx.attention.clusters import Random
-from rtx.attention.engine import ENGINES, blocks, by_triton, choose, dense, flash, flex, indexed, windows
+from rtx.attention.engine import (
+    ENGINES,
+    blocks,
+    by_triton,
+    choose,
+    dense,
+    flash,
+    flex,
+    indexed,
+    windows,
+)
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
@@ -88,7 +98,9 @@ def phrase_of(name: str, config: Config, layer: int, device: torch.device) -> st
 def joined_phrases(pattern: Pattern, config: Config, device: torch.device) -> str:
     """Return the phrases of all parts that a pattern reads, each once."""
     parts = parts_of(pattern, config, gpu=True)
-    return " and ".join(dict.fromkeys(one.phrase() for one in computed(pattern, parts, config, device)))
+    return " and ".join(
+        dict.fromkeys(one.phrase() for one in computed(pattern, parts, config, device))
+    )
 
 
 def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
@@ -113,10 +125,14 @@ def static_parts(pattern: Routing | Probed, length: int, size: int) -> list[Read
     """Return the lists of a head of clusters as training on a GPU makes them, in shapes alone."""
     q_11ND, k_11ND = torch.empty(2, 1, 1, length, size, device=META)
     with statistics_paused():
-        return pattern.reads(pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), False)
+        return pattern.reads(
+            pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), False
+        )
 
 
-def computed(pattern: Pattern, parts: list[Reads], config: Config, device: torch.device = META) -> list[Computed]:
+def computed(
+    pattern: Pattern, parts: list[Reads], config: Config, device: torch.device = META
+) -> list[Computed]:
     """Return the engine that computes each part of what a pattern of one head reads in training on a GPU."""
     model = config.model
     size = model.hidden // model.heads
@@ -160,7 +176,9 @@ def relative_of(config: Config) -> RelativeTables | None:
     if config.model.positions == "shaw":
         return RelativeTables(torch.empty(T, size, device=META), torch.empty(T, size, device=META))
     if config.model.positions == "xl":
-        return RelativeTables(torch.empty(1, T, size, device=META), None, torch.empty(1, T, device=META))
+        return RelativeTables(
+            torch.empty(1, T, size, device=META), None, torch.empty(1, T, device=META)
+        )
     return None
 
 

@@ -26,7 +26,15 @@ from rtx.attention.reads import IndexReads, Reads
 from rtx.attention.routing import ROOM, Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.compose import with_values
-from rtx.config import ROUTED, Config, clusters, embedding_width, layer_patterns, memory_slots, sizes_of
+from rtx.config import (
+    ROUTED,
+    Config,
+    clusters,
+    embedding_width,
+    layer_patterns,
+    memory_slots,
+    sizes_of,
+)
 from rtx.model.heads import make_pattern
 from rtx.model.likelihood import most_logits
 from rtx.training.hardware import precision_on
@@ -43,7 +51,9 @@ shown."""
 
 def on_gpu(config: Config) -> bool:
     """Tell whether a run would compute on a GPU: where it is asked for, or left open and one is here."""
-    return config.hardware.name == "gpu" or (config.hardware.name != "cpu" and torch.cuda.device_count() > 0)
+    return config.hardware.name == "gpu" or (
+        config.hardware.name != "cpu" and torch.cuda.device_count() > 0
+    )
 
 
 def widths_of(config: Config) -> tuple[int, int]:
@@ -62,11 +72,19 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     """Return the parts of the peak, in bytes on each device; their sum is the peak."""
     (wide, narrow), adafactor = widths_of(config), config.optimizer.name == "adafactor"
     shares = devices(config) if config.hardware.name == "fsdp" else 1
-    own, outside, M = total.parameters / shares, total.embedding_parameters, memory_slots(config.model)
+    own, outside, M = (
+        total.parameters / shares,
+        total.embedding_parameters,
+        memory_slots(config.model),
+    )
     # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
     # block is whole at a time, and so are their gradients before they are shared out.
-    gathered = wide * (outside + (total.parameters - outside) / config.model.layers) if shares > 1 else 0.0
-    gradients, activations, working = max(moments(config, wide * own, gathered, micro_batch, vocabulary), key=sum)
+    gathered = (
+        wide * (outside + (total.parameters - outside) / config.model.layers) if shares > 1 else 0.0
+    )
+    gradients, activations, working = max(
+        moments(config, wide * own, gathered, micro_batch, vocabulary), key=sum
+    )
     memories = config.trainer.batch_size / devices(config) + micro_batch
     return {
         # Autocast holds on to the weights that it has narrowed.
@@ -78,7 +96,9 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
         "temporary": working,
         **({"libraries": WORKSPACES} if on_gpu(config) else {}),
         # What every layer of every stream keeps of earlier segments, and of a micro-batch what replaces it.
-        **({"memory": wide * config.model.hidden * config.model.layers * M * memories} if M else {}),
+        **(
+            {"memory": wide * config.model.hidden * config.model.layers * M * memories} if M else {}
+        ),
     }
 
 
@@ -96,7 +116,9 @@ def moments(
     work = max(work for _, work in blocks) * rows
     earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
     ends = sizes_of(model.cutoffs) if model.embedding == "adaptive" else ()
-    logits, pieces = logits_bytes(config, rows, max(ends[0], vocabulary // 4) if ends else vocabulary)
+    logits, pieces = logits_bytes(
+        config, rows, max(ends[0], vocabulary // 4) if ends else vocabulary
+    )
     kept = saved(config, micro_batch)
     sizes = [stop - start for start, stop in itertools.pairwise([0, *ends, vocabulary])]
     width = embedding_width(model)
@@ -139,7 +161,14 @@ def members_bytes(config: Config) -> float:
         each = SHORT_INDEX
         if routing.selection == "causal":
             members = min(ROOM * max(N, members), N * clusters(config))
-    return each * routing.heads * routing.layers * members / N * (1 + (routing.keys in ("separate", "tied")))
+    return (
+        each
+        * routing.heads
+        * routing.layers
+        * members
+        / N
+        * (1 + (routing.keys in ("separate", "tied")))
+    )
 
 
 def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int]:
@@ -149,7 +178,9 @@ def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int
     """
     most = most_logits(on_gpu(config))
     pieces = math.ceil(rows / max(1, most // vocabulary))
-    return float(max(4, widths_of(config)[0])) * (rows * vocabulary if pieces == 1 else most), pieces
+    return float(max(4, widths_of(config)[0])) * (
+        rows * vocabulary if pieces == 1 else most
+    ), pieces
 
 
 def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
@@ -172,7 +203,9 @@ def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
     # Backward, the gradients of the stream and of the branch are there, and of the hidden units two or three copies
     # while the product's own input is freed; later, the feed-forward branch is gone, and every vector that the heads
     # keep gets a gradient.
-    hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn] / pieces
+    hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[
+        model.ffn
+    ] / pieces
     hidden_work += hidden / pieces if pieces > 1 else 0
     attention_work = (wide + 2 * narrow) * h + gradients - feed_forward
     return attention + feed_forward + rest, max(hidden_work, attention_work, 0.0)
@@ -213,12 +246,16 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         found = [kept_of(part, pattern, config, joined, first=part is parts[0]) for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
-    if isinstance(pattern, TopKeys):  # what a convolution of keys reads and gives; both branches and what gates them
+    if isinstance(
+        pattern, TopKeys
+    ):  # what a convolution of keys reads and gives; both branches and what gates them
         vectors += N * narrow * (2 * (config.routing.key_conv > 1) + 4 * compressed)
     if isinstance(pattern, Indexer):  # what it makes of queries and of keys
         vectors += N * narrow * 2 * pattern.query_HDE.shape[-1] / size
     # Our kernel reads what the projection gave in any type; torch's norm reads a wide copy of narrow vectors.
-    copies = normalises and narrow < 4 and not (on_gpu(config) and config.hardware.attention != "torch")
+    copies = (
+        normalises and narrow < 4 and not (on_gpu(config) and config.hardware.attention != "torch")
+    )
     if copies:
         vectors += 4 * N * (1 + pattern.has_keys)
     projection = (normalises and not copies) or compressed or isinstance(pattern, Lsh | Indexer)
@@ -231,7 +268,9 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         inside=sum(one.inside for one in found) * size,
         passing=max(one.passing for one in found),
     )
-    if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
+    if (
+        isinstance(pattern, Indexer) and pattern.dense
+    ):  # and behind these steps by an index, where that keeps more
         pattern.set_steps(pattern.warmup)
         later = kept(pattern, config)
         most = max(all_kept, later, key=lambda one: one.vectors + one.others)
@@ -257,7 +296,12 @@ def kept_of(part: Reads, pattern: Pattern, config: Config, joined: bool, first: 
 
     `first`: of the parts, which share queries, keys and values.
     """
-    model, N, (wide, narrow), gpu = config.model, config.data.length, widths_of(config), on_gpu(config)
+    model, N, (wide, narrow), gpu = (
+        config.model,
+        config.data.length,
+        widths_of(config),
+        on_gpu(config),
+    )
     shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
     by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
     native_wished = native.wanted(wish, N)
@@ -270,12 +314,19 @@ def kept_of(part: Reads, pattern: Pattern, config: Config, joined: bool, first: 
         every = config.trainer.batch_size * config.routing.heads * N * N
         scores = min(most, every)
         again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)
-        each = wide + 3 + (INDEX + wide + 2) * by_distance + (wide + 2) * (model.attention_dropout > 0)
+        each = (
+            wide + 3 + (INDEX + wide + 2) * by_distance + (wide + 2) * (model.attention_dropout > 0)
+        )
         kept = each * N * N if every <= MAX_SCORES_CPU and not natively else 0
         return Kept(3 * N * narrow, INDEX * part.index_RK.numel() + kept, again)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
-        of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
-        lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
+        of_keys, own_keys = (
+            len(part.key.row_M),
+            pattern.has_keys or not isinstance(pattern, Routing | Random),
+        )
+        lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (
+            0 if part.query is part.key else of_keys
+        )
         hidden = sum(x.numel() for x in part.holes or ())
         # Joined, outputs stand by member, beside their shares.
         vectors = (2 + own_keys) * N * first + 2 * len(part.start_P) * joined
@@ -288,7 +339,9 @@ def kept_of(part: Reads, pattern: Pattern, config: Config, joined: bool, first: 
     masks = sum(b.mask.numel() for b in blocks if b.mask is not None and b.mask.dim() == 3)
     # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
     vectors = (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
-    others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
+    others = (INDEX + wide) * queries + (
+        INDEX * (queries + 2 * keys) if queries != N or keys != N else 0
+    )
     # What is gathered goes piece by piece as its gradients come.
     every = model.heads * sum(b.query_GQ.numel() * b.key_GK.shape[1] for b in blocks)
     piece = MAX_MASK if masks and not softly else most
@@ -320,9 +373,13 @@ def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, wor
     config = with_values(config, {"hardware.devices": world, "hardware.nodes": 1})
     room = (FILLED if on_gpu(config) else FILLED_CPU) * device_bytes
     total, choices = cost(config, vocabulary), []
-    for recompute in (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,):
+    for recompute in (
+        (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,)
+    ):
         for size in micro_batch_sizes(config, world):
-            peak = sum(footprint(with_choice(config, size, recompute), total, size, vocabulary).values())
+            peak = sum(
+                footprint(with_choice(config, size, recompute), total, size, vocabulary).values()
+            )
             choices.append(Fit(size, recompute, peak, peak <= room))
             if peak <= room:
                 return choices[-1]
@@ -340,10 +397,14 @@ def micro_batch_sizes(config: Config, world: int) -> list[int]:
 
 def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Config:
     """Return a configuration with these values of the two keys."""
-    return with_values(config, {"trainer.micro_batch_size": micro_batch_size, "model.recompute": recompute})
+    return with_values(
+        config, {"trainer.micro_batch_size": micro_batch_size, "model.recompute": recompute}
+    )
 
 
-def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> tuple[Config, str]:
+def fit_to_device(
+    config: Config, vocabulary: int, device_bytes: float, world: int = 1
+) -> tuple[Config, str]:
     """Return a configuration with what `choose_micro_batch` chooses, and a line on that, or on what does not fit."""
     size, recompute, peak, fits = choose_micro_batch(config, vocabulary, device_bytes, world)
     is_free = "auto" in (config.trainer.micro_batch_size, config.model.recompute)
@@ -367,4 +428,8 @@ def with_less_memory(config: Config, asked: Config) -> Config | None:
     assert isinstance(now, int)
     if smaller := [size for size in micro_batch_sizes(asked, 1) if size <= now // 2]:
         return with_choice(config, smaller[0], recompute)
-    return with_choice(config, now, True) if asked.model.recompute == "auto" and not recompute else None
+    return (
+        with_choice(config, now, True)
+        if asked.model.recompute == "auto" and not recompute
+        else None
+    )

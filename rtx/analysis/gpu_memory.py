@@ -50,7 +50,9 @@ class Kept(NamedTuple):
     """What the backward pass of this head holds beside gradients until it is through."""
 
 
-def kept_by_engine(one: Computed, pattern: Pattern, config: Config, narrow: int, first: bool) -> Kept | None:
+def kept_by_engine(
+    one: Computed, pattern: Pattern, config: Config, narrow: int, first: bool
+) -> Kept | None:
     """Return what a part keeps, vectors for each unit of a head; None for an engine that a CPU has as well.
 
     Args:
@@ -118,7 +120,9 @@ def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: 
     outputs = saved * narrow
     if narrow < WIDE:
         outputs += WIDE * rows * first * joined  # outputs of several parts are added up in float32
-        inputs += WIDE * rows * first * isinstance(pattern, Lsh)  # queries, of which keys are made, are widened
+        inputs += (
+            WIDE * rows * first * isinstance(pattern, Lsh)
+        )  # queries, of which keys are made, are widened
     others = SUM * saved + lists_bytes(part, pattern, rows)
     # Where there are several parts, every row has a number and a share in each.
     others += (INDEX + SUM) * rows if joined else SUM * rows * (not in_order)
@@ -129,7 +133,9 @@ def packed(one: Computed, pattern: Pattern, config: Config, narrow: int, first: 
         projection=True,
         freed=max(0, outputs - rows * narrow),
         inside=views(pattern, config) * rows * narrow * first,
-        passing=(P + 2 * M) * size * narrow * (not in_order) + SUM * P + tables_bytes(one, config, narrow),
+        passing=(P + 2 * M) * size * narrow * (not in_order)
+        + SUM * P
+        + tables_bytes(one, config, narrow),
     )
 
 

@@ -15,7 +15,10 @@ from rtx.errors import RunFailed
 from rtx.evaluation.protocols import Window
 from rtx.evaluation.scores import equal_batches, read_windows
 
-CONTEXTS, LEAST_CONTEXT = 8, 8  # how many contexts are tried, each half of the one before, and the shortest
+CONTEXTS, LEAST_CONTEXT = (
+    8,
+    8,
+)  # how many contexts are tried, each half of the one before, and the shortest
 TEACHER_FORCED, RERUN, STREAMING = "teacher-forced", "prefix rerun", "streaming"
 DIFFERENCES = {
     "leak_gives": (RERUN, TEACHER_FORCED),
@@ -50,7 +53,8 @@ def unit_bits(
             raise RunFailed("the model gives nats that are no numbers: the run has diverged")
         bits_BN = (nats_BN.double() / math.log(2)).cpu().numpy()
         found |= {
-            ordered[k]: bits_N[skipped:] for k, bits_N, skipped in zip(batch, bits_BN, skipped_B.tolist(), strict=True)
+            ordered[k]: bits_N[skipped:]
+            for k, bits_N, skipped in zip(batch, bits_BN, skipped_B.tolist(), strict=True)
         }
         on_progress(batch[-1] + 1, len(spans))
     return [found[span] for span in spans]
@@ -87,7 +91,10 @@ def by_context(
         firsts = [range(stop - half, stop, context) for _, stop, _ in windows_K]
         spans = [Window(n - context, min(n + context, of.stop), n) for of in firsts for n in of]
         bits_LK.append(np.concatenate(score(spans)).reshape(len(windows_K), half).mean(1))
-        (bits, error), (gain, gain_error) = estimate(bits_LK[-1]), estimate(bits_LK[-1] - bits_LK[0])
+        (bits, error), (gain, gain_error) = (
+            estimate(bits_LK[-1]),
+            estimate(bits_LK[-1] - bits_LK[0]),
+        )
         row = {"context": [context, 2 * context - 1], "bits": bits, "error": error}
         rows.append({**row, "gain": gain, "gain_error": gain_error})
     return rows
@@ -109,9 +116,13 @@ def price(
     """
     positions_KP = np.broadcast_to(positions, (len(windows_K), positions.shape[-1]))
     pairs = zip(windows_K, positions_KP.tolist(), strict=True)
-    prefixes = [Window(start, start + p + 1, start + p) for (start, _, _), of_one in pairs for p in of_one]
+    prefixes = [
+        Window(start, start + p + 1, start + p) for (start, _, _), of_one in pairs for p in of_one
+    ]
     rerun = np.concatenate(unit_bits(model, tokens, prefixes, on_progress=on_progress))
-    whole, streamed = (np.stack(unit_bits(model, tokens, windows_K, streaming=how)) for how in (False, True))
+    whole, streamed = (
+        np.stack(unit_bits(model, tokens, windows_K, streaming=how)) for how in (False, True)
+    )
     return {
         TEACHER_FORCED: np.take_along_axis(whole, positions_KP, axis=1),
         RERUN: rerun.reshape(positions_KP.shape),

@@ -37,7 +37,9 @@ class Meter(NamedTuple):
 
     def share(self, units_per_second: float) -> float | None:
         """Return the share of the peak (model FLOPs utilisation, MFU)."""
-        return None if self.peak is None else units_per_second * self.operations_per_unit / self.peak
+        return (
+            None if self.peak is None else units_per_second * self.operations_per_unit / self.peak
+        )
 
 
 def meter(config: Config, total: Cost, device: str | None, precision: str, world: int = 1) -> Meter:
@@ -62,7 +64,9 @@ class Expected(NamedTuple):
         return max(self.products + self.traffic, self.launches)
 
 
-def expected_step(config: Config, total: Cost, micro_batch: int, vocabulary: int, world: int) -> Expected | None:
+def expected_step(
+    config: Config, total: Cost, micro_batch: int, vocabulary: int, world: int
+) -> Expected | None:
     """Return the expected time of a step on the device of the roofline; None for a precision without a peak.
 
     `config` has the micro-batch and recomputation that are chosen.
@@ -78,7 +82,9 @@ def expected_step(config: Config, total: Cost, micro_batch: int, vocabulary: int
     attention = passes * total.attention / known["attention_share"]
     selection = total.selection / known["product_share"]
     width = 2 if precision == "bf16-true" else 4
-    stream = known["passes_per_layer"] * config.model.layers * config.model.hidden * width * passes / 3
+    stream = (
+        known["passes_per_layer"] * config.model.layers * config.model.hidden * width * passes / 3
+    )
     logits = known["passes_of_logits"] * vocabulary * 4
     moved = sequences * config.data.length * (stream + logits)
     moved += known["optimizer_bytes_per_parameter"] * total.parameters

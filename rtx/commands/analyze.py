@@ -23,7 +23,14 @@ from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.help import prose_width
-from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
+from rtx.options import (
+    ContextOptions,
+    CoverageOptions,
+    DivergenceOptions,
+    PatternsOptions,
+    read_words,
+    what_to_do,
+)
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.divergences import heads_name
@@ -49,19 +56,36 @@ GAINS = (
     Column("bits", "bits", 4, "error"),
     Column("gain", "gain of the whole window", 4, "gain_error"),
 )
-SHARES = (Column("mean", "mean", 3, "error"), Column("keys", "keys read", 1), Column("of all", "of all weight", 3))
-ROWS, BINS = 512, 16  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
+SHARES = (
+    Column("mean", "mean", 3, "error"),
+    Column("keys", "keys read", 1),
+    Column("of all", "of all weight", 3),
+)
+ROWS, BINS = (
+    512,
+    16,
+)  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx analyze WHAT RUN [overrides]`; figures, and a picture, stand in the run's `analysis/`."""
     what, rest = what_to_do("analyze", arguments)
     words = read_words(f"analyze {what}", rest)
-    folder, options, config = words.runs[0], words.options, run_config(words.runs[0], words.overrides)
+    folder, options, config = (
+        words.runs[0],
+        words.options,
+        run_config(words.runs[0], words.overrides),
+    )
     run, store = open_run(folder, config, options.checkpoint)
-    result = {way.__name__: way for way in (divergence, patterns, context, coverage)}[what](run, store, options)
+    result = {way.__name__: way for way in (divergence, patterns, context, coverage)}[what](
+        run, store, options
+    )
     picture = result.pop("picture", None)
-    asked = {"analyze": dataclasses.asdict(options), "length": config.data.length, "data": store.fingerprint}
+    asked = {
+        "analyze": dataclasses.asdict(options),
+        "length": config.data.length,
+        "data": store.fingerprint,
+    }
     name = f"{what}-{options.split}-{run.checkpoint['file']}-step{run.checkpoint['step']}-{short_hash(asked)}"
     files = [save(folder / "analysis" / f"{name}.png", picture)] if picture else []
     facts = {**asked, "checkpoint": run.facts(), "data": store.describe(), "time": utc_now()}
@@ -73,16 +97,25 @@ def main(arguments: list[str]) -> int:
 def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
     """How far apart the heads of a layer read, by layer and as mean over the layers (the paper's Table 6)."""
     tokens = store.split(options.split)
-    chosen = sample_windows(windows(len(tokens), run.config.data.length), options.sequences, options.seed)
+    chosen = sample_windows(
+        windows(len(tokens), run.config.data.length), options.sequences, options.seed
+    )
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
     with run.autocast(), progress_bar("layers") as show:
-        found = weights.divergences(run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show)
-    means, what = weights.over_layers(found), f"Jensen-Shannon divergence on {options.split} of {store.name}"
+        found = weights.divergences(
+            run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show
+        )
+    means, what = (
+        weights.over_layers(found),
+        f"Jensen-Shannon divergence on {options.split} of {store.name}",
+    )
     print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")
     table: dict[Any, dict[str, Any]] = {}
     for row in [*found, *({"layer": "mean", **row} for row in means)]:
         kind = " ".join(map(heads_name, row["kind"]))
-        table.setdefault(row["layer"], {"layer": row["layer"]})[kind] = "{mean:.4f} ± {deviation:.4f}".format(**row)
+        table.setdefault(row["layer"], {"layer": row["layer"]})[kind] = (
+            "{mean:.4f} ± {deviation:.4f}".format(**row)
+        )
     kinds = dict.fromkeys(key for row in table.values() for key in row)
     print_table(list(table.values()), [Column(kind, kind) for kind in kinds])
     return {"layers": found, "over_layers": means}
@@ -98,15 +131,24 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     at_P = torch.linspace(0, ids_1N.shape[1] - 1, min(ROWS, ids_1N.shape[1])).round().long()
     rows, maps = [], []
     with run.autocast(), torch.no_grad():
-        attention, x_1NE = next(itertools.islice(weights.layer_inputs(run.model, ids_1N), layer, None))
+        attention, x_1NE = next(
+            itertools.islice(weights.layer_inputs(run.model, ids_1N), layer, None)
+        )
         for name, group in weights.groups_of(attention, x_1NE).items():
-            for weight_PN in torch.cat([block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1):
+            for weight_PN in torch.cat(
+                [block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1
+            ):
                 row = {"layer": layer, "head": len(rows), "pattern": heads_name(name)}
                 rows.append({**row, **weights.summary(weight_PN, at_P)})
                 maps.append(weight_PN.float())
     print("means over the positions that read anything; distances weighted by the attention")
     print_table([{**row, "reads_share": 100 * row["reads_share"]} for row in rows], HEADS)
-    return {"start": chosen[0].start, "positions": ids_1N.shape[1], "heads": rows, "picture": drawn(rows, maps)}
+    return {
+        "start": chosen[0].start,
+        "positions": ids_1N.shape[1],
+        "heads": rows,
+        "picture": drawn(rows, maps),
+    }
 
 
 def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
@@ -119,8 +161,12 @@ def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
     for axis, row, weight_PN in zip(axes.flat, rows, maps, strict=True):
         N = weight_PN.shape[1]  # keys that share a column of the map show the largest weight
         weight_PX = torch.nn.functional.max_pool1d(weight_PN, -(-N // ROWS), ceil_mode=True)
-        colours = axis.imshow(weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="magma_r", extent=(0, N, N, 0))
-        axis.set(title="layer {layer} head {head}: {pattern}".format(**row), xlabel="key", ylabel="query")
+        colours = axis.imshow(
+            weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="magma_r", extent=(0, N, N, 0)
+        )
+        axis.set(
+            title="layer {layer} head {head}: {pattern}".format(**row), xlabel="key", ylabel="query"
+        )
     figure.colorbar(colours, ax=axes, label="weight")
     file = io.BytesIO()
     figure.savefig(file, format="png")
@@ -131,28 +177,43 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Loss by position in the window, and what the same units gain from farther context."""
     config, mode, N = run.config, options.mode, run.config.data.length
     tokens = store.split(options.split)
-    every = windows(len(tokens), N)[: max(1, len(tokens) // N)]  # without the last, that scores a part of its units
+    every = windows(len(tokens), N)[
+        : max(1, len(tokens) // N)
+    ]  # without the last, that scores a part of its units
     chosen = sample_windows(every, options.windows, options.seed)
 
     def score(spans: Sequence[Window]) -> list[np.ndarray]:
         with run.autocast(), progress_bar("spans") as show:
-            return unit_bits(run.model, tokens, spans, streaming=mode == "streaming", on_progress=show)
+            return unit_bits(
+                run.model, tokens, spans, streaming=mode == "streaming", on_progress=show
+            )
 
     bits_KN = np.stack(score(chosen))
     # A part of an image at another place is no image; a choice that sees the future is another one in a part.
     apart = not SETS[config.data.name].image and not sees_future(config, mode)
     gains = by_context(score, chosen) if apart else []
     positions, partial = by_position(bits_KN, BINS), bits_KN.size < len(tokens)
-    strided, told = with_values(config, {"trainer.val_stride": None}), (options.split, store.unit, bits_KN.size)
+    strided, told = (
+        with_values(config, {"trainer.val_stride": None}),
+        (options.split, store.unit, bits_KN.size),
+    )
     other = "" if run.has_data(store) else store.name
     protocol = protocol_line(strided, *told, mode=mode, partial=partial, other_data=other)
-    print(f"bits/{store.unit} by position, with standard errors over {plural(len(chosen), 'window')}")
+    print(
+        f"bits/{store.unit} by position, with standard errors over {plural(len(chosen), 'window')}"
+    )
     print_table([{"at": f"{row['first']} to {row['last']}", **row} for row in positions], POSITIONS)
     if gains:
-        print(f"\nthe {store.unit}s of the second half with less context, and what the whole window gains")
-        print_table([{**row, "context": "{} to {}".format(*row["context"])} for row in gains], GAINS)
+        print(
+            f"\nthe {store.unit}s of the second half with less context, and what the whole window gains"
+        )
+        print_table(
+            [{**row, "context": "{} to {}".format(*row["context"])} for row in gains], GAINS
+        )
     else:
-        print("no gain from far context: of images, of short windows, and where selection sees the future")
+        print(
+            "no gain from far context: of images, of short windows, and where selection sees the future"
+        )
     print(textwrap.fill(protocol, prose_width()))
     sampled = {"windows": len(chosen), "partial": partial, "protocol": protocol}
     return {"unit": store.unit, "positions": positions, "gains": gains, **sampled}
@@ -162,11 +223,18 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
     """What share of full heads' weight beyond a local window each selection keeps at equal keys."""
     config = with_values(run.config, {"seed": options.seed, "trainer.steps": options.steps})
     tokens, N, model = store.split(options.split), config.data.length, config.model
-    chosen = sample_windows(windows(len(tokens), N)[: max(1, len(tokens) // N)], options.windows, options.seed)
-    ids_KN, window = read_windows(tokens, chosen)[0], model.window if options.window is None else options.window
+    chosen = sample_windows(
+        windows(len(tokens), N)[: max(1, len(tokens) // N)], options.windows, options.seed
+    )
+    ids_KN, window = (
+        read_windows(tokens, chosen)[0],
+        model.window if options.window is None else options.window,
+    )
     if window >= ids_KN.shape[1]:
         units = f"the {ids_KN.shape[1]} units of split {options.split}"
-        raise UserError(f"window={window}: must be less than {units}; give window=<less>, or window=0")
+        raise UserError(
+            f"window={window}: must be less than {units}; give window=<less>, or window=0"
+        )
     keys, block = options.keys or config.routing.window, options.block or config.routing.block
     sizes = sorted({min(N, max(1, keys << double >> 2)) for double in range(5)})
     every = [covered.selections(config, layer, sizes, block) for layer in range(model.layers)]
@@ -178,16 +246,31 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
         for ids_1N in ids_KN.to(run.device).split(1):
             found.append(covered.measure(config, run.model, made, ids_1N, window))
             show(len(found), len(chosen))
-    found_SLKZ3 = np.reshape(found, (len(found), len(layers), -1, len(sizes), 3)).transpose(2, 1, 0, 3, 4)
+    found_SLKZ3 = np.reshape(found, (len(found), len(layers), -1, len(sizes), 3)).transpose(
+        2, 1, 0, 3, 4
+    )
     far_LK, rows = found_SLKZ3[0, :, :, 0, 0], coverage_rows(found_SLKZ3, layers, keys)
-    beyond = dict(zip(("mean", "error", *layers), (*estimate(far_LK.mean(0)), *far_LK.mean(1)), strict=True))
+    beyond = dict(
+        zip(("mean", "error", *layers), (*estimate(far_LK.mean(0)), *far_LK.mean(1)), strict=True)
+    )
     by_layer = [Column(layer, layer, 3) for layer in layers]
     print(f"share of full heads' weight that lies {window} or more positions back")
-    print_table([{"what": "beyond the window", **beyond}], [Column("what", ""), *SHARES[:1], *by_layer])
-    print(f"\nshare of that kept with {keys} keys a query, standard errors over {plural(len(chosen), 'window')}")
+    print_table(
+        [{"what": "beyond the window", **beyond}], [Column("what", ""), *SHARES[:1], *by_layer]
+    )
+    print(
+        f"\nshare of that kept with {keys} keys a query, standard errors over {plural(len(chosen), 'window')}"
+    )
     kept = [{**row, "mean": row["share"]} for row in rows]
     print_table(kept, [Column("selection", "selection"), *SHARES, *by_layer])
-    return {"window": window, "keys": keys, "block": block, "beyond": beyond, "rows": rows, "picture": curves(rows)}
+    return {
+        "window": window,
+        "keys": keys,
+        "block": block,
+        "beyond": beyond,
+        "rows": rows,
+        "picture": curves(rows),
+    }
 
 
 def coverage_rows(found_SLKZ3: np.ndarray, layers: list[str], keys: int) -> list[Result]:
@@ -196,8 +279,18 @@ def coverage_rows(found_SLKZ3: np.ndarray, layers: list[str], keys: int) -> list
     for name, found_LKZ3 in zip(covered.NAMES, found_SLKZ3, strict=True):
         mean_KZ3, every = found_LKZ3.mean(0), (keys, *found_LKZ3[..., 2].mean((0, 1)))
         first, *curve = [covered.at_keys(mean_KZ3, each) for each in every]
-        shares = {layer: covered.at_keys(of, keys)["share"] for layer, of in zip(layers, found_LKZ3, strict=True)}
-        rows.append({"selection": name + " (sees the future)" * (name == "topk"), **first, **shares, "curve": curve})
+        shares = {
+            layer: covered.at_keys(of, keys)["share"]
+            for layer, of in zip(layers, found_LKZ3, strict=True)
+        }
+        rows.append(
+            {
+                "selection": name + " (sees the future)" * (name == "topk"),
+                **first,
+                **shares,
+                "curve": curve,
+            }
+        )
     return sorted(rows, key=lambda row: -row["share"])
 
 
@@ -205,7 +298,9 @@ def curves(rows: Sequence[Result]) -> bytes:
     """Return a PNG of the share that each selection keeps by the keys that a query reads."""
     figure, (axis,) = plots.axes("keys of a query (mean)", "share kept")
     for row in rows:
-        x, y, error = zip(*((at["keys"], at["share"], at["error"] or 0) for at in row["curve"]), strict=True)
+        x, y, error = zip(
+            *((at["keys"], at["share"], at["error"] or 0) for at in row["curve"]), strict=True
+        )
         axis.errorbar(x, y, error, marker=".", label=row["selection"])
     axis.set(xscale="log", ylim=(0, 1.02))
     axis.legend(fontsize="small")

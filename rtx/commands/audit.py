@@ -42,13 +42,23 @@ PRICES = (
 def main(arguments: list[str]) -> int:
     """Run `rtx audit RUN ... [overrides]`; the record stands in each run as `audit.json`."""
     words = read_words("audit", arguments)
-    configs = [run_config(folder, words.overrides) for folder in words.runs]  # all are checked before one is opened
+    configs = [
+        run_config(folder, words.overrides) for folder in words.runs
+    ]  # all are checked before one is opened
     for folder, config in zip(words.runs, configs, strict=True):
         run, store = open_run(folder, config, words.options.checkpoint)
-        known = {"run": str(folder), "checkpoint": run.facts(), "seed": config.seed, "time": utc_now()}
+        known = {
+            "run": str(folder),
+            "checkpoint": run.facts(),
+            "seed": config.seed,
+            "time": utc_now(),
+        }
         moves, paid = what_moves(run, words.options), price_run(run, words.options, store)
         path = save(folder / "audit.json", {**known, **moves, "price": paid})
-        figures = {f"sees_future/{mode}": moves["changes"][mode]["sees_future"] for mode in (TEACHER_FORCED, STREAMING)}
+        figures = {
+            f"sees_future/{mode}": moves["changes"][mode]["sees_future"]
+            for mode in (TEACHER_FORCED, STREAMING)
+        }
         figures |= {f"bits/{reading}": mean for reading, mean in paid["bits"].items()}
         add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
@@ -56,13 +66,22 @@ def main(arguments: list[str]) -> int:
 
 def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
     """Audit a model in every reading on random units, and what trains its choices; print both, return the record."""
-    B, N, generator = options.sequences, run.config.data.length, torch.Generator().manual_seed(options.seed)
+    B, N, generator = (
+        options.sequences,
+        run.config.data.length,
+        torch.Generator().manual_seed(options.seed),
+    )
     ids_BN = torch.randint(run.model.vocabulary, (B, N), generator=generator).to(run.device)
     wide = copy.deepcopy(run.model).double()
     for pattern in (module for module in wide.modules() if isinstance(module, Pattern)):
         pattern.backend = "torch"  # the compiled kernels have no float64
     prefixes = np.unique(np.geomspace(1, N - 1, options.prefixes).astype(int)).tolist()
-    changes: Result = {"sequences": B, "length": N, "prefixes": prefixes, "tolerance": options.tolerance}
+    changes: Result = {
+        "sequences": B,
+        "length": N,
+        "prefixes": prefixes,
+        "tolerance": options.tolerance,
+    }
     for mode in (TEACHER_FORCED, STREAMING):
         with progress_bar("prefixes") as show:
             asked = {"tolerance": options.tolerance, "seed": options.seed, "on_progress": show}
@@ -70,8 +89,14 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
         rows = []
         for (layer, heads), change_P in audit.changes.items():
             moved = float((change_P > options.tolerance).double().mean())
-            rows.append({"layer": layer, "heads": heads, "largest": float(change_P.max()), "moved": moved})
-        found = {"sees_future": audit.sees_future, "arises_in": audit.origins, "repeat": audit.repeat}
+            rows.append(
+                {"layer": layer, "heads": heads, "largest": float(change_P.max()), "moved": moved}
+            )
+        found = {
+            "sees_future": audit.sees_future,
+            "arises_in": audit.origins,
+            "repeat": audit.repeat,
+        }
         changes[mode] = {**found, "rows": rows}
         print(f"\n{mode}: {verdict(audit)}")
         print_table([shown_move(row) for row in rows], MOVES)
@@ -119,7 +144,10 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     """Price a run on its data, print the table and return the record."""
     tokens = store.split(options.split)
     every = windows(len(tokens), run.config.data.length)
-    chosen = [one._replace(first=one.start) for one in sample_windows(every, options.windows, options.seed)]
+    chosen = [
+        one._replace(first=one.start)
+        for one in sample_windows(every, options.windows, options.seed)
+    ]
     length = chosen[0].stop - chosen[0].start
     candidates: list[Sequence[int]] = [range(length)]
     if store.answers is not None:
@@ -129,13 +157,21 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])
     with run.autocast(), progress_bar("prefixes") as show:
         bits = price(run.model, tokens, chosen, positions_KP, show)
-    means, found = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}, differences(bits)
+    means, found = (
+        {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()},
+        differences(bits),
+    )
     places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
     print(f"\nbits/{store.unit} on {options.split}, {places}")
     print_table([{"reading": reading, "bits": mean} for reading, mean in means.items()], READINGS)
     print("\ndifferences in bits, with standard errors over positions and over windows")
     print_table([{"what": said_of(name), **figures} for name, figures in found.items()], PRICES)
-    facts = {"unit": store.unit, "split": options.split, "windows": len(chosen), "positions": positions_KP.tolist()}
+    facts = {
+        "unit": store.unit,
+        "split": options.split,
+        "windows": len(chosen),
+        "positions": positions_KP.tolist(),
+    }
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}
     return {**facts, **found}
 

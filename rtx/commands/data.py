@@ -17,20 +17,26 @@ def main(arguments: list[str]) -> int:
         for name in words:
             catalog.remove_store(catalog.data_root(), name)
     elif word in ACTIONS:
-        from rtx.compose import compose_data  # once the action is known to be right: Hydra takes its time
+        from rtx.compose import (
+            compose_data,
+        )  # once the action is known to be right: Hydra takes its time
 
         ACTIONS[word](compose_data(words))
     else:
         known, said = [*ACTIONS, "list", "remove"], shorten(" ".join(["rtx data", *arguments]))
         near = "" if word in known else nearest(word, known)
-        raise UserError(f"{said}: say {', '.join(ACTIONS)} data=<set>, list, or remove <a store of that list>{near}")
+        raise UserError(
+            f"{said}: say {', '.join(ACTIONS)} data=<set>, list, or remove <a store of that list>{near}"
+        )
     return 0
 
 
 def show(store: catalog.Store) -> None:
     """Print what is in a store: where it is from, its stamps, and the sizes of its splits."""
     if isinstance(store, RecallStore):
-        each = ", ".join(f"{store.scored(tokens):,} answers in {name}" for name, tokens in store.held_out.items())
+        each = ", ".join(
+            f"{store.scored(tokens):,} answers in {name}" for name, tokens in store.held_out.items()
+        )
         print(f"data={store.name}: made on the fly; {each}; {store.vocabulary} ids")
     else:
         print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")

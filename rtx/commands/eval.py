@@ -23,13 +23,19 @@ from rtx.training.inference import LoadedRun, open_run, run_config, score_split,
 from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import is_export, read_status, run_state, save, shown, utc_now
 
-OF_MODEL = ("memory", "clamp", "same_length")  # options that are keys of the model, and told as they are typed
+OF_MODEL = (
+    "memory",
+    "clamp",
+    "same_length",
+)  # options that are keys of the model, and told as they are typed
 
 
 def main(arguments: list[str]) -> int:
     words = read_words("eval", arguments)
     folder, options, began = words.runs[0], words.options, time.monotonic()
-    own = [f"model.{key}={written(getattr(options, key))}" for key in OF_MODEL if key in words.given]
+    own = [
+        f"model.{key}={written(getattr(options, key))}" for key in OF_MODEL if key in words.given
+    ]
     try:
         config = run_config(folder, [*words.overrides, *own])
     except UserError as error:
@@ -43,9 +49,15 @@ def main(arguments: list[str]) -> int:
     tokens, habits = store.split(options.split), ""
     if options.protocol == "released":
         tokens, habits = protocols.read_as_released(store, options.split, config.data.length)
-    how: dict[str, Any] = {"batch_size": options.batch_size, "streaming": options.mode == "streaming"}
+    how: dict[str, Any] = {
+        "batch_size": options.batch_size,
+        "streaming": options.mode == "streaming",
+    }
     score, every = score_split(run, store, options.split, tokens, options.limit, **how)
-    partial, units = len(score.units_K) < every, len(tokens) if isinstance(store, TokenStore) else store.scored(tokens)
+    partial, units = (
+        len(score.units_K) < every,
+        len(tokens) if isinstance(store, TokenStore) else store.scored(tokens),
+    )
     assert partial or score.units == units, f"scored {score.units} units of a split of {units}"
     counts = {"windows": len(score.units_K), "split_units": units}
     result = described(run, store, score, options, habits, partial) | counts
@@ -102,17 +114,47 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     """Print a result with its protocol, and write it to a file of its own, beside those of other protocols."""
     unit, error, checkpoint = result["data"]["unit"], result["standard_error"], result["checkpoint"]
     spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
-    share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
-    lines = [f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}", *protocols.further_lines(unit, result)]
-    lines += [f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}"]
+    share = (
+        f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
+    )
+    lines = [
+        f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}",
+        *protocols.further_lines(unit, result),
+    ]
+    lines += [
+        f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}"
+    ]
     width = terminal_width() if sys.stdout.isatty() else 10_000
     print(printable("\n".join([*lines, *textwrap.wrap(result["protocol"], width)])))
     sample = f"{result['windows']}windows" + (f"-seed{result['seed']}" if result["partial"] else "")
-    parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", sample]
+    parts = [
+        result["split"],
+        result["mode"],
+        f"N{result['length']}",
+        f"stride{result['stride']}",
+        sample,
+    ]
     parts += [f"memory_{short_hash({'': result['memory']})}"] if result["memory"] else []
-    parts += [result["precision"], result["read_as"], f"ablate_{result['ablate']}", result["data"]["fingerprint"][:8]]
+    parts += [
+        result["precision"],
+        result["read_as"],
+        f"ablate_{result['ablate']}",
+        result["data"]["fingerprint"][:8],
+    ]
     name = "-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"])
     path = save(folder / "eval" / f"{name}.json", result)
-    place = f"{result['split']}/{result['mode']}" + f"/ablate_{result['ablate']}" * (result["ablate"] != "none")
-    measured = [key for key in result if key.startswith(("bits_", "accuracy", "perplexity", "standard_error"))]
-    add_to_wandb(folder, "eval", {f"{place}/{key}": result[key] for key in measured}, [path], checkpoint["step"])
+    place = f"{result['split']}/{result['mode']}" + f"/ablate_{result['ablate']}" * (
+        result["ablate"] != "none"
+    )
+    measured = [
+        key
+        for key in result
+        if key.startswith(("bits_", "accuracy", "perplexity", "standard_error"))
+    ]
+    add_to_wandb(
+        folder,
+        "eval",
+        {f"{place}/{key}": result[key] for key in measured},
+        [path],
+        checkpoint["step"],
+    )

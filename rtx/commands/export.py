@@ -24,7 +24,9 @@ def main(arguments: list[str]) -> int:
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
     foreign = output.is_file() or any(path.suffix != MARK for path in output.glob("*"))
     if foreign and not is_export(output):
-        raise UserError(f"output={output}: is a file, or holds other files; name a new or an empty folder")
+        raise UserError(
+            f"output={output}: is a file, or holds other files; name a new or an empty folder"
+        )
     model, kept = checkpoint["model"], ("centroid_HCD", "threshold_HC")
     centroids = sum(tensor.numel() for name, tensor in model.items() if name.endswith(kept))
     page = card(collect([folder]).cells[0], config, checkpoint, centroids)
@@ -35,6 +37,8 @@ def main(arguments: list[str]) -> int:
         files |= {tokenizer.file: tokenizer.content} if tokenizer.file else {}
     write_export(output, checkpoint, files)
     size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
-    print(f"{shown(output)}: {', '.join(sorted(path.name for path in output.iterdir()))} ({size:,.1f} MB)")
+    print(
+        f"{shown(output)}: {', '.join(sorted(path.name for path in output.iterdir()))} ({size:,.1f} MB)"
+    )
     print(f"next: rtx eval {shown(output)} split=test")
     return 0

@@ -26,7 +26,10 @@ def main(arguments: list[str]) -> int:
     words = read_words("plan", arguments)
     config, memory = compose(words.overrides), words.options.memory
     known, world, width = vocabulary_size(config.data), devices(config), prose_width()
-    for line in (*cost_lines(config, known, world, memory), *fit_lines(config, known, world, memory)):
+    for line in (
+        *cost_lines(config, known, world, memory),
+        *fit_lines(config, known, world, memory),
+    ):
         print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
 
@@ -34,7 +37,9 @@ def main(arguments: list[str]) -> int:
 def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> list[str]:
     """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a GPU of 80 GiB."""
     trainer, total, room = asked.trainer, cost(asked, known), (memory or 0) * GIB
-    micro, recompute, *_ = choose_micro_batch(asked, known, room or device_memory(asked) or GPUS[-1] * GIB, world)
+    micro, recompute, *_ = choose_micro_batch(
+        asked, known, room or device_memory(asked) or GPUS[-1] * GIB, world
+    )
     config, units = with_choice(asked, micro, recompute), trainer.batch_size * asked.data.length
     used, step = footprint(config, total, micro, known), total.step(config) / TERA
     parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
@@ -70,7 +75,11 @@ def attention_lines(config: Config, memory: float | None) -> list[str]:
 
 def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list[str]:
     """Return how long a step is expected to take on the GPU of the roofline, and that this is no measurement."""
-    planned = with_values(asked, {"hardware.name": "gpu"}) if asked.hardware.name in ("auto", "cpu") else asked
+    planned = (
+        with_values(asked, {"hardware.name": "gpu"})
+        if asked.hardware.name in ("auto", "cpu")
+        else asked
+    )
     micro, recompute, *_ = choose_micro_batch(planned, vocabulary, GPUS[-1] * GIB, world)
     config = with_choice(planned, micro, recompute)
     expected = expected_step(config, total, micro, vocabulary, world)
@@ -78,7 +87,11 @@ def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list
         return []
     known, units = rates()["roofline"], config.trainer.batch_size * config.data.length
     how = "by rates measured there" if known["measured"] else "predicted, not measured"
-    parts = {"products": expected.products, "memory": expected.traffic, "launches": expected.launches}
+    parts = {
+        "products": expected.products,
+        "memory": expected.traffic,
+        "launches": expected.launches,
+    }
     shares = ", ".join(f"{name} {1e3 * seconds:,.3g} ms" for name, seconds in parts.items())
     where = known["name"] if world == 1 else f"{world} devices like {known['name']}"
     return [
@@ -102,7 +115,10 @@ def fit_lines(config: Config, known: int, world: int, asked: float | None) -> li
     gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
-        places = [(f"a GPU of {size:g} GiB", planned, size * GIB) for size in ((asked,) if asked else GPUS)]
+        places = [
+            (f"a GPU of {size:g} GiB", planned, size * GIB)
+            for size in ((asked,) if asked else GPUS)
+        ]
     if asked:
         places = places or [(f"a machine of {asked:g} GiB", config, asked * GIB)]
     elif memory:
@@ -110,9 +126,13 @@ def fit_lines(config: Config, known: int, world: int, asked: float | None) -> li
     lines = []
     for place, planned, room in places:
         micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)
-        what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {size_text(peak)}"
+        what = (
+            f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {size_text(peak)}"
+        )
         less = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
-        lines.append(f"{'' if lines else 'what fits':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
+        lines.append(
+            f"{'' if lines else 'what fits':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}"
+        )
     return lines
 
 

@@ -19,7 +19,9 @@ def main(arguments: list[str]) -> int:
     """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
     words, width = read_words("report", arguments), terminal_width()
     if words.options.output and not words.runs:
-        raise UserError(f"output={words.options.output}: which runs? usage: {READS['report'].usage()}")
+        raise UserError(
+            f"output={words.options.output}: which runs? usage: {READS['report'].usage()}"
+        )
     for folder in words.runs:
         if not run_folders(folder) and not recorded(folder):
             why = "no such folder"
@@ -32,23 +34,46 @@ def main(arguments: list[str]) -> int:
     found = collect(words.runs)
     records = read_records(words.runs, found)
     report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
-    others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[:100]  # a report of one stays as it is
+    others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[
+        :100
+    ]  # a report of one stays as it is
     output = Path(words.options.output or words.runs[0] / f"report{others}").expanduser()
     try:
         files = write(report, output)
     except OSError as error:
-        raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
+        raise RunFailed(
+            f"cannot write to {output}: {error.strerror}; output=<folder> names another"
+        ) from error
     if report.answer:
-        print(*(printable(textwrap.fill(line, width)) for line in [report.headline, *report.lines]), "", sep="\n")
+        print(
+            *(printable(textwrap.fill(line, width)) for line in [report.headline, *report.lines]),
+            "",
+            sep="\n",
+        )
         print(terminal(replace(report.answer, lines=[]), width, strip=True), "", sep="\n")
-        print(*(printable(textwrap.fill(line, width)) for line in [report.noise, *report.answer.lines]), sep="\n")
+        print(
+            *(
+                printable(textwrap.fill(line, width))
+                for line in [report.noise, *report.answer.lines]
+            ),
+            sep="\n",
+        )
     else:
         print(printable(textwrap.fill(report.opening, width)))
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
-    print(*(printable(f"note: {problem}") for problem in report.problems), "", *map(shown, files), sep="\n")
-    for folder in (run for run in words.runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]):
-        from rtx.training.loggers import add_to_wandb  # imports Lightning, which most reports need not
+    print(
+        *(printable(f"note: {problem}") for problem in report.problems),
+        "",
+        *map(shown, files),
+        sep="\n",
+    )
+    for folder in (
+        run for run in words.runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]
+    ):
+        from rtx.training.loggers import (
+            add_to_wandb,
+        )  # imports Lightning, which most reports need not
 
         add_to_wandb(folder, "report", {}, files)
     return 0
@@ -64,10 +89,23 @@ def offered(width: int) -> list[str]:
         mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
         if mine:
             scored = sum(bool(cell.final or cell.scores) for cell in mine)
-            latest = max(str((read_status(cell.folder) or {}).get("heartbeat", "")) for cell in mine)
-            rows.append((latest, f"rtx report {shown(folder)}", f"{plural(len(mine), 'run')}, {scored} with a score"))
+            latest = max(
+                str((read_status(cell.folder) or {}).get("heartbeat", "")) for cell in mine
+            )
+            rows.append(
+                (
+                    latest,
+                    f"rtx report {shown(folder)}",
+                    f"{plural(len(mine), 'run')}, {scored} with a score",
+                )
+            )
     rows.sort(reverse=True)  # the newest first
-    lines = [f"Runs in {shown(root)}:" if rows else f"No runs in {shown(root)} yet; rtx train makes one.", ""]
+    lines = [
+        f"Runs in {shown(root)}:"
+        if rows
+        else f"No runs in {shown(root)} yet; rtx train makes one.",
+        "",
+    ]
     lines += [f"    {line}" for line in aligned([row[1:] for row in rows])] if rows else []
     lines += ["", "The paper's tables:", ""] if rows else ["The paper's tables:", ""]
     for row, table in zip(list_of_tables(found.cells).rows, paper_tables(), strict=True):

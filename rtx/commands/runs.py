@@ -7,7 +7,15 @@ from rtx.help import terminal_width
 from rtx.options import read_words
 from rtx.report.run_records import Collection, read_object
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.training.run_folder import SAMPLED, bits_of, outputs_root, read_status, run_state, runs_below, shown
+from rtx.training.run_folder import (
+    SAMPLED,
+    bits_of,
+    outputs_root,
+    read_status,
+    run_state,
+    runs_below,
+    shown,
+)
 
 HEADS = ["run", "what differs", "step", "bits", "state"]
 LEAST_DIFFERS = 12  # columns below which what differs is left out: nothing of it could be read
@@ -20,7 +28,9 @@ def main(arguments: list[str]) -> int:
     if not (runs := runs_below(folder.absolute())):
         why = "holds no run" if folder.is_dir() else "no such folder"
         raise UserError(f"{shown(folder)}: {why}; rtx train makes one")
-    commands = [str(read_object(run / "environment.json", Collection()).get("command")) for run in runs]
+    commands = [
+        str(read_object(run / "environment.json", Collection()).get("command")) for run in runs
+    ]
     asked = [[word for word in command.split() if "=" in word] for command in commands]
     shared = set.intersection(*map(set, asked)) if len(runs) > 1 else set()
     rows = []
@@ -29,7 +39,9 @@ def main(arguments: list[str]) -> int:
         name = str(run.relative_to(root)) if root in run.parents else shown(run)
         differs = " ".join(word for word in words if word not in shared)
         step = f"{status.get('step', 0):,}/{status['steps']:,}" if status.get("steps") else ""
-        rows.append([printable(text) for text in (name, differs, step, bits_of(status), run_state(run))])
+        rows.append(
+            [printable(text) for text in (name, differs, step, bits_of(status), run_state(run))]
+        )
     print("\n".join(listed(rows, terminal_width() if sys.stdout.isatty() else None)))
     return 0
 

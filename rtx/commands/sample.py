@@ -63,16 +63,24 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
 def draw_image(run: LoadedRun, options: SampleOptions) -> int:
     """Keep an image as PNG, in which what was not drawn is black; returns as `write_text`."""
     size, empty, units = run.config.data.length, torch.empty(1, 0, dtype=torch.int64), bytearray()
-    done, stopped = draw(run, options, empty, options.length or size, lambda unit_1: units.append(int(unit_1)))
+    done, stopped = draw(
+        run, options, empty, options.length or size, lambda unit_1: units.append(int(unit_1))
+    )
     if done < size:
-        tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
+        tell(
+            f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black"
+        )
     image_N = np.frombuffer(units.ljust(size, b"\0"), dtype=np.uint8)
     save_sample(run, options.seed, png(image_N, tuple(run.checkpoint["data"]["image"])), "png")
     return stopped
 
 
 def draw(
-    run: LoadedRun, options: SampleOptions, prompt_1P: torch.Tensor, length: int, write: Callable[[torch.Tensor], None]
+    run: LoadedRun,
+    options: SampleOptions,
+    prompt_1P: torch.Tensor,
+    length: int,
+    write: Callable[[torch.Tensor], None],
 ) -> tuple[int, int]:
     """Draw units behind a prompt, handing each to `write`; returns how many, and the exit code of a signal, or 0."""
     done, generator = 0, torch.Generator().manual_seed(options.seed)
@@ -90,7 +98,12 @@ def draw(
 def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
     """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and print its path."""
     begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
-    save(next(path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists()), content)
+    save(
+        next(
+            path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists()
+        ),
+        content,
+    )
 
 
 def tell(line: object) -> None:

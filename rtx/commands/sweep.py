@@ -21,7 +21,15 @@ from rtx.report.run_records import Collection, read_lines, sweeps_of
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.training.run_folder import SAMPLED, bits_of, outputs_root, read_status, run_state, shown
 
-ORDER = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")  # those of interest first
+ORDER = (
+    "running",
+    "failed",
+    "killed",
+    "interrupted",
+    "preempted",
+    "waiting",
+    "done",
+)  # those of interest first
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +45,9 @@ def main(arguments: list[str]) -> int:
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not (state := board(folder, width))[1]:
-                    live.update(Group(state[0], Text("\nCtrl-C leaves; the sweep goes on")), refresh=True)
+                    live.update(
+                        Group(state[0], Text("\nCtrl-C leaves; the sweep goes on")), refresh=True
+                    )
                     time.sleep(2)
         except KeyboardInterrupt:
             code = 130
@@ -74,7 +84,9 @@ def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
     head, *lines = aligned([["cell", *heads], *rows], right={2, 3, 4})
     found = [head]
     for cell, line in zip(cells, lines, strict=True):
-        reason = textwrap.wrap(printable(cell.reason), width, initial_indent="  ", subsequent_indent="  ")
+        reason = textwrap.wrap(
+            printable(cell.reason), width, initial_indent="  ", subsequent_indent="  "
+        )
         found += [line, *reason]
     return found
 
@@ -102,8 +114,16 @@ def standing(folder: Path, title: str) -> Standing:
     status = read_status(folder) or {}
     state = run_state(folder) if status else "waiting"
     rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())
-    numbers = [[row.get(key) for key in ("step", "bits", "seconds")] for row in rows if row.get("kind") == "train"]
-    sound = [row for row in numbers if all(isinstance(number, int | float) and number > 0 for number in row)]
+    numbers = [
+        [row.get(key) for key in ("step", "bits", "seconds")]
+        for row in rows
+        if row.get("kind") == "train"
+    ]
+    sound = [
+        row
+        for row in numbers
+        if all(isinstance(number, int | float) and number > 0 for number in row)
+    ]
     at, last, seconds = sound[-1] if sound else (0, 0.0, 0.0)
     step, steps = max(status.get("step") or 0, at), status.get("steps") or 0
     bits = bits_of(status) if state == "done" else f"{last:.4f}" if last else ""
@@ -121,5 +141,7 @@ def standing(folder: Path, title: str) -> Standing:
 
 def sweeps_here() -> list[str]:
     """Return the folders in outputs/ that hold a sweep, the newest first, as one types them."""
-    paths = sorted(outputs_root().glob("*/sweeps.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = sorted(
+        outputs_root().glob("*/sweeps.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     return [shown(path.parent) for path in paths]

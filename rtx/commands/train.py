@@ -39,7 +39,14 @@ from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
-from rtx.training.hardware import OUT_OF_MEMORY, Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
+from rtx.training.hardware import (
+    OUT_OF_MEMORY,
+    Hardware,
+    device_memory,
+    out_of_memory,
+    prepare_torch,
+    resolve_hardware,
+)
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
 from rtx.training.module import TrainingModule, build_model, learning_rate
@@ -70,7 +77,9 @@ def call(overrides: Sequence[str]) -> Path:
     command, hardware = shlex.join(["rtx", "train", *overrides]), resolve_hardware(config)
     if hardware.world > 1 and hardware.launcher != "rtx":
         several = f"{hardware.launcher} has started several processes"
-        raise UserError(f"rtx.train is called by one process, and {several}: let it start `{command}`")
+        raise UserError(
+            f"rtx.train is called by one process, and {several}: let it start `{command}`"
+        )
     if hardware.world > 1:
         train_apart(overrides, folder)
     elif run(config, folder, before, command):
@@ -82,12 +91,16 @@ def check_attention(config: Config, hardware: Hardware) -> None:
     """Raise `UserError` for kernels that cannot run here; say on a GPU what `auto` lacks there."""
     wish, on_gpu = config.hardware.attention, hardware.accelerator == "gpu"
     if wish == "flex" and not on_gpu:
-        raise UserError("hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass")
+        raise UserError(
+            "hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass"
+        )
     problem = device_refusal(torch.device("cuda" if on_gpu else "cpu"))
     if wish == "triton" and problem:
         raise UserError(f"hardware.attention=triton: {problem}; take hardware.attention=auto")
     if wish == "auto" and on_gpu and problem and hardware.rank == 0:
-        say(f"{problem}: torch's operations compute sparse attention, in several times the time of our kernels")
+        say(
+            f"{problem}: torch's operations compute sparse attention, in several times the time of our kernels"
+        )
 
 
 def run(config: Config, folder: Path | None = None, before: str = "", call: str = "") -> int:
@@ -105,7 +118,9 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
     with Signals(in_a_call=bool(call)) as signals:
         try:
             root = stores_of(folder, config.data)
-            store = open_data(config.data, root)  # before there is a folder for a mistake to leave behind
+            store = open_data(
+                config.data, root
+            )  # before there is a folder for a mistake to leave behind
             training_items(config, store)
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
@@ -128,10 +143,14 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
 
 
 def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config, str]:
-    return fit_to_device(config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world)
+    return fit_to_device(
+        config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world
+    )
 
 
-def within_memory(config: Config, asked: Config, before: str, hardware: Hardware, *place: Any) -> None:
+def within_memory(
+    config: Config, asked: Config, before: str, hardware: Hardware, *place: Any
+) -> None:
     """Train; where memory runs out, go on with smaller micro-batches, if `asked` leaves them to us."""
     while True:  # of several processes none tries again: the others would wait
         less = with_less_memory(config, asked) if hardware.world == 1 else None
@@ -153,7 +172,9 @@ def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int
     try:
         with Signals() as signals:
             store = open_data(config.data, stores_of(folder, config.data), lambda line: None)
-            train(fitted_to(hardware, config, store)[0], before, folder, store, signals, ranks, None)
+            train(
+                fitted_to(hardware, config, store)[0], before, folder, store, signals, ranks, None
+            )
     except Stopped as stop:
         code = stop.code
     except (RunFailed, UserError) as error:
@@ -179,14 +200,27 @@ def train(
     tell, hardware = say if status else (lambda line: None), resolve_hardware(config)
     facts = {"config": to_dict(config), "data": store.describe()}
     start, changed = find_start(config, before, folder, store, status)
-    share = {"rank": hardware.rank, "world": hardware.world, "micro_batch": hardware.micro_batch_size}
-    loader: dict[str, Any] = {"pin_memory": hardware.accelerator == "gpu", "worker_init_fn": ignore_signals}
+    share = {
+        "rank": hardware.rank,
+        "world": hardware.world,
+        "micro_batch": hardware.micro_batch_size,
+    }
+    loader: dict[str, Any] = {
+        "pin_memory": hardware.accelerator == "gpu",
+        "worker_init_fn": ignore_signals,
+    }
     loader["num_workers"] = hardware.workers
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
     model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
-        known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}
-        known["extensions"] = {str(path): name for name, (path, _) in copies(config.extensions).items()}
+        known = {
+            "hardware": vars(hardware),
+            "data": facts["data"],
+            "parameters": model.count_parameters(),
+        }
+        known["extensions"] = {
+            str(path): name for name, (path, _) in copies(config.extensions).items()
+        }
         if call:
             known["command"] = call
         if moved := run_folder.record_start(folder, known, changed, anew=start is None):
@@ -197,12 +231,18 @@ def train(
             replace_file(folder / name, lambda file: file.write(content))
         size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
         where = f"{hardware.world} x {hardware.accelerator}"
-        say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
+        say(
+            f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}"
+        )
         for line in opening_lines(config, hardware):
             say(line)
-    module = TrainingModule(model, config, store.answers, ranks, facts, hardware.compile, hardware.graphs)
+    module = TrainingModule(
+        model, config, store.answers, ranks, facts, hardware.compile, hardware.graphs
+    )
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
-    with logging_to(folder if status else None, config, hyperparameters, tell, data.step) as loggers:
+    with logging_to(
+        folder if status else None, config, hyperparameters, tell, data.step
+    ) as loggers:
         speed = run_meter(config, store, hardware, tell)
         watch = Watch(folder, module, data, signals, read_telemetry, status, speed)
         outcome = fit(watch, loggers, start["path"] if start else None)
@@ -222,12 +262,16 @@ def opening_lines(config: Config, hardware: Hardware) -> list[str]:
     return lines
 
 
-def run_meter(config: Config, store: Store, hardware: Hardware, tell: Callable[[str], object]) -> Meter:
+def run_meter(
+    config: Config, store: Store, hardware: Hardware, tell: Callable[[str], object]
+) -> Meter:
     """Return what tells the share of the chip's peak that a run uses, and say so where no peak is known of a GPU."""
     name = torch.cuda.get_device_name() if hardware.accelerator == "gpu" else None
     found = meter(config, cost(config, store.vocabulary), name, hardware.precision, hardware.world)
     if name and found.peak is None:
-        tell(f"no share of the peak is told: rtx does not know that of {name} in {hardware.precision}")
+        tell(
+            f"no share of the peak is told: rtx does not know that of {name} in {hardware.precision}"
+        )
     return found
 
 
@@ -247,7 +291,10 @@ def find_start(
     config: Config, before: str, folder: Path, store: Store, status: Status | None
 ) -> tuple[Checkpoint | None, run_folder.Differences | None]:
     """Return the checkpoint to go on from, if any, and the fields that change; `UserError` where they do not fit."""
-    tell, begins = say if status else (lambda line: None), "from the beginning: it has no checkpoint"
+    tell, begins = (
+        say if status else (lambda line: None),
+        "from the beginning: it has no checkpoint",
+    )
     if not before:
         tell(f"run: {shown(folder)}")
         return None, None
@@ -262,10 +309,14 @@ def find_start(
     if start:
         begins = f"from step {start['step']:,}"
         if "trainer.steps" in changed and steps <= (step := start["step"]):
-            raise UserError(f"trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that")
+            raise UserError(
+                f"trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that"
+            )
         if start["data"]["fingerprint"] != store.fingerprint:
             raise UserError(f"the data of {store.name} are not those that the run began with")
-    elif (best := folder / "checkpoints" / "best.ckpt").exists():  # a run from the beginning would write its own there
+    elif (
+        best := folder / "checkpoints" / "best.ckpt"
+    ).exists():  # a run from the beginning would write its own there
         aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
         say(f"{best} is kept as {aside.name}")
     lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
@@ -289,7 +340,13 @@ def record_end(status: Status, outcome: Outcome, store: Store) -> None:
 
 
 def finish(
-    config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status, loggers: list[Any]
+    config: Config,
+    hardware: Hardware,
+    folder: Path,
+    store: Store,
+    outcome: Outcome,
+    status: Status,
+    loggers: list[Any],
 ) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
     final, stamps = status.fields["final"], stamp_phrases(store.stamps, "valid")
@@ -312,12 +369,20 @@ def finish(
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-            (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
+            (draw_image if store.image else write_text)(
+                work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE)
+            )
             newest = max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
             if wandb:
                 wandb.guarded(wandb.add, "sample", {}, [newest], outcome.step)
-    except (RuntimeError, MemoryError, OSError) as error:  # the run is done, whatever becomes of these
-        if not (reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)):
+    except (
+        RuntimeError,
+        MemoryError,
+        OSError,
+    ) as error:  # the run is done, whatever becomes of these
+        if not (
+            reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)
+        ):
             raise
         say(f"no sample: {reason}")
 

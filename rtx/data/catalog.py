@@ -16,7 +16,15 @@ from rtx.config import DataConfig
 from rtx.data.files import disk_errors
 from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
-from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
+from rtx.data.store import (
+    FORMAT,
+    DamagedStore,
+    TokenStore,
+    build_store,
+    is_verified,
+    open_store,
+    read_record,
+)
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.keys import imported, preset
@@ -32,7 +40,9 @@ def data_root() -> Path:
     """
     root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
     if (root.exists() or root.is_symlink()) and not root.is_dir():
-        raise UserError(f"RTX_DATA={root}: is not a folder; set RTX_DATA to a folder that you may write")
+        raise UserError(
+            f"RTX_DATA={root}: is not a folder; set RTX_DATA to a folder that you may write"
+        )
     return root
 
 
@@ -42,9 +52,13 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> Source
         return None
     source = imported(SETS[data.name].origin)(data, root, report)
     if bool(source.image) != SETS[data.name].image:
-        raise UserError(f"data={data.name}: side= of register_data is for images, whose Source says image=")
+        raise UserError(
+            f"data={data.name}: side= of register_data is for images, whose Source says image="
+        )
     if source.image and data.length != (dims := 3 * source.image[0] * source.image[1]):
-        raise UserError(f"data.length={data.length}: expected {dims}, for one image is one sequence")
+        raise UserError(
+            f"data.length={data.length}: expected {dims}, for one image is one sequence"
+        )
     return source
 
 
@@ -52,7 +66,9 @@ def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:
     """Return `store`; UserError where its training split is shorter than one sequence."""
     if (units := len(store.split("train"))) < data.length:
         wanted = f"expected at least one sequence of data.length={data.length} units in the training split"
-        raise UserError(f"data={data.name}: {wanted}, found {units:,}; give more text or data.length={units}")
+        raise UserError(
+            f"data={data.name}: {wanted}, found {units:,}; give more text or data.length={units}"
+        )
     return store
 
 
@@ -70,11 +86,27 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
 def options_of(data: DataConfig) -> str:
     """Return the command-line options that ask for a store, for messages: what conf/data does not say."""
     path = preset("data", data.name)
-    usual = DataConfig(**(yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults or {}))
-    left_out = ["name", "verify", "processes", *([] if data.tokenizer == "sentencepiece" else ["vocabulary"])]
+    usual = DataConfig(
+        **(yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults or {})
+    )
+    left_out = [
+        "name",
+        "verify",
+        "processes",
+        *([] if data.tokenizer == "sentencepiece" else ["vocabulary"]),
+    ]
     left_out += [] if SETS[data.name].image else ["length"]
-    said = {key: value for key, value in vars(data).items() if key not in left_out and value != getattr(usual, key)}
-    return " ".join([f"data={data.name}", *(f"data.{key}={shlex.quote(str(value))}" for key, value in said.items())])
+    said = {
+        key: value
+        for key, value in vars(data).items()
+        if key not in left_out and value != getattr(usual, key)
+    }
+    return " ".join(
+        [
+            f"data={data.name}",
+            *(f"data.{key}={shlex.quote(str(value))}" for key, value in said.items()),
+        ]
+    )
 
 
 def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
@@ -93,7 +125,9 @@ def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     return long_enough(open_store(folder, options_of(data), verify), data)
 
 
-def prepare_data(data: DataConfig, root: Path, report: Report = print, source: Source | None = None) -> Store:
+def prepare_data(
+    data: DataConfig, root: Path, report: Report = print, source: Source | None = None
+) -> Store:
     """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_data does."""
     source = source or check_source(data, root, report)
     if source is None:
@@ -106,7 +140,11 @@ def prepare_data(data: DataConfig, root: Path, report: Report = print, source: S
             try:
                 open_store(folder, options, verify=True)
             except UserError as error:
-                problem = f"{error.what}; rebuilding the store:" if isinstance(error, DamagedStore) else "preparing"
+                problem = (
+                    f"{error.what}; rebuilding the store:"
+                    if isinstance(error, DamagedStore)
+                    else "preparing"
+                )
             if problem:
                 report(f"{problem} {options} -> {folder}")
                 build_store(folder, source, data, options, report)
@@ -157,14 +195,22 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
 
 def listing(root: Path) -> list[str]:
     """Return a line for each store, unfinished preparation and download below `root`: size, name, what it is."""
-    said = dict.fromkeys(root.glob(".*.work"), "unfinished; the same rtx data prepare goes on with it")
-    said |= {path: "unfinished" if path.suffix == ".part" else "download" for path in root.glob("downloads/*")}
+    said = dict.fromkeys(
+        root.glob(".*.work"), "unfinished; the same rtx data prepare goes on with it"
+    )
+    said |= {
+        path: "unfinished" if path.suffix == ".part" else "download"
+        for path in root.glob("downloads/*")
+    }
     for path in filter(lambda path: STORE.fullmatch(path.name), root.glob("*-*")):
         try:
             said[path] = read_record(path, "")["options"]
         except (DamagedStore, RunFailed) as error:
             said[path] = str(getattr(error, "what", error))
-    lines = [printable(f"{disk_size(path):>9}  {path.relative_to(root)}  {said[path]}") for path in sorted(said)]
+    lines = [
+        printable(f"{disk_size(path):>9}  {path.relative_to(root)}  {said[path]}")
+        for path in sorted(said)
+    ]
     return lines or [f"{root}: no data yet"]
 
 
@@ -172,7 +218,9 @@ def disk_size(path: Path) -> str:
     """Return the bytes of a file, or of all files below a folder, for people: 36.4MB."""
     from tqdm import tqdm
 
-    return tqdm.format_sizeof(sum(file.lstat().st_size for file in [path, *path.rglob("*")] if file.is_file()), "B")
+    return tqdm.format_sizeof(
+        sum(file.lstat().st_size for file in [path, *path.rglob("*")] if file.is_file()), "B"
+    )
 
 
 def remove_store(root: Path, name: str, report: Report = print) -> None:
@@ -185,7 +233,9 @@ def remove_store(root: Path, name: str, report: Report = print) -> None:
         refuse_link(path)
     if not there:
         known = [path.name for path in root.glob("*-*")]
-        raise UserError(f"{name}: no store of this name in {root}{nearest(plain, known)}; rtx data list names them")
+        raise UserError(
+            f"{name}: no store of this name in {root}{nearest(plain, known)}; rtx data list names them"
+        )
     with disk_errors(root), locked(root / plain, plain, report):
         for path in there:
             report(f"{path}: removed, {disk_size(path)}")

@@ -27,7 +27,11 @@ from rtx.errors import UserError
 from rtx.evaluation.protocols import Window, spans, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
 
-ROUNDS, PHASE, COIN = 6, 6, 7  # what a draw is for: a round of the permutation (below ROUNDS), a phase or a coin
+ROUNDS, PHASE, COIN = (
+    6,
+    6,
+    7,
+)  # what a draw is for: a round of the permutation (below ROUNDS), a phase or a coin
 
 
 def permuted(index: int, size: int, key: bytes) -> int:
@@ -48,7 +52,9 @@ def permuted(index: int, size: int, key: bytes) -> int:
 
 def draw(key: bytes, purpose: int, value: int) -> int:
     """Return a 64-bit number that is the same on every machine: a keyed hash, not a generator."""
-    return int.from_bytes(blake2b(pack("<QQ", purpose, value), key=key, digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(pack("<QQ", purpose, value), key=key, digest_size=8).digest(), "little"
+    )
 
 
 class MadeItems:
@@ -72,14 +78,22 @@ class TrainingItems(MadeItems):
     of their grid, which is drawn for each epoch. A memory map is opened by its path in another process.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False) -> None:
+    def __init__(
+        self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False
+    ) -> None:
         self.seed, self.batch_size = seed, batch_size
         assert 1 <= length <= len(tokens), (length, len(tokens))
-        assert not whole or len(tokens) % length == 0, f"{len(tokens)} units are not whole images of {length}"
+        assert not whole or len(tokens) % length == 0, (
+            f"{len(tokens)} units are not whole images of {length}"
+        )
         self.path = tokens.filename if isinstance(tokens, np.memmap) else None
-        self.tokens = np.asarray(tokens)  # a memory map stays one, and slices faster without its wrapper
+        self.tokens = np.asarray(
+            tokens
+        )  # a memory map stays one, and slices faster without its wrapper
         self.length, self.whole = length, whole
-        self.per_epoch = len(tokens) // length if whole else max(1, (len(tokens) - length + 1) // length)
+        self.per_epoch = (
+            len(tokens) // length if whole else max(1, (len(tokens) - length + 1) // length)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, **({"tokens": self.tokens.dtype} if self.path else {})}
@@ -100,7 +114,9 @@ class TrainingItems(MadeItems):
         if not self.whole:
             spare = len(self.tokens) - self.per_epoch * self.length
             offset = draw(key, PHASE, 0) % min(self.length, spare + 1)
-            if offset + self.length <= spare:  # room for a window more: a coin says which end goes without
+            if (
+                offset + self.length <= spare
+            ):  # room for a window more: a coin says which end goes without
                 offset += self.length * (draw(key, COIN, 0) % 2)
         return offset + permuted(slot, self.per_epoch, key) * self.length
 
@@ -122,7 +138,9 @@ class StreamItems(TrainingItems):
 
     def start(self, index: int) -> int:
         step, stream = divmod(index, self.batch_size)
-        return self.offset + (self.turn + stream * self.segments + step) % self.per_epoch * self.length
+        return (
+            self.offset + (self.turn + stream * self.segments + step) % self.per_epoch * self.length
+        )
 
 
 class MicroBatches(Dataset[Tensor]):
@@ -132,7 +150,9 @@ class MicroBatches(Dataset[Tensor]):
         self.items, self.size = items, size
 
     def __getitem__(self, first: int) -> Tensor:
-        return torch.from_numpy(np.stack([self.items.units(index) for index in range(first, first + self.size)]))
+        return torch.from_numpy(
+            np.stack([self.items.units(index) for index in range(first, first + self.size)])
+        )
 
 
 def training_batches(
@@ -150,10 +170,16 @@ def training_batches(
     items on any number of devices; unset, `micro_batch` is all of a rank's share. `options` are those of `DataLoader`.
     """
     size, whole = micro_batch or items.batch_size // world, items.batch_size
-    assert whole % (world * size) == 0, f"a batch of {whole} cannot be cut for {world} ranks into {size}"
+    assert whole % (world * size) == 0, (
+        f"a batch of {whole} cannot be cut for {world} ranks into {size}"
+    )
     firsts = range(first_step * whole + rank * size, stop_step * whole, world * size)
-    seeds = torch.Generator().manual_seed(items.seed)  # of workers: the global stream, for dropout, is left alone
-    return DataLoader(MicroBatches(items, size), batch_size=None, sampler=firsts, generator=seeds, **options)
+    seeds = torch.Generator().manual_seed(
+        items.seed
+    )  # of workers: the global stream, for dropout, is left alone
+    return DataLoader(
+        MicroBatches(items, size), batch_size=None, sampler=firsts, generator=seeds, **options
+    )
 
 
 class RtxDataModule(pl.LightningDataModule):
@@ -184,21 +210,33 @@ class RtxDataModule(pl.LightningDataModule):
     def val_dataloader(self, count: int | None = None) -> WindowBatches:
         """Return this rank's windows of a validation during training, or `count` ones of the held-out split."""
         chosen = sample_windows(self.windows, count or self.config.trainer.val_windows)
-        return WindowBatches(self.held_out, chosen, self.loader.get("rank", 0), self.loader.get("world", 1))
+        return WindowBatches(
+            self.held_out, chosen, self.loader.get("rank", 0), self.loader.get("world", 1)
+        )
 
 
 def training_items(config: Config, store: Store) -> MadeItems:
     """Return the sequences to train on, by their number."""
     if isinstance(store, RecallStore):
         return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
-    tokens, whole, streams = store.split("train"), store.image is not None, config.trainer.batch_size
-    if whole or config.model.base != "recurrent":  # without a memory, too: two runs may then differ by it alone
+    tokens, whole, streams = (
+        store.split("train"),
+        store.image is not None,
+        config.trainer.batch_size,
+    )
+    if (
+        whole or config.model.base != "recurrent"
+    ):  # without a memory, too: two runs may then differ by it alone
         return TrainingItems(tokens, config.data.length, config.seed, streams, whole)
     if streams * config.data.length > len(tokens):
         wanted = f"{streams} streams of at least data.length={config.data.length} units"
-        raise UserError(f"trainer.batch_size={streams}: expected {wanted}, found {len(tokens):,} in the training split")
+        raise UserError(
+            f"trainer.batch_size={streams}: expected {wanted}, found {len(tokens):,} in the training split"
+        )
     if config.model.memory > (most := len(tokens) // streams):
-        raise UserError(f"model.memory={config.model.memory} must be at most {most:,}, the units of a stream of text")
+        raise UserError(
+            f"model.memory={config.model.memory} must be at most {most:,}, the units of a stream of text"
+        )
     return StreamItems(tokens, config.data.length, config.seed, streams)
 
 
@@ -209,7 +247,9 @@ class WindowBatches:
     without a batch in the last turn takes the last one again, number -1: under FSDP every pass needs all ranks.
     """
 
-    def __init__(self, tokens: np.ndarray, chosen: Sequence[Window], rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, tokens: np.ndarray, chosen: Sequence[Window], rank: int = 0, world: int = 1
+    ) -> None:
         self.tokens, self.chosen, self.rank, self.world = tokens, chosen, rank, world
         self.batches = equal_batches(chosen, None)
 

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others of Pillow's start programs (EPS)
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+    "PPM",
+)  # others of Pillow's start programs (EPS)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 COLUMNS = ("img", "image", "png")
@@ -34,7 +42,9 @@ CIFAR10, CIFAR10_HUB = Remote(**FACTS["cifar10"]["archive"]), FACTS["cifar10"]["
 IMAGENET64 = {split: Remote(**facts) for split, facts in FACTS["imagenet64"]["files"].items()}
 FORMS = {
     "cifar10": [{"train": "cifar-10-binary.tar.gz", "test": "cifar-10-binary.tar.gz"}],
-    "imagenet64": [{split: f"{split}_64x64{form}" for split in IMAGENET64} for form in (".tar", "/*.png")],
+    "imagenet64": [
+        {split: f"{split}_64x64{form}" for split in IMAGENET64} for form in (".tar", "/*.png")
+    ],
 }
 PUBLISHED = {name: FACTS[name]["images"] for name in FORMS}
 
@@ -65,12 +75,15 @@ class Pixels:
             problems = {
                 f"mode {image.mode}": image.mode not in MODES,
                 "a lossy one": image.format in ("JPEG", "WEBP") and not self.lossy,
-                f"{image.height} x {image.width}": image.size != (self.width, self.height) and not self.scaled,
+                f"{image.height} x {image.width}": image.size != (self.width, self.height)
+                and not self.scaled,
             }
             if found := ", ".join(what for what, holds in problems.items() if holds):
                 kind = f"{'' if self.lossy else 'lossless '}image of {self.height} x {self.width} (height x width)"
                 mend = "convert it, leave it out, or scale all images: data.size=<side>"
-                raise UserError(f"{where}: expected a {kind} and 8 bits a channel, found {found}; {mend}")
+                raise UserError(
+                    f"{where}: expected a {kind} and 8 bits a channel, found {found}; {mend}"
+                )
             rgb = image.convert("RGB")
         if rgb.size != (self.width, self.height):
             rgb = rgb.resize((self.width, self.height), Image.Resampling.BOX)
@@ -87,9 +100,13 @@ def opened(raw: bytes | None, where: str) -> Iterator[Any]:
             yield image
     except UserError:
         raise
-    except Exception as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, EOFError
+    except (
+        Exception
+    ) as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, EOFError
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where}: expected a whole image: {reason}; get it anew, or leave it out") from error
+        raise UserError(
+            f"{where}: expected a whole image: {reason}; get it anew, or leave it out"
+        ) from error
 
 
 def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
@@ -100,13 +117,17 @@ def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
     published, side, form = PUBLISHED[data.name], data.size or SETS[data.name].side or 0, ".tar"
     if data.path is None and data.name == "imagenet64":
         torrent = "academictorrents.com/details/96816a530ee002254d29bf7a61c0c158d3dedc3b"
-        raise UserError(f"data=imagenet64 needs data.path=<folder with train_64x64.tar and valid_64x64.tar>: {torrent}")
+        raise UserError(
+            f"data=imagenet64 needs data.path=<folder with train_64x64.tar and valid_64x64.tar>: {torrent}"
+        )
     identity, place, files = origin(data, root, report, FORMS[data.name], CIFAR10_HUB, CIFAR10)
     counts, test = published, list(published)[1]
     if data.path is not None and (form := files()["train"][0].suffix) in (".parquet", ".png"):
         counts = {split: row_count(paths) for split, paths in files().items()}
     if data.held_out >= (train := counts["train"]):
-        raise UserError(f"data.held_out={data.held_out}: expected fewer than the {train:,} training images")
+        raise UserError(
+            f"data.held_out={data.held_out}: expected fewer than the {train:,} training images"
+        )
     lossy = form == ".parquet" and begins_with_jpeg(files()["train"])
 
     def load(split: str, work: Path) -> datasets.Dataset:
@@ -114,12 +135,18 @@ def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
             return image_rows(files()[test], test, work)
         held = np.zeros(train, dtype=bool)
         held[held_images(train, data.held_out)] = True
-        return image_rows(files()["train"], "train", work).select(np.flatnonzero(held if split == "valid" else ~held))
+        return image_rows(files()["train"], "train", work).select(
+            np.flatnonzero(held if split == "valid" else ~held)
+        )
 
     stamps: dict[str, Any] = {"lossy": True} if lossy else {}
     stamps |= {} if data.held_out else {"valid": "test"}
     stamps |= {"scaled": f"{side}x{side}"} if data.size else {}
-    stamps |= {"variant": "other" if form == ".parquet" else "PixelRNN"} if data.name == "imagenet64" else {}
+    stamps |= (
+        {"variant": "other" if form == ".parquet" else "PixelRNN"}
+        if data.name == "imagenet64"
+        else {}
+    )
     stamps |= {} if counts == published else {"images": counts, "complete": False}
     want = Pixels(side, side, data.size is not None, lossy)
     return Source(data.name, [*identity, data.held_out], place, load, want, stamps, (side, side))
@@ -129,7 +156,9 @@ def held_images(images: int, held_out: int) -> np.ndarray:
     """Return the numbers of the held-out training images, int64 `[held_out]`: the first of a fixed permutation."""
     from rtx.data.datamodule import permuted
 
-    return np.sort(np.array([permuted(k, images, HELD_KEY) for k in range(held_out)], dtype=np.int64))
+    return np.sort(
+        np.array([permuted(k, images, HELD_KEY) for k in range(held_out)], dtype=np.int64)
+    )
 
 
 def begins_with_jpeg(files: Sequence[Path]) -> bool:
@@ -149,7 +178,11 @@ def image_rows(paths: Sequence[Path], split: str, work: Path) -> datasets.Datase
         return table_rows(paths, COLUMNS, work / "cache" / "tables")
     if form == ".tar":
         IMAGENET64[split].check(paths[0])
-        options = {"data_files": {split: str(paths[0])}, "split": split, "cache_dir": str(work / "cache" / "tars")}
+        options = {
+            "data_files": {split: str(paths[0])},
+            "split": split,
+            "cache_dir": str(work / "cache" / "tars"),
+        }
         return datasets.load_dataset("webdataset", **options).select_columns(["png"])
     if form == ".gz":
         CIFAR10.check(paths[0])
@@ -162,8 +195,14 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
     """Return the images of the binary archive as PPM files: a record is a label, then red, green and blue plane."""
     batch = "test_batch" if split == "test" else "data_batch"
     with tarfile.open(archive, "r|gz") as members:
-        found = {entry.name: members.extractfile(entry).read() for entry in members if batch in entry.name}  # type: ignore[union-attr]
-    records = np.frombuffer(b"".join(found[name] for name in sorted(found)), np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+        found = {
+            entry.name: members.extractfile(entry).read()
+            for entry in members
+            if batch in entry.name
+        }  # type: ignore[union-attr]
+    records = np.frombuffer(b"".join(found[name] for name in sorted(found)), np.uint8).reshape(
+        -1, 1 + 3 * 32 * 32
+    )
     images_BHWC = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return [b"P6 32 32 255\n" + image_HWC.tobytes() for image_HWC in images_BHWC]
 
@@ -173,7 +212,9 @@ def own_images(data: DataConfig, root: Path, report: Report) -> Source:
     place = Path(data.path or "").expanduser()
     files = [path for path in walk(place, leave_out=root) if path.suffix.lower() in SUFFIXES]
     folders = [place / split for split in SPLITS if (place / split).is_dir()]
-    paths = {folder.name: [file for file in files if folder in file.parents] for folder in folders} or cut(files)
+    paths = {
+        folder.name: [file for file in files if folder in file.parents] for folder in folders
+    } or cut(files)
     if not all(paths.get(split) for split in SPLITS):
         found = ", ".join(f"{split} {len(files):,}" for split, files in paths.items())
         wanted = f"a folder with at least {EVERY} images (.png, .jpg, ...), or some in each of train, valid and test"
@@ -184,7 +225,10 @@ def own_images(data: DataConfig, root: Path, report: Report) -> Source:
     def load(split: str, work: Path) -> datasets.Dataset:
         return image_rows(paths[split], split, work)
 
-    want, identity = Pixels(height, width, data.size is not None, lossy=True), identity_of(chain(*paths.values()))
+    want, identity = (
+        Pixels(height, width, data.size is not None, lossy=True),
+        identity_of(chain(*paths.values())),
+    )
     stamps = {"scaled": f"{height}x{width}"} if data.size else {}
     return Source("images", identity, {"place": data.path}, load, want, stamps, (height, width))
 

@@ -61,30 +61,52 @@ class RecallStore:
         asked_BN = torch.where(tokens_BN < keys, place_BN, -1).cummax(1).values
         first_BK = torch.full((len(tokens_BN), keys + 1), N, device=tokens_BN.device)
         first_BK = first_BK.scatter_reduce(1, tokens_BN.clamp(max=keys), place_BN, "amin")
-        back_BN = asked_BN - first_BK.gather(1, tokens_BN.gather(1, asked_BN.clamp(min=0)).clamp(max=keys))
+        back_BN = asked_BN - first_BK.gather(
+            1, tokens_BN.gather(1, asked_BN.clamp(min=0)).clamp(max=keys)
+        )
         is_value_BN = (tokens_BN >= keys) & (tokens_BN < keys + self.task.values)
-        at_BA = torch.where(is_value_BN & (back_BN > 0), place_BN, N).sort(1).values[:, : self.task.pairs]
-        return torch.where(at_BA < N, at_BA, -1), back_BN.gather(1, at_BA.clamp(max=N - 1)).masked_fill(at_BA == N, 0)
+        at_BA = (
+            torch.where(is_value_BN & (back_BN > 0), place_BN, N)
+            .sort(1)
+            .values[:, : self.task.pairs]
+        )
+        return torch.where(at_BA < N, at_BA, -1), back_BN.gather(
+            1, at_BA.clamp(max=N - 1)
+        ).masked_fill(at_BA == N, 0)
 
     def scored(self, tokens: np.ndarray) -> int:
         """Return how many answers whole sequences `[S * N]` have: the units that a score is over."""
         import torch
 
-        return int((self.answers(torch.from_numpy(tokens.reshape(-1, self.task.length)).long())[0] >= 0).sum())
+        return int(
+            (
+                self.answers(torch.from_numpy(tokens.reshape(-1, self.task.length)).long())[0] >= 0
+            ).sum()
+        )
 
     def sequence(self, seed: int, index: int, split: int = TRAIN) -> np.ndarray:
         """Return sequence `index` of a split, uint16 `[N]`: a pure function of the arguments on every machine."""
         task, recall = self.task, self.name == "recall"
-        more = (task.pairs, task.length - 4 * task.pairs, 0) if recall else (task.length, task.length, 1)
+        more = (
+            (task.pairs, task.length - 4 * task.pairs, 0)
+            if recall
+            else (task.length, task.length, 1)
+        )
         sizes = (task.keys, task.pairs, *more)
         header = pack("<QQQQ", FORMAT, split, seed, index)
-        key, value, place, noise, count = np.split(hashed(header, sum(sizes)), np.cumsum(sizes)[:-1])
+        key, value, place, noise, count = np.split(
+            hashed(header, sum(sizes)), np.cumsum(sizes)[:-1]
+        )
         pairs = task.pairs if recall else max(1, task.pairs >> int(count[0] % 3))
         rows = 1 if self.name == "copy" else pairs
         kept = key.argsort(kind="stable")[:rows, None]
         values = task.keys + (value[:pairs] % task.values).astype(np.int64).reshape(rows, -1)
         entries = np.concatenate([kept, values], axis=1)
-        starts = self.spread(header, pairs) if self.name == "induction" else self.starts(place, *entries.shape)
+        starts = (
+            self.spread(header, pairs)
+            if self.name == "induction"
+            else self.starts(place, *entries.shape)
+        )
         units = np.full(task.length, -1)
         units[starts[..., None] + np.arange(entries.shape[1])] = entries
         filler = task.keys + task.values + (noise % task.fillers).astype(np.int64)
@@ -95,11 +117,15 @@ class RecallStore:
         """Return where each of some entries of `width` units is told, one behind the other, and asked: `[2, rows]`."""
         task, told = self.task, np.arange(rows) * width
         if self.name == "recall":
-            return np.stack([told, task.length - rows * width + place.argsort(kind="stable").argsort() * width])
+            return np.stack(
+                [told, task.length - rows * width + place.argsort(kind="stable").argsort() * width]
+            )
         longest, step = (task.pairs + 1, 1) if self.name == "copy" else (2 * task.pairs, 2)
         room = np.arange(longest + task.distance, task.length - width + 1, step)
         order = place[: len(room)]
-        if task.gaps == "power":  # the least of exponential variables: as drawn one after the other by such weights
+        if (
+            task.gaps == "power"
+        ):  # the least of exponential variables: as drawn one after the other by such weights
             order = -np.log((order + 0.5) / 2**64) * np.arange(1, len(room) + 1) ** (1 - POWER)
         return np.stack([told, room[order.argsort(kind="stable")[:rows]]])
 
@@ -108,7 +134,9 @@ class RecallStore:
         cells, least = self.task.length // 2, max(1, -(-self.task.distance // 2))
         found, drawn = list[int](), 64 * pairs
         while len(found) < 2 * pairs:  # so few pairs are allowed that some place is always free
-            told, asked = np.divmod((hashed(header + b"places", drawn) % cells**2).astype(np.int64), cells)
+            told, asked = np.divmod(
+                (hashed(header + b"places", drawn) % cells**2).astype(np.int64), cells
+            )
             found, fits, drawn = [], asked - told >= least, 2 * drawn
             for pair in zip(told[fits].tolist(), asked[fits].tolist(), strict=True):
                 found += pair if len(found) < 2 * pairs and not {*pair}.intersection(found) else ()
@@ -117,27 +145,46 @@ class RecallStore:
     def split(self, name: str) -> np.ndarray:
         """Return the units of split valid or test, uint16 `[S * N]`; raises UserError for train, which has no end."""
         if name not in HELD_OUT:
-            raise UserError(f"data={self.name} has no {name} split to read; one of {', '.join(HELD_OUT)}")
+            raise UserError(
+                f"data={self.name} has no {name} split to read; one of {', '.join(HELD_OUT)}"
+            )
         return self.held_out[name]
 
     @cached_property
     def held_out(self) -> dict[str, np.ndarray]:
         """Both held-out splits, the same for every run."""
         numbers = range(self.task.sequences)
-        return {name: np.concatenate([self.sequence(0, s, split) for s in numbers]) for name, split in HELD_OUT.items()}
+        return {
+            name: np.concatenate([self.sequence(0, s, split) for s in numbers])
+            for name, split in HELD_OUT.items()
+        }
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the sequences are made by."""
-        names = "length pairs keys values fillers sequences" + " name distance gaps" * (self.name != "recall")
+        names = "length pairs keys values fillers sequences" + " name distance gaps" * (
+            self.name != "recall"
+        )
         return {key: getattr(self.task, key) for key in names.split()}
 
     def describe(self) -> dict[str, Any]:
         """Return what a run records of its data, as JSON values."""
-        said = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary, "fingerprint": self.fingerprint}
+        said = {
+            "name": self.name,
+            "unit": self.unit,
+            "vocabulary": self.vocabulary,
+            "fingerprint": self.fingerprint,
+        }
         splits = {name: len(tokens) for name, tokens in self.held_out.items()}
         source = {"place": "made as it is asked for", **self.settings}
-        return {**said, "splits": splits, "source": source, "stamps": self.stamps, "tokenizer": None, "folder": None}
+        return {
+            **said,
+            "splits": splits,
+            "source": source,
+            "stamps": self.stamps,
+            "tokenizer": None,
+            "folder": None,
+        }
 
     @cached_property
     def fingerprint(self) -> str:

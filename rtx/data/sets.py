@@ -27,8 +27,12 @@ class DataSet:
     side: int | None = None  # height and width of its images where they are fixed
     words: Mapping[str, int] = field(default_factory=dict)
     """Published words of each split, by which word perplexity divides the total nats, whatever the model's units."""
-    kinds: int | None = None  # different words of the training split, `<unk>` and `<eos>` among them
-    defaults: Mapping[str, Any] | None = None  # of a set that was registered: what for others stands in conf/data
+    kinds: int | None = (
+        None  # different words of the training split, `<unk>` and `<eos>` among them
+    )
+    defaults: Mapping[str, Any] | None = (
+        None  # of a set that was registered: what for others stands in conf/data
+    )
 
 
 # What was published of the sets: addresses, sizes, sums, counts. Words of Wikitext-103 are those between blanks and one
@@ -47,7 +51,12 @@ SETS: dict[str, DataSet] = {
     "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
     "images": DataSet("rtx.data.images.own_images", image=True),
 }
-MADE = ("recall", "mqar", "copy", "induction")  # as they are asked for (rtx/data/recall.py), from no source
+MADE = (
+    "recall",
+    "mqar",
+    "copy",
+    "induction",
+)  # as they are asked for (rtx/data/recall.py), from no source
 SETS |= {name: DataSet("") for name in MADE}
 NAMES = tuple(SETS)
 IMAGE_SETS = tuple(name for name, known in SETS.items() if known.image)
@@ -78,9 +87,15 @@ class Source:
     """
 
     name: str
-    identity: Sequence[Any]  # what tells it from another or an older one: a sha256, or sizes and times of files
-    place: dict[str, Any]  # where the data come from, for people to read; `load` may add what it learns (a revision)
+    identity: Sequence[
+        Any
+    ]  # what tells it from another or an older one: a sha256, or sizes and times of files
+    place: dict[
+        str, Any
+    ]  # where the data come from, for people to read; `load` may add what it learns (a revision)
     load: Callable[[str, Path], datasets.Dataset] = field(repr=False)
     read: Callable[[pa.Table], Iterable[bytes]] = field(default=column_text, repr=False)
-    stamps: dict[str, Any] = field(default_factory=dict)  # of protocol, on every result: {"newlines": "drop"}
+    stamps: dict[str, Any] = field(
+        default_factory=dict
+    )  # of protocol, on every result: {"newlines": "drop"}
     image: tuple[int, int] | None = None  # height and width of every image; None: text

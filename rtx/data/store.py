@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 FORMAT = 3  # version of what is written for the same settings; raise it whenever that changes
 RECORD = "store.json"
-PAYS = 1 << 23  # bytes of a split from which on several processes pay; where bytes are copied they never do
+PAYS = (
+    1 << 23
+)  # bytes of a split from which on several processes pay; where bytes are copied they never do
 forking: list[bool] = []  # something, while processes that are forked work for this one alone
 
 
@@ -82,7 +84,9 @@ class TokenStore:
         """Return the tokens of split train, valid or test; UserError where there is no such split."""
         if name not in self.splits:
             allowed = ", ".join(self.splits)
-            raise UserError(f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}")
+            raise UserError(
+                f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}"
+            )
         return self.splits[name]
 
     def describe(self) -> dict[str, Any]:
@@ -91,7 +95,12 @@ class TokenStore:
         described: dict[str, Any] = {key: getattr(self, key) for key in keys}
         described["splits"] = {name: len(tokens) for name, tokens in self.splits.items()}
         image = {"image": list(self.image)} if self.image else {}
-        return {**described, "tokenizer": self.tokenizer.describe(), "folder": str(self.folder.absolute()), **image}
+        return {
+            **described,
+            "tokenizer": self.tokenizer.describe(),
+            "folder": str(self.folder.absolute()),
+            **image,
+        }
 
 
 def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
@@ -124,7 +133,9 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
             replace_file(note, lambda file: file.write(look.encode()), durable=False)
-    return TokenStore(**kept, folder=folder, splits=splits, tokenizer=tokenizer, facts=record["splits"])
+    return TokenStore(
+        **kept, folder=folder, splits=splits, tokenizer=tokenizer, facts=record["splits"]
+    )
 
 
 def is_verified(folder: Path) -> bool:
@@ -143,9 +154,13 @@ def note_of(folder: Path) -> tuple[Path, str]:
     paths = sorted(folder.glob("[!.]*"))
     # A link may lead nowhere.
     files = {path.name: path.stat(follow_symlinks=path.exists()) for path in paths}
-    look = {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
+    look = {
+        name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()
+    }
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    elsewhere = cache / "rtx" / "verified" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    elsewhere = (
+        cache / "rtx" / "verified" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    )
     return folder / ".verified" if os.access(folder, os.W_OK) else elsewhere, json.dumps(look)
 
 
@@ -172,7 +187,9 @@ def unreadable(path: Path, options: str, expected: str, error: Exception) -> Exc
     path = error.filename or path
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
         return DamagedStore(options, path, "a file that can be read", error.strerror)
-    return RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first")
+    return RunFailed(
+        f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
+    )
 
 
 def record_sha256(record: dict[str, Any]) -> str:
@@ -181,7 +198,9 @@ def record_sha256(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
+def build_store(
+    folder: Path, source: Source, data: DataConfig, options: str, report: Report
+) -> None:
     """Write the store at `folder`, whose lock the caller holds.
 
     All errors but UserError leave what is finished. UserError, before anything is written, where
@@ -231,7 +250,9 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
         finished = cache / f"{split}.json"
         if not finished.is_file():
             rows = loaded.pop(split) if split in loaded else source.load(split, work)
-            report(f"{options}: split {split}, {len(rows):,} rows, {rows.data.nbytes / 1e6:,.1f} MB")
+            report(
+                f"{options}: split {split}, {len(rows):,} rows, {rows.data.nbytes / 1e6:,.1f} MB"
+            )
             encoded = encode(rows, tokenizer, source, data.processes, cache / f"{split}.arrow")
             write_json(finished, write_split(encoded, work / split, tokenizer, options))
             for path in cache.glob(f"{split}*.arrow"):
@@ -241,14 +262,28 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
     write_record(work, source, tokenizer, options, splits)
 
 
-def write_record(work: Path, source: Source, tokenizer: Tokenizer, options: str, splits: dict[str, Any]) -> None:
+def write_record(
+    work: Path, source: Source, tokenizer: Tokenizer, options: str, splits: dict[str, Any]
+) -> None:
     """Write the record of a store, with fingerprint, time and its own sha256."""
     content = {"tokenizer": tokenizer.describe(), "dtype": tokenizer.dtype.name}
     content |= {"stamps": source.stamps, "image": source.image}
     sizes = {split: [facts["units"], facts["sha256"]] for split, facts in splits.items()}
-    fingerprint = hashlib.sha256(json.dumps([FORMAT, *content.values(), sizes], sort_keys=True).encode()).hexdigest()
-    record = {"format": FORMAT, "name": source.name, "options": options, "source": source.place, "splits": splits}
-    record |= {**content, "fingerprint": fingerprint, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    fingerprint = hashlib.sha256(
+        json.dumps([FORMAT, *content.values(), sizes], sort_keys=True).encode()
+    ).hexdigest()
+    record = {
+        "format": FORMAT,
+        "name": source.name,
+        "options": options,
+        "source": source.place,
+        "splits": splits,
+    }
+    record |= {
+        **content,
+        "fingerprint": fingerprint,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     write_json(work / RECORD, {**record, "sha256": record_sha256(record)})
 
 
@@ -261,7 +296,9 @@ def encode(
     rows: datasets.Dataset, tokenizer: Tokenizer, source: Source, processes: int | None, cache: Path
 ) -> datasets.Dataset:
     """Return the ids and sizes of rows, encoded by `processes` (unset: one for each core) where it pays."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     processes = min(processes or cores, len(rows))
     several = processes > 1 and rows.data.nbytes > PAYS and tokenizer.unit != "byte"
     forking.append(True)
@@ -298,14 +335,22 @@ def encode_rows(table: pa.Table, tokenizer: Tokenizer, source: Source) -> pa.Tab
     ids = [tokenizer.encode(text) for text in read]
     ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     values = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
-    columns: dict[str, Any] = {"ids": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))}
+    columns: dict[str, Any] = {
+        "ids": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))
+    }
     columns["bytes"] = pa.array(map(len, read), pa.int64())
-    columns["words"] = pa.array([0 if source.image else len(text.split()) for text in read], pa.int64())
-    columns["first"] = table["first"] if "first" in table.column_names else pa.array([True] * len(read))
+    columns["words"] = pa.array(
+        [0 if source.image else len(text.split()) for text in read], pa.int64()
+    )
+    columns["first"] = (
+        table["first"] if "first" in table.column_names else pa.array([True] * len(read))
+    )
     return pa.table(columns)
 
 
-def write_split(encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str) -> dict[str, Any]:
+def write_split(
+    encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str
+) -> dict[str, Any]:
     """Write `<path>.bin`, the ids of all rows, and of text where documents start; return sizes and checksums."""
     digest, lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
 
@@ -319,13 +364,24 @@ def write_split(encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, opt
     replace_file(path.with_suffix(".bin"), write)
     ends = np.cumsum(np.concatenate(lengths))
     if not len(ends) or not ends[-1]:
-        raise UserError(f"{options}: expected at least one unit in split {path.name}, found none; give more")
-    sizes, words, first = (np.asarray(encoded.data.column(name)) for name in ("bytes", "words", "first"))
+        raise UserError(
+            f"{options}: expected at least one unit in split {path.name}, found none; give more"
+        )
+    sizes, words, first = (
+        np.asarray(encoded.data.column(name)) for name in ("bytes", "words", "first")
+    )
     starts = (ends - np.concatenate(lengths))[first & (sizes > 0)]
-    facts = {"units": int(ends[-1]), "bytes": int(sizes.sum()), "words": int(words.sum()), "documents": len(starts)}
+    facts = {
+        "units": int(ends[-1]),
+        "bytes": int(sizes.sum()),
+        "words": int(words.sum()),
+        "documents": len(starts),
+    }
     checksums = {"bin": digest.hexdigest()}
     if tokenizer.unit != "dim":
         table = path.with_suffix(".starts.npy")
-        replace_file(table, lambda file: np.save(file, np.append(starts, ends[-1]), allow_pickle=False))
+        replace_file(
+            table, lambda file: np.save(file, np.append(starts, ends[-1]), allow_pickle=False)
+        )
         checksums["starts.npy"] = file_sha256(table)
     return {**facts, "sha256": checksums}

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rtx.config import DataConfig
-from rtx.data.files import Remote, download, files_of, hub_files, identity_of, rows_of, table_rows, tables_of, walk
+from rtx.data.files import (
+    Remote,
+    download,
+    files_of,
+    hub_files,
+    identity_of,
+    rows_of,
+    table_rows,
+    tables_of,
+    walk,
+)
 from rtx.data.sets import FACTS, SETS, Report, Source, column_text
 from rtx.errors import UserError
 
@@ -22,7 +32,9 @@ if TYPE_CHECKING:
 
 Files = dict[str, list[Path]]  # of each split
 Forms = Sequence[Mapping[str, str]]  # ways to name the files of each split, by patterns
-PIECE = 1 << 22  # bytes from which on a document is cut, behind a newline unless a line has 16 times as many
+PIECE = (
+    1 << 22
+)  # bytes from which on a document is cut, behind a newline unless a line has 16 times as many
 NOT_LIBRARY = ("test", "tests", "site-packages", "dist-packages")
 CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}  # percent of the bytes
 
@@ -81,7 +93,11 @@ def own_splits(folder: Path) -> list[Path]:
 
 def library_files() -> list[Path]:
     """Return the `*.py` files of the standard library beside the interpreter, without tests and what was installed."""
-    return [path for path in walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY) if path.suffix == ".py"]
+    return [
+        path
+        for path in walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY)
+        if path.suffix == ".py"
+    ]
 
 
 def line_pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
@@ -105,7 +121,9 @@ def origin(
         return identity_of(chain(*files.values())), {"place": data.path}, lambda: files
     if data.fetch == "archive":
         place = {"place": archive.url, "sha256": archive.sha256}
-        fetch = cache(lambda: local_files(str(download(archive, root / "downloads", report)), forms))
+        fetch = cache(
+            lambda: local_files(str(download(archive, root / "downloads", report)), forms)
+        )
         return ["archive", archive.sha256], place, fetch
     place = {"place": f"hf://datasets/{repository}", "revision": revision}
 
@@ -123,12 +141,18 @@ def local_files(path: str, forms: Forms, tables: str | None = None) -> Files:
     folder = place.parent if place.is_file() else place
     for form in forms:
         found = {split: sorted(folder.glob(pattern)) for split, pattern in form.items()}
-        found = {split: [file for file in files if file.name[0] != "."] for split, files in found.items()}
+        found = {
+            split: [file for file in files if file.name[0] != "."] for split, files in found.items()
+        }
         if all(found.values()) and (place == folder or place in chain(*found.values())):
             return found
-    if tables is not None and (found := tables_of(path, (folder / tables, folder), tuple(forms[0]))):
+    if tables is not None and (
+        found := tables_of(path, (folder / tables, folder), tuple(forms[0]))
+    ):
         return found
-    wanted = [" and ".join(dict.fromkeys(form.values())) for form in forms] + ["parquet files"] * (tables is not None)
+    wanted = [" and ".join(dict.fromkeys(form.values())) for form in forms] + ["parquet files"] * (
+        tables is not None
+    )
     raise UserError(f"data.path={path}: expected {' or '.join(wanted)}, found none of these")
 
 
@@ -140,7 +164,11 @@ def opened(path: Path, member: str) -> IO[bytes]:
 def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
     """Return the first bytes of the English Wikipedia of 2006; a store that is there needs no network or local copy."""
     size, sha256 = ENWIK8_TEXT
-    local = local_files(data.path, ({"all": ENWIK8.name}, {"all": "enwik8"}))["all"][0] if data.path else None
+    local = (
+        local_files(data.path, ({"all": ENWIK8.name}, {"all": "enwik8"}))["all"][0]
+        if data.path
+        else None
+    )
     drop = data.newlines == "drop"
 
     def load(split: str, work: Path) -> datasets.Dataset:
@@ -149,7 +177,8 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
         start, stop = (size * percent // 100 for percent in CUTS[split])
         with opened(path, "enwik8") as stream:
             parts = (
-                (part.replace(b"\n", b"" if drop else b"\n"), first) for part, first in line_pieces(stream, start, stop)
+                (part.replace(b"\n", b"" if drop else b"\n"), first)
+                for part, first in line_pieces(stream, start, stop)
             )
             return rows_of(parts, work / "cache" / split)
 
@@ -159,11 +188,15 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
 
 def wikitext(data: DataConfig, root: Path, report: Report) -> Source:
     """Return Wikitext-103 (Merity et al. 2016), the text as in its files wiki.{train,valid,test}.tokens."""
-    forms = [{split: form.format(split) for split in CUTS} for form in ("wiki.{}.tokens", WIKITEXT.name)]
+    forms = [
+        {split: form.format(split) for split in CUTS} for form in ("wiki.{}.tokens", WIKITEXT.name)
+    ]
     identity, place, files = origin(data, root, report, forms, WIKITEXT_HUB, WIKITEXT)
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        return rows_of(wikitext_text(files()[split], split, work / "cache" / split), work / "cache" / split)
+        return rows_of(
+            wikitext_text(files()[split], split, work / "cache" / split), work / "cache" / split
+        )
 
     return Source("wikitext103", identity, place, load)
 
@@ -180,7 +213,9 @@ def wikitext_text(files: Sequence[Path], split: str, cache: Path) -> Iterator[tu
     found = {key: digest.hexdigest() if key == "md5" else counts[key] for key in wanted}
     if found != wanted:
         told = f"split {split} is not that of Wikitext-103: expected {wanted}; found {found}"
-        raise UserError(f"data=wikitext103: {told}; other text: data=text data.tokenizer=words data.path=<your files>")
+        raise UserError(
+            f"data=wikitext103: {told}; other text: data=text data.tokenizer=words data.path=<your files>"
+        )
 
 
 def blocks_of_lines(files: Sequence[Path], split: str, cache: Path) -> Iterator[bytes]:
@@ -201,22 +236,33 @@ def pg19(data: DataConfig, root: Path, report: Report) -> Source:
     """Return books from before 1919 (Rae et al. 2020) with LF for newlines; the stamps say how many `data.path` has."""
     forms = [{"train": "train/*.txt", "valid": "validation/*.txt", "test": "test/*.txt"}]
     identity, place, files = origin(data, root, report, forms, PG19_HUB, ENWIK8)
-    books = {split: row_count(paths) for split, paths in files().items()} if data.path else PG19_BOOKS
+    books = (
+        {split: row_count(paths) for split, paths in files().items()} if data.path else PG19_BOOKS
+    )
 
     def load(split: str, work: Path) -> datasets.Dataset:
         paths = files()[split]
         if (found := row_count(paths)) != books[split]:
-            raise UserError(f"{paths[0].parent}: expected {books[split]:,} books of split {split}, found {found:,}")
+            raise UserError(
+                f"{paths[0].parent}: expected {books[split]:,} books of split {split}, found {found:,}"
+            )
         if paths[0].suffix == ".parquet":
             return table_rows(paths, ["text"], work / "cache" / split)
-        read = ((path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True) for path in paths)
+        read = (
+            (path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True)
+            for path in paths
+        )
         return rows_of(read, work / "cache" / split)
 
-    return Source("pg19", identity, place, load, stamps={"books": books, "complete": books == PG19_BOOKS})
+    return Source(
+        "pg19", identity, place, load, stamps={"books": books, "complete": books == PG19_BOOKS}
+    )
 
 
 def row_count(paths: Sequence[Path]) -> int:
     """Return how many rows (books, images) some files hold: of parquet files as they say, else one each."""
     from pyarrow import parquet
 
-    return sum(parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else 1 for path in paths)
+    return sum(
+        parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else 1 for path in paths
+    )

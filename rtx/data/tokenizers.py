@@ -29,7 +29,9 @@ BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
 # a blank are cut after 252 bytes, at the end of a UTF-8 character.
 RUN = re.compile(rb" ?[^ \n]{1,252}[\x80-\xbf]{0,3}| |\n")
 BLANK = "▁"  # how sentencepiece writes a blank
-MARKS = re.compile(b"[\t\0\n\r]|" + BLANK.encode())  # what stands for something else in the text that it learns from
+MARKS = re.compile(
+    b"[\t\0\n\r]|" + BLANK.encode()
+)  # what stands for something else in the text that it learns from
 REMEMBERED = 1 << 19  # runs, about 100 MB
 
 
@@ -38,7 +40,9 @@ class Tokenizer:
 
     name, file, vocabulary = "bytes", "", 256
 
-    def __init__(self, unit: str = "byte", content: bytes = b"", settings: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, unit: str = "byte", content: bytes = b"", settings: dict[str, Any] | None = None
+    ) -> None:
         self.unit, self.content, self.settings = unit, content, settings or {}
         self.table = [bytes([value]) for value in range(256)]  # the bytes of each id
 
@@ -54,13 +58,19 @@ class Tokenizer:
     def decode(self, ids: Any) -> bytes:
         """Return the bytes that `ids` stand for: a list, array or tensor of integers."""
         values = np.asarray(ids, dtype=np.int64)
-        assert values.size == 0 or (values.min() >= 0 and values.max() < self.vocabulary), "ids beyond the vocabulary"
+        assert values.size == 0 or (values.min() >= 0 and values.max() < self.vocabulary), (
+            "ids beyond the vocabulary"
+        )
         return b"".join(map(self.table.__getitem__, values.tolist()))
 
     def describe(self) -> dict[str, Any]:
         """Return name, unit and vocabulary; of a learned one also settings, file and sha256; JSON values."""
         said = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary}
-        kept = {"settings": self.settings, "file": self.file, "sha256": hashlib.sha256(self.content).hexdigest()}
+        kept = {
+            "settings": self.settings,
+            "file": self.file,
+            "sha256": hashlib.sha256(self.content).hexdigest(),
+        }
         return said | (kept if self.content else {})
 
 
@@ -83,7 +93,10 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, text: bytes) -> np.ndarray:
         known, unk = self.ids.get, repeat(self.settings["unk"])
-        found = [np.fromiter(map(known, words, unk), self.dtype)[places] for words, places in words_of(text)]
+        found = [
+            np.fromiter(map(known, words, unk), self.dtype)[places]
+            for words, places in words_of(text)
+        ]
         return np.concatenate([np.empty(0, self.dtype), *found])
 
 
@@ -98,8 +111,12 @@ def words_of(text: bytes) -> Iterator[tuple[list[bytes], np.ndarray]]:
             yield some, np.arange(len(some))
         else:  # each word is looked up once, however often it stands there
             row = array([spaced], large_binary())
-            words = compute.call_function("split_pattern", [row], compute.SplitPatternOptions(" ")).flatten()
-            words = words.filter(compute.call_function("not_equal", [words, b""])).dictionary_encode()
+            words = compute.call_function(
+                "split_pattern", [row], compute.SplitPatternOptions(" ")
+            ).flatten()
+            words = words.filter(
+                compute.call_function("not_equal", [words, b""])
+            ).dictionary_encode()
             yield words.dictionary.to_pylist(), words.indices.to_numpy()
 
 
@@ -111,12 +128,21 @@ def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTok
             counts[word] += count
     total, newlines = counts.total(), counts.pop(b"\n", 0)
     if not counts:
-        raise UserError(f"{options}: expected words in the training split, found none; use data.tokenizer=bytes")
+        raise UserError(
+            f"{options}: expected words in the training split, found none; use data.tokenizer=bytes"
+        )
     entries = [*((-count, word, word) for word, count in counts.items()), (-newlines, b"\n", EOS)]
     entries = sorted(entries) + ([] if UNK in counts else [(0, UNK, UNK)])
     words = [word for _, word, _ in entries]
-    settings = {"words": total, "eos": words.index(b"\n"), "unk": words.index(UNK), "unk_added": UNK not in counts}
-    report(f"{options}: vocabulary of {len(words):,} words with <eos> and <unk>, from {total:,} in split train")
+    settings = {
+        "words": total,
+        "eos": words.index(b"\n"),
+        "unk": words.index(UNK),
+        "unk_added": UNK not in counts,
+    }
+    report(
+        f"{options}: vocabulary of {len(words):,} words with <eos> and <unk>, from {total:,} in split train"
+    )
     return WordTokenizer(b"".join(spelt + b"\n" for _, _, spelt in entries), settings)
 
 
@@ -136,7 +162,9 @@ class SentencepieceTokenizer(Tokenizer):
         self.vocabulary = self.model.get_piece_size()
         pieces: list[str] = self.model.id_to_piece(list(range(self.vocabulary)))
         self.table = [piece.replace(BLANK, " ").encode() for piece in pieces]
-        self.table[self.model.unk_id()] = "\ufffd".encode()  # never in encoded text; a model may still choose it
+        self.table[self.model.unk_id()] = (
+            "\ufffd".encode()
+        )  # never in encoded text; a model may still choose it
         self.bytes = [self.model.piece_to_id(f"<0x{value:02X}>") for value in range(256)]
         for value, number in enumerate(self.bytes):
             self.table[number] = bytes([value])
@@ -151,7 +179,9 @@ class SentencepieceTokenizer(Tokenizer):
             new = [run for run in set(runs) if run not in self.memo]
             for run, spelt in zip(new, self.model.encode(new), strict=True):
                 exact = b"".join(map(self.table.__getitem__, spelt)) == run
-                self.memo[run] = np.array(spelt if exact else [self.bytes[byte] for byte in run], dtype).tobytes()
+                self.memo[run] = np.array(
+                    spelt if exact else [self.bytes[byte] for byte in run], dtype
+                ).tobytes()
             found.append(b"".join(map(self.memo.__getitem__, runs)))
         return np.frombuffer(b"".join(found), dtype)
 
@@ -164,23 +194,55 @@ def learn_subwords(
 
     kept, total = even_sample(texts, sample)
     size, model = sum(map(len, kept)), io.BytesIO()
-    report(f"{options}: learning {vocabulary:,} subwords from {size:,} of {total:,} bytes of split train")
+    report(
+        f"{options}: learning {vocabulary:,} subwords from {size:,} of {total:,} bytes of split train"
+    )
     counts = Counter(chain.from_iterable(map(RUN.findall, kept)))
-    fit = {x: n for x, n in counts.items() if not MARKS.search(x) and x.decode(errors="ignore").encode() == x}
+    fit = {
+        x: n
+        for x, n in counts.items()
+        if not MARKS.search(x) and x.decode(errors="ignore").encode() == x
+    }
     rows = (b"%s\t%d" % row for row in sorted(fit.items(), key=lambda row: (-row[1], row[0])))
     if not fit:
-        raise UserError(f"{options}: expected text in the training split, found none in {size:,} bytes")
-    kind: Any = {"model_type": "bpe", "byte_fallback": True, "character_coverage": 0.9995, "required_chars": BLANK}
-    exact: Any = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
-    exact |= {"input_format": "tsv", "max_sentence_length": 1024, "unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1}
-    kind |= {"vocab_size": vocabulary, "num_threads": 1, "minloglevel": 3}  # threads stand in the model, and its sha256
+        raise UserError(
+            f"{options}: expected text in the training split, found none in {size:,} bytes"
+        )
+    kind: Any = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "character_coverage": 0.9995,
+        "required_chars": BLANK,
+    }
+    exact: Any = {
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+    }
+    exact |= {
+        "input_format": "tsv",
+        "max_sentence_length": 1024,
+        "unk_id": 0,
+        "bos_id": -1,
+        "eos_id": -1,
+        "pad_id": -1,
+    }
+    kind |= {
+        "vocab_size": vocabulary,
+        "num_threads": 1,
+        "minloglevel": 3,
+    }  # threads stand in the model, and its sha256
     try:
         SentencePieceTrainer.train(sentence_iterator=rows, model_writer=model, **kind, **exact)
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2].strip()  # it names the vocabulary that would fit
         found = f"{size:,} bytes of text cannot make so many subwords, or so few: {reason}"
-        raise UserError(f"data.vocabulary={vocabulary}: {found} (or use data.tokenizer=bytes)") from error
-    return SentencepieceTokenizer(model.getvalue(), {"kind": "bpe", "sample": sample, "sampled": size, "from": total})
+        raise UserError(
+            f"data.vocabulary={vocabulary}: {found} (or use data.tokenizer=bytes)"
+        ) from error
+    return SentencepieceTokenizer(
+        model.getvalue(), {"kind": "bpe", "sample": sample, "sampled": size, "from": total}
+    )
 
 
 def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
@@ -192,7 +254,10 @@ def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
         if number % step == 0:
             kept.append(piece[:size])
         if sum(map(len, kept)) > size:
-            kept, step = kept[1::2], 2 * step  # every second piece goes, and of the following ones, too
+            kept, step = (
+                kept[1::2],
+                2 * step,
+            )  # every second piece goes, and of the following ones, too
     return kept, total
 
 
@@ -210,7 +275,9 @@ def encode_text(tokenizer: Tokenizer, text: bytes | str) -> np.ndarray:
     return tokenizer.encode(raw).astype(np.int64)
 
 
-def learned(data: DataConfig, texts: Iterable[bytes], folder: Path, options: str, report: Report) -> Tokenizer:
+def learned(
+    data: DataConfig, texts: Iterable[bytes], folder: Path, options: str, report: Report
+) -> Tokenizer:
     """Return the tokenizer of words or subwords that is in `folder`, learned from `texts` unless it is finished."""
     with contextlib.suppress(OSError, ValueError):  # missing or half
         return load_tokenizer(json.loads(read_file(folder / RECORD)), folder)

@@ -21,12 +21,17 @@ from rtx.errors import UserError
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
 
-SUBWORDS_PER_WORD = 1.248  # PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)
+SUBWORDS_PER_WORD = (
+    1.248  # PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)
+)
 REPEATED = 8  # units before one that must have stood before for it to be repeated
 RELEASED = {
     "enwik8": ("bytes", "newlines dropped"),
     "wikitext103": ("words", "blank lines and the last window that is not full dropped"),
-    "pg19": ("sentencepiece", f"newlines dropped, perplexity exp({SUBWORDS_PER_WORD} nats / subwords)"),
+    "pg19": (
+        "sentencepiece",
+        f"newlines dropped, perplexity exp({SUBWORDS_PER_WORD} nats / subwords)",
+    ),
     "cifar10": ("bytes", "as ours"),
     "imagenet64": ("bytes", "as ours"),
 }
@@ -65,7 +70,9 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     found_BN = np.zeros((B, N), bool)
     if N <= REPEATED:
         return found_BN
-    run_BS = tokens_BN + np.arange(B)[:, None] * (tokens_BN.max() + 1)  # S starts; the windows of a batch apart
+    run_BS = tokens_BN + np.arange(B)[:, None] * (
+        tokens_BN.max() + 1
+    )  # S starts; the windows of a batch apart
     for size in (1, 2, 4):
         pair_BS = run_BS[:, :-size] * (run_BS.max() + 1) + run_BS[:, size:]
         run_BS = np.unique(pair_BS, return_inverse=True)[1].reshape(pair_BS.shape)
@@ -97,50 +104,82 @@ def memory_phrases(values: Mapping[str, Any]) -> list[str]:
     return [said + ", the same length for all" * bool(values.get("model.same_length"))]
 
 
-def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> tuple[np.ndarray, str]:
+def read_as_released(
+    store: TokenStore | RecallStore, split: str, length: int
+) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
     if store.name not in RELEASED or isinstance(store, RecallStore):
-        raise UserError(f"protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
+        raise UserError(
+            f"protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}"
+        )
     tokens, (units, habits) = store.split(split), RELEASED[store.name]
     if store.image is not None:
         return tokens, habits
     if (found := store.tokenizer.name) != units:
-        raise UserError(f"protocol=released: {store.name} was read as {units}, not data.tokenizer={found}")
+        raise UserError(
+            f"protocol=released: {store.name} was read as {units}, not data.tokenizer={found}"
+        )
     is_newline = tokens == store.tokenizer.encode(b"\n")[0]
-    if store.name == "wikitext103":  # blank lines alone; the first one is blank where the text begins with a newline
+    if (
+        store.name == "wikitext103"
+    ):  # blank lines alone; the first one is blank where the text begins with a newline
         is_newline[1:] &= is_newline[:-1].copy()
     tokens = tokens[~is_newline]
     if store.name == "wikitext103":
         tokens = tokens[: len(tokens) // length * length]
     if not len(tokens):
-        raise UserError(f"protocol=released: split {split} has not one whole window of {length:,} units")
+        raise UserError(
+            f"protocol=released: split {split} has not one whole window of {length:,} units"
+        )
     return tokens, habits
 
 
 def measures(
-    store: TokenStore | RecallStore, split: str, score: Score, *, partial: bool = False, released: bool = False
+    store: TokenStore | RecallStore,
+    split: str,
+    score: Score,
+    *,
+    partial: bool = False,
+    released: bool = False,
 ) -> dict[str, Any]:
     """Return a score in every measure that its text has; a sample of windows (`partial`) has bits per unit alone."""
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
     if isinstance(store, RecallStore):
         result |= {f"accuracy_by_{kind}": found for kind, found in score.accuracies().items()}
-        chance = {"chance": 1 / store.task.values, "baselines": {"chance": math.log2(store.task.values)}}
+        chance = {
+            "chance": 1 / store.task.values,
+            "baselines": {"chance": math.log2(store.task.values)},
+        }
         return result | {"accuracy": score.accuracy, **chance}
     if score.far_K2 is not None and score.far_K2[:, 0].any():
         units, nats = score.far_K2.sum(0)
-        result |= {"bits_far_repeated": nats / units / math.log(2), "far_repeated": units / score.units}
+        result |= {
+            "bits_far_repeated": nats / units / math.log(2),
+            "far_repeated": units / score.units,
+        }
     if store.image is not None or partial:
         return result
-    if store.unit == "subword" and not released:  # words are no account of the bytes between and in them
+    if (
+        store.unit == "subword" and not released
+    ):  # words are no account of the bytes between and in them
         result["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
     if (words := words_scored(store, split, score.units, released)) is not None:
         count, note, comparable = words
-        perplexity = math.exp(score.nats / count) if score.nats / count < 700 else math.inf  # beyond float64
-        result |= {"perplexity_per_word": perplexity, "words": count, "words_are": note, "words_comparable": comparable}
+        perplexity = (
+            math.exp(score.nats / count) if score.nats / count < 700 else math.inf
+        )  # beyond float64
+        result |= {
+            "perplexity_per_word": perplexity,
+            "words": count,
+            "words_are": note,
+            "words_comparable": comparable,
+        }
     return result
 
 
-def words_scored(store: TokenStore, split: str, units: int, released: bool) -> tuple[float, str, bool] | None:
+def words_scored(
+    store: TokenStore, split: str, units: int, released: bool
+) -> tuple[float, str, bool] | None:
     """Return how many words a split has, whose count that is, and whether published perplexities are over the same."""
     published = SETS[store.name].words if store.name in SETS else {}
     if released and store.name == "pg19":
@@ -167,10 +206,15 @@ def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
         far = f"bits/{unit} on far-repeated units, {result['far_repeated']:.2%} of all"
         lines.append(f"{result['bits_far_repeated']:.5f} {far}")
     if "accuracy" in result:
-        lines.append(f"{result['accuracy']:.2%} of the answers right (chance {result['chance']:.2%})")
+        lines.append(
+            f"{result['accuracy']:.2%} of the answers right (chance {result['chance']:.2%})"
+        )
     for kind in ("distance", "pairs"):
         found = result.get(f"accuracy_by_{kind}", {})
-        told = ", ".join(f"{value}{'+' * (kind == 'distance')}: {share:.1%}" for value, (share, _) in found.items())
+        told = ", ".join(
+            f"{value}{'+' * (kind == 'distance')}: {share:.1%}"
+            for value, (share, _) in found.items()
+        )
         lines += [f"accuracy by {kind}: {told}"] if len(found) > 1 else []
     return lines
 
@@ -193,5 +237,7 @@ def baselines(held_out: np.ndarray) -> dict[str, float]:
     data = held_out.tobytes()
     # A dictionary no larger than the data need gives what preset 9 gives, in less memory.
     dictionary = min(1 << 26, max(1 << 16, 1 << (len(data) - 1).bit_length()))
-    packed = lzma.compress(data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}])
+    packed = lzma.compress(
+        data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}]
+    )
     return {"zlib": 8 * len(zlib.compress(data, 9)) / len(data), "xz": 8 * len(packed) / len(data)}

@@ -24,7 +24,9 @@ class Score:
 
     units_K: np.ndarray
     nats_K: np.ndarray
-    right_KA: np.ndarray | None = None  # where answers alone are scored: 1 where the unit was the likeliest
+    right_KA: np.ndarray | None = (
+        None  # where answers alone are scored: 1 where the unit was the likeliest
+    )
     back_KA: np.ndarray | None = None  # how far back each answer was told; 0 for none
     far_K2: np.ndarray | None = None  # where they are counted: far-repeated units, and their nats
 
@@ -49,10 +51,16 @@ class Score:
         """Return accuracy and number of answers by distance (from a power of two on) and by pairs of a window."""
         assert self.right_KA is not None and self.back_KA is not None
         is_KA = self.back_KA > 0
-        right, pairs = self.right_KA[is_KA], np.broadcast_to(self.units_K[:, None], is_KA.shape)[is_KA].astype(int)
+        right, pairs = (
+            self.right_KA[is_KA],
+            np.broadcast_to(self.units_K[:, None], is_KA.shape)[is_KA].astype(int),
+        )
         kinds = {"distance": 2 ** np.log2(self.back_KA[is_KA]).astype(int), "pairs": pairs}
         return {
-            kind: {str(value): [float(right[of == value].mean()), int((of == value).sum())] for value in np.unique(of)}
+            kind: {
+                str(value): [float(right[of == value].mean()), int((of == value).sum())]
+                for value in np.unique(of)
+            }
             for kind, of in kinds.items()
         }
 
@@ -97,7 +105,11 @@ def score_windows(
     scored: list[Tensor] = []
     for batch in equal_batches(windows, batch_size):
         tokens_BN, skipped_B = read_windows(tokens, [windows[k] for k in batch])
-        scored.append(score_batch(model, (tokens_BN.to(device), skipped_B.to(device)), answers, reach, streaming))
+        scored.append(
+            score_batch(
+                model, (tokens_BN.to(device), skipped_B.to(device)), answers, reach, streaming
+            )
+        )
         on_progress(batch[-1] + 1, len(windows))
     return joined(torch.cat(scored).numpy(), answers)
 
@@ -113,7 +125,9 @@ def joined(scored_KX: np.ndarray, answers: Answers | None) -> Score:
 def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
     """Cut 0..K-1 into runs of at most `batch_size` windows of the same length."""
     batches: list[list[int]] = []
-    for size, group in itertools.groupby(range(len(windows)), lambda k: windows[k].stop - windows[k].start):
+    for size, group in itertools.groupby(
+        range(len(windows)), lambda k: windows[k].stop - windows[k].start
+    ):
         numbers, most = list(group), batch_size or max(1, BATCH_UNITS // size)
         batches += [numbers[at : at + most] for at in range(0, len(numbers), most)]
     return batches
@@ -126,7 +140,11 @@ def read_windows(tokens: np.ndarray, windows: Sequence[Window]) -> tuple[Tensor,
 
 
 def score_batch(
-    model: nn.Module, read: tuple[Tensor, Tensor], answers: Answers | None, reach: int | None, streaming: bool = False
+    model: nn.Module,
+    read: tuple[Tensor, Tensor],
+    answers: Answers | None,
+    reach: int | None,
+    streaming: bool = False,
 ) -> Tensor:
     """Return what each of the windows of `read_windows` scores, float64 `[B, X]` on the CPU: units and nats.
 
@@ -143,12 +161,18 @@ def score_batch(
         nats_B = torch.where(counts_BN, nats_BN.double(), 0.0).sum(dim=1)
         units_B, more = counts_BN.sum(dim=1), []
         if reach is not None:
-            far_BN = counts_BN & torch.from_numpy(far_repeated(tokens_BN.cpu().numpy(), reach)).to(counts_BN.device)
+            far_BN = counts_BN & torch.from_numpy(far_repeated(tokens_BN.cpu().numpy(), reach)).to(
+                counts_BN.device
+            )
             far_nats_B = torch.where(far_BN, nats_BN.double(), 0.0).sum(dim=1)
             more = [far_BN.sum(dim=1)[:, None], far_nats_B[:, None]]
     else:
         assert not skipped_B.any(), "answers are scored in whole windows"
         at_BA, back_BA = answers(tokens_BN)
         nats_BA, right_BA, _ = model.answers(tokens_BN, at_BA, streaming=streaming)  # type: ignore[operator]
-        nats_B, units_B, more = nats_BA.double().sum(dim=1), (at_BA >= 0).sum(dim=1), [right_BA, back_BA]
+        nats_B, units_B, more = (
+            nats_BA.double().sum(dim=1),
+            (at_BA >= 0).sum(dim=1),
+            [right_BA, back_BA],
+        )
     return torch.cat([units_B[:, None], nats_B[:, None], *more], dim=1).double().cpu()

@@ -22,7 +22,9 @@ class Decoder:
         self.position = 0
         self.streams = [block.attention.streams() for block in model.blocks]  # type: ignore[union-attr,operator]
         self.memory = Memory(model.config) if model.config.compressed else None
-        self.segment_BN: Tensor | None = None  # units of the segment that is not finished, of a model that compresses
+        self.segment_BN: Tensor | None = (
+            None  # units of the segment that is not finished, of a model that compresses
+        )
 
     @torch.no_grad()
     def prefill(self, prompt_BP: Tensor) -> Tensor:
@@ -35,7 +37,9 @@ class Decoder:
         if self.memory is not None:
             return self.go_on(prompt_BP)
         # The input of the last position is the last unit of the prompt: what stands at that position is not read.
-        x_BNE = model.embedding(torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1))
+        x_BNE = model.embedding(
+            torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1)
+        )
         for block, streams in zip(model.blocks, self.streams, strict=True):
             x_BNE = block.prefill(x_BNE, streams)  # type: ignore[operator]
         self.position = x_BNE.shape[1]
@@ -44,11 +48,21 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens_B: Tensor | None = None) -> Tensor:
         """Take in the last unit of each stream (None at the start) and return the logits `[B, V]` of the next one."""
-        assert (tokens_B is None) == (self.position == 0), "the first step, and only it, takes no unit"
+        assert (tokens_B is None) == (self.position == 0), (
+            "the first step, and only it, takes no unit"
+        )
         if self.memory is not None:
-            return self.go_on(torch.zeros(self.batch, 0, dtype=torch.int64) if tokens_B is None else tokens_B[:, None])
+            return self.go_on(
+                torch.zeros(self.batch, 0, dtype=torch.int64)
+                if tokens_B is None
+                else tokens_B[:, None]
+            )
         embedding = self.model.embedding
-        x_BS = embedding.start_S.expand(self.batch, -1) if tokens_B is None else embedding.vectors(tokens_B)
+        x_BS = (
+            embedding.start_S.expand(self.batch, -1)
+            if tokens_B is None
+            else embedding.vectors(tokens_B)
+        )
         x_B1E = embedding.finish(x_BS[:, None], self.position)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_B1E = block.decode(x_B1E, streams)  # type: ignore[operator]
@@ -61,7 +75,9 @@ class Decoder:
         assert memory is not None
         tokens_BP = tokens_BP.to(model.device)
         self.position += tokens_BP.shape[1] + (self.segment_BN is None)
-        every_BN = tokens_BP if self.segment_BN is None else torch.cat([self.segment_BN, tokens_BP], dim=1)
+        every_BN = (
+            tokens_BP if self.segment_BN is None else torch.cat([self.segment_BN, tokens_BP], dim=1)
+        )
         while every_BN.shape[1] >= model.segment:
             model(every_BN[:, : model.segment], memory=memory)
             every_BN = every_BN[:, model.segment :]
@@ -102,7 +118,11 @@ def generate(
 
 
 def draw(
-    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+    logits_BV: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Draw one unit for each stream; the draw is made on the CPU, so that a seed means the same everywhere."""
     logits_BV = logits_BV.float().cpu()

@@ -186,7 +186,9 @@ class HeadStream:
 
     def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
         """Return the output `[B, H, 1, D]` of the next position."""
-        q_BH1D, k_BH1D, self.before_BHSD = self.group.queries_and_keys(q_BH1D, k_BH1D, self.before_BHSD)
+        q_BH1D, k_BH1D, self.before_BHSD = self.group.queries_and_keys(
+            q_BH1D, k_BH1D, self.before_BHSD
+        )
         return self.stream.decode(q_BH1D, k_BH1D, v_BH1D)
 
 

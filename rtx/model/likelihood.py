@@ -27,7 +27,9 @@ def most_logits(gpu: bool) -> int:
     return MAX_LOGITS_GPU if gpu else MAX_LOGITS
 
 
-def fused_mean_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
+def fused_mean_nats(
+    hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor
+) -> Tensor:
     """Return the mean of `token_nats` by Liger-Kernel, which works out the gradient in the forward pass.
 
     Only the mean: a gradient of single positions would need the logits a second time. The CPU waits for the GPU
@@ -50,7 +52,9 @@ def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN:
     return in_parts(of_rows, hidden_BNE, target_BN, len(weight_VE))
 
 
-def in_parts(of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tensor, logits: int) -> Tensor:
+def in_parts(
+    of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tensor, logits: int
+) -> Tensor:
     """Return what `of_rows(hidden_RE, target_R)` does, which holds so many logits for a row, `[B, N]`."""
     hidden_RE, target_R = hidden_BNE.flatten(0, 1), target_BN.flatten()
     part = max(1, most_logits(hidden_BNE.is_cuda) // logits)
@@ -65,7 +69,9 @@ def band_ends(model: ModelConfig, vocabulary: int) -> list[int]:
     ends = sizes_of(model.cutoffs)
     if ends[-1] >= vocabulary:
         below = f"must end below the {vocabulary:,} units of the data"
-        raise UserError(f"model.cutoffs={model.cutoffs} {below}, which go on behind it; or model.embedding=null")
+        raise UserError(
+            f"model.cutoffs={model.cutoffs} {below}, which go on behind it; or model.embedding=null"
+        )
     return [*ends, vocabulary]
 
 
@@ -83,7 +89,9 @@ class Bands(nn.Module):
         self.ranges = list(itertools.pairwise([0, *ends]))
         widths = [hidden // factor**band for band in range(len(ends))]
         sizes = [stop - start for start, stop in self.ranges]
-        self.tables = nn.ParameterList(torch.empty(G, S) for G, S in zip(sizes, widths, strict=True))
+        self.tables = nn.ParameterList(
+            torch.empty(G, S) for G, S in zip(sizes, widths, strict=True)
+        )
         self.widen = nn.ModuleList(Linear(S, hidden, bias=False) for S in widths)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -93,7 +101,9 @@ class Bands(nn.Module):
     def masked(self, ids: Tensor) -> Tensor:
         """Return the vectors, each of the bands asked for all words: more products, but the CPU never waits."""
         vectors = self.tables[0].new_zeros(())
-        for (start, stop), table_GS, widen in zip(self.ranges, self.tables, self.widen, strict=True):
+        for (start, stop), table_GS, widen in zip(
+            self.ranges, self.tables, self.widen, strict=True
+        ):
             within = (ids >= start) & (ids < stop)
             place = (ids - start).clamp(0, stop - start - 1)
             vectors = torch.where(within[..., None], widen(F.embedding(place, table_GS)), vectors)
@@ -102,9 +112,13 @@ class Bands(nn.Module):
     def gathered(self, ids: Tensor) -> Tensor:
         """Return the vectors, each of the bands asked for its own words."""
         vectors = self.tables[0].new_zeros(*ids.shape, self.widen[0].out_features)  # type: ignore[arg-type]
-        for (start, stop), table_GS, widen in zip(self.ranges, self.tables, self.widen, strict=True):
+        for (start, stop), table_GS, widen in zip(
+            self.ranges, self.tables, self.widen, strict=True
+        ):
             at = ((ids >= start) & (ids < stop)).nonzero(as_tuple=True)
-            vectors = vectors.index_put(at, widen(F.embedding(ids[at] - start, table_GS)).to(vectors.dtype))
+            vectors = vectors.index_put(
+                at, widen(F.embedding(ids[at] - start, table_GS)).to(vectors.dtype)
+            )
         return vectors
 
     def initialise(self, as_output: bool) -> None:

@@ -38,7 +38,16 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         is_large = input.numel() * self.out_features >= LARGE and input.dtype == torch.float32
-        by_torch = self.products == "torch" or input.device.type != "cpu" or torch.is_autocast_enabled("cpu")
-        if by_torch or not is_large or torch.compiler.is_compiling() or not torch.backends.mkldnn.is_available():
+        by_torch = (
+            self.products == "torch"
+            or input.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
+        )
+        if (
+            by_torch
+            or not is_large
+            or torch.compiler.is_compiling()
+            or not torch.backends.mkldnn.is_available()
+        ):
             return super().forward(input)
         return Product.apply(input, self.weight, self.bias)

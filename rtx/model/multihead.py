@@ -26,7 +26,10 @@ class MultiheadAttention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         hidden = config.model.hidden
-        groups = [HeadGroup(name, heads, config, layer) for name, heads in layer_patterns(config, layer).items()]
+        groups = [
+            HeadGroup(name, heads, config, layer)
+            for name, heads in layer_patterns(config, layer).items()
+        ]
         widths = [group.width for group in groups]
         key_widths = [group.width for group in groups if group.key_source == "matrix"]
         self.size = groups[0].size
@@ -69,7 +72,9 @@ class MultiheadAttention(nn.Module):
         """Return the layer's output `[B, N, E]` from the outputs of each group, `[B, H, N, D]`."""
         return self.out(torch.cat(outputs, dim=1).transpose(1, 2).flatten(2))
 
-    def forward(self, x_BNE: Tensor, streaming: bool = False, memory_length: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_BNE: Tensor, streaming: bool = False, memory_length: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return the layer's output `[B, N, E]` and its auxiliary loss.
 
         Args:

@@ -31,7 +31,9 @@ held_angles: dict[Hashable, Angles] = {}
 """The angles that were used last, as all layers turn by the same: in a dictionary, which torch.compile can read."""
 
 
-def angles(size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Angles:
+def angles(
+    size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device
+) -> Angles:
     """Return cosines, and sines with a minus for the first of each pair, `[count, size]`, from position `first` on."""
     key = size, base, first, count, dtype, device
     if key not in held_angles:
@@ -41,10 +43,14 @@ def angles(size: int, base: float, first: int, count: int, dtype: torch.dtype, d
     return held_angles[key]
 
 
-def make_angles(size: int, base: float, positions: range, dtype: torch.dtype, device: torch.device) -> Angles:
+def make_angles(
+    size: int, base: float, positions: range, dtype: torch.dtype, device: torch.device
+) -> Angles:
     """Return what `angles` does, computed in float64: rounded frequencies would turn far positions wrongly."""
     with torch.inference_mode(False):
-        position_N = torch.arange(positions.start, positions.stop, device=device, dtype=torch.float64)
+        position_N = torch.arange(
+            positions.start, positions.stop, device=device, dtype=torch.float64
+        )
         exponent_F = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
         angle_NF = position_N[:, None] * base**-exponent_F
         cos_NF, sin_NF = angle_NF.cos().to(dtype), angle_NF.sin().to(dtype)
@@ -109,7 +115,9 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.sizes, self.length = sizes, math.prod(sizes)
         deviation = TABLE_DEVIATION / math.sqrt(len(sizes))
-        self.tables = nn.ParameterList(nn.Parameter(torch.randn(size, hidden) * deviation) for size in sizes)
+        self.tables = nn.ParameterList(
+            nn.Parameter(torch.randn(size, hidden) * deviation) for size in sizes
+        )
 
     def forward(self, first: int, count: int) -> Tensor:
         """Return the vectors of positions `first` to `first + count - 1`; ValueError: one beyond the last."""
@@ -120,7 +128,9 @@ class LearnedPositions(nn.Module):
         device = self.tables[0].device
         position_N = torch.arange(first, first + count, device=device)
         vectors = []
-        stride = self.length  # positions from one place on an axis to the next; torch.compile has no unravel_index
+        stride = (
+            self.length
+        )  # positions from one place on an axis to the next; torch.compile has no unravel_index
         for size, table in zip(self.sizes, self.tables, strict=True):
             stride //= size
             vectors.append(F.embedding(position_N // stride % size, table))

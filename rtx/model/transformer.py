@@ -55,7 +55,9 @@ class Embedding(nn.Module):
         `before_B`: the unit before each sequence, where it goes on with a stream.
         """
         start_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
-        if before_B is not None:  # the sum keeps the start vector in the graph, where DDP looks for its gradient
+        if (
+            before_B is not None
+        ):  # the sum keeps the start vector in the graph, where DDP looks for its gradient
             start_B1S = self.vectors(before_B)[:, None] + 0 * start_B1S
         return self.finish(torch.cat([start_B1S, self.vectors(tokens_BN[:, :-1])], dim=1), 0)
 
@@ -95,10 +97,16 @@ class Transformer(nn.Module):
         tied, bands = model.tie_embeddings, self.embedding.bands
         self.softmax: AdaptiveSoftmax | None = None
         if bands is not None:
-            own = bands if tied else Bands(band_ends(model, vocabulary), model.hidden, model.band_factor)
+            own = (
+                bands
+                if tied
+                else Bands(band_ends(model, vocabulary), model.hidden, model.band_factor)
+            )
             self.softmax = AdaptiveSoftmax(own, model.hidden)
         else:
-            self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
+            self.output_VS = (
+                self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
+            )
             self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
         self.initialise()
         for module in self.modules():
@@ -194,14 +202,19 @@ class Transformer(nn.Module):
             return recomputed_block(block, *arguments)
         return block(*arguments)
 
-    def loss(self, tokens_BN: Tensor, streaming: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, tokens_BN: Tensor, streaming: bool = False, memory: Memory | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss.
 
         A model of segments reads a sequence of several as a stream; `memory`: see `forward`.
         """
         if memory is None and 0 < self.segment < tokens_BN.shape[1]:
             memory = Memory(self.config)
-            nats = [self.loss(part_BN, streaming, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
+            nats = [
+                self.loss(part_BN, streaming, memory)[0]
+                for part_BN in tokens_BN.split(self.segment, dim=1)
+            ]
             return torch.cat(nats, dim=1), nats[0].new_zeros(())
         hidden_BNS, auxiliary = self(tokens_BN, streaming, memory)
         if self.softmax is not None:
@@ -214,13 +227,18 @@ class Transformer(nn.Module):
         hidden_BNS, auxiliary = self(tokens_BN, memory=memory)
         return fused_mean_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
-    def answers(self, tokens_BN: Tensor, at_BA: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def answers(
+        self, tokens_BN: Tensor, at_BA: Tensor, streaming: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the nats of the units at positions `at_BA` alone and whether each is the likeliest, `[B, A]`.
 
         Where the position is -1: 0 and false. The third result is the auxiliary loss, of the whole sequence.
         """
         hidden_BNS, auxiliary = self(tokens_BN, streaming)
-        row_B1, chosen_BA = torch.arange(len(tokens_BN), device=at_BA.device)[:, None], at_BA.clamp(min=0)
+        row_B1, chosen_BA = (
+            torch.arange(len(tokens_BN), device=at_BA.device)[:, None],
+            at_BA.clamp(min=0),
+        )
         targets_BA = tokens_BN.gather(1, chosen_BA)
         logits_BAV = self.logits(hidden_BNS[row_B1, chosen_BA])
         wide = torch.promote_types(logits_BAV.dtype, torch.float32)
@@ -250,7 +268,9 @@ def recomputed_block(block: nn.Module, *inputs: Any) -> Any:
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=recompute_contexts)
 
 
-def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+def recompute_contexts() -> tuple[
+    contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
+]:
     """Contexts of the first and the second forward pass of recomputation: the second gathers no statistics."""
     return contextlib.nullcontext(), statistics_paused()
 

@@ -27,7 +27,9 @@ class Certainty:
     noise: str
 
 
-def certainty(rows: Sequence[Row], unit: str, kinds: Table | None = None, said: str = "") -> Certainty:
+def certainty(
+    rows: Sequence[Row], unit: str, kinds: Table | None = None, said: str = ""
+) -> Certainty:
     """Return how certain the scores of finished rows of one protocol are.
 
     `unit` is that of the bits, such as `bits/byte`; `kinds` the table of kinds of heads, if there are several, and
@@ -44,7 +46,9 @@ def certainty(rows: Sequence[Row], unit: str, kinds: Table | None = None, said: 
     elif len(scored) == 1:
         verdict = f"Nothing to compare: one row, of {plural(seeds[0], 'seed')}."
     elif min(seeds) < SEEDS:
-        verdict = f"Not certain: a verdict takes {SEEDS} seeds a row, and here are {numbers(seeds)}."
+        verdict = (
+            f"Not certain: a verdict takes {SEEDS} seeds a row, and here are {numbers(seeds)}."
+        )
     else:
         verdict = lowest_of_one_kind(scored)
     enough_seeds = min(seeds) >= SEEDS
@@ -54,13 +58,19 @@ def certainty(rows: Sequence[Row], unit: str, kinds: Table | None = None, said: 
 
 def has_verdicts(kinds: Table) -> bool:
     """Tell whether any row of a table of kinds has a verdict."""
-    words = {value for row in kinds.rows for key, value in row.items() if key.startswith("against_")}
+    words = {
+        value for row in kinds.rows for key, value in row.items() if key.startswith("against_")
+    }
     return not words.isdisjoint(("better", "behind", "tied"))
 
 
 def single_seed(rows: int) -> str:
     """Return that rows of one seed have no verdict."""
-    return "Not certain: 1 seed a row; no verdict." if rows > 1 else "Not certain: 1 row of 1 seed; no verdict."
+    return (
+        "Not certain: 1 seed a row; no verdict."
+        if rows > 1
+        else "Not certain: 1 row of 1 seed; no verdict."
+    )
 
 
 def numbers(seeds: Sequence[int]) -> str:

@@ -71,15 +71,23 @@ def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> R
             made.append(add_times(report, kinds, records))
     if not found.cells:
         report.headline = "No scores here: step times alone."
-    report.tables += [divergence_view(cell, one) for cell in found.cells if (one := newest_divergence(cell))]
+    report.tables += [
+        divergence_view(cell, one) for cell in found.cells if (one := newest_divergence(cell))
+    ]
     report.tables += [table for record in records for table in views(record)]
-    report.tables += [one for one in (environment_table(found.cells), list_of_tables(found.cells)) if one.rows]
+    report.tables += [
+        one for one in (environment_table(found.cells), list_of_tables(found.cells)) if one.rows
+    ]
     protocol, rows = by_protocol[0]
     report.plots = [plot for plot in made if plot]
-    report.plots += plots_of(report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits")
+    report.plots += plots_of(
+        report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits"
+    )
     own = found.commands or [cell.command for cell in found.cells if cell.command]
     timed = [record.facts["command"] for record in records if record.facts["command"]]
-    report.commands = [printable(command).replace("\n", " ") for command in dict.fromkeys([*own, *timed])]
+    report.commands = [
+        printable(command).replace("\n", " ") for command in dict.fromkeys([*own, *timed])
+    ]
     return report
 
 
@@ -110,7 +118,9 @@ def add_scores(
         kinds = kinds_table(protocol, ranked, paces)
         said = answer(kinds, ())
         left_out = sum(len(row.scores) for row in rows) - sum(len(row.scores) for row in ranked)
-        kinds.table.lines += [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
+        kinds.table.lines += (
+            [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
+        )
         tables = [kinds.table, *tables]
     sure = certainty(ranked, unit, kinds.table if kinds else None, said.headline)
     if leads:
@@ -129,35 +139,61 @@ def add_times(report: Report, kinds: Kinds, records: Sequence[StepRecord]) -> Pl
     conclusion = answer(kinds, findings)
     report.headline = conclusion.headline
     report.lines = conclusion.lines
-    constant = all(one.row.config["optimizer.schedule"] == "constant" for one in kinds.picked.values())
+    constant = all(
+        one.row.config["optimizer.schedule"] == "constant" for one in kinds.picked.values()
+    )
     report.tables[:0] = tables_of(findings, kinds, constant)
     ahead = [kind for kind in kinds.picked if kind not in kinds.legal]
-    return bits_and_time({kind: of_kind.curves for kind, of_kind in runs.items()}, ahead, kinds.unit)
+    return bits_and_time(
+        {kind: of_kind.curves for kind, of_kind in runs.items()}, ahead, kinds.unit
+    )
 
 
 def environment_table(cells: Sequence[Cell]) -> Table:
     facts = []
     for env in (cell.environment for cell in cells if cell.environment):
         data, commit = env["data"], (env.get("git") or {}).get("commit") or "none"
-        own = {**env["versions"], "git commit": commit[:12] + " with changes" * commit.endswith("-dirty")}
+        own = {
+            **env["versions"],
+            "git commit": commit[:12] + " with changes" * commit.endswith("-dirty"),
+        }
         own |= {"device": env["gpu"] or f"CPU, {env['threads']} threads", "python": env["python"]}
         facts.append(own | {"data": data["name"], "data fingerprint": data["fingerprint"]})
-    rows = [{"what": key, "value": "; ".join(dict.fromkeys(one[key] for one in facts))} for key in (facts or [{}])[0]]
-    return Table("Environment", [Column("what", "what", brief=False), Column("value", "value", brief=False)], rows)
+    rows = [
+        {"what": key, "value": "; ".join(dict.fromkeys(one[key] for one in facts))}
+        for key in (facts or [{}])[0]
+    ]
+    return Table(
+        "Environment",
+        [Column("what", "what", brief=False), Column("value", "value", brief=False)],
+        rows,
+    )
 
 
 def list_of_tables(cells: Sequence[Cell]) -> Table:
     """Return the paper's tables: how many rows of each have been run here, and the commands for the rest."""
     rows = []
     for table in paper_tables():
-        mine = [Row([cell]) for cell in cells if (cell.final or cell.scores) and table_of(cell.config) == table]
+        mine = [
+            Row([cell])
+            for cell in cells
+            if (cell.final or cell.scores) and table_of(cell.config) == table
+        ]
         equal = [row for row in mine if not departures(row, table)]
-        done, same = (len({table.row_of(row.config) for row in found} - {None}) for found in (mine, equal))
-        run = f"{done} of {len(table.rows)} rows, {same} of them with the paper's settings" if done else "not run"
+        done, same = (
+            len({table.row_of(row.config) for row in found} - {None}) for found in (mine, equal)
+        )
+        run = (
+            f"{done} of {len(table.rows)} rows, {same} of them with the paper's settings"
+            if done
+            else "not run"
+        )
         rows.append({"table": f"Table {table.number}", "about": table.title, "run": run})
         rows[-1]["command"] = "; ".join(table.commands)
     columns = [("table", "table"), ("about", "about"), ("run", "run here"), ("command", "command")]
-    return Table("The paper's tables", [Column(key, title, brief=False) for key, title in columns], rows)
+    return Table(
+        "The paper's tables", [Column(key, title, brief=False) for key, title in columns], rows
+    )
 
 
 def printed_view(table: PaperTable) -> Table:
@@ -190,14 +226,24 @@ def decimals(values: Sequence[float | None]) -> int:
 def write(report: Report, output: Path) -> list[Path]:
     """Write the report in every format and return the paths; `UserError` in a folder with files of somebody else's."""
     texts = {"json": as_json, "html": html, "md": markdown, "csv": comma_separated, "tex": latex}
-    files = {f"report.{form}": text(report).encode("utf-8", "replace") for form, text in texts.items()}
+    files = {
+        f"report.{form}": text(report).encode("utf-8", "replace") for form, text in texts.items()
+    }
     files |= {f"{plot.name}.png": plot.png for plot in report.plots}
-    foreign = [] if (output / "report.json").exists() else [name for name in files if (output / name).exists()]
+    foreign = (
+        []
+        if (output / "report.json").exists()
+        else [name for name in files if (output / name).exists()]
+    )
     if foreign:
-        raise UserError(f"output={output}: holds a {foreign[0]} that rtx report did not write; name another folder")
+        raise UserError(
+            f"output={output}: holds a {foreign[0]} that rtx report did not write; name another folder"
+        )
     output.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        replace_file(output / name, lambda file, content=content: file.write(content), durable=False)
+        replace_file(
+            output / name, lambda file, content=content: file.write(content), durable=False
+        )
     return [output / name for name in files]
 
 
@@ -225,21 +271,40 @@ def comma_separated(report: Report) -> str:
     import pandas
 
     tables = report.every_table()
-    frames = [pandas.DataFrame(one.rows).assign(table=one.title, protocol=" ".join(one.lines[:1])) for one in tables]
-    return pandas.concat([frame.map(no_formula).convert_dtypes() for frame in frames]).to_csv(index=False)
+    frames = [
+        pandas.DataFrame(one.rows).assign(table=one.title, protocol=" ".join(one.lines[:1]))
+        for one in tables
+    ]
+    return pandas.concat([frame.map(no_formula).convert_dtypes() for frame in frames]).to_csv(
+        index=False
+    )
 
 
 def no_formula(value: Any) -> Any:
     """Return the value of a cell; a text that spreadsheets would compute stands behind a quote."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    return (
+        f"'{value}"
+        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+        else value
+    )
 
 
 def as_json(report: Report) -> str:
     """Return tables and commands as JSON; numbers as they are, not rounded."""
-    said = {"title": report.title, "headline": report.headline, "lines": report.lines, "noise": report.noise}
+    said = {
+        "title": report.title,
+        "headline": report.headline,
+        "lines": report.lines,
+        "noise": report.noise,
+    }
     said |= {"problems": report.problems}
     tables = [
         {"title": table.title, "lines": table.lines, "footnotes": table.notes, "rows": table.rows}
         for table in report.every_table()
     ]
-    return json.dumps({**said, "tables": tables, "commands": report.commands}, indent=1, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            {**said, "tables": tables, "commands": report.commands}, indent=1, ensure_ascii=False
+        )
+        + "\n"
+    )

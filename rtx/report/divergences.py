@@ -12,7 +12,11 @@ from rtx.report.tables import Column, Table
 Found = Mapping[tuple[str, str], tuple[float, float]]
 """Mean and deviation over the drawn pairs, in nats, by layer and kind of pair; layer "mean" is the mean over layers."""
 
-PAPER_KINDS = ("local local", "local routing", "routing routing")  # in the order of the paper's columns
+PAPER_KINDS = (
+    "local local",
+    "local routing",
+    "routing routing",
+)  # in the order of the paper's columns
 BOUND = math.log(2)
 
 
@@ -20,7 +24,9 @@ def spreads(record: Mapping[str, Any]) -> Found:
     """Return what a record of `rtx analyze divergence` holds."""
     kinds = [" ".join(map(heads_name, row["kind"])) for row in record["layers"]]
     rows = zip(record["layers"], kinds, strict=True)
-    return with_means({(str(row["layer"]), kind): (row["mean"], row["deviation"]) for row, kind in rows})
+    return with_means(
+        {(str(row["layer"]), kind): (row["mean"], row["deviation"]) for row, kind in rows}
+    )
 
 
 def heads_name(group: str) -> str:
@@ -30,20 +36,33 @@ def heads_name(group: str) -> str:
 
 def paper_spreads() -> Found:
     layers = enumerate(numbered(6).divergences)
-    return with_means({(str(n), kind): pair for n, row in layers for kind, pair in zip(PAPER_KINDS, row, strict=True)})
+    return with_means(
+        {
+            (str(n), kind): pair
+            for n, row in layers
+            for kind, pair in zip(PAPER_KINDS, row, strict=True)
+        }
+    )
 
 
 def with_means(found: Found) -> Found:
     """Return values with the means over layers below them, as the paper's earlier versions print them."""
-    columns = {kind: [pair for (_, other), pair in found.items() if other == kind] for _, kind in found}
-    means = {("mean", kind): (mean(a for a, _ in pairs), mean(b for _, b in pairs)) for kind, pairs in columns.items()}
+    columns = {
+        kind: [pair for (_, other), pair in found.items() if other == kind] for _, kind in found
+    }
+    means = {
+        ("mean", kind): (mean(a for a, _ in pairs), mean(b for _, b in pairs))
+        for kind, pairs in columns.items()
+    }
     return {**found, **means}
 
 
 def newest_divergence(cell: Cell) -> Mapping[str, Any] | None:
     """Return a run's record of its best checkpoint, else of its last; of several the one after the most steps."""
     records = [record for record in cell.analyses if record.get("what") == "divergence"]
-    points = [(record["checkpoint"]["name"] == "best", record["checkpoint"]["step"]) for record in records]
+    points = [
+        (record["checkpoint"]["name"] == "best", record["checkpoint"]["step"]) for record in records
+    ]
     return records[points.index(max(points))] if records else None
 
 
@@ -62,14 +81,20 @@ def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
             key = f"{start}{kind}".replace(" ", "_")
             columns.append(Column(key, f"{start}{kind}", 4, f"{key}_deviation"))
             for entry in entries:
-                pair = values.get((entry["layer"], kind)) if not start or entry["layer"] in beside else None
+                pair = (
+                    values.get((entry["layer"], kind))
+                    if not start or entry["layer"] in beside
+                    else None
+                )
                 entry |= {key: pair[0], f"{key}_deviation": pair[1]} if pair else {}
     wish, data = record["analyze"], record["data"]["name"]
     where = f"{wish['split']} split of {data}"
     draws = f"{wish['draws']} draws of pairs of heads on {wish['sequences']} sequences of {record['length']}"
     lines = [f"{cell.name}: {where}; {draws}; nats, at most {BOUND:.4f}."]
     own = data == table.of_paper["data.name"]
-    lines += [] if own else ["The paper's values are of a model of 10 layers on Wikitext-103, N=4096."]
+    lines += (
+        [] if own else ["The paper's values are of a model of 10 layers on Wikitext-103, N=4096."]
+    )
     title = f"Jensen-Shannon divergence of attention, by layer: {where}"
     if own:
         departures = table.departures(cell.config)

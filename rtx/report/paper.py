@@ -59,7 +59,11 @@ class PaperRow:
 
     @property
     def label(self) -> str:
-        sizes = f" {self.routing_heads}x{self.routing_layers} W={self.window}" if self.routing_heads else ""
+        sizes = (
+            f" {self.routing_heads}x{self.routing_layers} W={self.window}"
+            if self.routing_heads
+            else ""
+        )
         return self.model.removesuffix(" Transformer") + sizes
 
 
@@ -74,7 +78,11 @@ class Other:
     @property
     def holder(self) -> str:
         """The first source that has the run's value; empty: none."""
-        able = (source for source, stated in self.sources.items() if allowed(self.key, stated, self.config))
+        able = (
+            source
+            for source, stated in self.sources.items()
+            if allowed(self.key, stated, self.config)
+        )
         return next(able, "")
 
     @property
@@ -111,7 +119,9 @@ class PaperTable:
     routing: Sources = field(default_factory=dict)
     local: Sources = field(default_factory=dict)
     speed: str = ""  # what its steps per second were measured on
-    divergences: Sequence[Sequence[tuple[float, float]]] = ()  # Table 6: mean and deviation of columns, by layer
+    divergences: Sequence[
+        Sequence[tuple[float, float]]
+    ] = ()  # Table 6: mean and deviation of columns, by layer
 
     @property
     def of_paper(self) -> Config:
@@ -124,7 +134,9 @@ class PaperTable:
         Those of Table 1 are told by the shares of heads, layers and sequence that route, so that a miniature has them.
         """
         layers = config.get("model.layers")
-        able = [row for row in self.rows if row.kind == kind_of(config) and same_shares(config, row)]
+        able = [
+            row for row in self.rows if row.kind == kind_of(config) and same_shares(config, row)
+        ]
         able = [row for row in able if not row.source or row.layers in (None, layers)]
         return next((row for row in able if row.layers == layers), able[0] if able else None)
 
@@ -161,7 +173,9 @@ class PaperTable:
             groups.append(self.local)
         found: dict[str, dict[str, Any]] = {}
         for source in SOURCES:
-            for group in groups:  # the text, where it gives more than the table prints, has the last word
+            for (
+                group
+            ) in groups:  # the text, where it gives more than the table prints, has the last word
                 for key, value in group.get(source, {}).items():
                     found.setdefault(key, {})[source] = value
         return found
@@ -236,7 +250,9 @@ def routes(config: Config) -> bool:
 
 def hashes(config: Config) -> bool:
     """Tell whether some heads read by hashing."""
-    all_route = all(config.get(f"routing.{part}") == config.get(f"model.{part}") for part in ("heads", "layers"))
+    all_route = all(
+        config.get(f"routing.{part}") == config.get(f"model.{part}") for part in ("heads", "layers")
+    )
     return "lsh" in str(config.get("model.base")).split("+") and not all_route
 
 
@@ -250,7 +266,11 @@ def kind_of(config: Config) -> str:
     """Return what heads a model has: full, local, random, random_blocks, routing, sparse, lsh, or its base."""
     base, chosen = str(config.get("model.base", "")), config.get("routing.selection")
     every_key = chosen == "exact" or (chosen == "nearest" and config.get("routing.clusters") == 1)
-    if routes(config) and every_key and config.get("routing.window", 0) >= config.get("data.length", 1):
+    if (
+        routes(config)
+        and every_key
+        and config.get("routing.window", 0) >= config.get("data.length", 1)
+    ):
         return f"{base}+full"  # the best of all keys are all, and so is the one cluster
     if routes(config):
         return {"random": "random", "blocks_random": "random_blocks"}.get(str(chosen), "routing")
@@ -264,7 +284,11 @@ def kind_of(config: Config) -> str:
 def heads_label(config: Config) -> str:
     """Return the kind of heads in words, with what selects."""
     kind, chooser = kind_of(config), {"routing": "routing.selection", "lsh": "model.lsh"}
-    return f"{kind} ({config.get(chooser[kind])})" if kind in chooser else kind.replace("_", " ") or "unknown"
+    return (
+        f"{kind} ({config.get(chooser[kind])})"
+        if kind in chooser
+        else kind.replace("_", " ") or "unknown"
+    )
 
 
 def same_shares(config: Config, row: PaperRow) -> bool:
@@ -274,7 +298,10 @@ def same_shares(config: Config, row: PaperRow) -> bool:
     ours = [config.get(key) or 0 for key in ("routing.heads", "routing.layers", "routing.window")]
     printed = (row.routing_heads, row.routing_layers or 0, row.window or 0)
     sizes = FULL_SIZE.items()
-    return all(a * whole == b * (config.get(key) or 0) for a, b, (key, whole) in zip(ours, printed, sizes, strict=True))
+    return all(
+        a * whole == b * (config.get(key) or 0)
+        for a, b, (key, whole) in zip(ours, printed, sizes, strict=True)
+    )
 
 
 @functools.cache
@@ -311,7 +338,11 @@ def numbered(number: int) -> PaperTable:
 
 def table_of(config: Config, timed: bool = False) -> PaperTable | None:
     """Return the table of scores, or of steps per second, that a run belongs to: by its data, else by its preset."""
-    tables = [table for table in paper_tables() if (table.speed if timed else table.split and table.number != 6)]
+    tables = [
+        table
+        for table in paper_tables()
+        if (table.speed if timed else table.split and table.number != 6)
+    ]
     by_data = [table for table in tables if config.get("data.name") in table.data]
     by_preset = [table for table in tables if config.get("model.name") in table.presets]
     return next(iter(by_data or by_preset), None)

@@ -84,7 +84,10 @@ def finished(name: str, caption: str, figure: Figure) -> Plot:
     drawing, picture = io.StringIO(), io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(
-            drawing, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            drawing,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
         )
         figure.savefig(picture, format="png", dpi=150)
     text = drawing.getvalue()
@@ -98,7 +101,9 @@ def finished(name: str, caption: str, figure: Figure) -> Plot:
 RIGHT, AROUND = ((1, 0),), ((1, 0), (-1, 0), (0, 1), (0, -1))
 
 
-def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Sequence[tuple[int, int]] = RIGHT) -> None:
+def direct_labels(
+    one: Axes, places: Mapping[str, tuple[float, ...]], sides: Sequence[tuple[int, int]] = RIGHT
+) -> None:
     """Write names beside their points, given with half their error bars: x, y, and where there are such bars dx, dy.
 
     A name takes the first place where it covers neither a bar nor another name: at one of the `sides` of its own bars,
@@ -113,8 +118,14 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Seq
     taken = [Bbox(one.transData.transform(span)).padded(3) for span in spans]
     for name, (x, y, dx, dy) in sorted(bars.items(), key=lambda bar: bar[1][1]):
         for farther, (a, b) in itertools.product(range(0, 240, 3), sides):
-            style: Any = {"va": "center", "ha": ("center", "left", "right")[a], "textcoords": "offset points"}
-            style["color"] = colour(name.removesuffix(AHEAD))  # where names are many they stand apart from their points
+            style: Any = {
+                "va": "center",
+                "ha": ("center", "left", "right")[a],
+                "textcoords": "offset points",
+            }
+            style["color"] = colour(
+                name.removesuffix(AHEAD)
+            )  # where names are many they stand apart from their points
             offset = (8 * a, b * (9 + farther) if b else farther)
             text = one.annotate(name, (x + a * dx, y + b * dy), offset, **style)
             box = text.get_window_extent()
@@ -123,13 +134,17 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Seq
                 break
             text.remove()
         else:
-            one.annotate(name, (x, y), (8, 0), textcoords="offset points", va="center", color=colour(name))
+            one.annotate(
+                name, (x, y), (8, 0), textcoords="offset points", va="center", color=colour(name)
+            )
         taken.append(box)
 
 
 def scores_and_speed(table: Table, unit: str) -> Plot | None:
     """Draw the kinds of heads: bits against steps a second, with the intervals of both."""
-    fair = [row for row in table.rows if not row.get("seeds_remark")]  # not chosen by the very scores shown
+    fair = [
+        row for row in table.rows if not row.get("seeds_remark")
+    ]  # not chosen by the very scores shown
     rows = [row for row in fair if row["ours"] is not None and row.get("steps_per_second")]
     if len(rows) < 2:
         return None
@@ -138,16 +153,26 @@ def scores_and_speed(table: Table, unit: str) -> Plot | None:
     for row in rows:
         ink, ahead = colour(row["heads"]), row["sees_future"] == "yes"
         place = (row["steps_per_second"], row["ours"], row["half"], row["pace_half"])
-        one.errorbar(*place, fmt="o", capsize=3, color=ink, markerfacecolor="none" if ahead else ink)
+        one.errorbar(
+            *place, fmt="o", capsize=3, color=ink, markerfacecolor="none" if ahead else ink
+        )
         name = row["heads"] + AHEAD * ahead
-        ends[name] = (row["steps_per_second"], row["ours"], row["pace_half"] or 0.0, row["half"] or 0.0)
+        ends[name] = (
+            row["steps_per_second"],
+            row["ours"],
+            row["pace_half"] or 0.0,
+            row["half"] or 0.0,
+        )
     one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
     direct_labels(one, ends, AROUND)
     return finished("speed", "Scores beside speed, with 95% intervals", figure)
 
 
 def curves(
-    kinds: Mapping[str, Mapping[int, Sequence[float]]], name: str, caption: str, captions: tuple[str, str]
+    kinds: Mapping[str, Mapping[int, Sequence[float]]],
+    name: str,
+    caption: str,
+    captions: tuple[str, str],
 ) -> Plot | None:
     """Draw the mean of each kind where all its runs have a value, with a band of their 95% intervals.
 
@@ -183,11 +208,18 @@ def curves_of(cells: Sequence[Cell], unit: str) -> list[Plot | None]:
         kind = heads_label(cell.config)
         for step, (bits, _) in cell.curve.items():
             steps.setdefault(kind, {}).setdefault(step, []).append(bits)
-        for row in (row for record in cell.analyses if record["what"] == "context" for row in record["positions"]):
+        for row in (
+            row
+            for record in cell.analyses
+            if record["what"] == "context"
+            for row in record["positions"]
+        ):
             middle = (row["first"] + row["last"]) // 2
             positions.setdefault(kind, {}).setdefault(middle, []).append(row["bits"])
     return [
-        curves(steps, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)")),
+        curves(
+            steps, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)")
+        ),
         curves(positions, "positions", "Loss by position", ("position in the window", unit)),
     ]
 
@@ -197,8 +229,12 @@ def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
     grids: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     drawn = [row for row in rows if kind_of(row.config) == "routing" and row.values()]
     for row in drawn:
-        window, heads, layers = (row.config[f"routing.{key}"] for key in ("window", "heads", "layers"))
-        grids.setdefault((heads_label(row.config), window), {})[heads, layers] = mean(row.values().values())
+        window, heads, layers = (
+            row.config[f"routing.{key}"] for key in ("window", "heads", "layers")
+        )
+        grids.setdefault((heads_label(row.config), window), {})[heads, layers] = mean(
+            row.values().values()
+        )
     if max(map(len, grids.values()), default=0) < 4:
         return None
     across = sum(len({layers for _, layers in grid}) for grid in grids.values())
@@ -213,19 +249,30 @@ def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
     bar = figure.colorbar(image, ax=panels, label=f"{unit} (lighter is better)")
     bar.ax.invert_yaxis()  # the best on top
     figure.supxlabel(textwrap.fill(under_heat_map(drawn, unit), 70), fontsize=9)
-    return finished("heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure)
+    return finished(
+        "heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure
+    )
 
 
 def draw_grid(panel: Axes, grid: Mapping[tuple[int, int], float], scale: Mapping[str, Any]) -> Any:
     """Draw values by heads and layers as colours, with the values on them; returns the image."""
     heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
     values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
-    image: Any = panel.imshow(values, aspect="auto", **scale)  # the stubs know no colour of a single number
+    image: Any = panel.imshow(
+        values, aspect="auto", **scale
+    )  # the stubs know no colour of a single number
     panel.set_xticks(range(len(layers)), map(str, layers))
     panel.set_yticks(range(len(heads)), map(str, heads))
     for (head, layer), value in grid.items():
         ink = ink_on(image.to_rgba(value))
-        panel.text(layers.index(layer), heads.index(head), f"{value:.3f}", ha="center", va="center", color=ink)
+        panel.text(
+            layers.index(layer),
+            heads.index(head),
+            f"{value:.3f}",
+            ha="center",
+            va="center",
+            color=ink,
+        )
     return image
 
 
@@ -233,9 +280,13 @@ def ink_on(ground: Sequence[float]) -> str:
     """Return the colour of text on a ground of red, green and blue from 0 to 1: of near black and near white the more
     readable one, by WCAG's contrast.
     """
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in ground[:3]]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in ground[:3]
+    ]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#010101" if light + 0.05 > EQUAL_CONTRAST else "#fefefe"  # black itself follows the page
+    return (
+        "#010101" if light + 0.05 > EQUAL_CONTRAST else "#fefefe"
+    )  # black itself follows the page
 
 
 def under_heat_map(rows: Sequence[Row], unit: str) -> str:
@@ -253,24 +304,42 @@ def divergence_by_layer(cell: Cell, record: Mapping[str, Any]) -> Plot:
     """Draw the divergence of heads of a run, the paper's as dashed lines."""
     figure, (one,) = axes("layer", "nats")
     ours, ends = spreads(record), {}
-    inks = dict(zip(dict.fromkeys(kind for _, kind in ours), ("#0072b2", "#e69f00", "#d55e00"), strict=False))
+    inks = dict(
+        zip(
+            dict.fromkeys(kind for _, kind in ours), ("#0072b2", "#e69f00", "#d55e00"), strict=False
+        )
+    )
     for prefix, found, line in (("", ours, "-"), ("paper ", paper_spreads(), "--")):
         for kind in dict.fromkeys(kind for _, kind in ours):
-            points = sorted((int(n), *pair) for (n, other), pair in found.items() if other == kind and n != "mean")
+            points = sorted(
+                (int(n), *pair)
+                for (n, other), pair in found.items()
+                if other == kind and n != "mean"
+            )
             if points:
                 layers, middle, wide = zip(*points, strict=True)
-                style: Any = {"linestyle": line, "color": inks.get(kind, GREY), "alpha": 0.5 if prefix else 1}
+                style: Any = {
+                    "linestyle": line,
+                    "color": inks.get(kind, GREY),
+                    "alpha": 0.5 if prefix else 1,
+                }
                 one.errorbar(layers, middle, yerr=wide, capsize=2, **style)
                 ends[prefix + kind] = (layers[-1], middle[-1])
     one.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
     one.set_xlim(right=1.45 * max(x for x, _ in ends.values()) + 0.5)
     direct_labels(one, ends)
-    return finished(f"divergence-{cell.folder.name}", f"Divergence of heads by layer: {cell.name}", figure)
+    return finished(
+        f"divergence-{cell.folder.name}", f"Divergence of heads by layer: {cell.name}", figure
+    )
 
 
-def plots_of(answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], unit: str) -> list[Plot]:
+def plots_of(
+    answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], unit: str
+) -> list[Plot]:
     """Return all plots that the records allow, that of scores beside speed first; `rows` are of one protocol."""
     made = [scores_and_speed(answer, unit) if answer else None, heat_map(rows, unit)]
     made += curves_of([cell for row in rows for cell in row.cells if cell.config], unit)
-    made += [divergence_by_layer(cell, record) for cell in cells if (record := newest_divergence(cell))]
+    made += [
+        divergence_by_layer(cell, record) for cell in cells if (record := newest_divergence(cell))
+    ]
     return [plot for plot in made if plot]

@@ -23,14 +23,22 @@ class Comparison:
 
     difference: float | None = None  # mean of the row less that of the other; None: too few seeds
     half: float = 0.0  # half its interval, at the level that Holm's correction leaves it: it holds 0 where they tie
-    chance: float = 1.0  # p after Holm's correction: the least level at which the difference would be told
+    chance: float = (
+        1.0  # p after Holm's correction: the least level at which the difference would be told
+    )
 
     @property
     def verdict(self) -> str:
         """One of better, behind, tied and too few seeds."""
         if self.difference is None:
             return FEW
-        return "tied" if abs(self.difference) <= self.half else "better" if self.difference < 0 else "behind"
+        return (
+            "tied"
+            if abs(self.difference) <= self.half
+            else "better"
+            if self.difference < 0
+            else "behind"
+        )
 
 
 def mean(values: Iterable[float]) -> float:
@@ -42,7 +50,11 @@ def half_interval(values: Sequence[float]) -> float | None:
     from scipy.special import stdtrit
 
     count = len(values)
-    return -float(stdtrit(count - 1, LEVEL / 2) * np.std(values, ddof=1) / math.sqrt(count)) if count > 1 else None
+    return (
+        -float(stdtrit(count - 1, LEVEL / 2) * np.std(values, ddof=1) / math.sqrt(count))
+        if count > 1
+        else None
+    )
 
 
 def compare(
@@ -59,22 +71,33 @@ def compare(
 
     known = errors or {}
     found = {
-        (one, other): difference(rows[one], rows[other], [known[name] for name in (one, other) if name in known])
+        (one, other): difference(
+            rows[one], rows[other], [known[name] for name in (one, other) if name in known]
+        )
         for one, other in pairs
     }
     sure = [pair for pair in pairs if found[pair]]
     gaps, spreads, freedoms = np.array([found[pair] for pair in sure]).reshape(-1, 3).T
     with np.errstate(divide="ignore", invalid="ignore"):
         chances = 2 * stdtr(freedoms, -np.nan_to_num(abs(gaps) / spreads))
-    order, level, levels, corrected = np.argsort(chances, kind="stable"), 0.0, np.zeros(len(sure)), np.zeros(len(sure))
+    order, level, levels, corrected = (
+        np.argsort(chances, kind="stable"),
+        0.0,
+        np.zeros(len(sure)),
+        np.zeros(len(sure)),
+    )
     for rank, at in enumerate(order):
-        if not rank or chances[order[rank - 1]] <= level:  # Holm's levels grow until one is not reached
+        if (
+            not rank or chances[order[rank - 1]] <= level
+        ):  # Holm's levels grow until one is not reached
             level = LEVEL / (len(sure) - rank)
         levels[at] = level
         corrected[at] = min(1.0, max(corrected.max(), (len(sure) - rank) * chances[at]))
     halves = -stdtrit(freedoms, levels / 2) * spreads
     told = zip(gaps.tolist(), halves.tolist(), corrected.tolist(), strict=True)
-    return dict.fromkeys(pairs, Comparison()) | {pair: Comparison(*one) for pair, one in zip(sure, told, strict=True)}
+    return dict.fromkeys(pairs, Comparison()) | {
+        pair: Comparison(*one) for pair, one in zip(sure, told, strict=True)
+    }
 
 
 def difference(
@@ -102,7 +125,10 @@ def chosen(rows: Mapping[str, Values]) -> tuple[str, dict[str, float]]:
 
     The seeds that all rows share choose where some rows have more, else the first half of them do.
     """
-    shared = sorted(set.intersection(*(set(values) for values in rows.values())), key=lambda seed: (len(seed), seed))
+    shared = sorted(
+        set.intersection(*(set(values) for values in rows.values())),
+        key=lambda seed: (len(seed), seed),
+    )
     if not shared:  # nothing to choose by on equal terms: each by its own
         return min(rows, key=lambda name: mean(rows[name].values())), {}
     if all(len(values) == len(shared) for values in rows.values()):

@@ -47,13 +47,17 @@ class Protocol:
     def line(self, units: int | None = None) -> str:
         """Say it in a line; `units` were scored, or in every run of a table, where that is one number."""
         place = self.split + (f" of {self.data}" if self.data else "")
-        scored = f"{units:,} {self.unit}s each scored once" if units else f"each {self.unit} scored once"
+        scored = (
+            f"{units:,} {self.unit}s each scored once" if units else f"each {self.unit} scored once"
+        )
         scored += "" if self.windows is None else f" (a sample of {self.windows or 'the'} windows)"
         how = "streaming" if self.mode == "streaming" else "teacher-forced"
         parts = [f"bits/{self.unit} on {place}", scored, *self.stamps]
         parts += [f"windows of {self.length:,}", f"stride {self.stride:,}", how]
         parts += [f"ablated: {self.ablate}"] if self.ablate != "none" else []
-        return ", ".join([*parts, *([f"data fingerprint {self.fingerprint[:12]}"] if self.fingerprint else [])])
+        return ", ".join(
+            [*parts, *([f"data fingerprint {self.fingerprint[:12]}"] if self.fingerprint else [])]
+        )
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,12 @@ class Score:
     step: int
     perplexity: float | None = None  # per word, where the data have a count of words
     best: bool = False  # whether these were the best checkpoint's weights
-    figures: Mapping[str, float] = field(default_factory=dict)  # other measures, by the titles of their columns
-    error: float | None = None  # standard error of the bits over the windows scored; None: not recorded, or one window
+    figures: Mapping[str, float] = field(
+        default_factory=dict
+    )  # other measures, by the titles of their columns
+    error: float | None = (
+        None  # standard error of the bits over the windows scored; None: not recorded, or one window
+    )
     windows: int | None = None  # how many windows were scored; None: not known
 
     def __post_init__(self) -> None:
@@ -77,7 +85,9 @@ class Score:
         texts = (how.split, how.mode, how.unit, how.data, how.fingerprint, how.ablate, *how.stamps)
         numbers = [self.bits, self.units, self.step, how.length, how.stride, *self.figures.values()]
         numbers += [number for number in unknown if number is not None]
-        if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int | float) for one in numbers):
+        if not all(isinstance(one, str) for one in texts) or not all(
+            isinstance(one, int | float) for one in numbers
+        ):
             raise TypeError("a score of other types")
 
     def line(self) -> str:
@@ -95,12 +105,22 @@ class Cell:
     step: int = 0
     final: Score | None = None
     scores: Sequence[Score] = ()  # of its evaluations: the best checkpoint's last
-    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # bits of them, by split and name
-    curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # bits and units of validations, by step
-    trained: Mapping[int, float] = field(default_factory=dict)  # seconds of optimizer steps up to validations, by step
+    baselines: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # bits of them, by split and name
+    curve: Mapping[int, tuple[float, int]] = field(
+        default_factory=dict
+    )  # bits and units of validations, by step
+    trained: Mapping[int, float] = field(
+        default_factory=dict
+    )  # seconds of optimizer steps up to validations, by step
     moved: bool = False  # whether it was resumed on another machine, or with other threads
-    pace: float | None = None  # steps a second: the median over rows of metrics.jsonl but the first, which warms up
-    peak_share: float | None = None  # of the GPU's peak, the median over the same rows; None where none is known
+    pace: float | None = (
+        None  # steps a second: the median over rows of metrics.jsonl but the first, which warms up
+    )
+    peak_share: float | None = (
+        None  # of the GPU's peak, the median over the same rows; None where none is known
+    )
     analyses: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
@@ -137,7 +157,9 @@ def collect(folders: Iterable[Path]) -> Collection:
     found = Collection()
     pairs = [(run, folder) for folder in folders for run in run_folders(folder)]
     runs = dict.fromkeys(run for run, _ in pairs)
-    for root in dict.fromkeys(run.parent for run, folder in pairs if run != folder):  # a run alone is no sweep
+    for root in dict.fromkeys(
+        run.parent for run, folder in pairs if run != folder
+    ):  # a run alone is no sweep
         read_sweeps(root / "sweeps.jsonl", found)
     unstarted = [cell for cell in found.cells if cell.folder not in runs]
     found.cells = [read_cell(run, found) for run in runs] + unstarted
@@ -167,21 +189,33 @@ def read_sweeps(path: Path, found: Collection) -> None:
     rows = sweeps_of(path, found)
     found.commands += dict.fromkeys(row["command"] for row in rows)
     cells = {name: title for row in rows for name, title in row["cells"].items()}
-    found.cells += [Cell(path.parent / name, state="not started", title=cells[name]) for name in cells]
+    found.cells += [
+        Cell(path.parent / name, state="not started", title=cells[name]) for name in cells
+    ]
 
 
 def sweeps_of(path: Path, found: Collection) -> list[dict[str, Any]]:
     """Return the rows of a sweeps.jsonl, each a command and the titles of its cells by their folders' names."""
     rows = [row for row in read_lines(path, found) if isinstance(row.get("cells"), dict)]
-    return [row for row in rows if all(isinstance(text, str) for text in (row.get("command"), *row["cells"].values()))]
+    return [
+        row
+        for row in rows
+        if all(isinstance(text, str) for text in (row.get("command"), *row["cells"].values()))
+    ]
 
 
 def read_cell(folder: Path, found: Collection) -> Cell:
     """Read a run; what cannot be read is told in a line and left out."""
     config = read_config(folder / "config.yaml", found)
-    status, environment = (read_object(folder / name, found) for name in ("status.json", "environment.json"))
+    status, environment = (
+        read_object(folder / name, found) for name in ("status.json", "environment.json")
+    )
     evals, analyses = (
-        [record for path in sorted(folder.glob(f"{kind}/*.json")) if (record := read_object(path, found))]
+        [
+            record
+            for path in sorted(folder.glob(f"{kind}/*.json"))
+            if (record := read_object(path, found))
+        ]
         for kind in ("eval", "analysis")
     )
     rows = read_lines(folder / "metrics.jsonl", found)
@@ -193,22 +227,34 @@ def read_cell(folder: Path, found: Collection) -> Cell:
         if not all(isinstance(environment[key], dict) for key in ("data", "versions")):
             raise TypeError("environment.json")
         final, step = status.get("final"), int(status["step"])  # a run that is at work has none yet
-        latest = [row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())]
+        latest = [
+            row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())
+        ]
         train_rows = [row for row in latest if row["kind"] == "train"]
         paces = [row["tokens_per_second"] for row in train_rows]
         shares = [row["mfu"] for row in train_rows if row.get("mfu") is not None]
         units = config["trainer.batch_size"] * config["data.length"]
-        measured = [(record["split"], record) for record in evals if record["own_data"]] + [("valid", final or {})]
+        measured = [(record["split"], record) for record in evals if record["own_data"]] + [
+            ("valid", final or {})
+        ]
         computed = {**config, **decided(config, environment.get("hardware", {}))}
         return Cell(
             *(folder, computed, cell.state, cell.reason, step),
             final=closing(config, environment["data"], final, step, latest) if final else None,
             scores=sorted(map(evaluated, evals), key=lambda score: (score.best, score.step)),
-            baselines={split: record["baselines"] for split, record in measured if "baselines" in record},
-            curve={
-                row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row.get("val_bits") is not None
+            baselines={
+                split: record["baselines"] for split, record in measured if "baselines" in record
             },
-            trained={row["step"]: row["train_seconds"] for row in latest if row.get("train_seconds") is not None},
+            curve={
+                row["step"]: (row["val_bits"], row["val_units"])
+                for row in latest
+                if row.get("val_bits") is not None
+            },
+            trained={
+                row["step"]: row["train_seconds"]
+                for row in latest
+                if row.get("train_seconds") is not None
+            },
             moved=has_moved(folder, environment),
             pace=statistics.median(paces[1:] or paces) / units if paces else None,
             peak_share=statistics.median(shares[1:] or shares) if shares else None,
@@ -227,7 +273,9 @@ def has_moved(folder: Path, environment: Mapping[str, Any]) -> bool:
 
 
 def without_scores(cell: Cell, error: Exception, found: Collection) -> Cell:
-    found.problems.append(f"{cell.name}: its records are damaged ({error!r}); listed without its scores")
+    found.problems.append(
+        f"{cell.name}: its records are damaged ({error!r}); listed without its scores"
+    )
     return Cell(cell.folder, cell.config, cell.state, cell.reason)
 
 
@@ -276,7 +324,9 @@ def closing(
     where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
     protocol = Protocol(*where, *spans(config), final.get("windows"), stamps=tuple(stamps))
     bits, perplexity = float(final["bits"]), final.get("perplexity_per_word")
-    written = [row for row in rows if row["kind"] == "final" and row.get("val_bits") == final["bits"]]
+    written = [
+        row for row in rows if row["kind"] == "final" and row.get("val_bits") == final["bits"]
+    ]
     return Score(
         *(protocol, bits, final["units"], looks_ahead(config), step, perplexity),
         figures=figures_of(final),
@@ -303,7 +353,9 @@ def suspicions(cell: Cell) -> list[str]:
     is_hash = re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config
     values = read_values(cell.folder / "config.yaml") if is_hash else {}
     if is_hash and cell.folder.name not in (digest(values), former_digest(values)):
-        return [f"{cell.name}: its configuration changed under the sweep; its name is the hash of another"]
+        return [
+            f"{cell.name}: its configuration changed under the sweep; its name is the hash of another"
+        ]
     return []
 
 
@@ -312,7 +364,9 @@ def read_config(path: Path, found: Collection) -> dict[str, Any]:
     try:
         return {key: known.default for key, known in all_fields().items()} | read_values(path)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
+        found.problems.append(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration"
+        )
         return {}
 
 
@@ -321,7 +375,11 @@ def read_object(path: Path, found: Collection) -> dict[str, Any]:
     try:
         return dict(json.loads(read_file(path)))
     except (OSError, *DAMAGED) as error:
-        why = "missing" if isinstance(error, FileNotFoundError) else "cannot be read; half written, or damaged"
+        why = (
+            "missing"
+            if isinstance(error, FileNotFoundError)
+            else "cannot be read; half written, or damaged"
+        )
         found.problems.append(f"{path}: {why}")
         return {}
 

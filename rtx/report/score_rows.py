@@ -17,7 +17,14 @@ WITHOUT_EFFECT = (*OUTSIDE, "hardware.devices", "hardware.nodes", "hardware.name
 """What keys begin with by which two runs of one row may differ, beside the seed."""
 
 UNTOUCHED = {
-    *(*NAMELIKE, "seed", "data.path", "hardware.threads", "hardware.compile", "hardware.deterministic"),
+    *(
+        *NAMELIKE,
+        "seed",
+        "data.path",
+        "hardware.threads",
+        "hardware.compile",
+        "hardware.deterministic",
+    ),
     *("trainer.val_every", "trainer.val_windows", "trainer.log_every"),
 }
 
@@ -27,7 +34,9 @@ class Row:
     """Runs that differ by their seed alone, with their scores by one protocol."""
 
     cells: list[Cell]
-    scores: list[Score] = field(default_factory=list)  # of the first cells, one each; those without a score stand last
+    scores: list[Score] = field(
+        default_factory=list
+    )  # of the first cells, one each; those without a score stand last
     name: str = ""
 
     @property
@@ -41,12 +50,16 @@ class Row:
     @property
     def step(self) -> int:
         """Steps that every run with a score has done; without scores every finished run, else the farthest."""
-        counted = self.cells[: len(self.scores)] or [cell for cell in self.cells if cell.state == "done"]
+        counted = self.cells[: len(self.scores)] or [
+            cell for cell in self.cells if cell.state == "done"
+        ]
         return min((cell.step for cell in counted), default=max(cell.step for cell in self.cells))
 
     def done(self) -> Row:
         """Return its finished runs that have a score: what a run had when it was killed is no verdict's business."""
-        pairs = [pair for pair in zip(self.cells, self.scores, strict=False) if pair[0].state == "done"]
+        pairs = [
+            pair for pair in zip(self.cells, self.scores, strict=False) if pair[0].state == "done"
+        ]
         return Row([cell for cell, _ in pairs], [score for _, score in pairs], self.name)
 
     def values(self, metric: str = "bits") -> dict[str, float]:
@@ -61,7 +74,9 @@ class Row:
     def paces(self) -> list[float]:
         """Return the steps a second of its runs as they ran; empty where they ran on several machines."""
         found = [cell for cell in self.cells if cell.pace]
-        machines = {str([cell.environment.get(key) for key in ("gpu", "host", "threads")]) for cell in found}
+        machines = {
+            str([cell.environment.get(key) for key in ("gpu", "host", "threads")]) for cell in found
+        }
         return [cell.pace or 0.0 for cell in found] if len(machines) == 1 else []
 
     def peak_share(self) -> float | None:
@@ -80,7 +95,13 @@ def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[
     every = [score.protocol for _, scores in scored for score in scores]
     order = sorted(
         set(every),
-        key=lambda p: (p.ablate != "none", -every.count(p), p.split != "test", p.mode != "parallel", repr(p)),
+        key=lambda p: (
+            p.ablate != "none",
+            -every.count(p),
+            p.split != "test",
+            p.mode != "parallel",
+            repr(p),
+        ),
     )
     tables: dict[Protocol | None, dict[Any, Row]] = {protocol: {} for protocol in order or [None]}
     for cell, scores in scored:
@@ -107,7 +128,11 @@ def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
     peers = [peer for peer in cells if peer.final and peer.data.get("fingerprint") == data]
     manner = ("parallel", None, "none", data)
     plain = [
-        {p for p in (score.protocol for score in peer.scores) if (p.mode, p.windows, p.ablate, p.fingerprint) == manner}
+        {
+            p
+            for p in (score.protocol for score in peer.scores)
+            if (p.mode, p.windows, p.ablate, p.fingerprint) == manner
+        }
         for peer in peers
     ]
     last = [] if cell.final is None or set.intersection(*plain) else [cell.final]

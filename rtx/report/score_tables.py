@@ -7,7 +7,16 @@ from typing import Any
 
 from rtx.errors import plural
 from rtx.report.paper import PaperTable, heads_label, setting_lines, table_of
-from rtx.report.ranking import FEW, OPPOSITE, Comparison, Values, chosen, compare, half_interval, mean
+from rtx.report.ranking import (
+    FEW,
+    OPPOSITE,
+    Comparison,
+    Values,
+    chosen,
+    compare,
+    half_interval,
+    mean,
+)
 from rtx.report.run_records import Protocol
 from rtx.report.score_rows import Row, differing_keys, row_key, values_read
 from rtx.report.tables import MINUS, Column, Table
@@ -40,8 +49,14 @@ def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
     windows, the mean over the runs.
     """
     found, own = list(values.values()), row.paces()
-    pace = paces.get(row_key(row.config)) or ((mean(own), half_interval(own)) if own else (None, None))
-    facts = {"ours": mean(found) if found else None, "half": half_interval(found), "seeds": len(found)}
+    pace = paces.get(row_key(row.config)) or (
+        (mean(own), half_interval(own)) if own else (None, None)
+    )
+    facts = {
+        "ours": mean(found) if found else None,
+        "half": half_interval(found),
+        "seeds": len(found),
+    }
     facts |= {"sees_future": "yes" if row.sees_future else "no"} if row.scores else {}
     errors = [score.error for score in row.scores if score.error is not None]
     facts["standard_error"] = mean(errors) if errors else None
@@ -54,7 +69,9 @@ def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
 
 def figures(rows: Sequence[Row]) -> list[str]:
     """Return the titles of the further measures that rows have."""
-    return list(dict.fromkeys(name for row in rows for score in row.scores for name in score.figures))
+    return list(
+        dict.fromkeys(name for row in rows for score in row.scores for name in score.figures)
+    )
 
 
 def said_of_paces(picked: Mapping[str, Row], paces: Paces) -> str:
@@ -71,10 +88,15 @@ def said_of_paces(picked: Mapping[str, Row], paces: Paces) -> str:
     return "".join(f" {sentence}" for sentence in said)
 
 
-def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None, column: str = "ours") -> list[dict[str, Any]]:
+def baseline(
+    name: str, rows: Sequence[Row], protocol: Protocol | None, column: str = "ours"
+) -> list[dict[str, Any]]:
     """Return a row, named in some column, of the best simple model of the same units, where one was scored."""
     split = protocol.split if protocol and protocol.windows is None else ""
-    bits = next((cell.baselines[split] for row in rows for cell in row.cells if cell.baselines.get(split)), {})
+    bits = next(
+        (cell.baselines[split] for row in rows for cell in row.cells if cell.baselines.get(split)),
+        {},
+    )
     best = min(bits, key=lambda key: bits[key], default="")
     return [{name: f"baseline: {best}", column: bits[best]}] if bits else []
 
@@ -135,16 +157,27 @@ def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
     picked = picked_kinds(rows)
     legal = {kind: one.values for kind, one in picked.items() if not one.row.sees_future}
     against = [kind for kind in AGAINST if kind in legal] or sorted(legal)[:1]
-    pairs = [(kind, other) for other in against for kind in legal if kind not in against[: against.index(other) + 1]]
+    pairs = [
+        (kind, other)
+        for other in against
+        for kind in legal
+        if kind not in against[: against.index(other) + 1]
+    ]
     compared = compare(legal, pairs)
     entries = []
     for kind, one in picked.items():
-        entry = {"heads": kind, **facts_of(one.row, one.values or one.row.values(), paces), "note": one.note}
+        entry = {
+            "heads": kind,
+            **facts_of(one.row, one.values or one.row.values(), paces),
+            "note": one.note,
+        }
         if not one.values:  # those that chose the row are no fair sample of its scores
             entry |= {"half": None, "seeds_remark": CHOSE}
         entry |= {"of": one.rows} if one.note else {}
         for other in against:
-            entry[f"against_{other}"], entry[f"less_{other}"] = verdict(compared, kind, other, kind in legal)
+            entry[f"against_{other}"], entry[f"less_{other}"] = verdict(
+                compared, kind, other, kind in legal
+            )
         entries.append(entry)
     entries.sort(key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
     simple = baseline("heads", rows, protocol)
@@ -167,7 +200,9 @@ def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
     )
 
 
-def kinds_columns(protocol: Protocol, against: Sequence[str], measures: Sequence[str]) -> list[Column]:
+def kinds_columns(
+    protocol: Protocol, against: Sequence[str], measures: Sequence[str]
+) -> list[Column]:
     """Return the columns of the kinds of heads: against each rival, and with further measures."""
     return [
         Column("heads", "heads"),
@@ -200,7 +235,9 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     """Return the row that stands for a kind, the scores that it is reported by, and what it is the best of."""
     if len(alike) == 1:
         return alike[0], alike[0].values(), ""
-    at, values = chosen({str(at): row.values() for at, row in enumerate(alike)})  # names may be alike
+    at, values = chosen(
+        {str(at): row.values() for at, row in enumerate(alike)}
+    )  # names may be alike
     best_row = alike[int(at)]
     told = best_row.name.partition(": ")[2]
     best = f"best of {len(alike)}" + (f" ({told})" if told else "")
@@ -209,9 +246,13 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     return best_row, {}, f"{best}, by the seeds that chose it, so rather too low"
 
 
-def verdict(found: Mapping[tuple[str, str], Comparison], kind: str, other: str, ranked: bool = True) -> tuple[str, str]:
+def verdict(
+    found: Mapping[tuple[str, str], Comparison], kind: str, other: str, ranked: bool = True
+) -> tuple[str, str]:
     """Return the verdict on a kind against another, and the difference of their means, its interval and p."""
-    entry, sign = (found[kind, other], 1) if (kind, other) in found else (found.get((other, kind)), -1)
+    entry, sign = (
+        (found[kind, other], 1) if (kind, other) in found else (found.get((other, kind)), -1)
+    )
     if entry is None or entry.difference is None:
         return (FEW if entry else "") if ranked else "not ranked", ""
     word = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
@@ -242,22 +283,38 @@ def departures(row: Row, table: PaperTable) -> list[str]:
     """Return why a row's numbers may not be set against the paper's: setting, steps, split, protocol or data."""
     reasons = table.departures(row.config)
     stated = table.of_paper.get("trainer.steps")
-    least = stated["from"] if isinstance(stated, Mapping) else stated or row.config.get("trainer.steps") or 0
+    least = (
+        stated["from"]
+        if isinstance(stated, Mapping)
+        else stated or row.config.get("trainer.steps") or 0
+    )
     reasons += [f"{row.step:,} steps done of {least:,}"] if row.step < least else []
     for protocol in {score.protocol for score in row.scores}:
-        reasons += [f"split {protocol.split} (paper: {table.split})"] if protocol.split != table.split else []
+        reasons += (
+            [f"split {protocol.split} (paper: {table.split})"]
+            if protocol.split != table.split
+            else []
+        )
         reasons += ["a sample of the windows"] if protocol.windows else []
         reasons += [f"ablated: {protocol.ablate}"] if protocol.ablate != "none" else []
         reasons += ["streaming"] if protocol.mode != "parallel" else []
         trained = row.config.get("data.length")
-        reasons += [f"windows of {protocol.length} (trained on {trained})"] if protocol.length != trained else []
+        reasons += (
+            [f"windows of {protocol.length} (trained on {trained})"]
+            if protocol.length != trained
+            else []
+        )
         reasons += ["other data"] if protocol.data != row.config.get("data.name") else []
         reasons += [stamp.removesuffix(", not comparable") for stamp in protocol.stamps]
     return reasons
 
 
 def rows_table(
-    protocol: Protocol | None, rows: Sequence[Row], paces: Paces, table: PaperTable | None, equal: bool
+    protocol: Protocol | None,
+    rows: Sequence[Row],
+    paces: Paces,
+    table: PaperTable | None,
+    equal: bool,
 ) -> Table:
     """Return all rows with the keys by which they differ.
 
@@ -272,13 +329,25 @@ def rows_table(
     every_silent = shared_by_all(silent)
     keys, entries = differing_keys([row.config for row in rows if row.config]), []
     for row, own, others in zip(rows, reasons, silent, strict=True):
-        values, states = row.values(metric), {cell.state for cell in row.cells} - {"done"} or {"no score"}
-        entry = {"run": row.name, **facts_of(row, values, paces), "step": row.step or None, "note": notes_of(row)}
+        values, states = (
+            row.values(metric),
+            {cell.state for cell in row.cells} - {"done"} or {"no score"},
+        )
+        entry = {
+            "run": row.name,
+            **facts_of(row, values, paces),
+            "step": row.step or None,
+            "note": notes_of(row),
+        }
         entry |= {} if values else {"ours": ", ".join(sorted(states)), "seeds": None}
         entry |= {"bits": mean(row.values().values())} if metric != "bits" and row.scores else {}
         if table and (printed := table.row_of(row.config)):
             entry |= {"paper": printed.value, "paper_row": printed.label}
-            entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value and values else {}
+            entry |= (
+                {"difference": entry["ours"] - printed.value}
+                if equal and printed.value and values
+                else {}
+            )
         entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
         entry |= {"silent": "; ".join(one for one in others if one not in every_silent)}
         values_of_row = values_read(row.config)
@@ -332,7 +401,13 @@ def notes_of(row: Row) -> str:
     notes = []
     for cell in (cell for cell in row.cells if cell.state != "done" or cell.reason):
         why = f": {cell.reason.splitlines()[0]}" if cell.reason else ""
-        notes.append(f"seed {cell.seed} {cell.state} at step {cell.step:,}{why}" if cell.config else cell.state)
+        notes.append(
+            f"seed {cell.seed} {cell.state} at step {cell.step:,}{why}"
+            if cell.config
+            else cell.state
+        )
     seeds = [cell.seed for cell in row.cells[: len(row.scores)]]
     twice = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
-    return "; ".join([*notes, *(f"seed {seed}: mean of {seeds.count(seed)} runs" for seed in twice)])
+    return "; ".join(
+        [*notes, *(f"seed {seed}: mean of {seeds.count(seed)} runs" for seed in twice)]
+    )

@@ -47,7 +47,9 @@ class TimedRow:
         """Standard error of the logarithm of the speed, and its degrees of freedom; None of a single turn."""
         if len(self.turns) < 2:
             return None
-        return float(np.std(np.log(self.turns), ddof=1)) / math.sqrt(len(self.turns)), len(self.turns) - 1.0
+        return float(np.std(np.log(self.turns), ddof=1)) / math.sqrt(len(self.turns)), len(
+            self.turns
+        ) - 1.0
 
     @property
     def half(self) -> float | None:
@@ -87,9 +89,16 @@ def read_record(content: Mapping[str, Any]) -> StepRecord:
     """Return a record from its JSON; one of the errors that `read_records` knows where it is none."""
     if content["what"] != WHAT:
         raise ValueError(content["what"])
-    defaults = {key: known.default for key, known in all_fields().items()}  # of keys that are newer than the record
+    defaults = {
+        key: known.default for key, known in all_fields().items()
+    }  # of keys that are newer than the record
     rows = [
-        TimedRow({**defaults, **flat(row["config"])}, row["ms_turns"], row["reason"] or "", row["parameters"])
+        TimedRow(
+            {**defaults, **flat(row["config"])},
+            row["ms_turns"],
+            row["reason"] or "",
+            row["parameters"],
+        )
         for row in content["rows"]
     ]
     facts = {key: content[key] for key in ("bench", "device", "ids", "time")}
@@ -107,23 +116,34 @@ def views(record: StepRecord) -> list[Table]:
     groups: dict[int, list[TimedRow]] = {}
     for row in record.rows:
         table = table_of(row.config, timed=True)
-        groups.setdefault(table.number if table and table.row_of(row.config) else 99, []).append(row)
+        groups.setdefault(table.number if table and table.row_of(row.config) else 99, []).append(
+            row
+        )
     return [
-        steps_table(record, None if number == 99 else numbered(number), rows) for number, rows in sorted(groups.items())
+        steps_table(record, None if number == 99 else numbered(number), rows)
+        for number, rows in sorted(groups.items())
     ]
 
 
 def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[TimedRow]) -> Table:
     """Return a table of step times: ours, their ratio to the local row's, and the paper's."""
     printed = [table.row_of(row.config) if table else None for row in rows]
-    base = next((row.steps_per_second for row in table.rows if row.kind == "local"), None) if table else None
+    base = (
+        next((row.steps_per_second for row in table.rows if row.kind == "local"), None)
+        if table
+        else None
+    )
     named, entries = [Row([Cell(Path(), row.config)]) for row in rows], []
     name_rows(named)
     for row, name, theirs in zip(rows, named, printed, strict=True):
         local = local_row(row, record.rows)
         paper = theirs.steps_per_second if theirs else None
         ratio = row.speed / local.speed if row.turns and local else None
-        paired = [a / b for a, b in zip(local.turns, row.turns, strict=False)] if local and local is not row else []
+        paired = (
+            [a / b for a, b in zip(local.turns, row.turns, strict=False)]
+            if local and local is not row
+            else []
+        )
         entries.append(
             {
                 "row": name.name,
@@ -140,7 +160,10 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
         )
     if table:
         places = [table.rows.index(one) for one in printed if one]
-        entries = [entry for _, entry in sorted(zip(places, entries, strict=True), key=lambda pair: pair[0])]
+        entries = [
+            entry
+            for _, entry in sorted(zip(places, entries, strict=True), key=lambda pair: pair[0])
+        ]
     columns = [
         Column("row", "row"),
         Column("milliseconds", "ms", 1),
@@ -153,19 +176,35 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
     bench, facts = record.facts["bench"], record.facts
     turns = f"{plural(max(len(row.turns) for row in rows), 'turn')} of {plural(bench['per_turn'], 'step')}"
     where = f"{facts['ids']}; {facts['device']}, {facts['time'][:10]}"
-    lines = [f"Rows in turn, {turns}, after {bench['warmup']} of warm-up; {where}. ± are 95% intervals over turns."]
+    lines = [
+        f"Rows in turn, {turns}, after {bench['warmup']} of warm-up; {where}. ± are 95% intervals over turns."
+    ]
     lines += [f"Paper: {table.speed}; paper x: over its local row's."] if table else []
     lines += [f"{entry['row']}: {entry['note']}." for entry in entries if entry["note"]]
     if table:
         departures = [one for row in rows for one in table.departures(row.config)]
         differences = [one for row in rows for one in table.differences(row.config)]
         lines += setting_lines(list(dict.fromkeys(departures)), list(dict.fromkeys(differences)))
-    title = f"Table {table.number}. {table.title}: measured training steps" if table else "Measured training steps"
-    return Table(title, columns, entries, lines, table.footnotes if table and not table.split else ())
+    title = (
+        f"Table {table.number}. {table.title}: measured training steps"
+        if table
+        else "Measured training steps"
+    )
+    return Table(
+        title, columns, entries, lines, table.footnotes if table and not table.split else ()
+    )
 
 
 def local_row(row: TimedRow, rows: Sequence[TimedRow]) -> TimedRow | None:
     """Return the timed local row to compare a row with: same N, batch and hardware."""
-    same = ("data.length", "trainer.batch_size", "hardware.threads", "hardware.precision", "hardware.compile")
+    same = (
+        "data.length",
+        "trainer.batch_size",
+        "hardware.threads",
+        "hardware.precision",
+        "hardware.compile",
+    )
     able = (other for other in rows if kind_of(other.config) == "local" and other.turns)
-    return next((other for other in able if all(row.config[key] == other.config[key] for key in same)), None)
+    return next(
+        (other for other in able if all(row.config[key] == other.config[key] for key in same)), None
+    )

@@ -25,7 +25,13 @@ ABLATED = {
 SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
 ALL_PAIRS = ("exact", "indexer")
 """Selections that score every key for every query."""
-ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")
+ROUTING = (
+    "routing.selection",
+    "routing.heads",
+    "routing.layers",
+    "routing.clusters",
+    "routing.window",
+)
 
 
 def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
@@ -44,7 +50,9 @@ def heads_phrase(config: Config) -> str:
     if routing.selection == "probed" and routing.candidates is not None:
         sizes.append(f"of {routing.candidates:,} candidates")
     layers = f"{routing.layers} of {plural(model.layers, 'layer')}"
-    return f"{routing.heads} of {plural(model.heads, 'head')} route in {layers} ({', '.join(sizes)})"
+    return (
+        f"{routing.heads} of {plural(model.heads, 'head')} route in {layers} ({', '.join(sizes)})"
+    )
 
 
 def routing_lines(config: Config) -> list[str]:
@@ -61,7 +69,9 @@ def routing_lines(config: Config) -> list[str]:
     if selection == "topk":
         lines.append("its selection sees the future, as in the paper; routing=causal does not")
     if selection in ALL_PAIRS:
-        lines.append("selection compares all pairs of positions; routing=causal has clusters instead")
+        lines.append(
+            "selection compares all pairs of positions; routing=causal has clusters instead"
+        )
     preset = preset_routing(config)
     idle_keys = unread(values)
     changed = []
@@ -69,7 +79,9 @@ def routing_lines(config: Config) -> list[str]:
         if key not in idle_keys and values[key] != usual:
             changed.append(f"{key}={written(values[key])} (there {written(usual)})")
     if changed:
-        lines.append(f"routing={selection} is not as in conf/routing/{selection}.yaml: {', '.join(changed)}")
+        lines.append(
+            f"routing={selection} is not as in conf/routing/{selection}.yaml: {', '.join(changed)}"
+        )
     return lines
 
 
@@ -94,7 +106,11 @@ def protocol_line(
     """
     values = flat(to_dict(config))
     place = f"{split} of other data than the run's ({other_data})" if other_data else split
-    said = [*([f"protocol=released ({released})"] if released else []), *stamps, *memory_phrases(values)]
+    said = [
+        *([f"protocol=released ({released})"] if released else []),
+        *stamps,
+        *memory_phrases(values),
+    ]
     windows = 0 if partial else None
     protocol = Protocol(place, mode, unit, "", "", *spans(values), windows, stamps=tuple(said))
     selection = f"selection={config.routing.selection}" if routes(values) else "no routing heads"
@@ -115,15 +131,22 @@ def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
     return f"bits/{unit}, lower is better:\n" + "\n".join(lines)
 
 
-def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str, further: Sequence[str] = ()) -> str:
+def closing_lines(
+    run: str, steps: str, final: Mapping[str, Any], protocol: str, further: Sequence[str] = ()
+) -> str:
     """Return the summary of a finished run: its steps, closing score (`final` of its status), protocol, more lines."""
     bits, unit, baselines = final["bits"], final["unit"], final.get("baselines")
     width = prose_width() - 1
     place = f"a sample of {final['windows']:,} windows of " if final.get("windows") else ""
-    lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on {place}the validation split", width)
+    lines = textwrap.wrap(
+        f"done after {steps}: {bits:.4f} bits/{unit} on {place}the validation split", width
+    )
     lines += [*further, *textwrap.wrap(protocol, width)]
     lines += [comparison(bits, unit, baselines)] if baselines else []
-    lines += [f"next: rtx eval {run} split=test", *([] if "accuracy" in final else [f"      rtx sample {run}"])]
+    lines += [
+        f"next: rtx eval {run} split=test",
+        *([] if "accuracy" in final else [f"      rtx sample {run}"]),
+    ]
     return "\n".join(lines)
 
 

@@ -21,9 +21,26 @@ GAP = 2  # columns between two columns of a table
 BESIDE = 30  # columns that names in the first column leave to the others, or else they are broken
 WORD = 16  # letters of a word that a terminal breaks at the earliest
 LEAST, ROOMY = 80, 96  # columns that a table takes at least, and with that picture
-LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
-LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
-LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{mark}" for mark in "&%$#_{}"}}
+LETTERS = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "-": "{-}",
+}
+LETTERS |= {
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': "''",
+    "[": "{[}",
+    "*": "{*}",
+}
+LETTERS |= {
+    DASH: r"\textendash{}",
+    MINUS: "$-$",
+    "±": r"$\pm$",
+    **{mark: f"\\{mark}" for mark in "&%$#_{}"},
+}
 """Of LaTeX, for what it would take for a command."""
 
 
@@ -52,7 +69,11 @@ class Table:
     def shown(self, brief: bool = False) -> list[Column]:
         """Return the columns that hold anything, or those of them for a terminal."""
         kept = [column for column in self.columns if column.brief or not brief]
-        return [column for column in kept if any(row.get(column.key) not in (None, "") for row in self.rows)]
+        return [
+            column
+            for column in kept
+            if any(row.get(column.key) not in (None, "") for row in self.rows)
+        ]
 
     def is_number(self, column: Column) -> bool:
         return any(isinstance(row.get(column.key), int | float) for row in self.rows)
@@ -68,7 +89,9 @@ def text_of(row: dict[str, Any], column: Column) -> str:
     if not said.strip("-0.,"):
         said = said.removeprefix("-")  # of a zero
     remark = row.get(column.remark)
-    said = said.replace("-", MINUS) + ("" if error is None else f" ± {error:,.{column.digits or 0}f}")
+    said = said.replace("-", MINUS) + (
+        "" if error is None else f" ± {error:,.{column.digits or 0}f}"
+    )
     return f"{said}, {remark}" if remark else said
 
 
@@ -92,7 +115,9 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     console = Console(file=out, width=room, color_system=None, highlight=False)
     console.print(grid_of(table, columns, widths, pictures))
     above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
-    return printable("\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())]))
+    return printable(
+        "\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())])
+    )
 
 
 def fits(widths: Sequence[int], room: int) -> bool:
@@ -133,27 +158,36 @@ def heading(table: Table, column: Column) -> str:
     return textwrap.fill(column.title, max(longest, *words), break_on_hyphens=False)
 
 
-def grid_of(table: Table, columns: Sequence[Column], widths: Sequence[int], pictures: Sequence[str] = ()) -> Any:
+def grid_of(
+    table: Table, columns: Sequence[Column], widths: Sequence[int], pictures: Sequence[str] = ()
+) -> Any:
     """Return columns of a table as one of rich's, and a last one of `pictures`, if there are."""
     from rich import box
     from rich import table as rich_table
     from rich.text import Text
 
-    grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True)
+    grid = rich_table.Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True
+    )
     for column, width in zip(columns, widths, strict=True):
         justify: Any = "right" if table.is_number(column) else "left"
         grid.add_column(heading(table, column), justify=justify, overflow="fold", width=width)
     if pictures:
         grid.add_column("intervals", no_wrap=True, width=STRIP)
     for row, picture in zip(table.rows, pictures or [""] * len(table.rows), strict=True):
-        grid.add_row(*(Text(text_of(row, column)) for column in columns), *([picture] if pictures else []))
+        grid.add_row(
+            *(Text(text_of(row, column)) for column in columns), *([picture] if pictures else [])
+        )
     return grid
 
 
 def interval_strips(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a picture of each row's score and interval, on a scale common to all rows with seeds."""
     spans = [
-        [row["ours"] + sign * (row.get("half") or 0) for sign in (-1, 0, 1)] if row.get("seeds") else [] for row in rows
+        [row["ours"] + sign * (row.get("half") or 0) for sign in (-1, 0, 1)]
+        if row.get("seeds")
+        else []
+        for row in rows
     ]
     every = [value for span in spans for value in span]
     scale = (STRIP - 1) / ((max(every) - min(every)) or 1) if every else 0
@@ -171,7 +205,9 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     lines = []
     for row in rows:
         places = enumerate(zip(row, widths, strict=True))
-        texts = [text.rjust(width) if at in right else text.ljust(width) for at, (text, width) in places]
+        texts = [
+            text.rjust(width) if at in right else text.ljust(width) for at, (text, width) in places
+        ]
         lines.append((" " * GAP).join(texts).rstrip())
     return lines
 
@@ -210,7 +246,9 @@ def print_table(rows: list[dict[str, Any]], columns: Sequence[Column]) -> None:
     name, *others = table.shown()
     part = [name]
     for column in others:
-        if len(part) > 1 and not fits(list(map(partial(text_width, table), [*part, column])), width):
+        if len(part) > 1 and not fits(
+            list(map(partial(text_width, table), [*part, column])), width
+        ):
             print("\n".join([*plain(table, part), ""]))
             part = [name]
         part.append(column)
@@ -234,14 +272,22 @@ def filled(template: str, report: Any = None, **facts: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     html, loader = ".html." in template, FileSystemLoader(Path(__file__).parent)
-    page = Environment(loader=loader, autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = Environment(
+        loader=loader,
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     page.filters |= {"escaped": escaped, "tex": tex}
     return page.get_template(template).render(facts, report=report, text_of=text_of).rstrip() + "\n"
 
 
 def escaped(text: object) -> str:
     """Return text on one line that is no markup of Markdown: no column, tag, link, picture or code."""
-    return re.sub(r"([\\|\[`])", r"\\\1", printable(" ".join(str(text).split()))).replace("<", "&lt;")
+    return re.sub(r"([\\|\[`])", r"\\\1", printable(" ".join(str(text).split()))).replace(
+        "<", "&lt;"
+    )
 
 
 def tex(text: str) -> str:

@@ -35,7 +35,9 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
 
-def update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+def update(
+    weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+) -> None:
     """Change a weight and its state (Algorithms 4 and 5 with relative step sizes).
 
     Args:
@@ -56,7 +58,9 @@ def update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: di
     weight.sub_(change.mul_(rate * scale / clipping))
 
 
-def mean_squares(gradient: Tensor, state: dict[str, Tensor], share: float, smallest: float) -> Tensor:
+def mean_squares(
+    gradient: Tensor, state: dict[str, Tensor], share: float, smallest: float
+) -> Tensor:
     """Return the running mean squares of the gradient's numbers, in a new tensor, and update the state.
 
     Those of a matrix are estimated: the running mean squares of its rows, times those of its

@@ -53,7 +53,9 @@ def started(overrides: Sequence[str], folder: Path) -> Iterator[subprocess.Popen
         [sys.executable, "-P", "-m", "rtx", "train", *overrides],
         env={**os.environ, **own},
         stdin=subprocess.DEVNULL,
-        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,  # a notebook's has no file descriptor
+        stdout=None
+        if sys.stdout is sys.__stdout__
+        else subprocess.PIPE,  # a notebook's has no file descriptor
         stderr=subprocess.PIPE,
         process_group=0,  # so that Ctrl-C reaches the run once, by `passing_on_signals`
     )
@@ -81,7 +83,11 @@ def passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
         # Ignored signals stay ignored. None is a handler not installed from Python, which could not be put back.
-        former = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+        former = {
+            number: handler
+            for number, handler in handlers.items()
+            if handler not in (None, signal.SIG_IGN)
+        }
     try:
         for number in former:
             signal.signal(number, pass_on)

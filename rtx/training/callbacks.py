@@ -67,11 +67,18 @@ class Watch(Callback):
     ) -> None:
         self.folder, self.last = folder, folder / "checkpoints" / "last.ckpt"
         self.children: list[Any] = []  # processes that this one has started
-        self.module, self.ranks, self.plan, self.data = module, module.ranks, module.config.trainer, data
+        self.module, self.ranks, self.plan, self.data = (
+            module,
+            module.ranks,
+            module.config.trainer,
+            data,
+        )
         self.signals, self.telemetry, self.status = signals, telemetry, status
         self.say = say if status else lambda line: None
         self.record = status.update if status else lambda **fields: None
-        self.streams: dict[str, Any] = {"torch": torch} | ({"cuda": torch.cuda} if torch.cuda.is_available() else {})
+        self.streams: dict[str, Any] = {"torch": torch} | (
+            {"cuda": torch.cuda} if torch.cuda.is_available() else {}
+        )
         self.meter = meter or Meter(0.0, None)
         self.units_per_step = self.plan.batch_size * module.config.data.length
         self.began = time.monotonic()
@@ -81,7 +88,9 @@ class Watch(Callback):
         self.validated = 0.0  # seconds that the last validation took
         self.saved = data.step or None  # step of the checkpoint that a run in need may go back to
         self.kept: dict[str, Any] = {"seconds": 0.0, "ranks": []}
-        self.best: dict[str, Any] | None = None  # bits, step, and windows: scores of other windows are not compared
+        self.best: dict[str, Any] | None = (
+            None  # bits, step, and windows: scores of other windows are not compared
+        )
 
     @property
     def seconds(self) -> float:
@@ -98,7 +107,11 @@ class Watch(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         match state_dict:
-            case {"seconds": float(), "best": None | {"bits": float(), "windows": int()} as best, "ranks": list()}:
+            case {
+                "seconds": float(),
+                "best": None | {"bits": float(), "windows": int()} as best,
+                "ranks": list(),
+            }:
                 self.kept, self.best = state_dict, best
             case _:
                 raise TypeError("its time, best score or random streams")
@@ -113,7 +126,9 @@ class Watch(Callback):
         self.module.restore_memory([own["memory"] for own in self.kept["ranks"]])
         if len(self.kept["ranks"]) == world:
             own = self.kept["ranks"][rank]
-            self.module.sums = torch.tensor(own["sums"], dtype=torch.float64).view_as(self.module.sums)
+            self.module.sums = torch.tensor(own["sums"], dtype=torch.float64).view_as(
+                self.module.sums
+            )
             for name in self.streams.keys() & own["rng"].keys():
                 self.streams[name].set_rng_state(own["rng"][name])
         else:
@@ -122,22 +137,30 @@ class Watch(Callback):
         trainer.should_stop = step >= self.plan.steps
         if not trainer.should_stop and (line := self.module.prepare_passes()):
             self.say(line)
-        self.began = time.monotonic()  # to compile is not to train: trainer.max_minutes are the same for all models
+        self.began = (
+            time.monotonic()
+        )  # to compile is not to train: trainer.max_minutes are the same for all models
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
         self.clock.start()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Look around, if due, and write what is; `RunFailed` where a number is not finite, `Stopped` by a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return  # within a step
         step, plan = trainer.global_step, self.plan
         units = (step - self.row_step) * self.units_per_step
-        look = 8 if pl_module.device.type == "cuda" else 1  # each look at numbers makes the CPU wait for the device
+        look = (
+            8 if pl_module.device.type == "cuda" else 1
+        )  # each look at numbers makes the CPU wait for the device
         steps = plan.log_every, plan.val_every, plan.checkpoint_every, look
-        due = math.isnan(self.bits) or any(step % every == 0 for every in steps)  # a run's first step has no bits yet
+        due = math.isnan(self.bits) or any(
+            step % every == 0 for every in steps
+        )  # a run's first step has no bits yet
         stop = self.agree(trainer) if due or step >= plan.steps else 0
         self.clock.end_of_step()
         self.pace = units / max(1e-9, self.clock.elapsed - self.row_elapsed)
@@ -149,7 +172,11 @@ class Watch(Callback):
 
     def agree(self, trainer: Trainer) -> int:
         """Return the exit code that a signal to any rank asks for, or 0; end training after its last step or minute."""
-        (nats, _, passes), norm, step = self.module.sums.tolist(), float(self.module.norm), trainer.global_step
+        (nats, _, passes), norm, step = (
+            self.module.sums.tolist(),
+            float(self.module.norm),
+            trainer.global_step,
+        )
         for line in self.module.make_room():
             self.say(f"step {step}: {line}")
         self.bits, limit = nats / passes / math.log(2), self.plan.max_minutes
@@ -159,7 +186,9 @@ class Watch(Callback):
         trainer.should_stop = bool(up)
         if failed:
             what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
-            raise RunFailed(f"step {step}: the {what} at learning rate {learning_rate(self.module.config, step):g}")
+            raise RunFailed(
+                f"step {step}: the {what} at learning rate {learning_rate(self.module.config, step):g}"
+            )
         return stop
 
     def leave_if(self, stop: int, trainer: Trainer) -> None:
@@ -185,7 +214,9 @@ class Watch(Callback):
     def leave_at_once(self, how: str, code: int = 1) -> None:
         """End the process in the middle of a step, and its children: by a second signal, or as one of them is gone."""
         reason = f"{how}; {self.last_good()}"
-        with contextlib.suppress(OSError):  # by print: the main thread may be about to write, and never come round
+        with contextlib.suppress(
+            OSError
+        ):  # by print: the main thread may be about to write, and never come round
             print("rtx: " * (code == 1) + reason, flush=True)
             if self.saved is not None:
                 print(f"continue with: rtx resume {shown(self.folder)}", flush=True)
@@ -197,7 +228,11 @@ class Watch(Callback):
 
     def final_windows(self) -> int:
         """Return how many windows the closing score takes, alike on all ranks: a sample is a power of two of them."""
-        asked, every, scored = self.plan.final_windows, len(self.data.windows), len(self.module.score.units_K)
+        asked, every, scored = (
+            self.plan.final_windows,
+            len(self.data.windows),
+            len(self.module.score.units_K),
+        )
         if asked != "auto":
             return min(int(asked or every), every)
         budget = max(FINAL_SECONDS, self.seconds / 10)
@@ -209,15 +244,26 @@ class Watch(Callback):
         share = (self.data.seconds - self.waited) / max(1e-9, self.clock.elapsed - self.row_elapsed)
         self.clock.stop()
         rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
-        values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
+        values = {
+            "bits": nats / passes / math.log(2),
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens_per_second": self.pace,
+        }
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
         values |= self.train_seconds(trainer)
         values |= {} if self.module.answers is None else {"accuracy": right / passes}
-        speed: dict[str, Any] = {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
+        speed: dict[str, Any] = (
+            {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
+        )
         self.write_row(trainer, "train", values | speed | self.telemetry(self.module.model))
         self.record(step=trainer.global_step, steps=self.plan.steps, **speed)
         self.module.sums.zero_()
-        self.row_step, self.waited, self.row_elapsed = trainer.global_step, self.data.seconds, self.clock.elapsed
+        self.row_step, self.waited, self.row_elapsed = (
+            trainer.global_step,
+            self.data.seconds,
+            self.clock.elapsed,
+        )
         self.clock.start()
 
     def train_seconds(self, trainer: Trainer) -> dict[str, float]:
@@ -227,12 +273,21 @@ class Watch(Callback):
 
     def write_score(self, trainer: Trainer, kind: str) -> None:
         score: Any = self.module.score
-        values = {"bits": score.bits, "units": score.units, "se": score.standard_error, **self.train_seconds(trainer)}
-        self.write_row(trainer, kind, values | ({} if score.accuracy is None else {"accuracy": score.accuracy}))
+        values = {
+            "bits": score.bits,
+            "units": score.units,
+            "se": score.standard_error,
+            **self.train_seconds(trainer),
+        }
+        self.write_row(
+            trainer, kind, values | ({} if score.accuracy is None else {"accuracy": score.accuracy})
+        )
 
     def write_row(self, trainer: Trainer, kind: str, values: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            logger.log_metrics({f"{kind}/{key}": value for key, value in values.items()}, trainer.global_step)
+            logger.log_metrics(
+                {f"{kind}/{key}": value for key, value in values.items()}, trainer.global_step
+            )
 
     def on_validation_start(self, *_: Any) -> None:
         self.signals.hold()  # in the closing score Lightning has set a handler again
@@ -275,25 +330,35 @@ class Progress(TQDMProgressBar):
 
     def init_train_tqdm(self) -> Tqdm:
         steps, done, form = self.watch.plan.steps, self.trainer.global_step, "{desc} |{bar}|"
-        return Tqdm(total=steps, initial=done, file=sys.stdout, bar_format=form, disable=self.is_disabled)
+        return Tqdm(
+            total=steps, initial=done, file=sys.stdout, bar_format=form, disable=self.is_disabled
+        )
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Do nothing: a run is one epoch."""
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step, last = trainer.global_step, trainer.global_step >= self.watch.plan.steps
         if not self.plain:
             self.train_progress_bar.set_description_str(self.line(step), refresh=last)
-            self.train_progress_bar.update(step - self.train_progress_bar.n)  # drawn ten times a second at the most
+            self.train_progress_bar.update(
+                step - self.train_progress_bar.n
+            )  # drawn ten times a second at the most
         elif last or time.monotonic() - self.said_at >= PLAIN_SECONDS:
             self.said_at = time.monotonic()
             self.watch.say(self.line(step))
 
     def line(self, step: int) -> str:
         """Return `step 1,200/4,000, 2.713 bits, lr 2.9e-03, 84,210 units/s, 03:21 left, 1.2 GB`."""
-        watch, plan, rate = self.watch, self.watch.plan, learning_rate(self.watch.module.config, step)
+        watch, plan, rate = (
+            self.watch,
+            self.watch.plan,
+            learning_rate(self.watch.module.config, step),
+        )
         left = (plan.steps - step) * watch.units_per_step / max(1e-9, watch.pace)
         if plan.max_minutes:
             left = max(0.0, min(left, 60 * plan.max_minutes - watch.seconds))

@@ -38,13 +38,17 @@ RENAMED = (
 """Names of tensors in older checkpoints, and what replaces them."""
 
 Say = Callable[[str], object]
-Checkpoint = dict[str, Any]  # Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`
+Checkpoint = dict[
+    str, Any
+]  # Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`
 
 
 class CheckpointFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its place, syncs and renames it; Lightning's own fills the memory and never syncs."""
 
-    def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, path: Any, storage_options: Any = None
+    ) -> None:
         """Replace a checkpoint; `RunFailed` where the disk is full: all files are as they were."""
         path = Path(path)
         try:
@@ -56,7 +60,9 @@ class CheckpointFiles(TorchCheckpointIO):
         except OSError as error:
             raise RunFailed(f"cannot write {path}: {error.strerror}") from error
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> Checkpoint:
         return read_checkpoint(Path(path))
 
 
@@ -80,7 +86,9 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     what no checkpoint of this version of rtx holds.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.save packs nothing; what does may be a thousand times as large
+        with zipfile.ZipFile(
+            path
+        ) as archive:  # torch.save packs nothing; what does may be a thousand times as large
             entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise UserError(f"{path} is refused: it holds more than its size")
@@ -89,7 +97,9 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     except Exception as error:  # torch's own reader asserts, and raises whatever it likes
         if isinstance(error, UserError | OSError) or out_of_memory(error):
             raise
-        raise UserError(f"{path} is refused: it holds more than plain tensors and numbers") from error
+        raise UserError(
+            f"{path} is refused: it holds more than plain tensors and numbers"
+        ) from error
     written = checkpoint.get("format") if isinstance(checkpoint, dict) else None
     if not isinstance(written, int) or written != FORMAT:  # a tensor is equal in parts
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
@@ -189,11 +199,24 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def check_layout(path: Path, checkpoint: Any) -> None:
     """Raise `UserError` for a checkpoint whose parts are missing or of other types."""
-    with contextlib.suppress(TypeError, ValueError, RecursionError):  # where configuration or data are none for JSON
+    with contextlib.suppress(
+        TypeError, ValueError, RecursionError
+    ):  # where configuration or data are none for JSON
         match checkpoint:
-            case {"step": int(step), "config": {}, "data": {"fingerprint": str()} as data, "model": dict(model)}:
-                plain = isinstance(data.get("tokenizer"), dict | None) and json.dumps([checkpoint["config"], data])
-                if step >= 0 and plain and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+            case {
+                "step": int(step),
+                "config": {},
+                "data": {"fingerprint": str()} as data,
+                "model": dict(model),
+            }:
+                plain = isinstance(data.get("tokenizer"), dict | None) and json.dumps(
+                    [checkpoint["config"], data]
+                )
+                if (
+                    step >= 0
+                    and plain
+                    and all(isinstance(tensor, torch.Tensor) for tensor in model.values())
+                ):
                     return
     raise UserError(f"{path} is no checkpoint of rtx: its parts cannot be right")
 
@@ -204,7 +227,11 @@ def first_whole(
     """Return the first that is there and whole, with `path` and `file`, and say `instead` where it is not paths[0]."""
     for path in paths:
         if is_whole(path):
-            found = {**read_checkpoint(path, facts_only=facts_only), "path": path, "file": path.stem}
+            found = {
+                **read_checkpoint(path, facts_only=facts_only),
+                "path": path,
+                "file": path.stem,
+            }
             if path != paths[0]:
                 say(instead.format_map(found))
             return found
@@ -212,7 +239,10 @@ def first_whole(
             aside = path.with_name(f"{path.name}.damaged")
             if set_aside:
                 path.rename(aside)
-            say(f"{path} is damaged (its checksum does not match)" + f"; set aside as {aside.name}" * set_aside)
+            say(
+                f"{path} is damaged (its checksum does not match)"
+                + f"; set aside as {aside.name}" * set_aside
+            )
     if any(path.exists() for path in (*paths, *paths[0].parent.glob("*.damaged"))):
         names = ", ".join(path.name for path in paths)
         raise RunFailed(f"{paths[0].parent}: none of {names} is whole")
@@ -231,7 +261,9 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
     """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which."""
     paths = dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)])
-    if found := first_whole(list(paths), say, f"no whole {name}.ckpt; using {{file}}.ckpt (step {{step}})"):
+    if found := first_whole(
+        list(paths), say, f"no whole {name}.ckpt; using {{file}}.ckpt (step {{step}})"
+    ):
         return found
     raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
 
@@ -241,7 +273,8 @@ def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) 
     refuse(
         f"{path}: {key} is {new}, but {old} in {checkpoint['file']}.ckpt, which was trained so: put that back"
         for key, (old, new) in differences(checkpoint["config"], config, shared=True).items()
-        if key.startswith(("model.", "routing.", "data.")) and not may_change(key)  # another model, or other data
+        if key.startswith(("model.", "routing.", "data."))
+        and not may_change(key)  # another model, or other data
     )
 
 

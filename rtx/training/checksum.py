@@ -22,6 +22,8 @@ def is_whole(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first") from error
+        raise RunFailed(
+            f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
+        ) from error
     digest = hashlib.sha256(memoryview(content)[:-COMMENT_BYTES])
     return content[-COMMENT_BYTES:] == TAG + digest.hexdigest().encode()

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment, find_free_network_port
+from lightning.fabric.plugins.environments.lightning import (
+    LightningEnvironment,
+    find_free_network_port,
+)
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -26,7 +29,9 @@ from rtx.model.block import Block
 from rtx.training.hardware import Hardware, started_by
 from rtx.training.signals import PARENT_VARIABLE, started_by_another
 
-PATIENCE_SECONDS = 10.0  # that the main thread is given to notice by itself that another process is gone
+PATIENCE_SECONDS = (
+    10.0  # that the main thread is given to notice by itself that another process is gone
+)
 
 
 class Ranks:
@@ -66,8 +71,16 @@ def lost_process(error: Exception) -> str:
     """Return which process of the run has gone, if an error means that, else an empty string."""
     if "DataLoader worker" in str(error):
         return f"a loader process is gone: {str(error).splitlines()[0]}"
-    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
-    if isinstance(error, dist.DistError) or (dist.is_initialized() and any(s in str(error) for s in signs)):
+    signs = (
+        "gloo",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "NCCL",
+        "ProcessGroup",
+    )
+    if isinstance(error, dist.DistError) or (
+        dist.is_initialized() and any(s in str(error) for s in signs)
+    ):
         return "another process of the run is gone"
     return ""
 
@@ -95,7 +108,9 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
     return StartedRanks()
 
 
-def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object]) -> list[subprocess.Popen[bytes]]:
+def start_ranks(
+    hardware: Hardware, folder: Path, lost: Callable[[str], object]
+) -> list[subprocess.Popen[bytes]]:
     """Start the other processes of this machine with the words of this one, where nobody else does, and watch them."""
     # Lightning's own launcher ends the first process by SIGKILL when another is gone: nothing could be said or written.
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
@@ -103,7 +118,10 @@ def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     shared = {**os.environ, "RTX_RUN": str(folder), PARENT_VARIABLE: str(os.getpid())}
     command = [sys.executable, "-P", "-m", "rtx", *sys.argv[1:]]
-    ranks = [subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)}) for rank in range(1, hardware.devices)]
+    ranks = [
+        subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)})
+        for rank in range(1, hardware.devices)
+    ]
     threading.Thread(target=watch_ranks, args=(ranks, lost), name="children", daemon=True).start()
     return ranks
 
@@ -134,7 +152,9 @@ def shard(model: nn.Module, mesh: Any) -> None:
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the loss reads the output matrix after `forward`
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=False
+    )  # the loss reads the output matrix after `forward`
     if mesh.device_type == "cpu":  # gloo adds, and has no mean
         for module in (*blocks, model):
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
@@ -156,7 +176,9 @@ def shared_as(value: Tensor, like: Any) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 class Shared(ModelParallelStrategy):
@@ -165,9 +187,13 @@ class Shared(ModelParallelStrategy):
     lightning_restore_optimizer = True  # type: ignore[assignment]  # by `load_optimizer_state_dict`
 
     def __init__(self, world: int) -> None:
-        super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        super().__init__(
+            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -176,7 +202,10 @@ class Shared(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = optimizer.state_dict()
-        return {**state, "state": {number: self.gathered(values) for number, values in state["state"].items()}}
+        return {
+            **state,
+            "state": {number: self.gathered(values) for number, values in state["state"].items()},
+        }
 
     def gathered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Gather tensors one after the other; only the first process keeps them, in CPU memory."""
@@ -190,14 +219,23 @@ class Shared(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         own, stored = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        parts = {name: shared_as(value, own[name]) if name in own else value for name, value in stored.items()}
+        parts = {
+            name: shared_as(value, own[name]) if name in own else value
+            for name, value in stored.items()
+        }
         self.lightning_module.load_state_dict(parts, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Let each process take its part of the state that all have read."""
         (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         for number, values in state["state"].items():
             like = parameters[number]
-            values |= {name: shared_as(value, like) for name, value in values.items() if value.shape == like.shape}
+            values |= {
+                name: shared_as(value, like)
+                for name, value in values.items()
+                if value.shape == like.shape
+            }
         optimizer.load_state_dict(state)

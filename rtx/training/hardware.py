@@ -23,8 +23,19 @@ NO_LIGER = "hardware.loss=liger needs {0}; take hardware.loss=torch"
 GPU_WORKERS = 2
 """Processes that prepare batches for a GPU, where hardware.workers is auto."""
 SIGNS = (
-    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "alloc_failed"),
-    *("bad_alloc", "could not create a primitive", "failed to map segment", "can't start new thread"),
+    *(
+        "out of memory",
+        "can't allocate memory",
+        "cannot allocate memory",
+        "not enough memory",
+        "alloc_failed",
+    ),
+    *(
+        "bad_alloc",
+        "could not create a primitive",
+        "failed to map segment",
+        "can't start new thread",
+    ),
 )
 """What Python, torch, CUDA and their libraries say then, in small letters; not all have an error of its own for it."""
 
@@ -40,8 +51,12 @@ class Hardware:
     devices: int  # processes on this machine
     nodes: int  # machines
     rank: int  # this process among all
-    distributed: bool  # gradients are averaged over processes (hardware=ddp or fsdp, also with one device)
-    sharded: bool  # parameters and optimizer state are shared out among the processes (hardware=fsdp)
+    distributed: (
+        bool  # gradients are averaged over processes (hardware=ddp or fsdp, also with one device)
+    )
+    sharded: (
+        bool  # parameters and optimizer state are shared out among the processes (hardware=fsdp)
+    )
     launcher: str  # who starts the processes: rtx, torchrun or srun
     micro_batch_size: int  # sequences of a forward pass
     accumulate: int  # forward passes of an optimizer step on each device
@@ -70,7 +85,9 @@ def resolve_hardware(config: Config) -> Hardware:
     if use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
     asked, world = config.trainer.micro_batch_size, devices * nodes
-    micro = asked if isinstance(asked, int) else max(1, batch // world)  # auto: all that a device has of the batch
+    micro = (
+        asked if isinstance(asked, int) else max(1, batch // world)
+    )  # auto: all that a device has of the batch
     if batch % (micro * world):
         multiple = f"a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
         raise UserError(f"trainer.batch_size={batch} must be {multiple}")
@@ -144,13 +161,17 @@ def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:
     """Return who started this process, its number, the processes on each machine, and the machines."""
     (launcher, rank, world, machines), nodes, devices = started_by(), wish.nodes, 1
     if launcher == "rtx" and wish.nodes > 1:
-        raise UserError(f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun")
+        raise UserError(
+            f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun"
+        )
     if wish.name in SPREAD:
         nodes = nodes if nodes > 1 else machines
         devices = wish.devices or ((gpus or 1) if launcher == "rtx" else world // nodes)
     if launcher != "rtx" and world != devices * nodes:
         asks = f"hardware={wish.name} asks for {devices} on {nodes} machine(s)"
-        raise UserError(f"{launcher} started {world} processes, but {asks}; make them agree, by hardware=ddp or fsdp")
+        raise UserError(
+            f"{launcher} started {world} processes, but {asks}; make them agree, by hardware=ddp or fsdp"
+        )
     return launcher, rank, devices, nodes
 
 
@@ -161,7 +182,12 @@ def started_by() -> tuple[str, int, int, int]:
         world = int(known["WORLD_SIZE"])
         return "torchrun", int(known["RANK"]), world, world // int(known["LOCAL_WORLD_SIZE"])
     if {"SLURM_STEP_ID", "SLURM_PROCID"} <= known.keys() and int(known.get("SLURM_NTASKS", 1)) > 1:
-        return "srun", int(known["SLURM_PROCID"]), int(known["SLURM_NTASKS"]), int(known.get("SLURM_NNODES", 1))
+        return (
+            "srun",
+            int(known["SLURM_PROCID"]),
+            int(known["SLURM_NTASKS"]),
+            int(known.get("SLURM_NNODES", 1)),
+        )
     return "rtx", int(known["LOCAL_RANK"]) if started_by_another() else 0, 1, 1
 
 
@@ -175,28 +201,45 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
     import torch
 
     wish, threads, model = config.hardware, config.hardware.threads, config.model
-    if not threads and hardware.distributed and hardware.launcher == "rtx" and "OMP_NUM_THREADS" not in os.environ:
+    if (
+        not threads
+        and hardware.distributed
+        and hardware.launcher == "rtx"
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
         # Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
         threads = max(1, cores() // hardware.devices)
     if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that rtx starts; and Lightning sets no other
+        os.environ["OMP_NUM_THREADS"] = str(
+            threads
+        )  # for the processes that rtx starts; and Lightning sets no other
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
-        own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout > 0 or "adaptive_span" in model.base
+        own_softmax = (
+            model.positions in ("shaw", "xl")
+            or model.attention_dropout > 0
+            or "adaptive_span" in model.base
+        )
         keep_freed_memory(of_any_size=not own_softmax)
     torch.set_float32_matmul_precision("high" if hardware.precision == "tf32" else "highest")
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if wish.compile is True and hardware.accelerator == "cpu" and not has_compiler():
-        raise UserError("hardware.compile=true needs a C++ compiler (g++, clang++ or CXX); there is none on the PATH")
+        raise UserError(
+            "hardware.compile=true needs a C++ compiler (g++, clang++ or CXX); there is none on the PATH"
+        )
     if wish.compile is True and hardware.accelerator == "gpu" and not has_gpu_compiler():
-        raise UserError("hardware.compile=true needs Triton and a C compiler (gcc, clang or CC) for a GPU")
+        raise UserError(
+            "hardware.compile=true needs Triton and a C compiler (gcc, clang or CC) for a GPU"
+        )
 
 
 def has_gpu_compiler() -> bool:
     """Tell whether Triton is here, and the C compiler by which it builds what starts its kernels."""
-    from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
+    from torch.utils._triton import (
+        has_triton,
+    )  # no public function tells whether torch can use Triton
 
     from rtx.attention.engine.packed_attention import HAS_COMPILER
 
@@ -238,9 +281,13 @@ def device_memory(config: Config, processes: int = 0) -> int | None:
 def out_of_memory(error: BaseException) -> str:
     """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    known |= isinstance(error, RuntimeError | ImportError) and any(sign in str(error).lower() for sign in SIGNS)
+    known |= isinstance(error, RuntimeError | ImportError) and any(
+        sign in str(error).lower() for sign in SIGNS
+    )
     known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
-    said = shorten(str(error).strip().removeprefix(f"{OUT_OF_MEMORY}: "), 200) or type(error).__name__
+    said = (
+        shorten(str(error).strip().removeprefix(f"{OUT_OF_MEMORY}: "), 200) or type(error).__name__
+    )
     return f"{OUT_OF_MEMORY}: {said}" if known else ""
 
 

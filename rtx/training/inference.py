@@ -25,7 +25,13 @@ from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
-from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
+from rtx.training.checkpoint import (
+    Checkpoint,
+    check_config,
+    check_layout,
+    load_for_use,
+    load_weights,
+)
 from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
 
@@ -53,7 +59,9 @@ class LoadedRun:
     def tokenizer(self) -> Tokenizer:
         """What makes units of bytes and back; `UserError` where the data have none, `RunFailed` where it is lost."""
         if (described := self.checkpoint["data"].get("tokenizer")) is None:
-            raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no text to write or read")
+            raise UserError(
+                f"{self.folder}: a run on data={self.config.data.name} has no text to write or read"
+            )
         return run_tokenizer(self.folder, described)
 
     @property
@@ -62,25 +70,41 @@ class LoadedRun:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that the model computes in: bfloat16 where its precision is bf16."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
+        )
 
     def sample(self, length: int = 1000, prompt: str = "", seed: int = 0, **choice: Any) -> str:
         """Return a prompt and so many units behind it, as `rtx sample` writes them; `choice`: see `generate`."""
-        prompt_1P, generator = torch.from_numpy(encode_text(self.tokenizer, prompt))[None], torch.Generator()
+        prompt_1P, generator = (
+            torch.from_numpy(encode_text(self.tokenizer, prompt))[None],
+            torch.Generator(),
+        )
         options = {**choice, "generator": generator.manual_seed(seed)}
         with self.autocast():
-            units = [*prompt_1P[0].tolist(), *map(int, generate(self.model, prompt_1P, length, **options))]
+            units = [
+                *prompt_1P[0].tolist(),
+                *map(int, generate(self.model, prompt_1P, length, **options)),
+            ]
         return self.tokenizer.decode(units).decode("utf-8", "replace")
 
     def score(
-        self, split: str = "valid", limit: int | None = None, streaming: bool = False, report: Report = print
+        self,
+        split: str = "valid",
+        limit: int | None = None,
+        streaming: bool = False,
+        report: Report = print,
     ) -> Score:
         """Score a split of the run's data, or a sample of `limit` windows, as `rtx eval` does, and `report` what."""
         store = open_data(self.config.data, stores_of(self.folder, self.config.data), report)
         if not self.has_data(store):
             raise UserError(f"{store.name}: these are not the data of the run")
-        run = replace(self, config=with_stride(self.config) if self.config.model.memory else self.config)
-        return score_split(run, store, split, store.split(split), limit, report, streaming=streaming)[0]
+        run = replace(
+            self, config=with_stride(self.config) if self.config.model.memory else self.config
+        )
+        return score_split(
+            run, store, split, store.split(split), limit, report, streaming=streaming
+        )[0]
 
     def facts(self) -> dict[str, Any]:
         return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
@@ -117,11 +141,17 @@ def load_run(
     say: Callable[[str], object] = say,
 ) -> LoadedRun:
     """As `load`; `vocabulary`: of the data that are read, unset: the run's."""
-    found = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", checkpoint, say)
+    found = (
+        read_export(folder)
+        if is_export(folder)
+        else load_for_use(folder / "checkpoints", checkpoint, say)
+    )
     check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
     where = f"{folder}: {found['file']}.ckpt"
     vocabulary = vocabulary or found["data"].get("vocabulary")
-    if not isinstance(vocabulary, int) or all(each.shape[:1] != (vocabulary,) for each in found["model"].values()):
+    if not isinstance(vocabulary, int) or all(
+        each.shape[:1] != (vocabulary,) for each in found["model"].values()
+    ):
         raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
@@ -153,9 +183,15 @@ def stores_of(folder: Path | None, data: DataConfig) -> Path:
     if folder is None:
         return root
     with contextlib.suppress(OSError, *DAMAGED):
-        facts = json.loads(read_file(folder / (EXPORT_FACTS if is_export(folder) else "environment.json")))
+        facts = json.loads(
+            read_file(folder / (EXPORT_FACTS if is_export(folder) else "environment.json"))
+        )
         kept = Path(facts["data"]["folder"])
-        if kept.exists() and not store_folder(data, root).exists() and store_folder(data, kept.parent) == kept:
+        if (
+            kept.exists()
+            and not store_folder(data, root).exists()
+            and store_folder(data, kept.parent) == kept
+        ):
             return kept.parent
     return root
 
@@ -164,31 +200,49 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
     """Load a run for a command, with the data that its configuration names; `UserError` for another tokenizer's."""
     store = open_data(config.data, stores_of(folder, config.data))
     run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
-    theirs, ours = (data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe()))
+    theirs, ours = (
+        data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe())
+    )
     if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
-        raise UserError(f"{store.name}: the tokenizer of these data is not that of the run; name the data as it does")
+        raise UserError(
+            f"{store.name}: the tokenizer of these data is not that of the run; name the data as it does"
+        )
     if not run.has_data(store):
-        say(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
+        say(
+            f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on"
+        )
     return run, store
 
 
 def score_split(
-    run: LoadedRun, store: Store, split: str, tokens: np.ndarray, limit: int | None, report: Report = print, **how: Any
+    run: LoadedRun,
+    store: Store,
+    split: str,
+    tokens: np.ndarray,
+    limit: int | None,
+    report: Report = print,
+    **how: Any,
 ) -> tuple[Score, int]:
     """Score `tokens`, as a split is read, or a sample of `limit` windows; return the number of all windows, too.
 
     `how`: see `score_windows`. `UserError` for a memory longer than the split, `RunFailed` for nats that are no number.
     """
     if (memory := run.config.model.memory) > len(tokens):
-        raise UserError(f"memory={memory} must be at most {len(tokens):,}, the units of split {split}")
+        raise UserError(
+            f"memory={memory} must be at most {len(tokens):,}, the units of split {split}"
+        )
     every = windows(len(tokens), *spans(flat(to_dict(run.config))))
     chosen, reach = sample_windows(every, limit, run.config.seed), local_reach(run.config)
     report(f"{len(chosen):,} of {len(every):,} windows of split {split}")
     with run.autocast(), progress_bar("windows") as show:
-        score = score_windows(run.model, tokens, chosen, answers=store.answers, reach=reach, **how, on_progress=show)
+        score = score_windows(
+            run.model, tokens, chosen, answers=store.answers, reach=reach, **how, on_progress=show
+        )
     if not math.isfinite(score.nats):
         why = f"the run has diverged, or hardware.precision={run.precision} is too narrow for it; nothing is written"
-        raise RunFailed(f"{run.checkpoint['file']}.ckpt of {run.folder} scores {score.nats} nats: {why}")
+        raise RunFailed(
+            f"{run.checkpoint['file']}.ckpt of {run.folder} scores {score.nats} nats: {why}"
+        )
     return score, len(every)
 
 
@@ -204,35 +258,56 @@ def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = load_run_config(folder)
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
     alone = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
-    return merge(replace(config, hardware=alone), overrides)  # what does not go with other devices, or compiled, may
+    return merge(
+        replace(config, hardware=alone), overrides
+    )  # what does not go with other devices, or compiled, may
 
 
 def with_stride(config: Config, stride: int | None = None) -> Config:
     """Return the configuration of an evaluation by windows that advance by `stride` units; unset: N, or `STREAM`."""
-    return merge(config, [f"trainer.val_stride={written(stride or (STREAM if config.model.memory else None))}"])
+    return merge(
+        config,
+        [f"trainer.val_stride={written(stride or (STREAM if config.model.memory else None))}"],
+    )
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
     """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be."""
-    weights = safetensors.torch.save({name: tensor.clone() for name, tensor in checkpoint["model"].items()})
-    facts = {"sha256": hashlib.sha256(weights).hexdigest(), **{key: checkpoint[key] for key in KEPT}}
+    weights = safetensors.torch.save(
+        {name: tensor.clone() for name, tensor in checkpoint["model"].items()}
+    )
+    facts = {
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        **{key: checkpoint[key] for key in KEPT},
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        write_json(folder / EXPORT_FACTS, facts)  # first: by it an unfinished export is known, to be made anew
+        write_json(
+            folder / EXPORT_FACTS, facts
+        )  # first: by it an unfinished export is known, to be made anew
         for name, content in {**files, WEIGHTS: weights}.items():
             replace_file(folder / name, lambda file, content=content: file.write(content))
     except OSError as error:
-        raise RunFailed(f"cannot write to {folder}: {error.strerror}; output=<folder> names another") from error
+        raise RunFailed(
+            f"cannot write to {folder}: {error.strerror}; output=<folder> names another"
+        ) from error
 
 
 def read_export(folder: Path) -> Checkpoint:
     """Return an exported model as the checkpoint it was made of; RunFailed where a file is missing, cut or altered."""
     try:
         facts, weights = json.loads(read_file(folder / EXPORT_FACTS)), read_file(folder / WEIGHTS)
-        if hashlib.sha256(weights).hexdigest() != facts["sha256"] or facts["file"] not in ("best", "last", "previous"):
+        if hashlib.sha256(weights).hexdigest() != facts["sha256"] or facts["file"] not in (
+            "best",
+            "last",
+            "previous",
+        ):
             raise ValueError(f"{WEIGHTS} is cut short or altered")
-        checkpoint = {**{name: facts[name] for name in KEPT}, "model": safetensors.torch.load(weights)}
+        checkpoint = {
+            **{name: facts[name] for name in KEPT},
+            "model": safetensors.torch.load(weights),
+        }
     except (OSError, safetensors.SafetensorError, *DAMAGED) as error:
         raise RunFailed(f"{folder} is a damaged export ({error}): export the run anew") from error
     check_layout(folder / EXPORT_FACTS, checkpoint)

@@ -23,16 +23,24 @@ from rtx.errors import DAMAGED, UserError
 from rtx.progress import say as say_line
 from rtx.training.run_folder import open_own, shown, utc_now
 
-INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0  # patience with the W&B server at the start, and with uploads at the end
+INIT_SECONDS, FINISH_SECONDS = (
+    15.0,
+    60.0,
+)  # patience with the W&B server at the start, and with uploads at the end
 GOES_ON = "going on with metrics.jsonl alone"
-QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
+QUIET = {
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}  # read when wandb is first imported
 KINDS = {"train": ("train", ""), "val": ("valid", "val_"), "final": ("final", "val_")}
 """By the first part of a row's keys: its kind in metrics.jsonl, and what the keys begin with there."""
 OF_ANY_KIND = ("train_seconds",)
 """Fields of one name in rows of all kinds."""
 LOCAL: dict[str, Callable[[Path], Logger]] = {
     "csv": partial(CSVLogger, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
-    "tensorboard": partial(TensorBoardLogger, name="", version="tensorboard", default_hp_metric=False, purge_step=0),
+    "tensorboard": partial(
+        TensorBoardLogger, name="", version="tensorboard", default_hp_metric=False, purge_step=0
+    ),
 }
 """Loggers that begin anew with each resume (TensorBoard hides what files of before it hold), and get all rows again."""
 Say = Callable[[str], object]
@@ -46,7 +54,10 @@ def logging_to(
     if folder is None:
         yield []
         return
-    with contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics, contextlib.ExitStack() as stack:
+    with (
+        contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics,
+        contextlib.ExitStack() as stack,
+    ):
         if make := LOCAL.get(config.logger.name):
             other = make(folder)
             other.log_hyperparams(facts)
@@ -60,7 +71,10 @@ def logging_to(
 
 def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
     """Yield the rows up to `step`, of each kind and step the last, but those that a run from there on writes again."""
-    ended, parts = step >= config.trainer.steps, {kind: (part, prefix) for part, (kind, prefix) in KINDS.items()}
+    ended, parts = (
+        step >= config.trainer.steps,
+        {kind: (part, prefix) for part, (kind, prefix) in KINDS.items()},
+    )
     again = {"valid": ended or not step % config.trainer.val_every, "final": ended}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for line in read_file(path).splitlines() if path.exists() else ():
@@ -70,7 +84,11 @@ def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[st
     for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
         if kind in parts and (at < step or (at == step and not again.get(kind))):
             part, prefix = parts[kind]
-            known = {key.removeprefix(prefix): row[key] for key in row if isinstance(row[key], int | float)}
+            known = {
+                key.removeprefix(prefix): row[key]
+                for key in row
+                if isinstance(row[key], int | float)
+            }
             yield {f"{part}/{key}": value for key, value in known.items() if key != "step"}, at
 
 
@@ -83,7 +101,9 @@ class JsonlLogger(Logger):
         super().__init__()
         try:
             self.file = open_own(path, "a+b")
-            self.file.truncate(read_file(path).rfind(b"\n") + 1)  # a killed run may leave a last line without its end
+            self.file.truncate(
+                read_file(path).rfind(b"\n") + 1
+            )  # a killed run may leave a last line without its end
         except OSError as error:
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
 
@@ -91,7 +111,10 @@ class JsonlLogger(Logger):
         """Append a row with its `kind` (train, valid, final); numbers that JSON does not know become null."""
         (part,) = {key.partition("/")[0] for key in metrics}
         kind, prefix = KINDS[part]
-        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        known = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in metrics.items()
+        }
         row = {"kind": kind, "step": step, "time": utc_now()}
         for key, value in known.items():
             field = key.partition("/")[2]
@@ -154,16 +177,23 @@ def quiet_mode() -> tuple[str, str]:
 class GuardedWandbLogger(WandbLogger):
     """Lightning's logger of the run that wandb.json names, else a new one; quiet after an error, told in a line."""
 
-    def __init__(self, say: Say, folder: Path, asked: Mapping[str, Any], goes_on: str = GOES_ON, **more: Any) -> None:
+    def __init__(
+        self, say: Say, folder: Path, asked: Mapping[str, Any], goes_on: str = GOES_ON, **more: Any
+    ) -> None:
         with own_settings() as wandb:
             wandb.setup()  # by which it is quiet from the first
             if asked["mode"] == "online" and not wandb.login(prompt=False, verify=False):
                 raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
         path = folder / "wandb.json"
-        kept = {**asked, "id": json.loads(read_file(path))["id"] if path.exists() else secrets.token_hex(4)}
+        kept = {
+            **asked,
+            "id": json.loads(read_file(path))["id"] if path.exists() else secrets.token_hex(4),
+        }
         write_json(path, {key: kept[key] for key in kept if key != "mode"})
         (folder / "wandb").mkdir(exist_ok=True)
-        os.environ["WANDB_DATA_DIR"] = str(folder / "wandb")  # where files of artifacts wait for their upload
+        os.environ["WANDB_DATA_DIR"] = str(
+            folder / "wandb"
+        )  # where files of artifacts wait for their upload
         patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
         super().__init__(save_dir=str(folder), settings=settings, **kept, **more)
@@ -186,7 +216,9 @@ class GuardedWandbLogger(WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.guarded(super().log_metrics, metrics, step)
 
-    def add(self, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int | None = None) -> None:
+    def add(
+        self, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int | None = None
+    ) -> None:
         """Add figures, pictures among the files, and all files as one artifact; raises what W&B raises."""
         import wandb
 
@@ -222,36 +254,58 @@ def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedW
                 uploads = f"wandb sync {shown(folder)}/wandb/offline-run-*"
                 say(f"W&B: {why or 'no key found'}; to upload the curves later:\n  {uploads}")
         if mode in ("online", "offline"):
-            tags = [config.data.name, config.model.name, *os.environ.get("WANDB_TAGS", "").split(",")]
+            tags = [
+                config.data.name,
+                config.model.name,
+                *os.environ.get("WANDB_TAGS", "").split(","),
+            ]
             if config.routing.heads and config.routing.layers:
                 tags.append(config.routing.selection)
             sweep = config.name if (folder.parent / "sweeps.jsonl").is_file() else None
-            place = {"project": wished.project, "entity": wished.entity, "group": wished.group or sweep}
-            title = {"name": f"{config.name}-{folder.name}", "job_type": "train", "tags": [*filter(None, tags)]}
+            place = {
+                "project": wished.project,
+                "entity": wished.entity,
+                "group": wished.group or sweep,
+            }
+            title = {
+                "name": f"{config.name}-{folder.name}",
+                "job_type": "train",
+                "tags": [*filter(None, tags)],
+            }
             return GuardedWandbLogger(say, folder, {"mode": mode, **place, **title}, config=facts)
     except Exception as error:
         say(trouble(error))
     return None
 
 
-def add_to_wandb(folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0) -> None:
+def add_to_wandb(
+    folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0
+) -> None:
     """Add to the run that W&B has of a run, or has for the reports of a sweep, where its runs have any.
 
     Offline where those are, in a segment of its own. An error is told in a line, and ends nothing.
     """
-    records = [path for path in (folder / "wandb.json", *sorted(folder.glob("*/wandb.json"))) if path.is_file()]
+    records = [
+        path
+        for path in (folder / "wandb.json", *sorted(folder.glob("*/wandb.json")))
+        if path.is_file()
+    ]
     if not records:
         return
     os.environ |= QUIET
     try:
         mode = "offline" if any(records[0].parent.glob("wandb/offline-run-*")) else "online"
         known = json.loads(read_file(records[0]))
-        asked = {key: known[key] for key in ("project", "entity", "group", "name", "job_type", "tags")}
+        asked = {
+            key: known[key] for key in ("project", "entity", "group", "name", "job_type", "tags")
+        }
         if records[0].parent != folder:
             asked |= {"name": f"{kind} on {folder.name}", "job_type": kind}
         mode = quiet_mode()[0] or mode
         if mode != "disabled":
-            logger = GuardedWandbLogger(say_line, folder, {"mode": mode, **asked}, "nothing is added there")
+            logger = GuardedWandbLogger(
+                say_line, folder, {"mode": mode, **asked}, "nothing is added there"
+            )
             logger.guarded(logger.add, kind, figures, files, step)
             logger.finish(exit_code=0)
     except Exception as error:

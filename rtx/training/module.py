@@ -29,7 +29,9 @@ from rtx.training.distributed import Ranks, is_part, shard, whole
 from rtx.training.hardware import precision_on
 
 
-def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
+def build_model(
+    config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None
+) -> Transformer:
     """Return the model of a configuration with its first weights.
 
     `first_N` gives what routing.init=data and probed keys read. Raises `UserError` for a tensor, of a pattern that
@@ -67,7 +69,9 @@ def check_savable(model: nn.Module) -> None:
             raise UserError(f"{name} is {problem}, which no checkpoint holds: {way_out}")
 
 
-def training_loss(model: Transformer, config: Config, answers: Answers | None) -> Callable[..., Any]:
+def training_loss(
+    model: Transformer, config: Config, answers: Answers | None
+) -> Callable[..., Any]:
     """Return the method of a model that gives what training minimises."""
     if answers is not None:
         return model.answers
@@ -97,7 +101,9 @@ class TrainingModule(pl.LightningModule):
         # Mean nats and share of right answers, summed over the forward passes since the last row; their number.
         self.sums = torch.zeros(3, dtype=torch.float64)
         self.norm = torch.tensor(math.nan)  # of the whole gradient of the last step
-        self.memories: list[Memory] = []  # of this rank's streams, by the micro-batch of a step they are in
+        self.memories: list[
+            Memory
+        ] = []  # of this rank's streams, by the micro-batch of a step they are in
         # Of each batch of a validation: the numbers of its windows, and what `score_batch` gives, float64 `[B, 1 + X]`.
         self.scored: list[Tensor] = []
         self.score: Any = None  # `Score` of the last validation, the same on all ranks
@@ -115,24 +121,43 @@ class TrainingModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
         self.ranks.connect()
-        own = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")  # may differ
-        begins = {key: value for key, value in flat(self.facts.get("config", {})).items() if not key.startswith(own)}
+        own = (
+            "data.path",
+            "data.verify",
+            "data.processes",
+            "hardware.workers",
+            "logger.",
+            "name",
+        )  # may differ
+        begins = {
+            key: value
+            for key, value in flat(self.facts.get("config", {})).items()
+            if not key.startswith(own)
+        }
         step = getattr(getattr(self.trainer, "datamodule", None), "step", None)
-        self.ranks.compare({"step": step, "data": self.facts.get("data", {}).get("fingerprint"), **begins})
+        self.ranks.compare(
+            {"step": step, "data": self.facts.get("data", {}).get("fingerprint"), **begins}
+        )
 
     def configure_model(self) -> None:
         """Give the parameters their type, and share them out (hardware=fsdp), before a checkpoint is loaded."""
         self.trainer.precision_plugin.convert_module(self)
-        if self.device_mesh is not None and not any(is_part(parameter) for parameter in self.model.parameters()):
+        if self.device_mesh is not None and not any(
+            is_part(parameter) for parameter in self.model.parameters()
+        ):
             shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
-        given: dict[str, Any] = {"memory": self.memory(batch_idx)} if self.config.model.memory else {}
+        given: dict[str, Any] = (
+            {"memory": self.memory(batch_idx)} if self.config.model.memory else {}
+        )
         mean, share, auxiliary = self.minimised(tokens_BN, **given)
-        self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
+        self.sums = self.sums.to(mean.device) + torch.stack(
+            [mean.detach(), share, torch.ones_like(share)]
+        )
         return mean + auxiliary
 
     def minimised(self, tokens_BN: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +226,9 @@ class TrainingModule(pl.LightningModule):
             self.recorded = False
             if self.config.hardware.graphs is True:
                 need = f"one forward pass a step, not {parts}"
-                raise UserError(f"hardware.graphs=true needs {need}: raise trainer.micro_batch_size")
+                raise UserError(
+                    f"hardware.graphs=true needs {need}: raise trainer.micro_batch_size"
+                )
         if not self.recorded:
             return ""
         if isinstance(self.loss, RecordedLoss):
@@ -232,7 +259,9 @@ class TrainingModule(pl.LightningModule):
     def first_tokens(self) -> Tensor:
         """Return the first micro-batch."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        return MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+        return (
+            MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+        )
 
     def pass_once(self) -> None:
         """Compute a gradient of the first micro-batch, which compiles the loss, and drop it."""
@@ -268,7 +297,9 @@ class TrainingModule(pl.LightningModule):
 
     def kept_memory(self) -> list[Tensor]:
         """Return the last units, and what each layer keeps, of this rank's streams, `[micro-batches, B, ...]`."""
-        kept = zip(*([own.last_B, *own.layers, *own.compressed] for own in self.memories), strict=True)
+        kept = zip(
+            *([own.last_B, *own.layers, *own.compressed] for own in self.memories), strict=True
+        )
         return [torch.stack(parts).cpu() for parts in kept]  # type: ignore[arg-type]
 
     def restore_memory(self, kept: list[list[Tensor]]) -> None:
@@ -276,7 +307,10 @@ class TrainingModule(pl.LightningModule):
         streams = [torch.stack(parts, dim=1).flatten(0, 2) for parts in zip(*kept, strict=True)]
         parts = self.trainer.accumulate_grad_batches
         for part in range(parts if streams else 0):
-            size, share = len(streams[0]) // (parts * self.ranks.world), part * self.ranks.world + self.ranks.rank
+            size, share = (
+                len(streams[0]) // (parts * self.ranks.world),
+                part * self.ranks.world + self.ranks.rank,
+            )
             own = slice(share * size, (share + 1) * size)
             memory, layers = Memory(self.config.model), self.config.model.layers
             memory.last_B, *kept_here = (stream[own].to(self.device) for stream in streams)
@@ -285,11 +319,15 @@ class TrainingModule(pl.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Measure the norm of the whole gradient, and scale the gradient down to `trainer.clip`."""
-        self.norm = whole(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        self.norm = whole(
+            get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        )
         if self.config.trainer.clip:
             clip_grads_with_norm_(self.model.parameters(), self.config.trainer.clip, self.norm)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         """Take one step at its learning rate, then move the centroids: once per optimizer step."""
         set_learning_rate(optimizer.optimizer, learning_rate(self.config, self.global_step + 1))
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -314,8 +352,13 @@ class TrainingModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what other commands read, and leave out the loops' counters: they follow from the step."""
         del checkpoint["loops"]
-        model = {name.removeprefix("model."): tensor for name, tensor in checkpoint.pop("state_dict").items()}
-        checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
+        model = {
+            name.removeprefix("model."): tensor
+            for name, tensor in checkpoint.pop("state_dict").items()
+        }
+        checkpoint.update(
+            {"format": FORMAT, "step": self.global_step, "model": model, **self.facts}
+        )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Set the counters of Lightning's loops: its own count micro-batches, which may have another size now.
@@ -346,7 +389,9 @@ def learning_rate(config: Config, step: int) -> float:
     return peak * {"rsqrt": math.sqrt(warmup / step), "cosine": cosine, "constant": 1.0}[schedule]
 
 
-def decaying_and_exempt(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+def decaying_and_exempt(
+    model: nn.Module,
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the parameters whose weights decay, and the others, by their names."""
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     decaying: dict[str, nn.Parameter] = {}

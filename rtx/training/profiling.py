@@ -32,7 +32,9 @@ class Profile(Callback):
         self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
         self.profiler.start()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if is_step and self.profiler:
             self.profiler.step()
@@ -49,7 +51,9 @@ class Profile(Callback):
             self.profiler.stop()
         if self.profiler:  # nothing has been written
             self.profiler = None
-            self.say(f"trainer.profile={self.steps}: the run ended before step {SKIPPED + WARM_UP + 1} of this process")
+            self.say(
+                f"trainer.profile={self.steps}: the run ended before step {SKIPPED + WARM_UP + 1} of this process"
+            )
 
     def write(self, profiler: profile) -> None:
         """Write what is recorded, compressed; a trace is no reason for a run to end."""

@@ -33,8 +33,21 @@ BEAT_SECONDS = 15.0
 SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine is taken for dead
 EXPORT_FACTS = "export.json"  # says of what run a folder has the model, and that it is an export
 CHECKOUT = Path(__file__).parents[2]
-LESS_MEMORY = "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
-EXACT = ("rtx", "torch", "threads", "gpu", "accelerator", "precision", "compile", "devices", "nodes", "sharded")
+LESS_MEMORY = (
+    "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
+)
+EXACT = (
+    "rtx",
+    "torch",
+    "threads",
+    "gpu",
+    "accelerator",
+    "precision",
+    "compile",
+    "devices",
+    "nodes",
+    "sharded",
+)
 """Facts of environment.json that bits depend on."""
 FORMER = {"compile": False}
 """What a run did whose environment.json lacks the fact."""
@@ -68,7 +81,9 @@ def new_run_folder(name: str) -> Path:
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     folder = given_folder() or outputs_root() / name / f"{stamp}-{secrets.token_hex(4)}"
     if any((folder / "checkpoints").glob("*.ckpt")):
-        raise UserError(f"RTX_RUN={folder} holds checkpoints but no config.yaml: take them out, or name another folder")
+        raise UserError(
+            f"RTX_RUN={folder} holds checkpoints but no config.yaml: take them out, or name another folder"
+        )
     return folder
 
 
@@ -83,7 +98,9 @@ def is_export(folder: Path) -> bool:
 
 def runs_below(folder: Path) -> list[Path]:
     """Return the runs that a folder is, or holds at most two levels down, the one last at work first; no exports."""
-    found = {path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(depth + RUN_CONFIG)}
+    found = {
+        path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(depth + RUN_CONFIG)
+    }
     runs = [run for run in sorted(found) if run.parent not in found and not is_export(run)]
     return sorted(runs, key=lambda run: (read_status(run) or {}).get("heartbeat", ""), reverse=True)
 
@@ -96,26 +113,37 @@ def find_run(folder: Path) -> Path:
     if os.path.isfile(folder / RUN_CONFIG):
         return folder
     every, word, is_folder = runs_below(outputs_root()), str(folder), os.path.isdir(folder)
-    names = {run: [*("/".join(run.parts[-n:]) for n in (1, 2, 3)), run.name.rpartition("-")[2]] for run in every}
+    names = {
+        run: [*("/".join(run.parts[-n:]) for n in (1, 2, 3)), run.name.rpartition("-")[2]]
+        for run in every
+    }
     found = runs_below(folder) if is_folder else every[:1] if word == "last" else []
     for end in () if is_folder or found else ("/", ""):
-        found = found or [run for run in every if any(f"{name}/".startswith(word + end) for name in names[run])]
+        found = found or [
+            run for run in every if any(f"{name}/".startswith(word + end) for name in names[run])
+        ]
     if len(found) == 1:
         return Path(os.path.relpath(found[0])) if found[0].is_relative_to(Path.cwd()) else found[0]
-    listed = ", ".join(shown(run) for run in (found or every)[:NAMED]) + ", ..." * (len(found or every) > NAMED)
+    listed = ", ".join(shown(run) for run in (found or every)[:NAMED]) + ", ..." * (
+        len(found or every) > NAMED
+    )
     said = f"{shorten(word)}: "
     if found:
         raise UserError(f"{said}{plural(len(found), 'run')}; name one: {listed}")
     if is_folder:
         raise UserError(f"{said}has no config.yaml; a run is a folder such as outputs/<name>/<run>")
     near = nearest(word, itertools.chain(["last"] * bool(every), *names.values()))
-    raise UserError(f"{said}no such folder, and no run of this name{near}; the newest: {listed or 'there is none'}")
+    raise UserError(
+        f"{said}no such folder, and no run of this name{near}; the newest: {listed or 'there is none'}"
+    )
 
 
 def shown(folder: Path) -> str:
     """Return a folder as the user would type it."""
     short = os.path.relpath(folder)
-    short = str(folder) if short.startswith("..") else f"./{short}" if short.startswith("-") else short  # no flag
+    short = (
+        str(folder) if short.startswith("..") else f"./{short}" if short.startswith("-") else short
+    )  # no flag
     return printable(shlex.quote(short))
 
 
@@ -143,7 +171,11 @@ def save(path: Path, content: bytes | Mapping[str, Any]) -> Path:
 
 
 def utc_now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.datetime.now(datetime.UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 class Status:
@@ -192,9 +224,17 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     try:
         status = json.loads(read_file(folder / "status.json"))
         scores = [status[key] for key in ("best", "final") if status.get(key) is not None]
-        numbers = [number for score in scores for number in (score["bits"], score.get("windows") or 0)]
-        numbers += [*(status.get(key, 0) for key in ("step", "steps", "seconds")), status.get("pid", 1)]
-        sound = all(isinstance(one, int | float) and math.isfinite(one) for one in numbers) and 0 < numbers[-1] < 2**31
+        numbers = [
+            number for score in scores for number in (score["bits"], score.get("windows") or 0)
+        ]
+        numbers += [
+            *(status.get(key, 0) for key in ("step", "steps", "seconds")),
+            status.get("pid", 1),
+        ]
+        sound = (
+            all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)
+            and 0 < numbers[-1] < 2**31
+        )
         seems_running(status)  # fails where it has no place or heartbeat
         return status if sound and status["state"] in STATES else None
     except (OSError, *DAMAGED):
@@ -212,14 +252,18 @@ def run_state(folder: Path) -> str:
     status = read_status(folder)
     if status is None:
         return "unknown"
-    return "killed" if status["state"] == "running" and not seems_running(status) else status["state"]
+    return (
+        "killed" if status["state"] == "running" and not seems_running(status) else status["state"]
+    )
 
 
 def seems_running(status: dict[str, Any]) -> bool:
     """Tell whether a run is at work: it wrote lately, not in a far future, and its process, if it is ours, is there."""
     if status["state"] != "running":
         return False
-    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(status["heartbeat"])
+    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(
+        status["heartbeat"]
+    )
     try:
         if status["host"] == socket.gethostname():
             os.kill(status["pid"], 0)
@@ -240,9 +284,13 @@ def close(folder: Path, state: str, reason: str) -> None:
 def lock(file: IO[bytes], folder: Path) -> None:
     """Keep two runs out of one folder until the file is closed or the process ends, or raise `UserError`."""
     status = read_status(folder)
-    is_busy = status is not None and seems_running(status) and status["host"] != socket.gethostname()
+    is_busy = (
+        status is not None and seems_running(status) and status["host"] != socket.gethostname()
+    )
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: children do not keep it
+        fcntl.lockf(
+            file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # of this process alone: children do not keep it
     except OSError as error:  # some file systems have no locks
         is_busy = is_busy or isinstance(error, BlockingIOError)
     if is_busy:
@@ -261,7 +309,11 @@ def refuse_busy(folder: Path) -> None:
 
 
 def busy(folder: Path, status: dict[str, Any] | None) -> str:
-    who = f"process {status['pid']} on {status['host']}" if status and "pid" in status else "another process"
+    who = (
+        f"process {status['pid']} on {status['host']}"
+        if status and "pid" in status
+        else "another process"
+    )
     return f"{folder} is in use by {who}; wait for it, or stop it first"
 
 
@@ -291,14 +343,20 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
                 write_json(status.path, status.before)
             status.end("failed", reason or str(error) or type(error).__name__)
             if isinstance(error, OSError) and not reason:
-                what = f"the disk of {folder} is full" if is_full(error) else f"{folder} cannot be worked in"
+                what = (
+                    f"the disk of {folder} is full"
+                    if is_full(error)
+                    else f"{folder} cannot be worked in"
+                )
                 raise RunFailed(f"{what}: {error}") from error
             if reason:
                 raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
             raise
 
 
-def record_start(folder: Path, facts: dict[str, Any], changed: Differences | None, anew: bool) -> list[str]:
+def record_start(
+    folder: Path, facts: dict[str, Any], changed: Differences | None, anew: bool
+) -> list[str]:
     """Record machine, software and changes of a run; return what since it began may change bits, `what old -> new`."""
     now, path = environment(facts), folder / "environment.json"
     if anew or not path.exists():
@@ -309,17 +367,31 @@ def record_start(folder: Path, facts: dict[str, Any], changed: Differences | Non
         file.write(json.dumps({**now, "changed": changed}) + "\n")
     try:
         began = json.loads(read_file(path))
-        old, new = ({**FORMER, **known, **known["versions"], **known["hardware"]} for known in (began, now))
+        old, new = (
+            {**FORMER, **known, **known["versions"], **known["hardware"]} for known in (began, now)
+        )
     except DAMAGED:
         return [f"{path}, which does not say on what the run began"]
-    return [f"{name} {old.get(name)} -> {new.get(name)}" for name in EXACT if old.get(name) != new.get(name)]
+    return [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in EXACT
+        if old.get(name) != new.get(name)
+    ]
 
 
 def environment(facts: dict[str, Any]) -> dict[str, Any]:
     """Return software, machine, code and command of this process, and whatever `facts` adds."""
     import torch  # takes seconds, and the folders of a run are asked for without it
 
-    packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb", *filter(None, REGISTERED.values()))
+    packages = (
+        "torch",
+        "lightning",
+        "numpy",
+        "hydra-core",
+        "omegaconf",
+        "wandb",
+        *filter(None, REGISTERED.values()),
+    )
     return {
         "time": utc_now(),
         "command": command_line(),
@@ -354,7 +426,9 @@ def code_commit() -> str | None:
     ask = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (CHECKOUT / ".git").exists():
-            return subprocess.check_output(ask, cwd=CHECKOUT, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
+            return subprocess.check_output(
+                ask, cwd=CHECKOUT, stderr=subprocess.DEVNULL, text=True, timeout=10
+            ).strip()
     return None
 
 
@@ -363,7 +437,9 @@ def may_change(key: str) -> bool:
     return key in ALLOWED or key.startswith(("hardware.", "logger."))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, shared: bool = False) -> Differences:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, shared: bool = False
+) -> Differences:
     """Return the fields (dotted names) whose values differ, with both; `shared`: of those that both have."""
     old, new = flat(old), flat(new)
     keys = sorted(old.keys() & new.keys() if shared else old.keys() | new.keys())
@@ -375,7 +451,9 @@ def refuse_changes(changed: Differences) -> None:
     may = "trainer.steps, max_minutes, micro_batch_size, the intervals, hardware and logger"
     for key, (old, new) in changed.items():
         if not may_change(key):
-            raise UserError(f"{key}: {old} -> {new} is refused: a run that goes on may change {may}")
+            raise UserError(
+                f"{key}: {old} -> {new} is refused: a run that goes on may change {may}"
+            )
 
 
 def place_of(config: Config) -> tuple[Config, Path | None, str | None]:
@@ -404,25 +482,48 @@ def plan_resumption(folder: Path, config: Config) -> str:
 
 def already_done(folder: Path, config: Config) -> str:
     """Return the line for a run that has nothing left to do, else (also where its last.ckpt is damaged) nothing."""
-    status, steps, limit = read_status(folder) or {}, config.trainer.steps, config.trainer.max_minutes or math.inf
-    step, final, is_over = status.get("step", 0), status.get("final"), status.get("seconds", 0.0) >= 60 * limit
+    status, steps, limit = (
+        read_status(folder) or {},
+        config.trainer.steps,
+        config.trainer.max_minutes or math.inf,
+    )
+    step, final, is_over = (
+        status.get("step", 0),
+        status.get("final"),
+        status.get("seconds", 0.0) >= 60 * limit,
+    )
     if status.get("state") != "done" or not final or not (is_over or step >= steps):
         return ""
     if step > steps:
-        raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
+        raise UserError(
+            f"trainer.steps={steps}: the run is done with {step} steps; give more than that"
+        )
     whole = [is_whole(path) for path in resumable(folder / "checkpoints")]
     if not any(whole):
-        raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
-    longer = f"steps=N with N above {step:,}" if step == steps else f"max_minutes=M with M above {limit:g}"
+        raise RunFailed(
+            f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it"
+        )
+    longer = (
+        f"steps=N with N above {step:,}"
+        if step == steps
+        else f"max_minutes=M with M above {limit:g}"
+    )
     sample = f"{final['windows']:,} windows of " if final.get("windows") else ""
     score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')} on {sample}the validation split"
-    return f"{folder} is done: {step:,} steps, {score}; trainer.{longer} continues it" if whole[0] else ""
+    return (
+        f"{folder} is done: {step:,} steps, {score}; trainer.{longer} continues it"
+        if whole[0]
+        else ""
+    )
 
 
 def as_chosen(config: Config, before: Config) -> Config:
     """Return a configuration in which what is `auto` is as a run has chosen it before, if it was on as many devices."""
     wished, chosen = flat(to_dict(config)), flat(to_dict(before))
-    if any(wished[f"hardware.{key}"] != chosen[f"hardware.{key}"] for key in ("name", "devices", "nodes")):
+    if any(
+        wished[f"hardware.{key}"] != chosen[f"hardware.{key}"]
+        for key in ("name", "devices", "nodes")
+    ):
         return config
     keys = [key for key in ("trainer.micro_batch_size", "model.recompute") if wished[key] == "auto"]
     return with_values(config, {key: chosen[key] for key in keys})

@@ -15,7 +15,9 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED, PREEMPTED = 130, 143
-EXIT_CODES: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED)
+EXIT_CODES: dict[int, int] = dict.fromkeys(
+    (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED
+)
 EXIT_CODES[signal.SIGINT] = INTERRUPTED
 AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
 """From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
@@ -46,18 +48,28 @@ class Signals:
     """
 
     def __init__(self, in_a_call: bool = False) -> None:
-        self.holding, self.requested, self.name = False, 0, "a signal"  # name: of another process's, none is known
+        self.holding, self.requested, self.name = (
+            False,
+            0,
+            "a signal",
+        )  # name: of another process's, none is known
         self.in_a_call = in_a_call
         self.first: dict[int, float] = {}  # when each signal came first
-        self.at_once: Callable[[int], object] = lambda code: None  # called before the process ends at once
+        self.at_once: Callable[[int], object] = lambda code: (
+            None
+        )  # called before the process ends at once
         self.former: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        if started_by_another():  # the first process of the run has the signals, and this one goes when it goes
+        if (
+            started_by_another()
+        ):  # the first process of the run has the signals, and this one goes when it goes
             ignore_signals()
             when_orphaned(os.environ[PARENT_VARIABLE], lambda: os._exit(1))
         elif threading.current_thread() is threading.main_thread():
-            when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
+            when_orphaned(
+                os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM)
+            )
             handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
             # None: of code that is not Python's, which Python cannot put back.
             self.former = {number: each for number, each in handlers.items() if each is not None}
@@ -138,7 +150,9 @@ def ignore_signals(number: int = 0) -> None:
 
 def started_by_another() -> bool:
     """Whether the first process of a run has started this one."""
-    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
+    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(
+        os.getppid()
+    )
 
 
 def when_orphaned(parent: str, act: Callable[[], object]) -> None:

@@ -30,7 +30,13 @@ KNOWN_WARNINGS = (
 )
 
 
-PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "bf16-true": None, "fp64": None}
+PRECISIONS = {
+    "fp32": "32-true",
+    "tf32": "32-true",
+    "bf16": "bf16-mixed",
+    "bf16-true": None,
+    "fp64": None,
+}
 """Lightning's words; None: a plugin says it."""
 
 
@@ -59,7 +65,10 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    plugins = {"fp64": [DoublePrecision()], "bf16-true": [Narrow()]}  # Lightning refuses the first word for fsdp
+    plugins = {
+        "fp64": [DoublePrecision()],
+        "bf16-true": [Narrow()],
+    }  # Lightning refuses the first word for fsdp
     recorders = []
     if watch.plan.profile and watch.status:  # the first process alone
         recorders = [Profile(watch.folder, watch.plan.profile, watch.say)]
@@ -71,11 +80,17 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
         precision=PRECISIONS[hardware.precision],  # type: ignore[arg-type]
-        plugins=[cluster_environment(hardware), CheckpointFiles(), *plugins.get(hardware.precision, [])],
+        plugins=[
+            cluster_environment(hardware),
+            CheckpointFiles(),
+            *plugins.get(hardware.precision, []),
+        ],
         callbacks=[watch, Progress(watch), *recorders],
         enable_checkpointing=False,  # by Lightning's own callback
         logger=loggers or False,
-        max_steps=max(watch.plan.steps, watch.data.step + 1),  # with no step left Lightning would not even begin
+        max_steps=max(
+            watch.plan.steps, watch.data.step + 1
+        ),  # with no step left Lightning would not even begin
         accumulate_grad_batches=hardware.accumulate,
         val_check_interval=watch.plan.val_every * hardware.accumulate,
         check_val_every_n_epoch=None,
@@ -99,18 +114,26 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=KNOWN_WARNINGS)
-            trainer.fit(watch.module, datamodule=watch.data, ckpt_path=checkpoint, weights_only=True)
+            trainer.fit(
+                watch.module, datamodule=watch.data, ckpt_path=checkpoint, weights_only=True
+            )
             step = trainer.global_step
-            if (count := watch.final_windows()) != len(watch.module.score.units_K):  # of the last validation
+            if (count := watch.final_windows()) != len(
+                watch.module.score.units_K
+            ):  # of the last validation
                 trainer.validate(watch.module, watch.data.val_dataloader(count), verbose=False)
             watch.write_score(trainer, "final")
             sample = {"windows": count} if count < len(watch.data.windows) else {}
-            return Outcome(step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score, sample)
+            return Outcome(
+                step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score, sample
+            )
     except (RuntimeError, *DAMAGED) as error:
         if reason := str(error) if isinstance(error, RunFailed) else lost_process(error):
             raise RunFailed(f"{reason}; {watch.last_good()}") from error
         if checkpoint and not isinstance(error, UserError) and not out_of_memory(error):
-            last = traceback.extract_tb(error.__traceback__)[-1]  # nothing is held yet while a checkpoint is restored
+            last = traceback.extract_tb(error.__traceback__)[
+                -1
+            ]  # nothing is held yet while a checkpoint is restored
             if not watch.signals.holding or (not watch.pace and "/torch/optim/" in last.filename):
                 raise UserError(f"{checkpoint} is none to go on from: {error!r}") from error
         raise

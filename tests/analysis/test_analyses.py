@@ -22,13 +22,28 @@ from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
 from rtx.evaluation.protocols import Window, windows
-from tests.model.tiny_models import OTHERS, OWN_KEYS, TIED, VOCABULARY, Kind, each_kind, tiny_config, tiny_model, tokens
+from tests.model.tiny_models import (
+    OTHERS,
+    OWN_KEYS,
+    TIED,
+    VOCABULARY,
+    Kind,
+    each_kind,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 AT = torch.tensor([0, 1, 7, 8, 20, 23])
 LENGTH, WINDOW, CLUSTERS = 24, 5, 4
 OPTIONS: list[Kind] = [
     *(kind for kind in OTHERS + OWN_KEYS if "routing_compressed" not in kind),
-    {"selection": "topk", "routing_keys": "separate", "routing_attend_self": False, "routing_key_shift": 1},
+    {
+        "selection": "topk",
+        "routing_keys": "separate",
+        "routing_attend_self": False,
+        "routing_key_shift": 1,
+    },
     {"selection": "random", "routing_attend_self": False, "positions": "shaw"},
     {"selection": "topk", "base": "local+full"},
     {"base": "strided+fixed", "positions": "shaw", "norm": "post"},
@@ -77,13 +92,20 @@ def apart(p_NN: Tensor, q_NN: Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{"positions": "rotary"}, {"selection": "topk", "positions": "shaw"}], ids=str)
-def test_each_draw_is_a_mean_where_both_read(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"positions": "rotary"}, {"selection": "topk", "positions": "shaw"}], ids=str
+)
+def test_each_draw_is_a_mean_where_both_read(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     model, tokens_BN = tiny_model(**options), tokens(batch=2)
     monkeypatch.setattr(weights, "KEYS", 7)
     rows = weights.divergences(model, tokens_BN, draws=3, seed=5)
     kinds = (("local", "local"), ("local", "routed"), ("routed", "routed"))
-    assert [(row["layer"], *row["kind"]) for row in rows] == [(0, *kinds[0]), *((n, *k) for n in (1, 2) for k in kinds)]
+    assert [(row["layer"], *row["kind"]) for row in rows] == [
+        (0, *kinds[0]),
+        *((n, *k) for n in (1, 2) for k in kinds),
+    ]
     inputs = list(weights.layer_inputs(model, tokens_BN))
     for row in rows:
         attention, x_BNE = inputs[row["layer"]]
@@ -98,13 +120,21 @@ def test_each_draw_is_a_mean_where_both_read(monkeypatch: pytest.MonkeyPatch, op
     assert local["mean"] == pytest.approx(np.mean(draws_LR))
     assert local["deviation"] == pytest.approx(np.mean(draws_LR, axis=0).std(ddof=1))
     assert weights.divergences(model, tokens_BN, draws=3, seed=5) == rows
-    assert weights.divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], "one head is no pair"
+    assert weights.divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], (
+        "one head is no pair"
+    )
 
 
 @pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
 @pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
 def test_telemetry_counts_the_members_of_a_whole_batch(selection: str, keys: str) -> None:
-    sizes = {"layers": 1, "heads": 2, "routing_layers": 1, "routing_window": WINDOW, "positions": "none"}
+    sizes = {
+        "layers": 1,
+        "heads": 2,
+        "routing_layers": 1,
+        "routing_window": WINDOW,
+        "positions": "none",
+    }
     model = tiny_model(selection=selection, routing_keys=keys, **sizes).train()
     model.loss(tokens(batch=3, seed=1))
     told = weights.read_telemetry(model)
@@ -124,11 +154,15 @@ def test_telemetry_counts_the_members_of_a_whole_batch(selection: str, keys: str
         "member_share": sum(counts) / len(counts) / WINDOW,
         "member_most": max(counts) / WINDOW,
     }
-    assert told == pytest.approx({f"routing/{name}": value for name, value in expected.items()}, rel=1e-4)
+    assert told == pytest.approx(
+        {f"routing/{name}": value for name, value in expected.items()}, rel=1e-4
+    )
 
 
 def test_spans_are_told_in_positions_and_nothing_without_routing() -> None:
-    model = tiny_model(layers=2, heads=2, window=10, base="adaptive_span", routing_heads=0, routing_layers=0)
+    model = tiny_model(
+        layers=2, heads=2, window=10, base="adaptive_span", routing_heads=0, routing_layers=0
+    )
     spans = [heads for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     with torch.no_grad():
         spans[0].share_H.copy_(torch.tensor([0.1, 0.7]))
@@ -138,7 +172,12 @@ def test_spans_are_told_in_positions_and_nothing_without_routing() -> None:
 
 SIZES = [1, 4, 9, 24]
 FULL = {"base": "full", "routing_layers": 0, "positions": "none"}
-ONE_CLUSTER = {"selection": "nearest", "routing_layers": 3, "routing_heads": 4, "routing_clusters": 1}
+ONE_CLUSTER = {
+    "selection": "nearest",
+    "routing_layers": 3,
+    "routing_heads": 4,
+    "routing_clusters": 1,
+}
 LOOKING_BACK = {**ONE_CLUSTER, **TIED, "routing_window": LENGTH}
 
 
@@ -150,23 +189,37 @@ def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
     for seed in range(4):
         coverage.fit(config, model, made, tokens(batch=3, seed=seed))
     ids_1N = tokens(batch=1, seed=9)
-    found_LSZ3 = np.reshape(coverage.measure(config, model, made, ids_1N, back), (3, -1, len(SIZES), 3))
-    attention, x_1NE = list(weights.layer_inputs(model, ids_1N))[-1]  # below, units that return have equal scores
+    found_LSZ3 = np.reshape(
+        coverage.measure(config, model, made, ids_1N, back), (3, -1, len(SIZES), 3)
+    )
+    attention, x_1NE = list(weights.layer_inputs(model, ids_1N))[
+        -1
+    ]  # below, units that return have equal scores
     group = list(weights.groups_of(attention, x_1NE).values())[coverage.full_group(config, 2)[0]]
     given, weight_HNN = group[1], torch.stack(oracle_weights(group))[:, back:, :N].tril()
-    of = zip(itertools.product(range(len(coverage.NAMES)), range(len(SIZES))), made[-1], strict=True)  # type: ignore[arg-type]
+    of = zip(
+        itertools.product(range(len(coverage.NAMES)), range(len(SIZES))), made[-1], strict=True
+    )  # type: ignore[arg-type]
     for (s, z), each in of:
         moved = each.inputs(given.q_BHND[:, :, back:], given.k_BHND[:, :, :N], None)
         read_HNN = torch.stack([each.rule(moved, head, False).any(0) for head in range(4)])
-        expected = [float(x.double().sum(-1).mean()) for x in (weight_HNN, weight_HNN * read_HNN, read_HNN)]
-        np.testing.assert_allclose(found_LSZ3[-1, s, z], expected, rtol=1e-9, err_msg=f"{coverage.NAMES[s]} {SIZES[z]}")
-    assert found_LSZ3[:, :, -1, 1] == pytest.approx(found_LSZ3[:, :, -1, 0]), "as many keys as there are keep all"
+        expected = [
+            float(x.double().sum(-1).mean()) for x in (weight_HNN, weight_HNN * read_HNN, read_HNN)
+        ]
+        np.testing.assert_allclose(
+            found_LSZ3[-1, s, z], expected, rtol=1e-9, err_msg=f"{coverage.NAMES[s]} {SIZES[z]}"
+        )
+    assert found_LSZ3[:, :, -1, 1] == pytest.approx(found_LSZ3[:, :, -1, 0]), (
+        "as many keys as there are keep all"
+    )
 
 
 def test_shares_at_equal_keys_are_linear_between_sizes() -> None:
     found_KZ3 = np.array([[[0.5, 0.1, 2.0], [0.5, 0.3, 4.0]], [[0.4, 0.2, 2.0], [0.4, 0.4, 4.0]]])
     at_three = coverage.at_keys(found_KZ3, 3)
-    assert at_three == pytest.approx({"keys": 3, "share": (0.4 + 0.75) / 2, "error": 0.175, "of all": 0.25})
+    assert at_three == pytest.approx(
+        {"keys": 3, "share": (0.4 + 0.75) / 2, "error": 0.175, "of all": 0.25}
+    )
     assert coverage.at_keys(found_KZ3[:1, ::-1], 1) == pytest.approx(
         {"keys": 1, "share": 0.1, "error": None, "of all": 0.05}
     )
@@ -186,7 +239,9 @@ def test_ranges_of_position_cover_the_window_with_their_errors() -> None:
 
 
 @pytest.mark.parametrize("length", [17, 32, 100, 3072])
-def test_each_level_scores_the_second_half_once_behind_enough_context_and_gains_are_paired(length: int) -> None:
+def test_each_level_scores_the_second_half_once_behind_enough_context_and_gains_are_paired(
+    length: int,
+) -> None:
     levels: list[list[int]] = []
 
     def score(spans: Sequence[Window]) -> list[np.ndarray]:
@@ -194,11 +249,18 @@ def test_each_level_scores_the_second_half_once_behind_enough_context_and_gains_
         context = spans[0].first - spans[0].start
         assert all(span.first - span.start == context >= span.stop - span.first for span in spans)
         levels.append([at for span in spans for at in range(span.first, span.stop)])
-        return [np.array([16.0 - min(16, at - span.start) for at in range(span.first, span.stop)]) for span in spans]
+        return [
+            np.array([16.0 - min(16, at - span.start) for at in range(span.first, span.stop)])
+            for span in spans
+        ]
 
     rows, half = losses.by_context(score, windows(2 * length, length)), length // 2
-    assert levels == [[*range(length - half, length), *range(2 * length - half, 2 * length)]] * len(rows)
-    assert [row["context"][0] for row in rows] == ([half >> n for n in range(8) if half >> n >= 8] if half > 15 else [])
+    assert levels == [[*range(length - half, length), *range(2 * length - half, 2 * length)]] * len(
+        rows
+    )
+    assert [row["context"][0] for row in rows] == (
+        [half >> n for n in range(8) if half >> n >= 8] if half > 15 else []
+    )
     if length == 32:
         first, second = rows
         assert (first["context"], first["bits"], first["gain"]) == ([16, 31], 0, 0)
@@ -207,7 +269,9 @@ def test_each_level_scores_the_second_half_once_behind_enough_context_and_gains_
 
 @torch.no_grad()
 @pytest.mark.parametrize("selection", ["topk", "causal"])
-def test_each_way_of_scoring_is_what_it_says_and_who_sees_no_future_pays_nothing(selection: str) -> None:
+def test_each_way_of_scoring_is_what_it_says_and_who_sees_no_future_pays_nothing(
+    selection: str,
+) -> None:
     model = tiny_model(length=LENGTH, selection=selection, layers=2, routing_window=4)
     paid = losses.price(model, TOKENS, WINDOWS, POSITIONS)
     for k, (start, _, _) in enumerate(WINDOWS):
@@ -216,11 +280,17 @@ def test_each_way_of_scoring_is_what_it_says_and_who_sees_no_future_pays_nothing
         for at, p in enumerate(POSITIONS.tolist()):
             alone = model.loss(window_BN[:, : p + 1])[0][0, p]
             found = [paid[way][k, at] * math.log(2) for way in (RERUN, TEACHER_FORCED, STREAMING)]
-            assert found == pytest.approx([float(alone), float(whole[p]), float(streamed[p])], rel=1e-12)
+            assert found == pytest.approx(
+                [float(alone), float(whole[p]), float(streamed[p])], rel=1e-12
+            )
     leak, competing, together = (found["bits"] for found in losses.differences(paid).values())
     assert together == pytest.approx((paid[STREAMING] - paid[TEACHER_FORCED]).mean(), abs=1e-12)
     assert leak + competing == pytest.approx(together, abs=1e-12)
-    assert (abs(leak) > 1e-4) == (np.abs(paid[STREAMING] - paid[RERUN]).max() > 1e-3) == (selection == "topk")
+    assert (
+        (abs(leak) > 1e-4)
+        == (np.abs(paid[STREAMING] - paid[RERUN]).max() > 1e-3)
+        == (selection == "topk")
+    )
 
 
 def test_standard_errors_are_over_positions_and_over_windows() -> None:

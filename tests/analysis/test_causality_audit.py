@@ -6,13 +6,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.analysis.causality import LOGITS, Audit, Group, audit_model, audit_outputs, choice_gradients
+from rtx.analysis.causality import (
+    LOGITS,
+    Audit,
+    Group,
+    audit_model,
+    audit_outputs,
+    choice_gradients,
+)
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
 from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
 from rtx.report.summary import sees_future
-from tests.model.tiny_models import KINDS, VOCABULARY, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
+from tests.model.tiny_models import (
+    KINDS,
+    VOCABULARY,
+    Kind,
+    each_kind,
+    gradients,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 LENGTH = 44
 PREFIXES = (1, 2, 6, 31, 32, 43)
@@ -21,9 +37,15 @@ IDS = tokens(length=LENGTH)
 HASHED: Kind = {"base": "lsh", "hash_rounds": 2, "hash_buckets": 4}
 XL: Kind = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
 CAUSAL = [kind for kind in KINDS if kind["selection"] != "topk"] + [HASHED | {"lsh": "causal"}]
-CAUSAL += [XL if base == "recurrent" else {"base": base} for base in all_fields()["model.base"].values]
-CAUSAL += [HASHED | {"lsh": "reformer", "routing_heads": 4, "routing_layers": 3}]  # no head is left that hashes
-SEE_THE_FUTURE = [kind for kind in KINDS if kind["selection"] == "topk" and kind.get("base", "local") == "local"]
+CAUSAL += [
+    XL if base == "recurrent" else {"base": base} for base in all_fields()["model.base"].values
+]
+CAUSAL += [
+    HASHED | {"lsh": "reformer", "routing_heads": 4, "routing_layers": 3}
+]  # no head is left that hashes
+SEE_THE_FUTURE = [
+    kind for kind in KINDS if kind["selection"] == "topk" and kind.get("base", "local") == "local"
+]
 SEE_THE_FUTURE += [HASHED | {"base": base, "lsh": "reformer"} for base in ("lsh", "local+lsh")]
 
 
@@ -43,14 +65,21 @@ def test_the_future_moves_nothing(kind: Kind) -> None:
 def test_top_w_and_published_hashing_see_the_future_unless_they_stream(kind: Kind) -> None:
     model = tiny_model(length=LENGTH, **kind)
     audit = audit_model(model, IDS, PREFIXES)
-    assert audit.changes[LOGITS].max() > 1e-3 and (audit.changes[LOGITS] > 1e-9).double().mean() > 0.1
+    assert (
+        audit.changes[LOGITS].max() > 1e-3 and (audit.changes[LOGITS] > 1e-9).double().mean() > 0.1
+    )
     assert {name for _, name in audit.origins} == {"lsh" if "lsh" in kind else "routed"}
     assert largest(audit_model(model, IDS, PREFIXES, streaming=True)) <= 1e-12
-    assert [sees_future(tiny_config(**kind), mode) for mode in ("parallel", "streaming")] == [True, False]
+    assert [sees_future(tiny_config(**kind), mode) for mode in ("parallel", "streaming")] == [
+        True,
+        False,
+    ]
 
 
 class Peeking(Full):
-    def forward(self, q_BHND: Tensor, k_BHND: Any, v_BHND: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BHND: Tensor, k_BHND: Any, v_BHND: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         return v_BHND.mean(dim=2, keepdim=True).expand_as(v_BHND), v_BHND.new_zeros(())
 
 
@@ -78,45 +107,75 @@ def test_moves_above_the_tolerance_are_counted() -> None:
 
 def test_what_a_module_draws_is_no_move_and_what_it_remembers_is_told() -> None:
     before = torch.random.get_rng_state()
-    audit = audit_outputs(lambda ids_BN, _: {LOGITS: torch.rand(*ids_BN.shape, 3)}, IDS, VOCABULARY, PREFIXES)
+    audit = audit_outputs(
+        lambda ids_BN, _: {LOGITS: torch.rand(*ids_BN.shape, 3)}, IDS, VOCABULARY, PREFIXES
+    )
     assert audit.repeat == 0 and not audit.sees_future
     assert torch.equal(before, torch.random.get_rng_state())
     calls = iter(range(1, 99))
-    audit = audit_outputs(lambda *_: {LOGITS: torch.full((2, LENGTH, 3), float(next(calls)))}, IDS, 11, PREFIXES)
+    audit = audit_outputs(
+        lambda *_: {LOGITS: torch.full((2, LENGTH, 3), float(next(calls)))}, IDS, 11, PREFIXES
+    )
     assert audit.repeat > 0.1
     with pytest.raises(RunFailed, match="NaN or infinity"):
-        audit_outputs(lambda *_: {LOGITS: torch.full((2, LENGTH, 3), torch.nan)}, IDS, VOCABULARY, PREFIXES)
+        audit_outputs(
+            lambda *_: {LOGITS: torch.full((2, LENGTH, 3), torch.nan)}, IDS, VOCABULARY, PREFIXES
+        )
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_every_choice_that_should_train_gets_a_gradient_and_nothing_changes(selection: str) -> None:
     asked = tiny_model(selection=selection, base="local+full")
-    before, drawn = {name: x.clone() for name, x in asked.state_dict().items()}, torch.random.get_rng_state()
+    before, drawn = (
+        {name: x.clone() for name, x in asked.state_dict().items()},
+        torch.random.get_rng_state(),
+    )
     first, second = choice_gradients(asked, tokens())
-    assert (first["layer"], second["layer"], first["heads"], second["missing"]) == (1, 2, "routed", False)
+    assert (first["layer"], second["layer"], first["heads"], second["missing"]) == (
+        1,
+        2,
+        "routed",
+        False,
+    )
     is_drawn = selection.endswith("random")
-    assert (first["gradient"] is None) == is_drawn == (first["trained_by"] == "nothing: it is drawn")
+    assert (
+        (first["gradient"] is None) == is_drawn == (first["trained_by"] == "nothing: it is drawn")
+    )
     assert not asked.training and all(p.grad is None for p in asked.parameters())
     assert torch.equal(drawn, torch.random.get_rng_state())
     assert all(torch.equal(x, before[name]) for name, x in asked.state_dict().items())
-    if selection == "exact":  # the rows of queries of one local, one full and two routing heads of four units
+    if (
+        selection == "exact"
+    ):  # the rows of queries of one local, one full and two routing heads of four units
         rows = gradients(asked.train(), tokens())["blocks.2.attention.qkv.weight"][8:16]
         assert second["gradient"] == pytest.approx(float(rows.norm()))
 
 
-def test_a_gradient_that_is_missing_or_not_finite_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_missing_or_not_finite_is_flagged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = tiny_model(selection="exact")
     with torch.no_grad():
         broken.output_VS[0, 0] = torch.nan
-    assert all(row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens()))
+    assert all(
+        row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens())
+    )
     idle = tiny_model(selection="exact")
-    idle.blocks[2].attention.groups["routed"].pattern.register_parameter("idle", nn.Parameter(torch.ones(3)))  # type: ignore[union-attr,index]
+    idle.blocks[2].attention.groups["routed"].pattern.register_parameter(
+        "idle", nn.Parameter(torch.ones(3))
+    )  # type: ignore[union-attr,index]
     assert [row["missing"] for row in choice_gradients(idle, tokens())] == [False, True]
     frozen = tiny_model(selection="causal")
     frozen.blocks[2].attention.groups["routed"].pattern.centroids.decay = 1.0  # type: ignore[union-attr,index]
     assert [row["missing"] for row in choice_gradients(frozen, tokens())] == [False, True]
-    (hashed,) = choice_gradients(tiny_model(layers=1, routing_layers=0, base="lsh", hash_buckets=4), tokens())
-    assert (hashed["heads"], hashed["missing"], hashed["trained_by"][:11]) == ("lsh", False, "its queries")
+    (hashed,) = choice_gradients(
+        tiny_model(layers=1, routing_layers=0, base="lsh", hash_buckets=4), tokens()
+    )
+    assert (hashed["heads"], hashed["missing"], hashed["trained_by"][:11]) == (
+        "lsh",
+        False,
+        "its queries",
+    )
     monkeypatch.setattr(Indexer, "loss", Full.loss)
     found = choice_gradients(tiny_model(selection="indexer"), tokens())
     assert all(row["missing"] and row["gradient"] == 0 for row in found)

@@ -24,7 +24,14 @@ from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 
 SHRUNK = (
-    *("data=enwik8", "data.length=512", "model=rt12", "model.layers=2", "model.hidden=128", "model.heads=4"),
+    *(
+        "data=enwik8",
+        "data.length=512",
+        "model=rt12",
+        "model.layers=2",
+        "model.hidden=128",
+        "model.heads=4",
+    ),
     *("model.ffn_hidden=256", "model.window=64", "routing.layers=1", "routing.heads=2"),
     *("routing.window=64", "trainer.batch_size=2", "hardware=cpu"),
 )
@@ -60,15 +67,26 @@ CASES = [
     ("routing=exact", "routing.layers=2", "routing.heads=4", *PLAIN),
     ("routing=exact", "routing.layers=2", *PLAIN, "hardware.attention=native"),
     ("routing=indexer", "routing.layers=2", "routing.heads=4", "routing.warmup=1", *PLAIN),
-    *(("model.recompute=true", f"routing={how}", "routing.layers=2", *PLAIN) for how in ("causal", "exact", "indexer")),
-    ("model.recompute=true", "routing=causal", "routing.layers=2", "routing.keys=separate", "model.positions=shaw"),
+    *(
+        ("model.recompute=true", f"routing={how}", "routing.layers=2", *PLAIN)
+        for how in ("causal", "exact", "indexer")
+    ),
+    (
+        "model.recompute=true",
+        "routing=causal",
+        "routing.layers=2",
+        "routing.keys=separate",
+        "model.positions=shaw",
+    ),
     *ROUGHLY,
 ]
 
 
 def test_a_part_in_which_nobody_reads_is_planned() -> None:
     config = compose([*SHRUNK, *LOCAL, "model.base=fixed", "model.stride=512"])
-    assert plan.saved(config, 2) < 1.2 * plan.saved(compose([*SHRUNK, *LOCAL, "model.base=full"]), 2)
+    assert plan.saved(config, 2) < 1.2 * plan.saved(
+        compose([*SHRUNK, *LOCAL, "model.base=full"]), 2
+    )
 
 
 @pytest.mark.parametrize("overrides", CASES)
@@ -78,7 +96,11 @@ def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
     config = compose([*SHRUNK, *overrides, "hardware.products=torch"])
     batch = config.trainer.batch_size
     narrowed = 2 * cost(config, 256).parameters if config.hardware.precision == "bf16" else 0
-    planned = plan.saved(config, batch) + plan.logits_bytes(config, batch * config.data.length, 256)[0] + narrowed
+    planned = (
+        plan.saved(config, batch)
+        + plan.logits_bytes(config, batch * config.data.length, 256)[0]
+        + narrowed
+    )
     assert low < planned / kept_for_backward(config) < high
 
 
@@ -88,7 +110,10 @@ def kept_for_backward(config: Config) -> int:
     model, tracker = Transformer(config, 256).train(), MemTracker()
     tracker.track_external(model)
     tokens_BN = torch.randint(0, 256, (config.trainer.batch_size, config.data.length))
-    with tracker, torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.hardware.precision == "bf16"):
+    with (
+        tracker,
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.hardware.precision == "bf16"),
+    ):
         nats_BN, _ = model.loss(tokens_BN)
         assert nats_BN.requires_grad
         gc.collect()
@@ -103,7 +128,12 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_kept", {})
 
 
-ON_GPU = ("hardware=gpu", "hardware.precision=bf16-true", "hardware.loss=torch", "model.recompute=false")
+ON_GPU = (
+    "hardware=gpu",
+    "hardware.precision=bf16-true",
+    "hardware.loss=torch",
+    "model.recompute=false",
+)
 GPU_CASES = [
     LOCAL,
     (*LOCAL, *PLAIN),
@@ -129,7 +159,9 @@ GPU_CASES = [
 def test_what_is_kept_on_a_gpu_is_what_its_engines_save(overrides: tuple[str, ...]) -> None:
     config = compose([*SHRUNK, *ON_GPU, *overrides])
     batch = config.trainer.batch_size
-    planned = plan.saved(config, batch) + plan.logits_bytes(config, batch * config.data.length, 256)[0]
+    planned = (
+        plan.saved(config, batch) + plan.logits_bytes(config, batch * config.data.length, 256)[0]
+    )
     assert 0.93 < planned / saved_without_numbers(config) < 1.07
 
 
@@ -137,7 +169,9 @@ def saved_without_numbers(config: Config) -> int:
     """Return the bytes that a training forward pass saves, by tensors that take a GPU's way and have shapes alone."""
     dtype = torch.bfloat16 if config.hardware.precision == "bf16-true" else torch.float32
     model = Transformer(config, 256).to(device="meta", dtype=dtype).train()
-    tokens_BN = torch.zeros(config.trainer.batch_size, config.data.length, dtype=torch.int64, device="meta")
+    tokens_BN = torch.zeros(
+        config.trainer.batch_size, config.data.length, dtype=torch.int64, device="meta"
+    )
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         nats_BN, _ = model.loss(tokens_BN)
@@ -153,7 +187,10 @@ def saved_without_numbers(config: Config) -> int:
 @pytest.mark.usefixtures("with_triton")
 def test_on_a_gpu_full_attention_keeps_what_a_window_keeps() -> None:
     # Without numbers, torch takes no kernel for full attention that a GPU would take.
-    full, local = (compose([*SHRUNK, *ON_GPU, *LOCAL, *PLAIN, f"model.base={base}"]) for base in ("full", "local"))
+    full, local = (
+        compose([*SHRUNK, *ON_GPU, *LOCAL, *PLAIN, f"model.base={base}"])
+        for base in ("full", "local")
+    )
     assert plan.saved(full, 2) == plan.saved(local, 2)
 
 
@@ -171,7 +208,16 @@ def test_tables_by_distance_are_there_in_the_backward_pass_on_a_gpu() -> None:
 @pytest.mark.usefixtures("with_triton")
 def test_lists_of_thresholds_have_their_room_on_a_gpu() -> None:
     causal, topk = (
-        compose([*SHRUNK, *ON_GPU, *PLAIN, f"routing={how}", "routing.keys=shared", "routing.key_shift=0"])
+        compose(
+            [
+                *SHRUNK,
+                *ON_GPU,
+                *PLAIN,
+                f"routing={how}",
+                "routing.keys=shared",
+                "routing.key_shift=0",
+            ]
+        )
         for how in ("causal", "topk")
     )
     members = clusters(topk) * topk.routing.window
@@ -188,14 +234,23 @@ DATA |= dict.fromkeys(("transformer_xl", "transformer_xl-base", "adaptive_input"
 DATA |= {"compressive_transformer": "pg19"}
 """The data set of every preset that does not name it."""
 SMALL = (
-    *("data=enwik8", "model=rt12", "data.length=1024", "model.layers=4", "routing.layers=4", "model.hidden=256"),
+    *(
+        "data=enwik8",
+        "model=rt12",
+        "data.length=1024",
+        "model.layers=4",
+        "routing.layers=4",
+        "model.hidden=256",
+    ),
     *("model.ffn_hidden=768", "trainer.batch_size=12", "hardware=gpu"),
 )
 
 
 @pytest.mark.parametrize("preset", options("model"))
 def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
-    config = compose([f"data={DATA.get(preset) or preset.rpartition('-')[2]}", f"model={preset}", "hardware=gpu"])
+    config = compose(
+        [f"data={DATA.get(preset) or preset.rpartition('-')[2]}", f"model={preset}", "hardware=gpu"]
+    )
     known = vocabulary_size(config.data)
     choices = [plan.choose_micro_batch(config, known, size * GIB) for size in (16, 24, 80)]
     for size, choice in zip((16, 24, 80), choices, strict=True):
@@ -206,7 +261,9 @@ def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
         assert more.recompute < less.recompute or more.micro_batch_size >= less.micro_batch_size
 
 
-def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_asked_for_stays() -> None:
+def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_asked_for_stays() -> (
+    None
+):
     config = compose(SMALL)
 
     def room(size: int) -> float:
@@ -220,13 +277,19 @@ def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_a
     assert tight.recompute and tight.fits
     nothing = plan.choose_micro_batch(config, 256, 1e6)
     assert nothing[:2] == (1, True) and not nothing.fits
-    assert plan.choose_micro_batch(config, 256, 80 * GIB, world=3).micro_batch_size == 4, "devices share the batch"
+    assert plan.choose_micro_batch(config, 256, 80 * GIB, world=3).micro_batch_size == 4, (
+        "devices share the batch"
+    )
     asked = compose([*SMALL, "trainer.micro_batch_size=6", "model.recompute=false"])
     assert plan.fit_to_device(asked, 256, 80 * GIB) == (asked, "")
     same, line = plan.fit_to_device(asked, 256, 1e6)
     assert same == asked and line.startswith("warning: may not fit: ")
-    assert plan.choose_micro_batch(compose([*SMALL, "trainer.micro_batch_size=6"]), 256, 1e6)[:2] == (6, True)
-    assert plan.choose_micro_batch(compose([*SMALL, "model.recompute=true"]), 256, 80 * GIB)[:2] == (12, True)
+    assert plan.choose_micro_batch(compose([*SMALL, "trainer.micro_batch_size=6"]), 256, 1e6)[
+        :2
+    ] == (6, True)
+    assert plan.choose_micro_batch(compose([*SMALL, "model.recompute=true"]), 256, 80 * GIB)[
+        :2
+    ] == (12, True)
 
 
 LITTLE = resolve(
@@ -249,7 +312,9 @@ def test_parameters_and_dense_operations_are_those_that_torch_counts() -> None:
     assert cost(local, 11).dense == dense
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)]
+)
 def test_pairs_by_position_are_those_of_the_rules(sizes: tuple[int, int, int]) -> None:
     n, stride, summary = sizes
     at_N = torch.arange(n)[:, None]
@@ -264,8 +329,12 @@ def test_pairs_by_position_are_those_of_the_rules(sizes: tuple[int, int, int]) -
 
 @pytest.mark.parametrize("selection", ["exact", "indexer", "blocks", "blocks_random"])
 @pytest.mark.parametrize(("window", "block"), [(8, 8), (9, 4), (31, 5), (32, 3)])
-def test_pairs_of_chosen_keys_are_those_of_the_rules(selection: str, window: int, block: int) -> None:
-    routing = RoutingConfig(selection=selection, keys="separate", heads=1, layers=1, window=window, block=block)
+def test_pairs_of_chosen_keys_are_those_of_the_rules(
+    selection: str, window: int, block: int
+) -> None:
+    routing = RoutingConfig(
+        selection=selection, keys="separate", heads=1, layers=1, window=window, block=block
+    )
     config = resolve(dataclasses.replace(LITTLE, routing=routing))
     pattern = make_pattern(ROUTED, 1, config, 1)
     q, k = torch.randn(2, 1, 1, 32, 8, generator=torch.Generator().manual_seed(0))
@@ -282,14 +351,20 @@ def test_pairs_of_chosen_keys_are_those_of_the_rules(selection: str, window: int
 
 
 def test_routing_costs_less_than_full_attention_and_recomputation_a_pass_more() -> None:
-    config, again = (compose(["data=enwik8", "model=rt24", f"model.recompute={x}"]) for x in ("false", "true"))
+    config, again = (
+        compose(["data=enwik8", "model=rt24", f"model.recompute={x}"]) for x in ("false", "true")
+    )
     total = cost(config, 256)
     assert total.attention + total.selection < total.full_attention / 4
-    assert total.step(again) - total.step(config) == config.trainer.batch_size * (total.dense + total.attention)
+    assert total.step(again) - total.step(config) == config.trainer.batch_size * (
+        total.dense + total.attention
+    )
 
 
 def test_hashing_heads_cost_their_rounds() -> None:
     model = dataclasses.replace(LITTLE.model, base="lsh", hash_rounds=3, hash_buckets=8)
-    hashing = dataclasses.replace(LITTLE, model=model, routing=RoutingConfig(heads=0, layers=0, window=8))
+    hashing = dataclasses.replace(
+        LITTLE, model=model, routing=RoutingConfig(heads=0, layers=0, window=8)
+    )
     # 8 buckets of 4 positions: all pairs of a bucket are inside the window of 4.
     assert head_cost("lsh", hashing) == (3 * 8 * triangle(4), 3 * 2 * 8 * 4 * 32)

@@ -28,7 +28,9 @@ def planned(*words: str) -> Config:
         ("Radeon", "bf16", None),
     ],
 )
-def test_the_peak_of_a_device_is_that_of_its_whole_name(device: str, precision: str, peak: float | None) -> None:
+def test_the_peak_of_a_device_is_that_of_its_whole_name(
+    device: str, precision: str, peak: float | None
+) -> None:
     assert peak_of(device, precision) == peak
 
 
@@ -38,7 +40,9 @@ def test_a_step_a_second_is_its_operations_over_the_peak_of_all_devices() -> Non
     units = config.trainer.batch_size * config.data.length
     two = meter(config, total, "NVIDIA H100 80GB HBM3", "bf16", world=2)
     assert two.share(units) == pytest.approx(total.step(config) / (2 * 989.4e12))
-    recomputed = meter(with_values(config, {"model.recompute": True}), total, "NVIDIA H100 80GB HBM3", "bf16", 2)
+    recomputed = meter(
+        with_values(config, {"model.recompute": True}), total, "NVIDIA H100 80GB HBM3", "bf16", 2
+    )
     assert (recomputed.share(units) or 0) > 1.2 * (two.share(units) or 0), "what is computed counts"
     assert meter(config, total, None, "bf16").share(units) is None
 

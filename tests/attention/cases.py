@@ -13,13 +13,38 @@ from rtx.attention import Pattern, PositionPattern, RelativeTables, oracle
 from rtx.model.positions import rotate
 
 KINDS = (
-    *("full", "local", "recurrent", "recurrent-same", "strided", "fixed", "fixed_block", "fixed_summary", "span"),
+    *(
+        "full",
+        "local",
+        "recurrent",
+        "recurrent-same",
+        "strided",
+        "fixed",
+        "fixed_block",
+        "fixed_summary",
+        "span",
+    ),
     "pairs",
     *("lsh", "reformer", "random", "random-keys"),
-    *(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected")),
-    *("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense", "probed", "probed-best"),
+    *(
+        f"{how}-{keys}"
+        for how in ("topk", "causal", "nearest")
+        for keys in ("shared", "separate", "projected")
+    ),
+    *(
+        "exact",
+        "blocks",
+        "compressed",
+        "blocks_random",
+        "indexer",
+        "indexer-dense",
+        "probed",
+        "probed-best",
+    ),
 )
-CLUSTERED = tuple(kind for kind in KINDS if kind.partition("-")[0] in ("random", "topk", "causal", "nearest"))
+CLUSTERED = tuple(
+    kind for kind in KINDS if kind.partition("-")[0] in ("random", "topk", "causal", "nearest")
+)
 SEES_FUTURE = tuple(kind for kind in KINDS if kind == "reformer" or kind.startswith("topk"))
 
 
@@ -82,7 +107,11 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     own: dict[str, Any] = {"attend_self": case.attend_self} | options
     clustered: dict[str, Any] = {"merge": case.merge} | own
     H, W, D, seed = case.H, case.W, case.D, case.seed
-    length, summary, some = max(1, case.N), 1 + seed % W, {"window": W, "block": 1 + seed % min(W, 4)}
+    length, summary, some = (
+        max(1, case.N),
+        1 + seed % W,
+        {"window": W, "block": 1 + seed % min(W, 4)},
+    )
     chosen = {**own, "qk_norm": bool(seed % 2)}
     hashed = {"window": W, "rounds": case.rounds, "buckets": 4, "seed": seed}
     how, _, keys = kind.partition("-")
@@ -90,7 +119,9 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     made = {
         "full": lambda: attention.Full(**own),
         "local": lambda: attention.Local(window=W, **own),
-        "recurrent": lambda: attention.Recurrent(length=W, memory=memory, same_length=bool(keys), **own),
+        "recurrent": lambda: attention.Recurrent(
+            length=W, memory=memory, same_length=bool(keys), **own
+        ),
         "strided": lambda: attention.Strided(stride=W, **own),
         "fixed": lambda: attention.Fixed(block=W, summary=summary, **own),
         "fixed_block": lambda: attention.FixedBlock(block=W, **own),
@@ -107,22 +138,34 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **chosen),
         "blocks_random": lambda: attention.RandomBlocks(H, D, seed=seed, **some, **chosen),
         "probed": lambda: attention.Probed(
-            H, D, clusters=case.C, decay=0.9, window=W, candidates=W + summary if keys else None, **chosen
+            H,
+            D,
+            clusters=case.C,
+            decay=0.9,
+            window=W,
+            candidates=W + summary if keys else None,
+            **chosen,
         ),
-        "indexer": lambda: attention.Indexer(H, D, window=W, units=3, warmup=2 if keys else 0, **chosen),
+        "indexer": lambda: attention.Indexer(
+            H, D, window=W, units=3, warmup=2 if keys else 0, **chosen
+        ),
     }
     if how in made:
         pattern = made[how]()
     else:
         rate = 0.1 if how == "causal" else 0.0
-        store = attention.Centroids(H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys)
+        store = attention.Centroids(
+            H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys
+        )
         pattern = attention.ROUTING_CLASSES[how](store, **clustered)
         for threshold_HC in (store.threshold_HC, store.key_threshold_HC):
             if threshold_HC is not None:
                 threshold_HC.copy_(0.5 * torch.randn(H, case.C))
     with torch.no_grad():
         for name, parameter in pattern.named_parameters():
-            parameter.copy_(torch.rand_like(parameter) if name == "share_H" else torch.randn_like(parameter))
+            parameter.copy_(
+                torch.rand_like(parameter) if name == "share_H" else torch.randn_like(parameter)
+            )
     return pattern.double().eval()
 
 
@@ -134,31 +177,61 @@ def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) ->
     q, k, v = (draw(*shape).to(dtype).requires_grad_() for _ in range(3))
     relative = None
     if case.distances:
-        relative = RelativeTables(*(draw(case.distances, case.D).to(dtype).requires_grad_() for _ in range(2)))
+        relative = RelativeTables(
+            *(draw(case.distances, case.D).to(dtype).requires_grad_() for _ in range(2))
+        )
     turn = rotate if case.rotary else None
-    return {"q": q, "k": k if pattern.has_keys else None, "v": v, "rotate": turn, "relative": relative}
+    return {
+        "q": q,
+        "k": k if pattern.has_keys else None,
+        "v": v,
+        "rotate": turn,
+        "relative": relative,
+    }
 
 
 def run(function: Any, given: dict[str, Any], **more: Any) -> Tensor:
     """Return the outputs of a pattern, or of the oracle's function, for tensors."""
-    found = function(given["q"], given["k"], given["v"], rotate=given["rotate"], relative=given["relative"], **more)
+    found = function(
+        given["q"],
+        given["k"],
+        given["v"],
+        rotate=given["rotate"],
+        relative=given["relative"],
+        **more,
+    )
     return found[0] if isinstance(found, tuple) else found
 
 
-def drawn(kind: str, case: Case, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Pattern, dict[str, Any]]:
+def drawn(
+    kind: str, case: Case, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Pattern, dict[str, Any]]:
     pattern = make(kind, case, **options).to(dtype)
     return pattern, tensors(pattern, case, dtype)
 
 
 def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str, Tensor]:
     """Return the gradients of a random projection of the outputs by name; zeros where there is none."""
-    named: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if given[name] is not None}
+    named: dict[str, Tensor] = {
+        name: given[name] for name in ("q", "k", "v") if given[name] is not None
+    }
     relative = given["relative"]
-    named |= {} if relative is None else {"keys_MD": relative.keys_MD, "values_MD": relative.values_MD}
-    named |= {name: parameter for name, parameter in pattern.named_parameters() if name in ("share_H", "gate_H2D")}
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
+    named |= (
+        {} if relative is None else {"keys_MD": relative.keys_MD, "values_MD": relative.values_MD}
+    )
+    named |= {
+        name: parameter
+        for name, parameter in pattern.named_parameters()
+        if name in ("share_H", "gate_H2D")
+    }
+    weight = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).to(out.dtype)
     found = torch.autograd.grad((out * weight).sum(), list(named.values()), allow_unused=True)
-    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(named.items(), found, strict=True)}
+    return {
+        n: torch.zeros_like(x) if g is None else g
+        for (n, x), g in zip(named.items(), found, strict=True)
+    }
 
 
 def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
@@ -167,13 +240,24 @@ def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
     cache = pattern.start(given["relative"])
 
     def inputs(here: slice):
-        return pattern.inputs(q[:, :, here], None if k is None else k[:, :, here], rotate, here.start)
+        return pattern.inputs(
+            q[:, :, here], None if k is None else k[:, :, here], rotate, here.start
+        )
 
-    head = {**given, "q": q[:, :, :prompt], "k": None if k is None else k[:, :, :prompt], "v": v[:, :, :prompt]}
+    head = {
+        **given,
+        "q": q[:, :, :prompt],
+        "k": None if k is None else k[:, :, :prompt],
+        "v": v[:, :, :prompt],
+    }
     outs = [run(pattern, head, streaming=True)]
     cache.prefill(inputs(slice(0, prompt)), v[:, :, :prompt])
     for position in range(prompt, q.shape[2]):
-        outs.append(cache.decode(inputs(slice(position, position + 1)), v[:, :, position : position + 1], position))
+        outs.append(
+            cache.decode(
+                inputs(slice(position, position + 1)), v[:, :, position : position + 1], position
+            )
+        )
     return torch.cat(outs, dim=2)
 
 
@@ -191,4 +275,6 @@ def check(pattern: Pattern, case: Case) -> None:
             torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)
     with torch.no_grad():
         for prompt in {0, case.seed % (case.N + 1), case.N}:
-            torch.testing.assert_close(stream(pattern, here, prompt), found[True], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                stream(pattern, here, prompt), found[True], rtol=1e-9, atol=1e-9
+            )

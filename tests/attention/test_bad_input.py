@@ -11,7 +11,19 @@ import pytest
 import torch
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
-from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, RelativeTables, Strided
+from rtx.attention import (
+    Blocks,
+    Centroids,
+    Exact,
+    Fixed,
+    Full,
+    Indexer,
+    Local,
+    Lsh,
+    Random,
+    RelativeTables,
+    Strided,
+)
 from rtx.attention.adaptive_span import AdaptiveSpan
 
 CASE = Case(B=2, H=3, N=9, D=4)
@@ -28,7 +40,11 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("v", lambda x: x[:1], "v_BHND has the shape (1, 3, 9, 4): must be (2, 3, 9, 4)"),
     ("v", lambda x: x.sum(), "v_BHND has the shape (): must be"),
     ("v", torch.Tensor.tolist, "v_BHND is a list: must be a torch.Tensor"),
-    ("relative", lambda x: tuple(TABLES), "relative is a tuple: must be None or rtx.attention.RelativeTables"),
+    (
+        "relative",
+        lambda x: tuple(TABLES),
+        "relative is a tuple: must be None or rtx.attention.RelativeTables",
+    ),
     (
         "relative",
         lambda x: RelativeTables(torch.zeros(3, 5), TABLES[1]),
@@ -44,11 +60,23 @@ GIVEN: list[tuple[str, Any, str]] = [
         lambda x: RelativeTables(torch.zeros(0, 4), TABLES[1]),
         "relative.keys_MD has the shape (0, 4): must be",
     ),
-    ("rotate", lambda x: lambda q, first=0: q[0], "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)"),
-    ("rotate", lambda x: lambda q, first=0: [q], "what rotate returns is a list: must be a torch.Tensor"),
+    (
+        "rotate",
+        lambda x: lambda q, first=0: q[0],
+        "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)",
+    ),
+    (
+        "rotate",
+        lambda x: lambda q, first=0: [q],
+        "what rotate returns is a list: must be a torch.Tensor",
+    ),
     ("memory", lambda x: 10, "memory=10: must be "),
     ("memory", lambda x: "3", "memory='3': must be a whole number"),
-    ("real_BN", lambda x: torch.ones(2, 8, dtype=torch.bool), "real_BN has the shape (2, 8): must be (2, 9)"),
+    (
+        "real_BN",
+        lambda x: torch.ones(2, 8, dtype=torch.bool),
+        "real_BN has the shape (2, 8): must be (2, 9)",
+    ),
     ("real_BN", lambda x: torch.ones(2, 9), "real_BN is of torch.float32: must be of torch.bool"),
     ("real_BN", lambda x: [True], "real_BN is a list: must be a torch.Tensor"),
 ]
@@ -75,12 +103,19 @@ def test_nan_is_refused_where_a_check_is_asked_for(kind: str) -> None:
         if here[name] is not None:
             here[name] = here[name].detach().clone()
             here[name][1, 2, 3, 0] = float("inf")
-            with pytest.raises(ValueError, match=rf"{name}_BHND holds NaN or infinity \(1 in all, the first at \(1, 2"):
+            with pytest.raises(
+                ValueError,
+                match=rf"{name}_BHND holds NaN or infinity \(1 in all, the first at \(1, 2",
+            ):
                 run(pattern, here, check_finite=True)
 
 
 def counts(*names: str) -> list[tuple[str, Any, str]]:
-    wrong = ((0, "=0: must be at least 1"), (2.5, "=2.5: must be a whole number"), (True, "=True: must be a whole"))
+    wrong = (
+        (0, "=0: must be at least 1"),
+        (2.5, "=2.5: must be a whole number"),
+        (True, "=True: must be a whole"),
+    )
     return [(name, value, name + said) for name in names for value, said in wrong]
 
 
@@ -106,7 +141,12 @@ OPTIONS: list[Any] = [
     *((Exact, *bad) for bad in counts("window")),
     (BLOCKS, "block", 9, "block=9: must be from 1 to window=8"),
     (partial(Blocks, 2, window=8), "size", "x", "size='x': must be a whole number"),
-    (partial(AdaptiveSpan, 2, window=8), "cost", float("nan"), "cost=nan: must be finite and at least 0"),
+    (
+        partial(AdaptiveSpan, 2, window=8),
+        "cost",
+        float("nan"),
+        "cost=nan: must be finite and at least 0",
+    ),
     (partial(Indexer, 2, 4, window=8), "warmup", -1, "warmup=-1: must be at least 0"),
     (LSH, "heads", -1, "heads=-1: must be at least 0"),
     (LSH, "buckets", 3, "buckets=3: must be even"),

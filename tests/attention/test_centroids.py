@@ -43,7 +43,9 @@ def step(pattern: Routing, q: Tensor) -> Centroids:
 
 
 @pytest.mark.parametrize("update", ["members", "nearest", "sum"])
-def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_sum(update: str) -> None:
+def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_sum(
+    update: str,
+) -> None:
     """The sum: Algorithm 1, the mean over sequences, not put back on the sphere."""
     pattern, q = make("topk", update=update), queries(1)
     old, x = pattern.centroids.centroid_HCD.clone(), normalise(q)
@@ -64,8 +66,12 @@ def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_su
     assert torch.allclose(step(pattern, q).centroid_HCD.double(), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("decay", "dead", "tilt", "steps"), [(0.99, 0, 1.0, 100), (0.9, C - 1, 4.0, 250)])
-def test_counts_come_to_the_window_and_no_cluster_stays_dead(decay: float, dead: int, tilt: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("decay", "dead", "tilt", "steps"), [(0.99, 0, 1.0, 100), (0.9, C - 1, 4.0, 250)]
+)
+def test_counts_come_to_the_window_and_no_cluster_stays_dead(
+    decay: float, dead: int, tilt: float, steps: int
+) -> None:
     """Within 100 steps, nobody left out; centroids that start far from all data find members, and follow them."""
     pattern = make(threshold_rate=0.1, decay=decay)
     tilt_D = tilt * torch.tensor([1.0, 0.3, -0.2, -1.1])
@@ -115,7 +121,9 @@ def test_a_head_with_nan_keeps_what_it_has() -> None:
     q[0, 0, 3] = float("nan")
     before = pattern.centroids.centroid_HCD.clone()
     after = step(pattern, q)
-    assert torch.equal(after.centroid_HCD[0], before[0]) and not torch.equal(after.centroid_HCD[1], before[1])
+    assert torch.equal(after.centroid_HCD[0], before[0]) and not torch.equal(
+        after.centroid_HCD[1], before[1]
+    )
     assert after.threshold_HC.isfinite().all()
 
 
@@ -133,14 +141,18 @@ def test_neither_autocast_nor_a_model_in_float64_changes_the_precision_of_statis
 
 @pytest.mark.parametrize("deviation", [0.02, 0.006])
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(backend: str, deviation: float) -> None:
+def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(
+    backend: str, deviation: float
+) -> None:
     """Scores of mean 63 in float32, of a head whose vectors have collapsed; the first step tells mean and deviation."""
     if backend == "native" and not has_compiler():
         pytest.skip("no C++ compiler on this machine")
     units, positions = 64, 1024
     draw = torch.Generator().manual_seed(3)
     basis_3D = torch.randn(3, units, generator=draw).double()
-    basis_3D = torch.linalg.qr((basis_3D - basis_3D.mean(-1, keepdim=True)).T).Q.T  # LayerNorm changes them no more
+    basis_3D = torch.linalg.qr(
+        (basis_3D - basis_3D.mean(-1, keepdim=True)).T
+    ).Q.T  # LayerNorm changes them no more
     cosine_N1 = (63 + deviation * torch.randn(positions, 1, generator=draw).double()) / units
     aside_N1 = (1 - cosine_N1.square()).sqrt()
     q_BHND = (8 * (cosine_N1 * basis_3D[0] + aside_N1 * basis_3D[1]))[None, None].float()
@@ -154,7 +166,9 @@ def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(backend: str
 
 
 @pytest.mark.parametrize("update", ["members", "nearest", "sum"])
-@pytest.mark.parametrize(("selection", "keys"), [("causal", "shared"), ("causal", "separate"), ("topk", "projected")])
+@pytest.mark.parametrize(
+    ("selection", "keys"), [("causal", "shared"), ("causal", "separate"), ("topk", "projected")]
+)
 def test_layers_move_together_as_each_would_alone(update: str, selection: str, keys: str) -> None:
     """Bit for bit; a layer that has gathered nothing stays, and so does its count of steps."""
     changes = {"update": update, "keys": keys, "threshold_rate": 0.1 * (selection == "causal")}
@@ -169,7 +183,9 @@ def test_layers_move_together_as_each_would_alone(update: str, selection: str, k
         for layer in alone:
             after_step(layer)
         after_step(nn.ModuleList(layers))
-        assert [int(layer.centroids.steps) for layer in layers] == [turn + 1] * 3 + [turn + (turn == 0)]
+        assert [int(layer.centroids.steps) for layer in layers] == [turn + 1] * 3 + [
+            turn + (turn == 0)
+        ]
         for layer, single in zip(layers, alone, strict=True):
             for name, x in layer.state_dict().items():
                 assert torch.equal(x, single.state_dict()[name]), name
@@ -189,9 +205,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # a use of torch's own
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # a use of torch's own
 @pytest.mark.parametrize(("selection", "keys"), [("causal", "separate"), ("topk", "shared")])
-def test_all_layers_move_in_twenty_launches_and_no_number_is_read(selection: str, keys: str) -> None:
+def test_all_layers_move_in_twenty_launches_and_no_number_is_read(
+    selection: str, keys: str
+) -> None:
     if not has_compiler():
         pytest.skip("no C++ compiler on this machine")
     rate = 0.1 * (selection == "causal")

@@ -16,7 +16,9 @@ def drawn() -> list[Partial]:
         sum_S = torch.randn(len(row_S), dtype=torch.float64)
         sum_S[3:] = -math.inf
         out_SD = torch.randn(len(row_S), 4, dtype=torch.float64)
-        partials.append(Partial(torch.tensor(row_S), out_SD.requires_grad_(), sum_S.requires_grad_()))
+        partials.append(
+            Partial(torch.tensor(row_S), out_SD.requires_grad_(), sum_S.requires_grad_())
+        )
     return partials
 
 
@@ -36,7 +38,9 @@ def test_outputs_and_gradients_are_those_of_one_softmax() -> None:
     assert not found[3].any()
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(found, leaves, dout_RD)
-    torch.testing.assert_close(gradients, torch.autograd.grad(right, leaves, dout_RD), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad(right, leaves, dout_RD), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_it_has_first_derivatives_alone() -> None:
@@ -57,4 +61,6 @@ def test_the_operator_keeps_the_rules_of_torchs_library() -> None:
     partials = drawn()
     row_S, _, sum_S = (torch.cat(tensors) for tensors in zip(*partials, strict=True))
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(combined, (row_S, sum_S, [x.out_SD for x in partials], 5), test_utils=tests)
+    torch.library.opcheck(
+        combined, (row_S, sum_S, [x.out_SD for x in partials], 5), test_utils=tests
+    )

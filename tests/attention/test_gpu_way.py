@@ -23,28 +23,38 @@ from rtx.compose import compose
 from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
 from rtx.training.hardware import has_compiler
 
-ROUTED = tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate"))
+ROUTED = tuple(
+    f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate")
+)
 KINDS = (*ROUTED, "causal-projected", "random", "random-keys", "local", "full", "strided", "fixed")
 KINDS += ("lsh", "reformer", "recurrent", "exact", "blocks", "indexer", "probed", "probed-best")
 
 
 @pytest.mark.parametrize("distances", [0, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same(kind: str, distances: int) -> None:
+def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same(
+    kind: str, distances: int
+) -> None:
     merge = "lse" if distances else "mean"
-    case = Case(N=70, D=16, C=4, W=9, seed=3, distances=distances, attend_self=bool(distances), merge=merge)
+    case = Case(
+        N=70, D=16, C=4, W=9, seed=3, distances=distances, attend_self=bool(distances), merge=merge
+    )
     found, gathered = [], []
     for backend in ("torch", "triton"):
         pattern, here = drawn(kind, case, torch.float32, backend=backend)
         out = run(pattern.train(), here)
         found.append([out, *gradients(pattern, here, out).values()])
-        gathered.append(pattern.centroids.statistics if isinstance(pattern, Routing | Probed) else ())
+        gathered.append(
+            pattern.centroids.statistics if isinstance(pattern, Routing | Probed) else ()
+        )
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert float((ours - theirs).detach().norm()) <= 2e-6 * float(theirs.detach().norm()) + 1e-9
     torch.testing.assert_close(gathered[1], gathered[0], rtol=1e-5, atol=1e-5)
 
 
-def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_evaluation() -> None:
+def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_evaluation() -> (
+    None
+):
     case = Case(N=64, D=16, C=4, W=8, seed=2)
     pattern, here = drawn("causal-shared", case, torch.float32)
     assert isinstance(pattern, Thresholds)
@@ -61,7 +71,9 @@ def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_
         assert make_room(pattern) == []
 
 
-def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_evaluation() -> None:
+def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_evaluation() -> (
+    None
+):
     case = Case(N=64, D=16, C=16, W=8, seed=2)
     pattern, here = drawn("probed", case, torch.float32)
     assert isinstance(pattern, Probed)
@@ -81,7 +93,9 @@ def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_
 
 
 @pytest.mark.parametrize("merge", ["mean", "lse"])
-@pytest.mark.parametrize("kind", ["local", "full", "random", "causal-shared", "topk-separate", "nearest-shared"])
+@pytest.mark.parametrize(
+    "kind", ["local", "full", "random", "causal-shared", "topk-separate", "nearest-shared"]
+)
 def test_static_windows_give_what_blocks_give(kind: str, merge: str) -> None:
     pattern, here = drawn(kind, Case(N=300, W=9, D=6, merge=merge, distances=4))
     results = []
@@ -129,7 +143,12 @@ def test_auto_takes_the_first_engine_that_can(
 
 
 def test_windows_of_whole_sequences_are_those_that_the_oracle_reads() -> None:
-    patterns = Full(), Local(window=5), Recurrent(length=12, memory=4), Recurrent(length=12, memory=7, same_length=True)
+    patterns = (
+        Full(),
+        Local(window=5),
+        Recurrent(length=12, memory=4),
+        Recurrent(length=12, memory=7, same_length=True),
+    )
     for pattern in patterns:
         x_BHND = torch.randn(2, 1, 16, 4)
         memory = getattr(pattern, "memory", 0)
@@ -189,17 +208,39 @@ def meta_step(words: str, compiled: bool = False, dtype: torch.dtype | None = No
         torch.compiler.reset()
         # Where a graph is made of it, the loss by units has no gradient on the meta device.
         function = compile_loss(model, model.forward)
-    with mock.patch.object(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager")):
+    with mock.patch.object(
+        torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager")
+    ):
         out, auxiliary = function(tokens_BN)
         (out.mean() + auxiliary).backward()
     after_step(model)
     assert model.embedding.start_S.grad is not None
 
 
-SELECTIONS = ("causal", "topk", "nearest", "random", "exact", "blocks", "blocks_random", "indexer", "probed")
+SELECTIONS = (
+    "causal",
+    "topk",
+    "nearest",
+    "random",
+    "exact",
+    "blocks",
+    "blocks_random",
+    "indexer",
+    "probed",
+)
 BASES = ("full", "local", "strided", "fixed", "fixed_block", "lsh", "adaptive_span")
 MODELS = (
-    *("rt10", "rt12", "rt12-cifar10", "rt22", "rt24", "rt24-imagenet64", "reformer", "recall", "adaptive_span"),
+    *(
+        "rt10",
+        "rt12",
+        "rt12-cifar10",
+        "rt22",
+        "rt24",
+        "rt24-imagenet64",
+        "reformer",
+        "recall",
+        "adaptive_span",
+    ),
     *("compressive_transformer", "compressive_transformer-enwik8", "transformer_xl-enwik8"),
     *("sparse_transformer", "sparse_transformer-cifar10", "sparse_transformer-imagenet64"),
     *("adaptive_input", "transformer_xl", "transformer_xl-base"),
@@ -217,17 +258,25 @@ def test_no_selection_waits_for_a_number(selection: str, backend: str) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_no_pattern_waits_for_a_number(base: str) -> None:
-    meta_step(f"{SHORT} routing.layers=0 routing.heads=0 model.base={base}".replace("routing.layers=2", ""))
+    meta_step(
+        f"{SHORT} routing.layers=0 routing.heads=0 model.base={base}".replace(
+            "routing.layers=2", ""
+        )
+    )
 
 
-@pytest.mark.parametrize("more", ["routing.update=nearest", "routing.commitment=0.1", "routing.keys=projected"])
+@pytest.mark.parametrize(
+    "more", ["routing.update=nearest", "routing.commitment=0.1", "routing.keys=projected"]
+)
 def test_no_option_of_routing_waits_for_a_number(more: str) -> None:
     meta_step(f"{SHORT} routing=causal routing.key_shift=0 {more}")
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_the_best_of_probed_keys_wait_for_no_number(backend: str) -> None:
-    meta_step(f"{SHORT} routing=probed routing.window=32 routing.candidates=64 hardware.attention={backend}")
+    meta_step(
+        f"{SHORT} routing=probed routing.window=32 routing.candidates=64 hardware.attention={backend}"
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -242,7 +291,13 @@ def small_bands(model: str) -> str:
 
 
 ONE_LAYER = (
-    *("rt10", "rt24-imagenet64", "compressive_transformer", "transformer_xl", "transformer_xl-base"),
+    *(
+        "rt10",
+        "rt24-imagenet64",
+        "compressive_transformer",
+        "transformer_xl",
+        "transformer_xl-base",
+    ),
     "sparse_transformer-imagenet64",
 )
 """Another preset has two layers of their kind in one graph; what they have of their own is in the first, or in none."""
@@ -261,7 +316,9 @@ def test_the_loss_of_every_preset_is_one_graph(model: str) -> None:
     meta_step(words, compiled=True)
 
 
-@pytest.mark.parametrize("words", [*(f"routing={selection}" for selection in SELECTIONS), "routing.heads=0"])
+@pytest.mark.parametrize(
+    "words", [*(f"routing={selection}" for selection in SELECTIONS), "routing.heads=0"]
+)
 def test_a_loss_is_one_graph(words: str) -> None:
     meta_step(f"model.layers=2 {words}", compiled=True)
 
@@ -289,8 +346,28 @@ def test_patterns_stay_in_the_graph_of_a_model_that_moves_to_a_gpu_after_it_is_c
 
 # Operations of one more layer, forward and backward, without those that only view or allocate.
 LAUNCHES = {"routing=causal": 170, "routing=topk": 130, "routing.heads=0": 55}
-FREE = {"view", "transpose", "permute", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "detach", "alias"}
-FREE |= {"split", "split_with_sizes", "unbind", "as_strided", "_unsafe_view", "_reshape_alias", "is_same_size"}
+FREE = {
+    "view",
+    "transpose",
+    "permute",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "t",
+    "detach",
+    "alias",
+}
+FREE |= {
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "as_strided",
+    "_unsafe_view",
+    "_reshape_alias",
+    "is_same_size",
+}
 FREE |= {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "promote_types"}
 
 
@@ -301,7 +378,9 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += function._schema.name.partition("::")[2] not in FREE
         return function(*args, **(kwargs or {}))
 
@@ -321,7 +400,9 @@ def operations(words: str) -> int:
 @pytest.mark.parametrize(("words", "most"), LAUNCHES.items())
 def test_a_layer_starts_a_bounded_number_of_operations(words: str, most: int) -> None:
     routed = " routing.layers={0}" if words != "routing.heads=0" else ""
-    counts = [operations(f"{words} data.length=1024 model.layers={n}" + routed.format(n)) for n in (2, 3)]
+    counts = [
+        operations(f"{words} data.length=1024 model.layers={n}" + routed.format(n)) for n in (2, 3)
+    ]
     assert 20 < counts[1] - counts[0] <= most
 
 
@@ -332,7 +413,12 @@ def test_the_loss_of_a_preset_is_one_graph(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["routing=causal", "routing=topk", "routing=causal model.recompute=true model.attention_dropout=0.2"]
+    "words",
+    [
+        "routing=causal",
+        "routing=topk",
+        "routing=causal model.recompute=true model.attention_dropout=0.2",
+    ],
 )
 def test_a_graph_computes_what_an_eager_step_does(words: str) -> None:
     small = "model.layers=2 model.hidden=64 model.ffn_hidden=64 data.length=128 routing.layers=1 routing.window=32"
@@ -348,5 +434,7 @@ def test_a_graph_computes_what_an_eager_step_does(words: str) -> None:
         with torch._dynamo.config.patch(COMPILER_OPTIONS):
             nats_BN, auxiliary = loss(tokens_BN)  # type: ignore[operator]
             (nats_BN.mean() + auxiliary).backward()
-        results.append([nats_BN.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        results.append(
+            [nats_BN.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        )
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)

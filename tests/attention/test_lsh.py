@@ -18,7 +18,9 @@ BUCKET_1N = torch.tensor([[0, 1, 0, 0, 1, 0]])
         ("reformer", 4, 4, [1]),
     ],
 )
-def test_a_query_reads_earlier_members_of_its_bucket(variant: str, window: int, position: int, read: list[int]) -> None:
+def test_a_query_reads_earlier_members_of_its_bucket(
+    variant: str, window: int, position: int, read: list[int]
+) -> None:
     mask_1NN = hashed(BUCKET_1N, window, variant, streaming=False)
     assert mask_1NN[0, position].nonzero()[:, 0].tolist() == read
 
@@ -29,7 +31,9 @@ def test_places_are_those_among_the_positions_so_far() -> None:
 
 def test_keys_that_lower_starts_add_are_hidden() -> None:
     none_XM = torch.zeros(0, 3, dtype=torch.int64)
-    start_M, holes = with_ascending_starts(torch.tensor([0, 3, 2]), Holes(none_XM, none_XM, none_XM))
+    start_M, holes = with_ascending_starts(
+        torch.tensor([0, 3, 2]), Holes(none_XM, none_XM, none_XM)
+    )
     assert start_M.tolist() == [0, 2, 2]
     is_hidden_PM = (holes.value_XM >= holes.low_XP.T) & (holes.value_XM < holes.high_XP.T)
     assert is_hidden_PM.nonzero().tolist() == [[1, 2]]

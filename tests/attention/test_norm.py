@@ -31,7 +31,9 @@ def expected(x_BHND: Tensor) -> Tensor:
 
 @TYPES
 @pytest.mark.parametrize("shape", SHAPES)
-def test_vectors_and_gradients_are_those_of_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_vectors_and_gradients_are_those_of_layer_norm(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x_BHND = drawn(shape, dtype).requires_grad_()
     exact_BHND = expected(x_BHND)
     wide_BHND, narrow_BHND = normalise_twice(x_BHND, "triton")
@@ -43,7 +45,9 @@ def test_vectors_and_gradients_are_those_of_layer_norm(shape: tuple[int, ...], d
     if narrow_BHND is not None:
         assert narrow_BHND.dtype == dtype
         # Triton's interpreter cuts digits off where a GPU rounds to bfloat16.
-        torch.testing.assert_close(narrow_BHND.float(), wide_BHND, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(
+            narrow_BHND.float(), wide_BHND, rtol=torch.finfo(dtype).eps, atol=1e-6
+        )
         loss = loss + (narrow_BHND * weights[1]).sum()
         exact_loss = exact_loss + (exact_BHND * weights[1]).sum()
     (ours_BHND,) = torch.autograd.grad(loss, x_BHND)

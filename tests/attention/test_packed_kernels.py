@@ -106,7 +106,9 @@ def apart(sizes: Sizes) -> RangeReads:
         start_P.append(low_P + begin)
         stop_P.append(low_P.maximum(high_P) + begin)
         begin += count_M
-    return RangeReads(queries, keys, torch.cat(start_P).to(DEVICE), torch.cat(stop_P).to(DEVICE), sizes.N)
+    return RangeReads(
+        queries, keys, torch.cat(start_P).to(DEVICE), torch.cat(stop_P).to(DEVICE), sizes.N
+    )
 
 
 def causal_apart(sizes: Sizes) -> RangeReads:
@@ -146,7 +148,9 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """Return what `packed_attention.attend` does, by definition; weights are dropped where `kept_PM` is False."""
     row_P, row_M, read_PM = part.query.row_M, part.key.row_M, read_pairs(part)
-    q_PD, k_MD, v_ME = (x.flatten(0, 2)[row] for x, row in ((q_BHND, row_P), (k_BHND, row_M), (v_BHNE, row_M)))
+    q_PD, k_MD, v_ME = (
+        x.flatten(0, 2)[row] for x, row in ((q_BHND, row_P), (k_BHND, row_M), (v_BHNE, row_M))
+    )
     logits_PM = q_PD @ k_MD.T
     distance_PM, relative = (row_P % part.length)[:, None] - row_M % part.length, terms.relative
     if relative is not None:
@@ -191,10 +195,15 @@ def differ(found: Tensor, right: Tensor) -> float:
     return float((found - right).norm() / right.norm())
 
 
-def gradients(out: Tensor, lse_P: Tensor, leaves: list[Tensor], of_sums: bool) -> tuple[Tensor, ...]:
+def gradients(
+    out: Tensor, lse_P: Tensor, leaves: list[Tensor], of_sums: bool
+) -> tuple[Tensor, ...]:
     """Return gradients of a sum with fixed weights of outputs and, where wanted, of log-sums."""
     generator = torch.Generator().manual_seed(5)
-    dout, dlse_P = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(DEVICE) for x in (out, lse_P))
+    dout, dlse_P = (
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(DEVICE)
+        for x in (out, lse_P)
+    )
     total = (out.double() * dout).sum()
     if of_sums:
         total = total + (lse_P.double().masked_fill(lse_P == -math.inf, 0) * dlse_P).sum()
@@ -217,10 +226,14 @@ def check(
     right_k = right_q if k is q else wide(k)
     right_relative = None
     if terms.relative is not None:
-        right_relative = RelativeTables._make(None if x is None else wide(x) for x in terms.relative)
+        right_relative = RelativeTables._make(
+            None if x is None else wide(x) for x in terms.relative
+        )
     right_tables = [x for x in right_relative or () if x is not None]
     leaves = [q, v, *tables] if k is q else [q, k, v, *tables]
-    right_leaves = [right_q, right_v, *right_tables] if k is q else [right_q, right_k, right_v, *right_tables]
+    right_leaves = (
+        [right_q, right_v, *right_tables] if k is q else [right_q, right_k, right_v, *right_tables]
+    )
     if lists is None:
         lists = kernel_lists(part, q.shape[:3].numel())
     out, lse_P = packed_attention.attend(q, k, v, lists, terms, merge)
@@ -236,7 +249,11 @@ def check(
         out = out[:P]
     of_sums = merge != "mean"
     found = [out, lse_P[:P][some_P], *gradients(out, lse_P[:P], leaves, of_sums)]
-    expected = [right_out, right_lse_P[some_P], *gradients(right_out, right_lse_P, right_leaves, of_sums)]
+    expected = [
+        right_out,
+        right_lse_P[some_P],
+        *gradients(right_out, right_lse_P, right_leaves, of_sums),
+    ]
     differences = [differ(x, y) for x, y in zip(found, expected, strict=True)]
     assert max(differences) <= TOLERANCE[q.dtype], differences
 
@@ -315,7 +332,9 @@ def test_distances_below_0_and_hidden_pairs_by_distance() -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     relative = RelativeTables(draw(6, 16), draw(6, 16))
-    check(q, k, v, with_hidden(apart(sizes), torch.int64), LogitTerms(0.25, relative=relative), "mean")
+    check(
+        q, k, v, with_hidden(apart(sizes), torch.int64), LogitTerms(0.25, relative=relative), "mean"
+    )
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -347,7 +366,11 @@ def test_whole_sequences_in_order(dtype: torch.dtype, merge: str, N: int) -> Non
 def test_queries_for_keys_of_whole_sequences(entries: int) -> None:
     sizes = Sizes(N=70)
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    relative = RelativeTables(draw(2, entries, 16), draw(entries, 16), draw(2, entries)) if entries else None
+    relative = (
+        RelativeTables(draw(2, entries, 16), draw(entries, 16), draw(2, entries))
+        if entries
+        else None
+    )
     check(q, q, v, whole(sizes), LogitTerms(0.25, relative=relative), "mean")
 
 
@@ -363,7 +386,9 @@ def test_a_memory_is_read_by_none_of_its_own() -> None:
     part = whole(sizes)
     is_memory_R = part.query.row_M % sizes.N < 20
     queries = part.query.keep(~is_memory_R)
-    part = members_read(queries, part.key, sizes.N, 9)._replace(window=Window(sizes.N, 9, memory=20))
+    part = members_read(queries, part.key, sizes.N, 9)._replace(
+        window=Window(sizes.N, 9, memory=20)
+    )
     lists = kernel_lists(part, sizes.rows)
     assert not lists.in_order
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
@@ -400,7 +425,8 @@ def test_strides_of_the_last_dimension() -> None:
 def nothing(sizes: Sizes, of_queries: bool, of_keys: bool) -> RangeReads:
     """Lists without query members, or without key members."""
     empty = MemberLists(
-        torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(12, dtype=torch.int64, device=DEVICE)
+        torch.zeros(0, dtype=torch.int64, device=DEVICE),
+        torch.zeros(12, dtype=torch.int64, device=DEVICE),
     )
     queries = members(sizes, 0.5) if of_queries else empty
     keys = members(sizes, 0.5) if of_keys else empty
@@ -409,7 +435,9 @@ def nothing(sizes: Sizes, of_queries: bool, of_keys: bool) -> RangeReads:
 
 
 @pytest.mark.parametrize("merge", MERGES)
-@pytest.mark.parametrize("of_queries, of_keys", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "of_queries, of_keys", [(False, False), (False, True), (True, False), (True, True)]
+)
 def test_nobody_reads(of_queries: bool, of_keys: bool, merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
@@ -439,8 +467,12 @@ def test_room_for_more_members_than_there_are(merge: str) -> None:
         stop_P=torch.cat([exact.stop_P, zeros + M]),
         low_M=torch.cat([exact.low_M, zeros + P_all]),
         high_M=torch.cat([exact.high_M, zeros + P_all]),
-        query_members=RowMembers(exact.query_members.first_R1, torch.cat([exact.query_members.member_M, zeros])),
-        key_members=RowMembers(exact.key_members.first_R1, torch.cat([exact.key_members.member_M, zeros])),
+        query_members=RowMembers(
+            exact.query_members.first_R1, torch.cat([exact.query_members.member_M, zeros])
+        ),
+        key_members=RowMembers(
+            exact.key_members.first_R1, torch.cat([exact.key_members.member_M, zeros])
+        ),
     )
     check(q, k, v, part, LogitTerms(0.25), merge, padded)
 
@@ -451,7 +483,9 @@ def kept_pairs(part: RangeReads, dropout: float) -> Tensor:
     q = torch.zeros(1, 1, N, 16, device=DEVICE)
     one_hot = torch.eye(N, device=DEVICE)[None, None]
     torch.manual_seed(11)
-    out_PN, _ = packed_attention.attend(q, q, one_hot, kernel_lists(part, N), LogitTerms(0.25, dropout), "none")
+    out_PN, _ = packed_attention.attend(
+        q, q, one_hot, kernel_lists(part, N), LogitTerms(0.25, dropout), "none"
+    )
     torch.manual_seed(11)
     return out_PN[:, part.key.row_M] > 0
 
@@ -482,14 +516,20 @@ def test_rate_of_dropout() -> None:
     deviation = math.sqrt(0.3 * 0.7 / pairs)
     dropped = 1 - float(kept_PM[read_PM].double().mean())
     assert abs(dropped - 0.3) < 4 * deviation
-    same = float((kept_PM[1:, :-1] == kept_PM[:-1, 1:])[(read_PM[1:, :-1] & read_PM[:-1, 1:])].double().mean())
+    same = float(
+        (kept_PM[1:, :-1] == kept_PM[:-1, 1:])[(read_PM[1:, :-1] & read_PM[:-1, 1:])]
+        .double()
+        .mean()
+    )
     assert abs(same - (0.3**2 + 0.7**2)) < 0.05, "neighbours are dropped independently"
 
 
 def test_everything_dropped() -> None:
     sizes = Sizes(B=1, H=1)
     q, v = (draw(1, 1, sizes.N, 16) for _ in range(2))
-    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.N), LogitTerms(0.25, 1.0), "mean")
+    out, _ = packed_attention.attend(
+        q, q, v, kernel_lists(clusters(sizes), sizes.N), LogitTerms(0.25, 1.0), "mean"
+    )
     dq, dv = torch.autograd.grad(out.sum(), [q, v])
     assert not out.any() and not dq.any() and not dv.any()
 
@@ -531,7 +571,10 @@ def test_same_bits_twice(merge: str) -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
     tables = [draw(6, 16), draw(6, 16)]
-    lists, terms = kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25, 0.2, RelativeTables(*tables))
+    lists, terms = (
+        kernel_lists(clusters(sizes), sizes.rows),
+        LogitTerms(0.25, 0.2, RelativeTables(*tables)),
+    )
     runs = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -546,7 +589,9 @@ def test_gradients_of_log_sums_alone(merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     part = apart(sizes)
-    _, lse_P = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), LogitTerms(0.25), merge)
+    _, lse_P = packed_attention.attend(
+        q, k, v, kernel_lists(part, sizes.rows), LogitTerms(0.25), merge
+    )
     _, right_P = dense(q.double(), k.double(), v.double(), part, LogitTerms(0.25), merge, None)
     some_P = right_P > -math.inf
     found = torch.autograd.grad(lse_P[some_P].sum(), [q, k])
@@ -555,8 +600,12 @@ def test_gradients_of_log_sums_alone(merge: str) -> None:
         assert differ(x, y.double()) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float16] if packed_attention.INTERPRETED else [torch.float16, torch.bfloat16])
-def test_one_softmax_over_lists_errs_no_more_than_outputs_of_lists_that_are_combined(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float16] if packed_attention.INTERPRETED else [torch.float16, torch.bfloat16]
+)
+def test_one_softmax_over_lists_errs_no_more_than_outputs_of_lists_that_are_combined(
+    dtype: torch.dtype,
+) -> None:
     # The interpreter rounds to bfloat16 by cutting bits off.
     sizes = Sizes(N=120, D=64, E=64, C=6)
     q, k, v = (draw(2, 2, sizes.N, 64, dtype=dtype) for _ in range(3))
@@ -569,7 +618,9 @@ def test_one_softmax_over_lists_errs_no_more_than_outputs_of_lists_that_are_comb
     assert differ(joined, right) <= 1.01 * differ(combined, right)
 
 
-def form(sizes: Sizes, is_whole: bool, by_distance: bool) -> tuple[list[Tensor], KernelLists, LogitTerms]:
+def form(
+    sizes: Sizes, is_whole: bool, by_distance: bool
+) -> tuple[list[Tensor], KernelLists, LogitTerms]:
     """Inputs with or without terms by distance, of clusters or whole sequences."""
     part = whole(sizes) if is_whole else clusters(sizes)
     relative = RelativeTables(draw(6, 16), draw(6, 16)) if by_distance else None
@@ -589,7 +640,9 @@ FORMS = {
 def test_compiled_as_one_graph(merge: str) -> None:
     def loss(q: Tensor, v: Tensor, lists: KernelLists, terms: LogitTerms) -> Tensor:
         out, lse_P = packed_attention.attend(q, q, v, lists, terms, merge)
-        return out.square().sum() + lse_P.masked_fill(lse_P == -math.inf, 0).sum() * (merge != "mean")
+        return out.square().sum() + lse_P.masked_fill(lse_P == -math.inf, 0).sum() * (
+            merge != "mean"
+        )
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
@@ -597,7 +650,9 @@ def test_compiled_as_one_graph(merge: str) -> None:
         leaves, lists, terms = form(Sizes(), is_whole, by_distance)
         q, v = leaves[:2]
         plain = torch.autograd.grad(loss(q, v, lists, terms), leaves)
-        for x, y in zip(torch.autograd.grad(compiled(q, v, lists, terms), leaves), plain, strict=True):
+        for x, y in zip(
+            torch.autograd.grad(compiled(q, v, lists, terms), leaves), plain, strict=True
+        ):
             assert torch.equal(x, y)
 
 
@@ -633,12 +688,19 @@ def test_shapes_without_kernels(merge: str) -> None:
         assert [x.shape for x in found] == [x.shape for x in (q, v, keys, values)]
 
 
-@pytest.mark.parametrize(("in_order", "merge"), [(False, "none"), (True, "none"), (False, "mean"), (False, "lse")])
+@pytest.mark.parametrize(
+    ("in_order", "merge"), [(False, "none"), (True, "none"), (False, "mean"), (False, "lse")]
+)
 def test_operators_keep_the_rules_of_torch_s_library(in_order: bool, merge: str) -> None:
     sizes = Sizes()
     lists = kernel_lists(whole(sizes) if in_order else clusters(sizes), sizes.rows)
     tensors = [*lists[:6], *lists.query_members, *lists.key_members]
-    q, v, keys, values = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16), draw(2, 6, 16), draw(6, 16)
+    q, v, keys, values = (
+        draw(2, 2, sizes.N, 16),
+        draw(2, 2, sizes.N, 16),
+        draw(2, 6, 16),
+        draw(6, 16),
+    )
     arguments = (q, None, v, tensors, [], keys, None, values, None, 0.25, 0.0, in_order, merge)
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(packed_attention.packed_attention, arguments, test_utils=tests)
@@ -647,7 +709,9 @@ def test_operators_keep_the_rules_of_torch_s_library(in_order: bool, merge: str)
 def test_no_second_derivatives() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
-    out, _ = packed_attention.attend(q, q, v, kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25), "mean")
+    out, _ = packed_attention.attend(
+        q, q, v, kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25), "mean"
+    )
     with pytest.raises(RuntimeError, match="first derivatives alone"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
@@ -656,7 +720,14 @@ def test_autocast_changes_nothing() -> None:
     sizes = Sizes()
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
     relative = RelativeTables(draw(6, 16), draw(6, 16))
-    arguments = q, q, v, kernel_lists(clusters(sizes), sizes.rows), LogitTerms(0.25, relative=relative), "mean"
+    arguments = (
+        q,
+        q,
+        v,
+        kernel_lists(clusters(sizes), sizes.rows),
+        LogitTerms(0.25, relative=relative),
+        "mean",
+    )
     plain, _ = packed_attention.attend(*arguments)
     with torch.autocast(DEVICE, torch.bfloat16):
         found, _ = packed_attention.attend(*arguments)

@@ -19,7 +19,19 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream, tensors
+from cases import (
+    CASES,
+    KINDS,
+    SEES_FUTURE,
+    Case,
+    check,
+    drawn,
+    gradients,
+    make,
+    run,
+    stream,
+    tensors,
+)
 from hypothesis import HealthCheck, example, given, settings
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -44,7 +56,9 @@ from rtx.attention.members import products
 from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
 
-few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+few = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +67,9 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=3, C=5, W=40))
 @example(case=Case(N=9, W=1))
 @few
-def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
+def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(
+    kind: str, case: Case
+) -> None:
     limits = (
         (pieces, "MAX_SCORES", 1000),
         (torch_blocks, "MAX_SCORES_CPU", 200),
@@ -68,17 +84,28 @@ def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attend_self", [True, False])
 @torch.no_grad()
-def test_the_future_moves_nothing_but_where_the_pattern_says_so(kind: str, attend_self: bool) -> None:
-    pattern, here = drawn(kind, Case(N=40, C=4, W=6, seed=3, attend_self=attend_self, distances=5, rotary=True))
+def test_the_future_moves_nothing_but_where_the_pattern_says_so(
+    kind: str, attend_self: bool
+) -> None:
+    pattern, here = drawn(
+        kind, Case(N=40, C=4, W=6, seed=3, attend_self=attend_self, distances=5, rotary=True)
+    )
     assert pattern.strictly_causal == (kind not in SEES_FUTURE)
     moved = {True: 0.0, False: 0.0}
     for first, prefix in itertools.product((1, 7, 20, 33), moved):
         own = {name: here[name] for name in "qkv" if here[name] is not None}
-        after = {n: torch.cat([x[:, :, :first], torch.randn_like(x[:, :, first:])], dim=2) for n, x in own.items()}
-        outs = [run(pattern, given, streaming=prefix)[:, :, :first] for given in (here, here | after)]
+        after = {
+            n: torch.cat([x[:, :, :first], torch.randn_like(x[:, :, first:])], dim=2)
+            for n, x in own.items()
+        }
+        outs = [
+            run(pattern, given, streaming=prefix)[:, :, :first] for given in (here, here | after)
+        ]
         moved[prefix] = max(moved[prefix], float((outs[1] - outs[0]).abs().max()))
     # Blocks of other sizes may add up in another order.
-    assert moved[True] < 1e-12 and (moved[False] > 1e-3 if kind in SEES_FUTURE else moved[False] < 1e-12)
+    assert moved[True] < 1e-12 and (
+        moved[False] > 1e-3 if kind in SEES_FUTURE else moved[False] < 1e-12
+    )
 
 
 CASE = Case(B=4, H=2, N=19, D=4, C=3, W=6, seed=5)
@@ -89,14 +116,20 @@ REAL_BN[2:] = torch.stack([torch.zeros(19, dtype=torch.bool), REAL_BN[0]])
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize("distances", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_real_positions_get_what_they_would_without_padding(kind: str, distances: int, memory: int) -> None:
+def test_real_positions_get_what_they_would_without_padding(
+    kind: str, distances: int, memory: int
+) -> None:
     pattern, here = drawn(kind, replace(CASE, distances=distances, rotary=bool(distances)))
     if memory and not isinstance(pattern, ContiguousPattern):
         return
     own = {name: here[name].detach() for name in "qkv" if here[name] is not None}
     padding_B1N1 = ~REAL_BN[:, None, :, None]
-    dirty = here | {name: x.masked_fill(padding_B1N1, torch.nan).requires_grad_() for name, x in own.items()}
-    out = run(pattern, dirty, real_BN=REAL_BN, check_finite=True, **({"memory": memory} if memory else {}))
+    dirty = here | {
+        name: x.masked_fill(padding_B1N1, torch.nan).requires_grad_() for name, x in own.items()
+    }
+    out = run(
+        pattern, dirty, real_BN=REAL_BN, check_finite=True, **({"memory": memory} if memory else {})
+    )
     expected = torch.zeros_like(out)
     for b, real_N in enumerate(REAL_BN):
         alone = here | {name: here[name][b : b + 1, :, real_N] for name in own}
@@ -114,7 +147,9 @@ def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: boo
     pattern, here = drawn(kind, replace(CASE, attend_self=attend_self))
     pattern.train().commitment = 0.3  # type: ignore[assignment]
     qkv = [here[name] for name in "qkv"]
-    short = [pattern(*(x[b : b + 1, :, real_N] for x in qkv))[1] for b, real_N in enumerate(REAL_BN)]
+    short = [
+        pattern(*(x[b : b + 1, :, real_N] for x in qkv))[1] for b, real_N in enumerate(REAL_BN)
+    ]
     mean = (torch.stack(short) * REAL_BN.sum(1)).sum() / REAL_BN.sum()
     assert mean > 0
     torch.testing.assert_close(pattern(*qkv, real_BN=REAL_BN)[1], mean, rtol=1e-9, atol=0)
@@ -123,7 +158,9 @@ def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: boo
 class Cooled(Local):
     """A pattern of somebody's that changes what it is given, and has a loss of nothing but means."""
 
-    def forward(self, q_BHND: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q_BHND: torch.Tensor, *given: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(q_BHND * 0.5, *given, **more)
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> torch.Tensor:
@@ -141,7 +178,10 @@ def test_a_forward_pass_of_ones_own_is_run_once_and_padding_alone_has_no_loss() 
 
 def test_the_indexers_loss_is_a_mean_in_half_precision_too() -> None:
     pattern, here = drawn("indexer", Case(B=1100, N=32, W=2), torch.float32)
-    losses = [pattern.train().to(t)(*(here[x].to(t) for x in "qkv"))[1].float() for t in (torch.float32, torch.float16)]
+    losses = [
+        pattern.train().to(t)(*(here[x].to(t) for x in "qkv"))[1].float()
+        for t in (torch.float32, torch.float16)
+    ]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0)
 
 
@@ -172,7 +212,18 @@ def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: str) -> 
 def test_every_float_type_gives_its_own(kind: str, dtype: torch.dtype) -> None:
     case = Case(N=33, seed=2)
     if kind.startswith(
-        ("exact", "block", "compressed", "indexer", "probed", "topk", "causal", "nearest", "lsh", "reformer")
+        (
+            "exact",
+            "block",
+            "compressed",
+            "indexer",
+            "probed",
+            "topk",
+            "causal",
+            "nearest",
+            "lsh",
+            "reformer",
+        )
     ):
         case = replace(case, W=40)  # of choices among equals by rounding nothing is promised
     pattern, wide = drawn(kind, case)
@@ -182,7 +233,9 @@ def test_every_float_type_gives_its_own(kind: str, dtype: torch.dtype) -> None:
     assert out.dtype == stream(pattern, narrow, 5).dtype == dtype
     if not kind.startswith(("causal", "nearest", "lsh", "reformer", "topk", "block", "compressed")):
         expected = run(pattern.double(), rounded)
-        assert float((out.double() - expected).abs().max()) < (3e-2 if dtype == torch.bfloat16 else 5e-3)
+        assert float((out.double() - expected).abs().max()) < (
+            3e-2 if dtype == torch.bfloat16 else 5e-3
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,7 +253,9 @@ def test_second_derivatives_are_refused_or_right(kind: str) -> None:
         return
     step = 1e-6 * torch.randn_like(here["v"])
     ahead, behind = (first((here["v"] + each).detach().requires_grad_()) for each in (step, -step))
-    assert float((ahead - behind).detach()) / 2 == pytest.approx(float((second * step).sum()), rel=1e-3, abs=1e-9)
+    assert float((ahead - behind).detach()) / 2 == pytest.approx(
+        float((second * step).sum()), rel=1e-3, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("kind", ["local", "topk-shared", "exact"])
@@ -215,7 +270,9 @@ def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(kind: str) ->
     assert torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1])
     assert not torch.equal(draws[0][0], draws[2][0])
     with torch.no_grad():
-        many = {name: x.repeat(3000, 1, 1, 1) if torch.is_tensor(x) else x for name, x in here.items()}
+        many = {
+            name: x.repeat(3000, 1, 1, 1) if torch.is_tensor(x) else x for name, x in here.items()
+        }
         mean = run(pattern, many).mean(0, keepdim=True)  # every sequence draws its own
         assert float((mean - run(pattern.eval(), here)).abs().mean()) < 0.05
 
@@ -228,7 +285,15 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
     merge = "lse" if seed == 1 else "mean"
-    case = Case(N=(70, 70, 1100)[seed], W=9, D=6, seed=seed, attend_self=bool(seed % 2), rotary=seed == 2, merge=merge)
+    case = Case(
+        N=(70, 70, 1100)[seed],
+        W=9,
+        D=6,
+        seed=seed,
+        attend_self=bool(seed % 2),
+        rotary=seed == 2,
+        merge=merge,
+    )
     (pattern, here), found = drawn(kind, case, torch.float32), []
     for backend in ("torch", "native"):
         pattern.backend = backend
@@ -246,7 +311,10 @@ def test_the_kernels_softmax_over_all_clusters_is_the_oracles(kind: str, N: int)
     pattern, here = drawn(kind, case, torch.float32, backend="native")
     out = run(pattern, here)
     found = [out, *gradients(pattern, here, out).values()]
-    wide = {name: x.detach().double().requires_grad_() if torch.is_tensor(x) else x for name, x in here.items()}
+    wide = {
+        name: x.detach().double().requires_grad_() if torch.is_tensor(x) else x
+        for name, x in here.items()
+    }
     out = run(partial(oracle.attend, pattern.double()), wide)
     expected = [out, *gradients(pattern, wide, out).values()]
     for ours, theirs in zip(found, expected, strict=True):
@@ -255,16 +323,22 @@ def test_the_kernels_softmax_over_all_clusters_is_the_oracles(kind: str, N: int)
 
 @needs_compiler
 @pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
-@pytest.mark.parametrize("N, W, C", [(1, 1, 1), (50, 7, 5), (200, 9, 21), (70, 80, 9), (900, 150, 2)])
+@pytest.mark.parametrize(
+    "N, W, C", [(1, 1, 1), (50, 7, 5), (200, 9, 21), (70, 80, 9), (900, 150, 2)]
+)
 def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C: int) -> None:
     draw, shapes = torch.Generator().manual_seed(N), ((3, C, 6), (2, 3, N, 6), (3, C))
-    centroid, x, threshold = (torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes)  # many equals
+    centroid, x, threshold = (
+        torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes
+    )  # many equals
     x[0, 0, ::11] = math.nan
     centroid[0, 0], x[0, 0, 1::11, 0], x[1, 0, ::7] = -0.0, 1e30, -0.0  # both zeros are equal
     for update in ("members", "nearest"):
         found = []
         for name in ("torch", "native"):
-            store = Centroids(3, C, 6, window=W, length=N, decay=0.9, update=update, threshold_rate=0.1)
+            store = Centroids(
+                3, C, 6, window=W, length=N, decay=0.9, update=update, threshold_rate=0.1
+            )
             store.centroid_HCD.copy_(centroid)
             store.threshold_HC.copy_(4 * threshold)
             pattern = ROUTING_CLASSES[selection](store, backend=name)
@@ -284,7 +358,10 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
 
 @needs_compiler
 def test_the_kernel_gives_zeros_where_nobody_reads() -> None:
-    pattern, here = Random(2, 1, window=2, length=4000, seed=1, backend="native"), drawn("full", Case(N=50))[1]
+    pattern, here = (
+        Random(2, 1, window=2, length=4000, seed=1, backend="native"),
+        drawn("full", Case(N=50))[1],
+    )
     given = here | {"k": None} | {name: here[name].float() for name in "qv"}
     junk = [torch.full_like(here["v"], 7.0, dtype=torch.float32) for _ in range(9)]
     del junk
@@ -318,7 +395,9 @@ def test_what_the_kernel_cannot_do_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("compiler", ["", "#!/bin/sh\necho no openmp here >&2; exit 1\n"])
-def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(tmp_path: Path, compiler: str) -> None:
+def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(
+    tmp_path: Path, compiler: str
+) -> None:
     if compiler:
         (tmp_path / "c++").write_text(compiler)
         (tmp_path / "c++").chmod(0o755)
@@ -326,14 +405,18 @@ def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(tmp_path: P
 q = torch.randn(1, 2, 1100, 4)
 print(torch.equal(*(Local(window=4, backend=name)(q, q, q)[0] for name in ("auto", "torch"))), native.library())"""
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.stdout == "True None\n", done.stderr
     assert done.stderr.splitlines()[1 if compiler else 0 :] == [done.stderr.splitlines()[-1]]
     assert ("no openmp here" if compiler else "no C++ compiler") in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kind", ["full", "local", "fixed", "random", "causal-shared", "topk-separate", "strided"])
+@pytest.mark.parametrize(
+    "kind", ["full", "local", "fixed", "random", "causal-shared", "topk-separate", "strided"]
+)
 @torch.no_grad()
 def test_flex_gives_the_same_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "BLOCK", 16)
@@ -351,9 +434,14 @@ def checked_mask(block_mask: Callable[[RangeReads], BlockMask], part: RangeReads
     key_M = torch.arange(len(part.key.row_M))
     pairs = ((key_M >= part.start_P[:, None]) & (key_M < part.stop_P[:, None])).nonzero() // size
     found = []
-    for count, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices)):
+    for count, index in (
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.q_num_blocks, mask.q_indices),
+    ):
         assert count is not None and index is not None
-        found.append({(row, x) for row, n in enumerate(count[0, 0]) for x in index[0, 0, row, :n].tolist()})
+        found.append(
+            {(row, x) for row, n in enumerate(count[0, 0]) for x in index[0, 0, row, :n].tolist()}
+        )
     assert found[0] == {(x, y) for y, x in found[1]} >= set(map(tuple, pairs.tolist()))
     return mask
 
@@ -363,12 +451,18 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def blocks(page: str) -> list[str]:
     """Return the Python of a page of docs/."""
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def example_with(*methods: str) -> Any:
     """Return the class of the page with some of the methods that it adds, without the name for commands."""
-    texts = [text for text in blocks("attention.md") if "class Dilated" in text or text.startswith("    ")]
+    texts = [
+        text
+        for text in blocks("attention.md")
+        if "class Dilated" in text or text.startswith("    ")
+    ]
     end = "\n\n\ndef make("
     added = [text for text in texts[1:] if any(f"def {name}(" in text for name in methods)]
     assert len(texts) == 3 and len(added) == len(methods) and end in texts[0]
@@ -389,10 +483,15 @@ def dilated() -> Any:
 @pytest.mark.parametrize("methods", [(), ("spreads",), ("keeps",), ("spreads", "keeps")])
 @given(case=CASES)
 @few
-def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(methods: Any, case: Case) -> None:
+def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(
+    methods: Any, case: Case
+) -> None:
     pattern = example_with(*methods)(window=case.W, stride=case.C).eval()
     check(pattern, case)
-    cache, kinds = pattern.start(), {type(part) for part in pattern.reads(inputs_of(pattern, case), False)}
+    cache, kinds = (
+        pattern.start(),
+        {type(part) for part in pattern.reads(inputs_of(pattern, case), False)},
+    )
     assert kinds == {RangeReads if "spreads" in methods else IndexReads}
     assert cache.ring == (case.W * case.C if "keeps" in methods else None)
 
@@ -404,7 +503,9 @@ def inputs_of(pattern: Pattern, case: Case) -> QueriesKeys:
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_compiler)])
 @pytest.mark.parametrize("attend_self", [True, False])
-def test_where_pairs_are_all_that_a_pattern_says_a_position_may_read_nothing(backend: str, attend_self: bool) -> None:
+def test_where_pairs_are_all_that_a_pattern_says_a_position_may_read_nothing(
+    backend: str, attend_self: bool
+) -> None:
     class Earlier(PositionPattern):
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return (j < i) & (i - j < 4 + head) & (j % 3 > 0)
@@ -441,7 +542,9 @@ def test_a_pattern_says_by_one_function_since_when_it_reads(attend_self: bool) -
 @torch.no_grad()
 def test_a_memory_is_read_as_earlier_positions_are(kind: str) -> None:
     pattern, here = drawn(kind, Case(N=20, W=9))
-    torch.testing.assert_close(run(pattern, here, memory=8), run(pattern, here)[:, :, 8:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        run(pattern, here, memory=8), run(pattern, here)[:, :, 8:], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
@@ -454,7 +557,9 @@ def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
 def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -> None:
     class Wrong(dilated):
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            return i - j < self.window * self.stride if wrong == "sees" else super().sees(head, i, j)
+            return (
+                i - j < self.window * self.stride if wrong == "sees" else super().sees(head, i, j)
+            )
 
         def spreads(self, position_N: torch.Tensor, heads: int) -> list[PositionLists]:
             (spread,) = super().spreads(position_N, heads)

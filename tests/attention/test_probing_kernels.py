@@ -19,7 +19,12 @@ from rtx.attention import Probed, oracle
 from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
-from rtx.attention.inverted_file import make_search, nearest_clusters, probed_clusters, query_margins
+from rtx.attention.inverted_file import (
+    make_search,
+    nearest_clusters,
+    probed_clusters,
+    query_margins,
+)
 from rtx.attention.members import products
 from rtx.attention.reads import RangeReads
 
@@ -108,7 +113,9 @@ def expected_pairs(data: Drawn) -> list[tuple[int, int]]:
 def test_lists_say_who_reads_whom_and_are_as_kernels_read_them(case: Case) -> None:
     data = drawn(case)
     part, lists = lists_of(data)
-    assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(data)
+    assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(
+        data
+    )
     rows, M = data.q_BHND.shape[:3].numel(), len(lists.key_row_M)
     filled, keys = lists.count_2.tolist()
     assert keys == M == int(part.key.count_L.sum())
@@ -145,7 +152,9 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     readable_XNC = make_search(centroid_XCD, q_XND, k_XND, case.attend_self).readable_XNC
     score_XNC = products(q_XND, centroid_XCD)
     margin_XN1 = query_margins(centroid_XCD, q_XND)
-    is_taken_XNC = probed_clusters(score_XNC, margin_XN1, readable_XNC, pattern.reach(case.N).target)
+    is_taken_XNC = probed_clusters(
+        score_XNC, margin_XN1, readable_XNC, pattern.reach(case.N).target
+    )
     is_taken_XNC[:, : files.early] = False
     assert torch.equal(taken(probes, case.C), is_taken_XNC)
 
@@ -217,7 +226,9 @@ def test_of_tied_clusters_the_first_are_taken(
 ) -> None:
     assert chosen(score, count, margin, target) == wanted
     count_11C = torch.tensor(count)[None, None]
-    by_torch = probed_clusters(torch.tensor(score)[None, None], torch.tensor(margin), count_11C, target)
+    by_torch = probed_clusters(
+        torch.tensor(score)[None, None], torch.tensor(margin), count_11C, target
+    )
     assert by_torch[0, 0].nonzero()[:, 0].tolist() == wanted
 
 
@@ -280,7 +291,9 @@ def test_vectors_of_no_finite_numbers_are_probed_as_the_rule_does(wrong: float) 
     data.k_BHND[0, 0, 11] = wrong
     data.q_BHND[0, 1, 30] = wrong
     _, lists = lists_of(data)
-    assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(data)
+    assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(
+        data
+    )
 
 
 def test_the_clusters_that_centroids_gather_by_are_found_once() -> None:

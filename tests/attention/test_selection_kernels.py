@@ -80,7 +80,9 @@ def drawn(case: Case, seed: int = 0) -> Drawn:
     return Drawn(*(x.to(DEVICE) for x in parts))
 
 
-def expected(data: Drawn, case: Case, has_thresholds: bool) -> tuple[MemberLists, Tensor, Tensor | None]:
+def expected(
+    data: Drawn, case: Case, has_thresholds: bool
+) -> tuple[MemberLists, Tensor, Tensor | None]:
     """Return the members, the nearest clusters and the moments of torch's own selection."""
     threshold_HC = data.threshold_HC if has_thresholds else None
     window = case.W if has_thresholds else 0
@@ -121,13 +123,20 @@ def check_lists(lists: KernelLists, wanted: KernelLists) -> None:
     has_readers = wanted.low_M < wanted.high_M
     assert torch.equal(lists.low_M[:M] < lists.high_M[:M], has_readers)
     for name in ("low_M", "high_M"):
-        assert torch.equal(getattr(lists, name)[:M][has_readers], getattr(wanted, name)[has_readers]), name
-    for ours, theirs in ((lists.query_members, wanted.query_members), (lists.key_members, wanted.key_members)):
+        assert torch.equal(
+            getattr(lists, name)[:M][has_readers], getattr(wanted, name)[has_readers]
+        ), name
+    for ours, theirs in (
+        (lists.query_members, wanted.query_members),
+        (lists.key_members, wanted.key_members),
+    ):
         assert torch.equal(ours.first_R1, theirs.first_R1)
         assert torch.equal(ours.member_M[: len(theirs.member_M)], theirs.member_M)
     for name, count in (("start_P", P), ("stop_P", P), ("low_M", M), ("high_M", M)):
         behind = getattr(lists, name)[count:]
-        assert bool((behind == len(lists.key_row_M if name.endswith("P") else lists.query_row_P)).all()), name
+        assert bool(
+            (behind == len(lists.key_row_M if name.endswith("P") else lists.query_row_P)).all()
+        ), name
     assert not bool(lists.query_row_P[P:].any())
     assert not bool(lists.key_row_M[M:].any())
 
@@ -145,7 +154,10 @@ def test_members_ranges_and_statistics_are_those_of_the_scores(
     assert torch.equal(found.count_L, packed.count_L)
     assert found.lost.tolist() == [0]
     rows = data.x_BHND.shape[:3].numel()
-    check_lists(found.lists, kernel_lists(members_read(packed, packed, case.N, case.W, case.attend_self), rows))
+    check_lists(
+        found.lists,
+        kernel_lists(members_read(packed, packed, case.N, case.W, case.attend_self), rows),
+    )
     assert torch.equal(nearest(way, data), nearest_BHN)
     of_nearest = way.nearest_members(data.centroid_HCD, data.x_BHND, data.margin_HC)
     packed_nearest = pack(nearest_BHN, case.C)
@@ -159,7 +171,9 @@ def test_members_ranges_and_statistics_are_those_of_the_scores(
 @WAYS
 @pytest.mark.parametrize("case", CASES[:2])
 @pytest.mark.parametrize("share", [0, 1, 0.4])
-def test_without_room_the_members_of_the_last_rows_are_left_out(way: ModuleType, case: Case, share: float) -> None:
+def test_without_room_the_members_of_the_last_rows_are_left_out(
+    way: ModuleType, case: Case, share: float
+) -> None:
     """A share of 1 stands for one member too many."""
     data = drawn(case)
     packed, _, _ = expected(data, case, True)
@@ -175,13 +189,17 @@ def test_without_room_the_members_of_the_last_rows_are_left_out(way: ModuleType,
     assert torch.equal(found.bound_L1.diff(), count_L)
     cut = MemberLists(packed.row_M[keeps_M], count_L)
     rows = data.x_BHND.shape[:3].numel()
-    check_lists(found.lists, kernel_lists(members_read(cut, cut, case.N, case.W, case.attend_self), rows))
+    check_lists(
+        found.lists, kernel_lists(members_read(cut, cut, case.N, case.W, case.attend_self), rows)
+    )
 
 
 @WAYS
 def test_the_example_of_the_documentation(way: ModuleType) -> None:
     """Scores are 1 where a position joins: 0, 1 and 3 cluster 0, 2 and 3 cluster 1."""
-    x_BHND = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=DEVICE)[None, None]
+    x_BHND = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=DEVICE)[
+        None, None
+    ]
     data = Drawn(
         centroid_HCD=torch.eye(2, device=DEVICE)[None],
         x_BHND=x_BHND,
@@ -237,7 +255,9 @@ def test_nan_goes_to_the_first_cluster(way: ModuleType, case: Case) -> None:
 
 @WAYS
 @pytest.mark.parametrize("level", [math.inf, -math.inf])
-def test_infinite_thresholds_take_all_positions_or_give_all_to_the_first_cluster(way: ModuleType, level: float) -> None:
+def test_infinite_thresholds_take_all_positions_or_give_all_to_the_first_cluster(
+    way: ModuleType, level: float
+) -> None:
     case = CASES[0]
     data = drawn(case)
     data.threshold_HC.fill_(level)
@@ -253,7 +273,11 @@ def test_of_tied_clusters_the_first_wins_however_far_apart_they_are(way: ModuleT
     case = Case(1, 1, 40, D, C, 5)
     x_BHND = normalise(torch.randn(1, 1, 40, D, generator=torch.Generator().manual_seed(1)))
     margin_HC = torch.full((1, C), 0.1)
-    for better in ({3: 0.0, 40: 0.09, 99: 0.15}, {3: 0.0, 5: 0.05, 70: 0.12}, {1: 0.0, 2: 0.09, 3: 0.18, 98: 0.05}):
+    for better in (
+        {3: 0.0, 40: 0.09, 99: 0.15},
+        {3: 0.0, 5: 0.05, 70: 0.12},
+        {1: 0.0, 2: 0.09, 3: 0.18, 98: 0.05},
+    ):
         centroid_HCD = -x_BHND[0, :, :1].repeat(1, C, 1)
         for cluster, more in better.items():
             centroid_HCD[0, cluster] = x_BHND[0, 0, 0] * (1 + more / D)
@@ -280,7 +304,9 @@ def test_the_deviation_of_scores_that_hardly_differ_survives(way: ModuleType) ->
 
 @WAYS
 @pytest.mark.parametrize("case", CASES)
-def test_ranges_between_members_of_queries_and_of_keys_are_those_of_members_read(way: ModuleType, case: Case) -> None:
+def test_ranges_between_members_of_queries_and_of_keys_are_those_of_members_read(
+    way: ModuleType, case: Case
+) -> None:
     both = [drawn(case, seed) for seed in (0, 1)]
     packed = [expected(data, case, True)[0] for data in both]
     rows = both[0].x_BHND.shape[:3].numel()
@@ -288,7 +314,9 @@ def test_ranges_between_members_of_queries_and_of_keys_are_those_of_members_read
     found = [select(way, data, case, True, room) for data, room in zip(both, rooms, strict=True)]
     for attend_self in (True, False):
         for one, other in ((0, 1), (1, 0)):
-            lists = static_selection.separate_lists(found[one], found[other], case.N, case.W, attend_self)
+            lists = static_selection.separate_lists(
+                found[one], found[other], case.N, case.W, attend_self
+            )
             wanted = members_read(packed[one], packed[other], case.N, case.W, attend_self)
             check_lists(lists, kernel_lists(wanted, rows))
 
@@ -315,7 +343,9 @@ def check_best(score: Tensor, ours: Tensor, theirs: Tensor, any_equals: bool = F
     """Compare ascending places; of equal infinities or NaN, or of all equals, torch takes any, but as many."""
     assert bool((ours.diff(dim=-1) > 0).all())
     our_score, their_score = (score.gather(-1, x.long()) for x in (ours, theirs))
-    torch.testing.assert_close(our_score.sort(dim=-1).values, their_score.sort(dim=-1).values, equal_nan=True)
+    torch.testing.assert_close(
+        our_score.sort(dim=-1).values, their_score.sort(dim=-1).values, equal_nan=True
+    )
     for places, other in ((ours, theirs), (theirs, ours)):
         taken, taken_too = (torch.zeros_like(score, dtype=torch.bool) for _ in range(2))
         taken.scatter_(-1, places.long(), True)
@@ -326,7 +356,9 @@ def check_best(score: Tensor, ours: Tensor, theirs: Tensor, any_equals: bool = F
 @WAYS
 @pytest.mark.parametrize("window", [1, 40, 99, 130])
 @pytest.mark.parametrize("name", SCORES)
-def test_the_best_members_are_those_of_a_choice_from_sorted_scores(way: ModuleType, name: str, window: int) -> None:
+def test_the_best_members_are_those_of_a_choice_from_sorted_scores(
+    way: ModuleType, name: str, window: int
+) -> None:
     """Margins of 0, some, and so many that everything is tied."""
     score_XCN = scores(name, 100)
     for margin in (0.0, 0.3, math.inf, math.nan):
@@ -335,7 +367,9 @@ def test_the_best_members_are_those_of_a_choice_from_sorted_scores(way: ModuleTy
         assert ours.shape == (2, 3, min(window, 100))
         number_M = best_members(score_XCN, margin_XC, window)
         theirs = number_M.view(ours.shape) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 100
-        check_best(score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), ours, theirs, math.isnan(margin))
+        check_best(
+            score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), ours, theirs, math.isnan(margin)
+        )
 
 
 def sampling(sample: int) -> Any:
@@ -358,11 +392,16 @@ def test_a_sample_leads_to_the_same_members(name: str, window: int) -> None:
 def test_candidates_of_any_number_lead_to_the_same_members(room: int) -> None:
     """The sample has the worst scores, the best or all kinds of a row that falls, rises or does neither."""
     score_N = scores("normal", 300)[0, 0]
-    score_XCN = torch.stack([score_N, score_N.sort().values, score_N.sort(descending=True).values])[None]
+    score_XCN = torch.stack([score_N, score_N.sort().values, score_N.sort(descending=True).values])[
+        None
+    ]
     score_XCN = torch.cat([score_XCN, score_XCN.round()])
     margin_XC = torch.full((2, 3), 0.05, device=DEVICE)
     rank = max(1, room)
-    with sampling(32), mock.patch.object(triton_selection, "sampled", lambda length, window: (rank, 1 << room)):
+    with (
+        sampling(32),
+        mock.patch.object(triton_selection, "sampled", lambda length, window: (rank, 1 << room)),
+    ):
         for window in (2, 20):
             wanted = static_selection.top_members(score_XCN, margin_XC, window)
             assert torch.equal(triton_selection.top_members(score_XCN, margin_XC, window), wanted)
@@ -381,7 +420,10 @@ def test_the_best_places_are_those_of_ties(way: ModuleType, name: str, count: in
     ours = way.best_places(score_XQN, count, margin)
     assert ours.dtype == torch.int64
     theirs = best_places(score_XQN, count, margin).sort(dim=-1).values
-    if name in ("normal", "hidden"):  # of others the last one taken, whose margin counts, may be any of equals
+    if name in (
+        "normal",
+        "hidden",
+    ):  # of others the last one taken, whose margin counts, may be any of equals
         check_best(score_XQN, ours, theirs)
     assert ours.shape == theirs.shape
 
@@ -426,7 +468,9 @@ def test_the_sums_of_lists_are_those_of_their_members(
         found = select(way, data, case, True, room)
         kept = MemberLists(found.row_M, found.bound_L1.diff())
         filled = int(found.bound_L1[-1])
-        list_M = torch.repeat_interleave(torch.arange(len(kept.count_L), device=DEVICE), kept.count_L)
+        list_M = torch.repeat_interleave(
+            torch.arange(len(kept.count_L), device=DEVICE), kept.count_L
+        )
         wanted_LD = x_RD.new_zeros(len(packed.count_L), case.D, dtype=torch.float64)
         wanted_LD.index_add_(0, list_M, x_RD[kept.row_M[:filled]].double())
         ours_LD = way.list_sums(x_RD, kept.row_M, kept.count_L)
@@ -444,7 +488,15 @@ def all_of(way: ModuleType, data: Drawn, case: Case) -> list[Tensor]:
     sum_LD = way.list_sums(data.x_BHND.flatten(0, 2), found[0].row_M, found[0].bound_L1.diff())
     lists = [x for one in (found[0].lists, separate, top) for x in one[:6]]
     moment_2BHC = way.score_moments(data.centroid_HCD, data.x_BHND)
-    return [found[0].row_M, found[0].count_L, found[0].lost, moment_2BHC, position_XCW, sum_LD, *lists]
+    return [
+        found[0].row_M,
+        found[0].count_L,
+        found[0].lost,
+        moment_2BHC,
+        position_XCW,
+        sum_LD,
+        *lists,
+    ]
 
 
 @WAYS
@@ -482,7 +534,12 @@ def test_nothing_waits_for_numbers() -> None:
         ),
     ):
         case = CASES[1]
-        shapes = (case.H, case.C, case.D), (case.B, case.H, case.N, case.D), (case.H, case.C), (case.H, case.C)
+        shapes = (
+            (case.H, case.C, case.D),
+            (case.B, case.H, case.N, case.D),
+            (case.H, case.C),
+            (case.H, case.C),
+        )
         data = Drawn(*(torch.empty(shape, device=DEVICE) for shape in shapes))
         for way in (triton_selection, static_selection):
             assert len(all_of(way, data, case)) == 24
@@ -498,7 +555,9 @@ def test_operators_have_the_shapes_and_types_that_they_announce() -> None:
     for as_lists in (True, False):
         arguments = data.centroid_HCD, data.x_BHND, data.margin_HC, as_lists
         torch.library.opcheck(triton_selection.nearest_by_kernel, arguments, test_utils=tests)
-    torch.library.opcheck(triton_selection.moments_by_kernels, (data.centroid_HCD, data.x_BHND), test_utils=tests)
+    torch.library.opcheck(
+        triton_selection.moments_by_kernels, (data.centroid_HCD, data.x_BHND), test_utils=tests
+    )
     torch.library.opcheck(triton_selection.entries_by_thresholds, (*data, 300), test_utils=tests)
     entries = static_selection.Entries(*triton_selection.entries_by_thresholds(*data, 300))
     list_M, slot_M = entries.list_S.sort(stable=True)
@@ -508,7 +567,9 @@ def test_operators_have_the_shapes_and_types_that_they_announce() -> None:
     sums = data.x_BHND.flatten(0, 2), entries.row_S, bound_L1.diff()
     torch.library.opcheck(triton_selection.list_sums, sums, test_utils=tests)
     position_XCW = torch.arange(8, device=DEVICE, dtype=torch.int32).expand(2, 5, 8)
-    torch.library.opcheck(triton_selection.top_ranges, (position_XCW, 90, 5, True), test_utils=tests)
+    torch.library.opcheck(
+        triton_selection.top_ranges, (position_XCW, 90, 5, True), test_utils=tests
+    )
     score_XN = scores("normal", 50)[0]
     value_XK = score_XN.topk(5).values
     arguments = score_XN, value_XK, value_XK[:, -2:].flip(1), torch.zeros(3, 1, device=DEVICE)

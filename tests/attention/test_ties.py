@@ -37,11 +37,15 @@ def units(case: Case, count: int, dtype: torch.dtype, number: int) -> Tensor:
     """Return vectors `[B, H, N, D]` of `count` different ones, the same units in the same places for every number."""
     generator = torch.Generator().manual_seed(case.seed)
     unit_BN = torch.randint(count, (case.B, case.N), generator=generator)
-    table_HUD = torch.randn(case.H, count, case.D, generator=generator.manual_seed(case.seed + number))
+    table_HUD = torch.randn(
+        case.H, count, case.D, generator=generator.manual_seed(case.seed + number)
+    )
     return table_HUD[:, unit_BN].transpose(0, 1).to(dtype).contiguous()
 
 
-def repeated(kind: str, case: Case, dtype: torch.dtype, shift: bool = False) -> tuple[Pattern, dict[str, Any]]:
+def repeated(
+    kind: str, case: Case, dtype: torch.dtype, shift: bool = False
+) -> tuple[Pattern, dict[str, Any]]:
     """Return a pattern, and tensors whose queries and keys come again and again; with `shift` keys look back."""
     pattern, here = drawn(kind, case, dtype)
     count = 2 + case.seed
@@ -63,13 +67,19 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
     close: Callable[..., None] = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     N = here["v"].shape[2]
     for prefix in (False, True):
-        close(run(pattern, here, streaming=prefix), run(partial(oracle.attend, pattern), here, streaming=prefix))
+        close(
+            run(pattern, here, streaming=prefix),
+            run(partial(oracle.attend, pattern), here, streaming=prefix),
+        )
     whole = run(pattern, here, streaming=True)
     for prompt in (0, 1, N // 2, N):
         close(stream(pattern, here, prompt), whole)
     for b in range(len(whole)):
         close(run(pattern, cut(here, slice(b, b + 1)), streaming=True), whole[b : b + 1])
-    close(run(pattern, cut(here, (slice(None), slice(None), slice(0, N - 3))), streaming=True), whole[:, :, : N - 3])
+    close(
+        run(pattern, cut(here, (slice(None), slice(None), slice(0, N - 3))), streaming=True),
+        whole[:, :, : N - 3],
+    )
     with mock.patch.object(pieces, "MAX_SCORES", 100):
         close(run(pattern, here, streaming=True), whole)
 
@@ -77,7 +87,9 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CHOOSING)
 @torch.no_grad()
-def test_vectors_that_return_are_read_alike_by_pass_stream_batch_and_oracle(kind: str, dtype: torch.dtype) -> None:
+def test_vectors_that_return_are_read_alike_by_pass_stream_batch_and_oracle(
+    kind: str, dtype: torch.dtype
+) -> None:
     for case in CASES:
         for shift in (False, True):
             check_reads(*repeated(kind, case, dtype, shift), DTYPES[dtype])
@@ -110,7 +122,9 @@ def test_of_equal_centroids_the_first_takes_and_a_score_reaches_its_own_threshol
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["probed", "probed-best"])
 @torch.no_grad()
-def test_of_equal_centroids_of_keys_the_first_takes_and_is_probed_first(kind: str, dtype: torch.dtype) -> None:
+def test_of_equal_centroids_of_keys_the_first_takes_and_is_probed_first(
+    kind: str, dtype: torch.dtype
+) -> None:
     for case in CASES:
         pattern, here = repeated(kind, case, dtype)
         assert isinstance(pattern, Probed)
@@ -136,7 +150,9 @@ def test_equal_keys_are_read_alike_step_by_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["exact", "indexer", "blocks"])
 @torch.no_grad()
-def test_narrow_types_choose_as_their_numbers_do_when_they_are_widened(kind: str, dtype: torch.dtype) -> None:
+def test_narrow_types_choose_as_their_numbers_do_when_they_are_widened(
+    kind: str, dtype: torch.dtype
+) -> None:
     for case in CASES:
         pattern, here = repeated(kind, case, dtype)
         wide = {name: x.float() if torch.is_tensor(x) else x for name, x in here.items()}
@@ -192,10 +208,14 @@ def test_of_the_best_scores_nan_is_the_first_and_equals_are_the_earlier() -> Non
         ([-math.inf, 0.2, -math.inf, 0.1], 1, [1]),
     ],
 )
-def test_scores_within_a_margin_of_the_last_taken_are_equal(score: list[float], count: int, kept: list[int]) -> None:
+def test_scores_within_a_margin_of_the_last_taken_are_equal(
+    score: list[float], count: int, kept: list[int]
+) -> None:
     places = best_places(torch.tensor([score, score[:]]), count, fixed(0.21))
     assert places.sort().values.tolist() == [kept, kept]
-    if not any(math.isnan(one) for one in score):  # to choices NaN is the best, to the oracle's clusters the worst
+    if not any(
+        math.isnan(one) for one in score
+    ):  # to choices NaN is the best, to the oracle's clusters the worst
         assert sorted(best(score, [0.21] * 4, count)) == kept
 
 
@@ -215,7 +235,9 @@ def test_the_kernel_reads_what_torchs_engine_reads_of_vectors_that_return(kind: 
 @needs_compiler
 @pytest.mark.parametrize("choice", ["topk", "causal", "nearest"])
 @pytest.mark.parametrize("noise", [0.0, 1e-7])
-@pytest.mark.parametrize("N, W, C, count", [(50, 7, 5, 3), (700, 9, 21, 20), (900, 150, 3, 2), (1500, 16, 4, 200)])
+@pytest.mark.parametrize(
+    "N, W, C, count", [(50, 7, 5, 3), (700, 9, 21, 20), (900, 150, 3, 2), (1500, 16, 4, 200)]
+)
 def test_the_kernel_selects_the_earlier_of_equals(
     choice: str, noise: float, N: int, W: int, C: int, count: int
 ) -> None:
@@ -230,7 +252,10 @@ def test_the_kernel_selects_the_earlier_of_equals(
     store.threshold_HC.copy_((store.centroid_HCD * x_BHND[0, :, :1]).sum(-1))
     given = store.centroid_HCD, x_BHND, store.threshold_HC if choice == "causal" else None
     window = 0 if choice == "nearest" else W
-    chosen = [function(*given, window=window, nearest=True) for function in (native.select, members.by_scores)]
+    chosen = [
+        function(*given, window=window, nearest=True)
+        for function in (native.select, members.by_scores)
+    ]
     for ours, theirs in zip(*(each[:3] for each in chosen), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -6,7 +6,9 @@ import torch
 from rtx.attention import Blocks, Exact, RandomBlocks
 
 
-def keys_read(pattern: Exact | Blocks, q: torch.Tensor, k: torch.Tensor, position: int) -> list[int]:
+def keys_read(
+    pattern: Exact | Blocks, q: torch.Tensor, k: torch.Tensor, position: int
+) -> list[int]:
     """Return the positions that a query reads, after the rule and the forward pass agreed on them."""
     mask_1NN = pattern.rule(pattern.inputs(q, k, None), 0, False)
     by_rule = mask_1NN[0, position].nonzero()[:, 0].tolist()
@@ -24,7 +26,9 @@ def test_the_best_keys_up_to_a_query_are_read() -> None:
     assert keys_read(Exact(window=2, attend_self=False), q, k, 1) == [0]
 
 
-@pytest.mark.parametrize(("attend_self", "read"), [(True, [0, 1, 4, 5, 6, 7]), (False, [0, 1, 4, 5, 6])])
+@pytest.mark.parametrize(
+    ("attend_self", "read"), [(True, [0, 1, 4, 5, 6, 7]), (False, [0, 1, 4, 5, 6])]
+)
 def test_the_best_blocks_before_a_query_are_read(attend_self: bool, read: list[int]) -> None:
     means = torch.tensor([3.0, 1.0, 2.0, 9.0], dtype=torch.float64)
     k = means.repeat_interleave(2) + torch.tensor([0.5, -0.5]).repeat(4)
@@ -35,5 +39,8 @@ def test_the_best_blocks_before_a_query_are_read(attend_self: bool, read: list[i
 
 def test_blocks_are_drawn_from_every_seed() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 4)
-    outs = [RandomBlocks(2, 4, window=4, block=2, seed=s)(q, k, v)[0] for s in (-(1 << 63), 3, (1 << 64) - 1)]
+    outs = [
+        RandomBlocks(2, 4, window=4, block=2, seed=s)(q, k, v)[0]
+        for s in (-(1 << 63), 3, (1 << 64) - 1)
+    ]
     assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])

@@ -42,20 +42,146 @@ GOOD = [
 """Lines that mean something; those of `train` are small enough to run."""
 
 VALUES = (
-    *("", " ", "''", '""', "'", '"', "'a", "a'b", "{}", "{a: 1}", "[1,2]", "[", "(", "a=b", "=", ",", "1,,2", "1, 2"),
-    *("null", "NULL", "~", "..", "a/b", "nan", "inf", "1e400", "-1", "0", "1.5", "1e3", "1_000", "0x10", "007", "1e"),
-    *("\u0663", "\u00bd", "\u202e", "\ufeff3", "\t3", "3\n", "a\nb", "\x1b[31m", "\udcff", "TRUE", "maybe", "\\", "x"),
-    *("# 3", "3 # x", "a: b", "*", "&a", "!!int 3", "$", "${", "${}", "${seed", "${seed}", "${nope}", "${seed}0"),
-    *("${optimizer.lr}", "${trainer.steps}", "${name}", "${model}", "${..seed}", "${oc.env:HOME}", "${oc.env:NO_RTX}"),
-    *("${hydra:runtime.cwd}", "${oc.decode:'3'}", "%(asctime)s", "{0}", "range(1,4)", "range(1,nan)", "range(0,1,0)"),
-    *("interval(0,1)", "shuffle(1,2)", "range(4)", "range(start=1,stop=3)", "range(1e300,1,1e-300)", "1..5", "1.."),
-    *("choice(1,2)", "glob(*)", "glob([)", "9" * 30, "9" * 5000, "x" * 3000, "[" * 400, "${" * 300, "--help", "@file"),
-    *("auto", "cpu", "causal", "local+", "local++full", "32x32x", "/", "+5", "2", "8", "16", "0.5", "1e-2", "true"),
+    *(
+        "",
+        " ",
+        "''",
+        '""',
+        "'",
+        '"',
+        "'a",
+        "a'b",
+        "{}",
+        "{a: 1}",
+        "[1,2]",
+        "[",
+        "(",
+        "a=b",
+        "=",
+        ",",
+        "1,,2",
+        "1, 2",
+    ),
+    *(
+        "null",
+        "NULL",
+        "~",
+        "..",
+        "a/b",
+        "nan",
+        "inf",
+        "1e400",
+        "-1",
+        "0",
+        "1.5",
+        "1e3",
+        "1_000",
+        "0x10",
+        "007",
+        "1e",
+    ),
+    *(
+        "\u0663",
+        "\u00bd",
+        "\u202e",
+        "\ufeff3",
+        "\t3",
+        "3\n",
+        "a\nb",
+        "\x1b[31m",
+        "\udcff",
+        "TRUE",
+        "maybe",
+        "\\",
+        "x",
+    ),
+    *(
+        "# 3",
+        "3 # x",
+        "a: b",
+        "*",
+        "&a",
+        "!!int 3",
+        "$",
+        "${",
+        "${}",
+        "${seed",
+        "${seed}",
+        "${nope}",
+        "${seed}0",
+    ),
+    *(
+        "${optimizer.lr}",
+        "${trainer.steps}",
+        "${name}",
+        "${model}",
+        "${..seed}",
+        "${oc.env:HOME}",
+        "${oc.env:NO_RTX}",
+    ),
+    *(
+        "${hydra:runtime.cwd}",
+        "${oc.decode:'3'}",
+        "%(asctime)s",
+        "{0}",
+        "range(1,4)",
+        "range(1,nan)",
+        "range(0,1,0)",
+    ),
+    *(
+        "interval(0,1)",
+        "shuffle(1,2)",
+        "range(4)",
+        "range(start=1,stop=3)",
+        "range(1e300,1,1e-300)",
+        "1..5",
+        "1..",
+    ),
+    *(
+        "choice(1,2)",
+        "glob(*)",
+        "glob([)",
+        "9" * 30,
+        "9" * 5000,
+        "x" * 3000,
+        "[" * 400,
+        "${" * 300,
+        "--help",
+        "@file",
+    ),
+    *(
+        "auto",
+        "cpu",
+        "causal",
+        "local+",
+        "local++full",
+        "32x32x",
+        "/",
+        "+5",
+        "2",
+        "8",
+        "16",
+        "0.5",
+        "1e-2",
+        "true",
+    ),
 )
 """Values that somebody has typed, pasted or generated."""
 NOISE = "aeiost_.=+-~/ ,'\"{}[]()$\\@#!\u00e90195\n\t\u202e\U0001f600"
 FLAGS = (
-    *("-m", "--multirun", "--cfg", "--cfg=job", "-h", "--info", "--config-name=x", "--version", "-x", "--", "-m=1"),
+    *(
+        "-m",
+        "--multirun",
+        "--cfg",
+        "--cfg=job",
+        "-h",
+        "--info",
+        "--config-name=x",
+        "--version",
+        "-x",
+        "--",
+        "-m=1",
+    ),
     *("--config-name", "-cn", "--config-path=x", "--help=routing", "--help", "a b"),
 )
 
@@ -75,7 +201,12 @@ def slip_of_the_finger(draw: DrawFn, words: list[str]) -> list[str]:
     word = words[at] if words else ""
     place = draw(st.integers(0, max(0, len(word) - 1)))
     before, here, after = word[:place], word[place : place + 1], word[place + 1 :]
-    slips = (before + after, before + here * 2 + after, before + letter + after, before + here + letter + after)
+    slips = (
+        before + after,
+        before + here * 2 + after,
+        before + letter + after,
+        before + here + letter + after,
+    )
     return [*words[:at], draw(st.sampled_from(slips)), *words[at + 1 :]]
 
 
@@ -83,29 +214,55 @@ def a_key_more(draw: DrawFn, words: list[str]) -> list[str]:
     """Set a further key, or one of the line, in range or out of it or to something else altogether."""
     given = [word.partition("=")[0] for word in words if word.partition("=")[0] in all_fields()]
     field = all_fields()[draw(st.sampled_from([*given, *given, *all_fields()]))]
-    return [*words, f"{draw(st.sampled_from(('', '', '', '+', '~')))}{field.key}={draw(values_of(field))}"]
+    return [
+        *words,
+        f"{draw(st.sampled_from(('', '', '', '+', '~')))}{field.key}={draw(values_of(field))}",
+    ]
 
 
 def an_option_more(draw: DrawFn, words: list[str]) -> list[str]:
     """Choose an option of a group, misspelt or not; experiments but for the small ones are sweeps of their own."""
     group = draw(st.sampled_from(GROUPS))
     known = ("smoke", "recall", "enwik8") if group == "experiment" else options(group)
-    return [*words, f"{group}={draw(st.sampled_from((*known, *(name[:-1] for name in known), 'null')))}"]
+    return [
+        *words,
+        f"{group}={draw(st.sampled_from((*known, *(name[:-1] for name in known), 'null')))}",
+    ]
 
 
 def a_broken_word(draw: DrawFn, words: list[str]) -> list[str]:
     """Lose the "=", double it, put blanks at it, or mark, quote, repeat, cut or lose the word; or put a flag there."""
     at = draw(st.integers(0, max(0, len(words) - 1)))
     word = words[at] if words else ""
-    marked = [f"{mark}{word}" for mark in ("--", "+", "~", "hydra.")] + [f"'{word}'", f"{word},", word.upper()]
-    changed = [word.replace("=", other) for other in ("", "==", " = ", ":")] + [word.replace(".", "/")]
+    marked = [f"{mark}{word}" for mark in ("--", "+", "~", "hydra.")] + [
+        f"'{word}'",
+        f"{word},",
+        word.upper(),
+    ]
+    changed = [word.replace("=", other) for other in ("", "==", " = ", ":")] + [
+        word.replace(".", "/")
+    ]
     key, equals, text = word.partition("=")
     apart = [[key, equals, text], [key, equals + text], [key + equals, text], [word, text]]
-    broken = [*([each] for each in (*marked, *changed)), [word, word], [], [word, draw(st.sampled_from(FLAGS))], *apart]
+    broken = [
+        *([each] for each in (*marked, *changed)),
+        [word, word],
+        [],
+        [word, draw(st.sampled_from(FLAGS))],
+        *apart,
+    ]
     return [*words[:at], *draw(st.sampled_from(broken)), *words[at + 1 :]]
 
 
-SLIPS = (slip_of_the_finger, slip_of_the_finger, a_key_more, a_key_more, a_key_more, an_option_more, a_broken_word)
+SLIPS = (
+    slip_of_the_finger,
+    slip_of_the_finger,
+    a_key_more,
+    a_key_more,
+    a_key_more,
+    an_option_more,
+    a_broken_word,
+)
 
 
 def values_of(field: Field) -> st.SearchStrategy[str]:

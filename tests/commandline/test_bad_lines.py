@@ -31,14 +31,30 @@ from rtx.errors import written
 from rtx.keys import Field
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "0"))
-DRAWN: dict[str, Any] = {"max_examples": LINES or 100, "derandomize": not LINES, "deadline": None, "database": None}
+DRAWN: dict[str, Any] = {
+    "max_examples": LINES or 100,
+    "derandomize": not LINES,
+    "deadline": None,
+    "database": None,
+}
 DRAWN["suppress_health_check"] = list(HealthCheck)
 LONGEST = 2_000
 """Characters of a line of an error message at the most."""
 GOOD_FILE = to_yaml(compose(["data=recall"]))
 RESOLVE = rtx.compose.resolve
-TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?", re.IGNORECASE | re.ASCII)
+TRUTH = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+NUMBER = re.compile(
+    r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?", re.IGNORECASE | re.ASCII
+)
 QUOTED = r"""'[^']*'|"[^"]*\""""
 REFERENCE = re.compile(r"\$\{((?:oc\.env:)?[\w.]+)\}")
 SELF_MADE = ("data.length", "routing.clusters", "model.hash_buckets")
@@ -83,8 +99,14 @@ class Stage:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
             code = cli.main(words)
         error = said.getvalue()
-        assert code in {0, 1, 2, 130, 143} and "Traceback" not in error and "HYDRA_FULL_ERROR" not in error
-        assert all(line.startswith("rtx: ") and len(line) <= LONGEST for line in error.splitlines()), error
+        assert (
+            code in {0, 1, 2, 130, 143}
+            and "Traceback" not in error
+            and "HYDRA_FULL_ERROR" not in error
+        )
+        assert all(
+            line.startswith("rtx: ") and len(line) <= LONGEST for line in error.splitlines()
+        ), error
         assert bool(error) == (code in (1, 2)) or not self.reached
         assert not (code and self.reached)
         return self.reached
@@ -103,17 +125,23 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
         patch.setattr(rtx.compose, "resolve", stage.resolve)
-        patch.setattr("rtx.refusals.refuse", lambda *given: None)  # here words are judged, not what the run has
+        patch.setattr(
+            "rtx.refusals.refuse", lambda *given: None
+        )  # here words are judged, not what the run has
         patch.setattr("rtx.training.run_folder.plan_resumption", stage.resume)
         patch.setattr(rtx.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher))
-        actions = dict.fromkeys(rtx.commands.data.ACTIONS, lambda data: stage.reach([Config(data=data)]))
+        actions = dict.fromkeys(
+            rtx.commands.data.ACTIONS, lambda data: stage.reach([Config(data=data)])
+        )
         patch.setattr(rtx.commands.data, "ACTIONS", actions)
         yield stage
 
 
 def cell(words: Sequence[str]) -> dict[str, str]:
     """Return key and text of what a line of one cell sets, the last of each; not what is its command's own seed."""
-    split = [word.partition("=")[::2] for word in words[1:] if "=" in word and not word.startswith("-")]
+    split = [
+        word.partition("=")[::2] for word in words[1:] if "=" in word and not word.startswith("-")
+    ]
     found = {key.lstrip("+").strip(): text for key, text in split}
     own = words[0] in ("sample", "analyze", "audit")
     return {key: text for key, text in found.items() if not (own and key == "seed")}
@@ -122,7 +150,9 @@ def cell(words: Sequence[str]) -> dict[str, str]:
 def cells(words: Sequence[str]) -> list[dict[str, str]]:
     """Return what each cell of a sweep sets: lists make several cells."""
     given = cell(["", *words])
-    listed = [[text] if re.fullmatch(QUOTED, text.strip()) else text.split(",") for text in given.values()]
+    listed = [
+        [text] if re.fullmatch(QUOTED, text.strip()) else text.split(",") for text in given.values()
+    ]
     return [dict(zip(given, each, strict=True)) for each in itertools.product(*listed)]
 
 
@@ -130,10 +160,18 @@ def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:
     """Return the keys of a configuration that are not what a cell's words say."""
     fields = all_fields()
     read = {key: followed(values, fields[key], text) for key, text in said.items() if key in fields}
-    wrong = [key for key, value in read.items() if values[key] != value and not (value is None and key in SELF_MADE)]
-    names = {group: f"{group}.name" for group in GROUPS if group in said and f"{group}.name" in values}
+    wrong = [
+        key
+        for key, value in read.items()
+        if values[key] != value and not (value is None and key in SELF_MADE)
+    ]
+    names = {
+        group: f"{group}.name" for group in GROUPS if group in said and f"{group}.name" in values
+    }
     return wrong + [
-        group for group, own in names.items() if own not in said and said[group].strip().strip("'\"") != values[own]
+        group
+        for group, own in names.items()
+        if own not in said and said[group].strip().strip("'\"") != values[own]
     ]
 
 
@@ -146,8 +184,12 @@ def followed(values: Mapping[str, Any], field: Field, text: str) -> Any:
     bare, found = re.sub(r"\$\{oc\.decode:'(\w+)'\}", r"\1", bare), {}
     for name in REFERENCE.findall(bare):
         leaf = name.lstrip(".")
-        above = field.key.split(".")[: len(leaf) - len(name)] if leaf != name else []  # a dot: beside the key itself
-        found[name] = os.environ[name[7:]] if name.startswith("oc.env:") else values[".".join([*above, leaf])]
+        above = (
+            field.key.split(".")[: len(leaf) - len(name)] if leaf != name else []
+        )  # a dot: beside the key itself
+        found[name] = (
+            os.environ[name[7:]] if name.startswith("oc.env:") else values[".".join([*above, leaf])]
+        )
     if bare[2:-1] in found and found[bare[2:-1]] is None:
         return None
     filled = REFERENCE.sub(lambda each: written(found[each[1]]), bare)
@@ -193,5 +235,7 @@ def test_the_lines_mean_something_before_they_go_wrong(stage: Stage, words: list
 
 @given(words=bad_lines())
 @settings(**DRAWN)
-def test_a_bad_line_is_refused_in_words_or_means_what_it_says(stage: Stage, words: list[str]) -> None:
+def test_a_bad_line_is_refused_in_words_or_means_what_it_says(
+    stage: Stage, words: list[str]
+) -> None:
     judge(words, stage.ask(words))

@@ -34,9 +34,15 @@ def test_every_group_option_and_key_has_its_line_with_the_value_that_overrides_g
 def test_a_group_or_a_key_is_printed_alone() -> None:
     page = help.command_page("train", [])
     groups = ", ".join([*GROUPS, "trainer"])
-    assert f"\n  --help routing                  print this group alone; also {groups}, or one key\n\ndata=<op" in page
+    assert (
+        f"\n  --help routing                  print this group alone; also {groups}, or one key\n\ndata=<op"
+        in page
+    )
     alone = help.command_page("train", ["routing", "routing=topk"])
-    assert alone.startswith("routing=<option>\n  blocks ") and "\n\nrouting.<key>\n  routing.selection=topk " in alone
+    assert (
+        alone.startswith("routing=<option>\n  blocks ")
+        and "\n\nrouting.<key>\n  routing.selection=topk " in alone
+    )
     assert [line for line in alone.splitlines() if line.startswith("  ")] == [
         line
         for line in help.command_page("train", ["routing=topk"]).splitlines()
@@ -49,12 +55,30 @@ def test_a_group_or_a_key_is_printed_alone() -> None:
 def test_a_command_on_a_run_shows_its_own_options_and_what_may_change() -> None:
     page = help.command_page("resume", [])
     assert "extend it to trainer.steps=N" in page
-    for key in ("trainer.steps", "trainer.max_minutes", "hardware.threads", "logger.name", "data.path", "fsdp"):
+    for key in (
+        "trainer.steps",
+        "trainer.max_minutes",
+        "hardware.threads",
+        "logger.name",
+        "data.path",
+        "fsdp",
+    ):
         assert f"\n  {key} " in page, key
-    for key in ("model.hidden", "routing.heads", "data.length", "trainer.batch_size", "seed", "rt24"):
+    for key in (
+        "model.hidden",
+        "routing.heads",
+        "data.length",
+        "trainer.batch_size",
+        "seed",
+        "rt24",
+    ):
         assert f"\n  {key} " not in page, key
     page = help.command_page("eval", ["outputs/rtx/run"])
-    assert "\n  split=valid " in page and "\n  hardware.threads " in page and "\n  data.length " in page
+    assert (
+        "\n  split=valid " in page
+        and "\n  hardware.threads " in page
+        and "\n  data.length " in page
+    )
     assert "model=<option>" not in page and "hardware.workers" not in page
     assert page.index("split=valid") < page.index("hardware.<key>")
 
@@ -71,7 +95,9 @@ def test_pages_fit_the_terminal(
     for name in READS:
         assert f"\n  {name} " in front and cli.main([word := name.split()[0], "--help"]) == 0
         page, error = capsys.readouterr()
-        assert page.startswith(f"usage: rtx {word}") and f"usage: rtx {name}" in page and error == ""
+        assert (
+            page.startswith(f"usage: rtx {word}") and f"usage: rtx {name}" in page and error == ""
+        )
         assert all(len(line) <= columns for line in page.splitlines())
 
 

@@ -26,7 +26,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RTX_DATA", "stores")
     monkeypatch.setenv("WANDB_MODE", "onlin")
-    texts = {"a": "seed: 0", "b": "seed: 0", **{routing: f"routing:\n  {routing}" for routing in ROUTING}}
+    texts = {
+        "a": "seed: 0",
+        "b": "seed: 0",
+        **{routing: f"routing:\n  {routing}" for routing in ROUTING},
+    }
     for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(f"{text}\n")
@@ -59,7 +63,10 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("train +lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
         ("train modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
-        ("train experiment=memory model=tiny", "experiment=memory lays out a model of its own, memory; leave"),
+        (
+            "train experiment=memory model=tiny",
+            "experiment=memory lays out a model of its own, memory; leave",
+        ),
         ("train TRAINER.STEPS=3", "(did you mean 'trainer.steps'?)"),
         ("train routing.hiden=3", "(did you mean 'model.hidden'?)"),
         ("train data=enwik9", "data=enwik9 (did you mean 'enwik8'?): must be one of cifar10, copy"),
@@ -68,34 +75,67 @@ def test_a_value_is_taken_as_it_is_written() -> None:
             "text, wikitext103 (a file of conf/data/); extensions=<file>.py adds names of your own\n",
         ),
         ("train model=RT24", "model=RT24 (did you mean 'rt24'?): must be one of adaptive_input, "),
-        ("train model=RT24", "sparse_transformer-imagenet64, ... (19 in all) (a file of conf/model/)\n"),
+        (
+            "train model=RT24",
+            "sparse_transformer-imagenet64, ... (19 in all) (a file of conf/model/)\n",
+        ),
         ("train data=Enwik8", "data=Enwik8 (did you mean 'enwik8'?): must be one of "),
         (
             "train model.base=Local+FUL",
             "model.base=Local+FUL (did you mean 'local'?): must be one or more of local, full",
         ),
-        ("train model.base=dilated", "lsh two to one); extensions=<file>.py adds names of your own\n"),
-        ("train routing.selection=x", "or chosen keys); extensions=<file>.py adds names of your own\n"),
-        ("train trainer.batch_size=1000000000", "trainer.batch_size=1000000000: must be an integer, at least 1, at m"),
+        (
+            "train model.base=dilated",
+            "lsh two to one); extensions=<file>.py adds names of your own\n",
+        ),
+        (
+            "train routing.selection=x",
+            "or chosen keys); extensions=<file>.py adds names of your own\n",
+        ),
+        (
+            "train trainer.batch_size=1000000000",
+            "trainer.batch_size=1000000000: must be an integer, at least 1, at m",
+        ),
         (
             "plan hardware.workers=1000000",
             "hardware.workers=1000000: must be auto or an integer, at least 0, at most 256 (",
         ),
         ("train data=../routing/causal", "data=../routing/causal: must be one of cifar10"),
         ("train 'trainer={steps: 3}'", "unknown key 'trainer'"),
-        ("train trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
+        (
+            "train trainer.steps=abc",
+            "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;",
+        ),
         ("train trainer.steps=٤", "trainer.steps=٤: must be an integer"),
         ("train trainer.steps=1e300", "trainer.steps=1e300: must be an integer"),
         ("train optimizer.lr=nan", "optimizer.lr=nan: must be a number, greater than 0"),
         ("train routing.decay=1.5", "routing.decay=1.5: must be a number, at least 0, at most 1 ("),
         ("train hardware.compile=maybe", "hardware.compile=maybe: must be auto or true or false"),
         ("train trainer.micro_batch_size=0", "must be auto or an integer, at least 1"),
-        ("train routing.selection=causl", "routing.selection=causl (did you mean 'causal'?): must be one of "),
-        ("train model.base=local+none", "adaptive_span, strided, fixed, fixed_block, fixed_summary, joined"),
-        ("train name=a,b", "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\""),
-        ("train hydra.run.dir=x", "hydra.run.dir: keys of Hydra's own are not read; RTX_OUTPUTS=<folder>"),
-        ("train -m seed=1,2 hydra/launcher=joblib", "sweep.parallel= and hardware=slurm how cells are run"),
-        ("train trainer.max_epochs=3", "unknown key 'trainer.max_epochs' (did you mean 'trainer.steps'?)"),
+        (
+            "train routing.selection=causl",
+            "routing.selection=causl (did you mean 'causal'?): must be one of ",
+        ),
+        (
+            "train model.base=local+none",
+            "adaptive_span, strided, fixed, fixed_block, fixed_summary, joined",
+        ),
+        (
+            "train name=a,b",
+            "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\"",
+        ),
+        (
+            "train hydra.run.dir=x",
+            "hydra.run.dir: keys of Hydra's own are not read; RTX_OUTPUTS=<folder>",
+        ),
+        (
+            "train -m seed=1,2 hydra/launcher=joblib",
+            "sweep.parallel= and hardware=slurm how cells are run",
+        ),
+        (
+            "train trainer.max_epochs=3",
+            "unknown key 'trainer.max_epochs' (did you mean 'trainer.steps'?)",
+        ),
         ("train foo=3", "unknown key 'foo'; --help lists them"),
         ("train trainer.stps", "'trainer.stps' is not of the form key=value"),
         ("train ~routing", f"'~routing' is not of the form key=value; {TILDE}"),
@@ -110,24 +150,48 @@ def test_a_value_is_taken_as_it_is_written() -> None:
             "train data=text data.path=my books/a.txt",
             "'books/a.txt' is not of the form key=value; quote a value with bl",
         ),
-        ("train data=text data.path=my old books/a b", "with blanks: 'data.path=my old books/a b'\n"),
+        (
+            "train data=text data.path=my old books/a b",
+            "with blanks: 'data.path=my old books/a b'\n",
+        ),
         (
             "sample a prompt=Once upon seed=3",
             "'upon' is not of the form key=value; quote a value with blanks: 'prompt=",
         ),
         ("train seed=3 tiny", "'tiny' is not of the form key=value\n"),
-        ("train 'routing.heads=range(1,3)'", f"routing.heads=range(1,3): {ONE} routing.heads=1,2\n"),
-        ("train -m 'routing.heads=range(1,5)'", "routing.heads=range(1,5): list the values: routing.heads=1,2,3,4\n"),
+        (
+            "train 'routing.heads=range(1,3)'",
+            f"routing.heads=range(1,3): {ONE} routing.heads=1,2\n",
+        ),
+        (
+            "train -m 'routing.heads=range(1,5)'",
+            "routing.heads=range(1,5): list the values: routing.heads=1,2,3,4\n",
+        ),
         ("train -m 'routing.heads=range(4)'", "list the values: routing.heads=0,1,2,3\n"),
-        ("train -m 'routing.heads=range(start=4, stop=0, step=-2)'", "list the values: routing.heads=4,2\n"),
-        ("train -m 'optimizer.lr=range(0.1,0.5,0.1)'", "list the values: optimizer.lr=0.1,0.2,0.3,0.4\n"),
+        (
+            "train -m 'routing.heads=range(start=4, stop=0, step=-2)'",
+            "list the values: routing.heads=4,2\n",
+        ),
+        (
+            "train -m 'optimizer.lr=range(0.1,0.5,0.1)'",
+            "list the values: optimizer.lr=0.1,0.2,0.3,0.4\n",
+        ),
         ("train -m 'seed=range(100)'", "list the values: seed=0,1,2,...,99\n"),
-        ("train -m 'seed=range(1,4,0)'", "seed=range(1,4,0): list the values: seed=<value>,<value>\n"),
+        (
+            "train -m 'seed=range(1,4,0)'",
+            "seed=range(1,4,0): list the values: seed=<value>,<value>\n",
+        ),
         ("train -m 'seed=range(1,2,3,4)'", "list the values: seed=<value>,<value>\n"),
         ("train 'seed=choice(1,2)'", f"seed=choice(1,2): {ONE} seed=1,2\n"),
         ("train -m 'name=choice(a,b)'", "name=choice(a,b): list the values: name=a,b\n"),
-        ("train -m 'model=glob(rt2*)'", "model=glob(rt2*): list the values: model=rt22,rt24,rt24-imagenet64\n"),
-        ("train 'routing.decay=interval(0,1)'", f"interval(0,1): {ONE} routing.decay=<value>,<value>\n"),
+        (
+            "train -m 'model=glob(rt2*)'",
+            "model=glob(rt2*): list the values: model=rt22,rt24,rt24-imagenet64\n",
+        ),
+        (
+            "train 'routing.decay=interval(0,1)'",
+            f"interval(0,1): {ONE} routing.decay=<value>,<value>\n",
+        ),
         ("train seed=1..5", f"seed=1..5: {ONE} seed=1,2,3,4,5\n"),
         ("train -m seed=1..5", "seed=1..5: list the values: seed=1,2,3,4,5\n"),
         ("plan seed=1..5", f"seed=1..5: {ONE} seed=1,2,3,4,5\n"),
@@ -138,7 +202,10 @@ def test_a_value_is_taken_as_it_is_written() -> None:
             "train --config-path=conf",
             "--config-path=conf: unknown flag of rtx train; --config-dir <folder> adds presets",
         ),
-        ("train --help=routing", "--help=routing: unknown flag of rtx train; write --help routing\n"),
+        (
+            "train --help=routing",
+            "--help=routing: unknown flag of rtx train; write --help routing\n",
+        ),
         (
             "train --help rotuing",
             "rtx train --help rotuing: say one of data, routing, optimizer, hardware, logger, model, ",
@@ -146,7 +213,10 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("plan --help trainer.step", "trainer, or a key (did you mean 'trainer.steps'?)\n"),
         ("train 'a\nb=3'", "unknown key 'a b'"),
         ("train sweep.retry=true", "sweep.retry is an option of rtx train -m"),
-        ("train eval.split=test", "rtx train does not read eval.split; split is an option of rtx eval"),
+        (
+            "train eval.split=test",
+            "rtx train does not read eval.split; split is an option of rtx eval",
+        ),
         ("train -m routing.heads=2,x", "routing.heads=x: must be an integer"),
         ("train -m model=rt24,rtx", "model=rtx (did you mean 'rt24'?): must be one of"),
         ("trian", "unknown command 'trian' (did you mean 'train'?)"),
@@ -155,14 +225,29 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train --multrun", "--multrun: unknown flag of rtx train (did you mean '--multirun'?)"),
         ("train --cfg", "--cfg: say --cfg job"),
         ("eval outputs/rtx/run --cfg job", "--cfg: unknown flag of rtx eval"),
-        ("train --dry-run", "--dry-run: unknown flag of rtx train; rtx plan says what a run would cost, "),
+        (
+            "train --dry-run",
+            "--dry-run: unknown flag of rtx train; rtx plan says what a run would cost, ",
+        ),
         ("completion fish", "rtx completion takes bash or zsh"),
-        ("plan hardware=slurm", "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
+        (
+            "plan hardware=slurm",
+            "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;",
+        ),
         ("eval outputs/\x1b[31mred", "outputs/�[31mred: no such folder"),
         ("eval a splt=test", "unknown key 'splt' (did you mean 'split'?)"),
-        ("eval a optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads checkpoint, split"),
-        ("eval a memory=5", "rtx: memory=5 has no effect with model.base=local; it is for recurrent"),
-        ("eval a eval.split=test", "rtx eval does not read eval.split; split is an option of rtx eval"),
+        (
+            "eval a optimizer.lr=5",
+            "rtx eval does not read optimizer.lr; it reads checkpoint, split",
+        ),
+        (
+            "eval a memory=5",
+            "rtx: memory=5 has no effect with model.base=local; it is for recurrent",
+        ),
+        (
+            "eval a eval.split=test",
+            "rtx eval does not read eval.split; split is an option of rtx eval",
+        ),
         ("eval a hardware=ddp", "hardware=ddp: not for rtx eval"),
         ("resume a hardware=slurm", "hardware=slurm: not for rtx resume"),
         ("sample a data.path=x", "rtx sample does not read data.path"),
@@ -170,41 +255,79 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("eval split=test", "rtx eval needs the run's folder first; usage: rtx eval <run>"),
         ("eval a b", "takes 1 run, not also 'b'"),
         ("eval grid", "has no config.yaml"),
-        ("eval 'heads: 0' ablate=random", "ablate=random: the model has no routing heads to take away"),
-        ("eval 'layers: 0' ablate=local", "ablate=local: the model has no routing heads to take away"),
-        ("eval 'selection: random' ablate=random", "ablate=random: the heads of selection=random read random members"),
+        (
+            "eval 'heads: 0' ablate=random",
+            "ablate=random: the model has no routing heads to take away",
+        ),
+        (
+            "eval 'layers: 0' ablate=local",
+            "ablate=local: the model has no routing heads to take away",
+        ),
+        (
+            "eval 'selection: random' ablate=random",
+            "ablate=random: the heads of selection=random read random members",
+        ),
         ("analyze patterns a lyer=1", "unknown key 'lyer' (did you mean 'layer'?)"),
-        ("analyze diverge a", "say divergence, patterns, context, coverage (did you mean 'divergence'?)"),
+        (
+            "analyze diverge a",
+            "say divergence, patterns, context, coverage (did you mean 'divergence'?)",
+        ),
         ("sweep", "rtx sweep needs the sweep's folder: rtx sweep outputs/<name>"),
         ("sweep grids", "holds no sweep; a sweep is a folder such as"),
-        ("train --cfg job experiment=cifar10_baselines", f"rtx: experiment=cifar10_baselines {SWEEP}"),
+        (
+            "train --cfg job experiment=cifar10_baselines",
+            f"rtx: experiment=cifar10_baselines {SWEEP}",
+        ),
         ("data", f"rtx: rtx data: {DATA}\n"),
         ("data prepar", f"rtx: rtx data prepar: {DATA} (did you mean 'prepare'?)\n"),
         ("data list data=text", f"rtx: rtx data list data=text: {DATA}\n"),
         (f"data list {'9' * 3000}", f"rtx: rtx data list {'9' * 83}...: {DATA}\n"),
         ("data remove", f"rtx: rtx data remove: {DATA}\n"),
         (f"runs {'9' * 3000}", "999...: File name too long\n"),
-        (f"train --cfg job data=recall data.path={'9' * 3000}", "999... has no effect with data.name=recall"),
+        (
+            f"train --cfg job data=recall data.path={'9' * 3000}",
+            "999... has no effect with data.name=recall",
+        ),
         (f"train extensions={'9' * 3000}.py", f"{'9' * 99} ... {'9' * 99}"),
         (f"runs --{'9' * 3000}", f"rtx: --{'9' * 95}...: unknown flag of rtx runs\n"),
         ("data remove text-12", "rtx: text-12: no store of this name in "),
         ("data info", "not prepared; to prepare it: rtx data prepare"),
         ("data prepare data=text", "rtx: data=text needs data.path=<file, folder or glob>\n"),
-        ("data prepare data=enwik8 data.path=nowhere", "data.path=nowhere: expected enwik8.zip or enwik8, found n"),
-        ("data prepare data=kernel data.path=nowhere", "data.path=nowhere: expected linux-6.12.tar.xz, another rel"),
+        (
+            "data prepare data=enwik8 data.path=nowhere",
+            "data.path=nowhere: expected enwik8.zip or enwik8, found n",
+        ),
+        (
+            "data prepare data=kernel data.path=nowhere",
+            "data.path=nowhere: expected linux-6.12.tar.xz, another rel",
+        ),
         ("data prepare trainer.steps=5", "rtx: rtx data does not read trainer.steps; "),
         ("train routing.heads=9", "routing.heads=9 must be at most model.heads=4"),
         ("train trainer.steps=${seeed}", "trainer.steps: Interpolation key 'seeed' not found"),
-        ("train trainer.steps=${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found"),
+        (
+            "train trainer.steps=${oc.env:NO_SUCH_VARIABLE}",
+            "Environment variable 'NO_SUCH_VARIABLE' not found",
+        ),
         ("train name=${name}", "name: Recursive interpolation detected"),
         ("train data.length=${seed}", "data.length=0: must be an integer, at least 2"),
-        ("train model.tie_embeddings=${seed} seed=3", "model.tie_embeddings=3: must be true or false"),
-        ("train", "WANDB_MODE='onlin': must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)"),
-        ("train hardware.attention=flex hardware=cpu logger=jsonl", "hardware.attention=flex is for a GPU: on a CPU"),
+        (
+            "train model.tie_embeddings=${seed} seed=3",
+            "model.tie_embeddings=3: must be true or false",
+        ),
+        (
+            "train",
+            "WANDB_MODE='onlin': must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)",
+        ),
+        (
+            "train hardware.attention=flex hardware=cpu logger=jsonl",
+            "hardware.attention=flex is for a GPU: on a CPU",
+        ),
         ("train data=text", "data=text needs data.path=<file, folder or glob>"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(runs: None, capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
+def test_a_mistake_is_told_in_a_line(
+    runs: None, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
     assert cli.main(shlex.split(line)) == 2
     out, error = capsys.readouterr()
     assert out == "" and said in error
@@ -218,14 +341,23 @@ def test_what_a_sweep_lists() -> None:
         "model=rt10, 'rt12'": ("rt10", "rt12"),
         "hydra.launcher.setup=[a,b]": ("[a,b]",),
     }
-    assert [override.values for override in check_overrides(listed, sweep=True)] == [*listed.values()]
+    assert [override.values for override in check_overrides(listed, sweep=True)] == [
+        *listed.values()
+    ]
 
 
 def test_options_are_read_beside_keys(runs: None) -> None:
-    words = read_words("eval", ["a", "split=test", "limit=5", "seed=3", "hardware=cpu", "data.path=a=b"])
+    words = read_words(
+        "eval", ["a", "split=test", "limit=5", "seed=3", "hardware=cpu", "data.path=a=b"]
+    )
     assert (words.runs, words.options) == ([Path("a")], EvalOptions(split="test", limit=5))
-    assert words.overrides == ["seed=3", "hardware=cpu", "data.path=a=b"] and words.given == {"split", "limit"}
-    sample = read_words("sample", ["a", "prompt=Once, (upon) a=b", "seed=3", "top_k=null", "temperature=5e-1"])
+    assert words.overrides == ["seed=3", "hardware=cpu", "data.path=a=b"] and words.given == {
+        "split",
+        "limit",
+    }
+    sample = read_words(
+        "sample", ["a", "prompt=Once, (upon) a=b", "seed=3", "top_k=null", "temperature=5e-1"]
+    )
     assert sample.options == SampleOptions(prompt="Once, (upon) a=b", seed=3, temperature=0.5)
     assert read_words("sample", ["a", "prompt='  null '"]).options.prompt == "  null "
     swept = read_words("train -m", ["seed=1,2", "sweep.parallel=2"])
@@ -236,5 +368,9 @@ def test_options_are_read_beside_keys(runs: None) -> None:
 
 def test_every_key_has_a_docstring_of_one_sentence_or_more() -> None:
     docs = {key: field.doc for key, field in all_fields().items()}
-    docs |= {f"{name} {key}": own.doc for name, command in READS.items() for key, own in command.own.items()}
+    docs |= {
+        f"{name} {key}": own.doc
+        for name, command in READS.items()
+        for key, own in command.own.items()
+    }
     assert [key for key, doc in docs.items() if not doc.endswith(".")] == []

@@ -25,15 +25,28 @@ from rtx.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TIME_FIELDS = frozenset({"time", "seconds", "train_seconds", "tokens_per_second", "mfu", "data_share", "memory_bytes"})
+TIME_FIELDS = frozenset(
+    {"time", "seconds", "train_seconds", "tokens_per_second", "mfu", "data_share", "memory_bytes"}
+)
 """Fields of a row that are measured by clock or machine; all others repeat exactly after a resume."""
 
 SIZES = (
     *("data=text", "data.length=32", "model=tiny", "routing=nearest"),
     *("model.layers=2", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
+    *(
+        "model.ffn_hidden=16",
+        "model.window=8",
+        "routing.heads=1",
+        "routing.layers=1",
+        "routing.window=8",
+    ),
     *("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1"),
-    *("trainer.steps=12", "trainer.batch_size=4", "trainer.micro_batch_size=2", "trainer.val_windows=5"),
+    *(
+        "trainer.steps=12",
+        "trainer.batch_size=4",
+        "trainer.micro_batch_size=2",
+        "trainer.val_windows=5",
+    ),
     *("trainer.log_every=2", "trainer.checkpoint_every=3", "trainer.val_every=4"),
     *("optimizer.warmup=3", "logger=jsonl", "hardware=cpu", "hardware.threads=1"),
 )
@@ -67,7 +80,9 @@ class Process:
 
     def __init__(self, number: int, run: Path, log: Path, ended: Callable[[], int]) -> None:
         self.number, self.run, self.log = number, run, log
-        self.ended = ended  # waits for the end, and returns the exit code, negative where a signal killed it
+        self.ended = (
+            ended  # waits for the end, and returns the exit code, negative where a signal killed it
+        )
 
     def send(self, signal_number: int) -> None:
         """Send a signal, if the process is still there."""
@@ -132,7 +147,9 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
 @pytest.fixture(scope="session")
 def forker() -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True
+    ) as server:
         yield server
 
 
@@ -148,7 +165,11 @@ class Workshop:
 
     def environment(self, run: Path | str) -> dict[str, str]:
         """Return the variables of a command: a run `resume`d needs no RTX_RUN."""
-        return {"RTX_DATA": str(self.data), "RTX_OUTPUTS": str(self.folder / "out"), "RTX_RUN": str(run)}
+        return {
+            "RTX_DATA": str(self.data),
+            "RTX_OUTPUTS": str(self.folder / "out"),
+            "RTX_RUN": str(run),
+        }
 
     def command(self, *arguments: str, code: int = 0, run: Path | str = "") -> str:
         """Run a command in this process, check its exit code, and return what it printed (stderr behind stdout)."""
@@ -164,7 +185,11 @@ class Workshop:
     def called(self, *arguments: str, run: Path | str = "") -> tuple[int, str, str]:
         """Run a command in this process, and return its exit code, stdout and stderr."""
         out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             for name, value in self.environment(run).items():
                 patch.setenv(name, value)
             patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 8)
@@ -177,7 +202,9 @@ class Workshop:
         newest = max(run.glob("eval/*.json"), key=lambda path: path.stat().st_mtime_ns)
         result = json.loads(newest.read_text(), parse_constant=pytest.fail)
         unit = result["data"]["unit"]
-        assert result["protocol"] in said and f"{result[f'bits_per_{unit}']:.5f} bits/{unit}" in said
+        assert (
+            result["protocol"] in said and f"{result[f'bits_per_{unit}']:.5f} bits/{unit}" in said
+        )
         return result, said
 
     def train(self, name: str, *overrides: str) -> Path:
@@ -192,18 +219,31 @@ class Workshop:
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
         """Run a command in a process of its own, which has its imports behind it and begins with the code `inside`."""
         assert self.server is not None
-        server, log, environment = self.server, self.folder / f"{run.name}.log", self.environment(run) | variables
-        number = int(asked(server, arguments=arguments, environment=environment, log=str(log), inside=inside))
+        server, log, environment = (
+            self.server,
+            self.folder / f"{run.name}.log",
+            self.environment(run) | variables,
+        )
+        number = int(
+            asked(server, arguments=arguments, environment=environment, log=str(log), inside=inside)
+        )
         return Process(number, run, log, lambda: int(asked(server, wait=number)))
 
-    def begin(self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str) -> Process:
+    def begin(
+        self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str
+    ) -> Process:
         """Run the command as a user does, from its first import on, which takes seconds; by a `starter` if named."""
         log = self.folder / f"{run.name}.log"
         environment = {**os.environ, **self.environment(run), "PYTHONPATH": str(ROOT), **variables}
         command = [sys.executable, *starter, "-m", "rtx", *arguments]
         with open(log, "ab") as stream:
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
             )
         return Process(process.pid, run, log, process.wait)
 
@@ -243,7 +283,10 @@ def final(run: Path) -> dict[str, Any]:
 
 def children(process: int) -> list[int]:
     """Return the numbers of the processes that a process has started and that are still there."""
-    return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [
+        int(number)
+        for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
 
 
 def steps_logged(run: Path) -> int:
@@ -280,12 +323,19 @@ def counted_rows(run: Path) -> list[dict[str, Any]]:
 def first_difference(a: Any, b: Any, where: str) -> str:
     """Compare nested values bit for bit."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return next((found for key in a if (found := first_difference(a[key], b[key], f"{where}.{key}"))), "")
+        return next(
+            (found for key in a if (found := first_difference(a[key], b[key], f"{where}.{key}"))),
+            "",
+        )
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         pairs = enumerate(zip(a, b, strict=True))
-        return next((found for i, (x, y) in pairs if (found := first_difference(x, y, f"{where}.{i}"))), "")
+        return next(
+            (found for i, (x, y) in pairs if (found := first_difference(x, y, f"{where}.{i}"))), ""
+        )
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        bytes_of_each = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b))  # 0 and -0 differ
+        bytes_of_each = (
+            tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)
+        )  # 0 and -0 differ
         alike = (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bytes_of_each)
         return "" if alike else f"{where}: tensors differ"
     return "" if a == b else f"{where}: {a} and {b}"

@@ -19,7 +19,9 @@ def topk(workshop: Workshop) -> Path:
     return workshop.train("topk", "routing=topk", "routing.window=5")
 
 
-def analyzed(workshop: Workshop, what: str, run: Path, *options: str) -> tuple[dict[str, Any], str, Path]:
+def analyzed(
+    workshop: Workshop, what: str, run: Path, *options: str
+) -> tuple[dict[str, Any], str, Path]:
     """Return the record that an analysis keeps, what it prints, and where the record stands."""
     printed = workshop.command("analyze", what, str(run), *options)
     path = Path(printed.splitlines()[-1])
@@ -27,17 +29,33 @@ def analyzed(workshop: Workshop, what: str, run: Path, *options: str) -> tuple[d
     return json.loads(path.read_text()), printed, path
 
 
-def test_the_divergence_of_a_runs_heads_by_layer_and_over_layers(workshop: Workshop, run: Path) -> None:
-    result, printed, _ = analyzed(workshop, "divergence", run, "draws=3", "sequences=2", "split=test")
-    assert "local routing" in printed and "Wikitext" not in printed and result["analyze"]["draws"] == 3
-    assert [row["layer"] for row in result["layers"]] == [0, 1], "of one head of a kind there is no pair"
+def test_the_divergence_of_a_runs_heads_by_layer_and_over_layers(
+    workshop: Workshop, run: Path
+) -> None:
+    result, printed, _ = analyzed(
+        workshop, "divergence", run, "draws=3", "sequences=2", "split=test"
+    )
+    assert (
+        "local routing" in printed and "Wikitext" not in printed and result["analyze"]["draws"] == 3
+    )
+    assert [row["layer"] for row in result["layers"]] == [0, 1], (
+        "of one head of a kind there is no pair"
+    )
     for row in [*result["layers"], *result["over_layers"]]:
         assert len(row["nats_R"]) == 3 and 0 <= row["mean"] <= math.log(2)
         assert f"{row['mean']:.4f} ± {row['deviation']:.4f}" in printed
     assert [line.split()[0] for line in printed.splitlines()[3:7]] == ["layer", "0", "1", "mean"]
 
 
-UNNAMED = ("over_windows", "over_positions", "reads_share", "self_weight", "gain_error", "trained_by", "missing")
+UNNAMED = (
+    "over_windows",
+    "over_positions",
+    "reads_share",
+    "self_weight",
+    "gain_error",
+    "trained_by",
+    "missing",
+)
 """Keys of records that no table shows."""
 
 
@@ -46,7 +64,11 @@ def test_tables_have_names_that_a_reader_knows_and_fit_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     heads = {
-        "context mode=streaming windows=3": ("positions", "units before", "gain of the whole window"),
+        "context mode=streaming windows=3": (
+            "positions",
+            "units before",
+            "gain of the whole window",
+        ),
         "patterns": ("keys read", "own weight", "reading, %"),
     }
     for words, names in heads.items():
@@ -55,7 +77,11 @@ def test_tables_have_names_that_a_reader_knows_and_fit_a_terminal(
         check_table(printed, names)
     printed = audited(workshop, topk)[1]
     check_table(printed, ("largest relative change", "outputs moved, %", "difference", "windows"))
-    row = next(line for line in printed.splitlines() if line.startswith("competing costs (streaming - prefix rerun)"))
+    row = next(
+        line
+        for line in printed.splitlines()
+        if line.startswith("competing costs (streaming - prefix rerun)")
+    )
     assert all(re.fullmatch(r"\N{MINUS SIGN}?\d\.\d{4}", word) for word in row.split()[-3:])
 
 
@@ -79,51 +105,79 @@ def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> 
     result, _, top = analyzed(workshop, "patterns", run)
     kinds = [(row["layer"], row["head"], row["pattern"]) for row in result["heads"]]
     assert kinds == [(1, 0, "local"), (1, 1, "routing")]
-    again, other = (analyzed(workshop, "patterns", run, option)[2] for option in ("layer=0", "seed=5"))
-    assert again == path and other not in (path, top), "the same again replaces itself, another stands beside"
+    again, other = (
+        analyzed(workshop, "patterns", run, option)[2] for option in ("layer=0", "seed=5")
+    )
+    assert again == path and other not in (path, top), (
+        "the same again replaces itself, another stands beside"
+    )
     said = workshop.command("analyze", "patterns", str(run), "layer=2", code=2)
     assert "layer=2: the topmost layer is layer=1" in said
 
 
 def test_loss_by_position_and_by_context(workshop: Workshop, run: Path, topk: Path) -> None:
     result, printed, _ = analyzed(workshop, "context", run, "windows=3")
-    assert [(row["first"], row["last"]) for row in result["positions"]] == [(n, n + 1) for n in range(0, 32, 2)]
+    assert [(row["first"], row["last"]) for row in result["positions"]] == [
+        (n, n + 1) for n in range(0, 32, 2)
+    ]
     first, second = result["gains"]
     assert first["context"] == [16, 31] and second["context"] == [8, 15] and first["gain"] == 0
     halves = [row["bits"] for row in result["positions"][8:]]
     assert first["bits"] == pytest.approx(sum(halves) / 8), "the same units as in the second half"
-    assert second["gain"] == pytest.approx(second["bits"] - first["bits"]) and second["gain_error"] > 0
+    assert (
+        second["gain"] == pytest.approx(second["bits"] - first["bits"]) and second["gain_error"] > 0
+    )
     assert f"{second['bits']:.4f} ± {second['error']:.4f}" in printed
     assert "96 bytes each scored once (a sample of the windows)" in " ".join(printed.split())
     for split, windows in (("train", 64), ("valid", 4)):  # of 150 bytes 4 windows of 32 are whole
         assert analyzed(workshop, "context", run, f"split={split}")[0]["windows"] == windows
-    result, printed, _ = analyzed(workshop, "context", topk, "windows=3")  # part of a window is told nothing
-    assert result["gains"] == [] and "no gain from far context" in printed and "sees the future" in printed
+    result, printed, _ = analyzed(
+        workshop, "context", topk, "windows=3"
+    )  # part of a window is told nothing
+    assert (
+        result["gains"] == []
+        and "no gain from far context" in printed
+        and "sees the future" in printed
+    )
     result, printed, _ = analyzed(workshop, "context", topk, "windows=3", "mode=streaming")
     assert len(result["gains"]) == 2 and "streaming" in printed
 
 
-def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop, topk: Path) -> None:
-    assert "model.base=local: no layer has full" in workshop.command("analyze", "coverage", str(topk), code=2)
+def test_coverage_of_full_heads_by_every_selection_but_the_indexer(
+    workshop: Workshop, topk: Path
+) -> None:
+    assert "model.base=local: no layer has full" in workshop.command(
+        "analyze", "coverage", str(topk), code=2
+    )
     run = workshop.train("full", "model.base=full", "routing.heads=0")
     options = ("keys=4", "steps=3", "split=train", "windows=5")
     result, printed, path = analyzed(workshop, "coverage", run, *options)
     rows = {row["selection"]: row for row in result["rows"]}
-    assert {"exact", "blocks", "blocks_random", "causal", "nearest", "random", "next keys"} <= {*rows}
+    assert {"exact", "blocks", "blocks_random", "causal", "nearest", "random", "next keys"} <= {
+        *rows
+    }
     assert "topk (sees the future)" in rows and "indexer" not in rows
     shares = [point["share"] for row in rows.values() for point in (row, *row["curve"])]
-    assert all(0 <= share <= 1 for share in shares) and all(row["error"] > 0 for row in rows.values())
-    assert next(iter(rows)) == "exact" and {row["keys"] for row in rows.values()} == {4}, "at equal keys, best first"
+    assert all(0 <= share <= 1 for share in shares) and all(
+        row["error"] > 0 for row in rows.values()
+    )
+    assert next(iter(rows)) == "exact" and {row["keys"] for row in rows.values()} == {4}, (
+        "at equal keys, best first"
+    )
     assert 0 < result["beyond"]["layer 0"] < 1 and result["window"] == 8
     row = rows["blocks"]
     assert row["of all"] == pytest.approx(row["share"] * result["beyond"]["mean"], rel=0.02)
     assert f"{row['share']:.3f} ± {row['error']:.3f}" in printed and "over 5 windows" in printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size[0] > 600
-    assert analyzed(workshop, "coverage", run, *options)[0]["rows"] == result["rows"], "the same again"
+    assert analyzed(workshop, "coverage", run, *options)[0]["rows"] == result["rows"], (
+        "the same again"
+    )
     every, _, _ = analyzed(workshop, "coverage", run, "keys=32", "steps=1", "window=0")
     assert all(row["share"] == pytest.approx(1) and row["keys"] == 16.5 for row in every["rows"])
-    assert "window=32: must be less" in workshop.command("analyze", "coverage", str(run), "window=32", code=2)
+    assert "window=32: must be less" in workshop.command(
+        "analyze", "coverage", str(run), "window=32", code=2
+    )
 
 
 def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -135,14 +189,25 @@ def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, A
 
 
 def test_random_membership_is_the_control(workshop: Workshop) -> None:
-    backend = "native" if native.library() else "torch"  # neither is that of the audit, which is in float64
-    exactly = (f"hardware.attention={backend}", "hardware.precision=fp32", "model.attention_dropout=0")
+    backend = (
+        "native" if native.library() else "torch"
+    )  # neither is that of the audit, which is in float64
+    exactly = (
+        f"hardware.attention={backend}",
+        "hardware.precision=fp32",
+        "model.attention_dropout=0",
+    )
     run = workshop.train("random", "routing=random", *exactly)
     result, printed = audited(workshop, run)
     for mode in ("teacher-forced", "streaming"):
         assert not result["changes"][mode]["sees_future"] and f"{mode}: sees no future" in printed
-        assert all(row["largest"] <= 1e-12 and row["moved"] == 0 for row in result["changes"][mode]["rows"])
-    assert all(abs(result["price"][name]["bits"]) < 1e-5 for name in ("leak_gives", "competing_costs", "together"))
+        assert all(
+            row["largest"] <= 1e-12 and row["moved"] == 0 for row in result["changes"][mode]["rows"]
+        )
+    assert all(
+        abs(result["price"][name]["bits"]) < 1e-5
+        for name in ("leak_gives", "competing_costs", "together")
+    )
     assert [(one["layer"], one["gradient"]) for one in result["choices"]] == [(1, None)]
     assert "nothing: it is drawn" in printed and result["seed"] == 0
     assert len(result["price"]["positions"][0]) == 5 and result["price"]["windows"] == 3
@@ -151,7 +216,9 @@ def test_random_membership_is_the_control(workshop: Workshop) -> None:
 def test_top_w_is_found_and_priced(workshop: Workshop, topk: Path) -> None:
     result, printed = audited(workshop, topk, "tolerance=1e-10", "split=test")
     changes, read = result["changes"], result["changes"]["teacher-forced"]
-    assert read["sees_future"] and changes["tolerance"] == 1e-10 and {1, 31} < {*changes["prefixes"]}
+    assert (
+        read["sees_future"] and changes["tolerance"] == 1e-10 and {1, 31} < {*changes["prefixes"]}
+    )
     assert read["arises_in"] == [[1, "routed"]], "layers count from 0"
     assert read["rows"][0]["heads"] == "logits" and 0 < read["rows"][0]["moved"] <= 1
     assert "teacher-forced: sees the future; arises in layer 1 (routing heads)" in printed

@@ -30,7 +30,12 @@ def trained(workshop: Workshop) -> Iterator[Train]:
         run, place = workshop.folder / name, workshop.folder / f"{name}-files"
         if not run.exists():
             place.mkdir()
-            quick = ["trainer.steps=2", "trainer.val_every=2", "trainer.log_every=1", "trainer.val_windows=1"]
+            quick = [
+                "trainer.steps=2",
+                "trainer.val_every=2",
+                "trainer.log_every=1",
+                "trainer.val_windows=1",
+            ]
             quick += ["trainer.batch_size=1", "trainer.micro_batch_size=1"]
             workshop.command("train", *SETS[name](place, patch), *SMALL, *quick, run=run)
         return run
@@ -47,31 +52,53 @@ def test_every_action_says_what_it_found(tmp_path: Path) -> None:
         return place.command("data", *words, code=code)
 
     assert said("list") == f"{root}: no data yet\n"
-    assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in said("verify", *options, code=2)
+    assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in said(
+        "verify", *options, code=2
+    )
     page = said("prepare", *options)
-    assert page.startswith("preparing data=text") and "  train        2,700 bytes, 1 documents, 2,700 bytes, " in page
+    assert (
+        page.startswith("preparing data=text")
+        and "  train        2,700 bytes, 1 documents, 2,700 bytes, " in page
+    )
     assert said("info", *options) in page
     assert "every byte as recorded" in said("verify", *options)
     (split,) = root.glob("text-*/valid.bin")
     split.write_bytes(b"")
     error = said("verify", *options, code=2)
-    assert error.startswith(f"rtx: {split}: damaged: expected 150 bytes, found 0; ") and error.count("\n") == 1
+    assert (
+        error.startswith(f"rtx: {split}: damaged: expected 150 bytes, found 0; ")
+        and error.count("\n") == 1
+    )
     said("prepare", *options)
     assert f"  {split.parent.name}  data=text " in said("list")
-    assert said("remove", split.parent.name).startswith(f"{split.parent}: removed, ") and not list(root.iterdir())
-    assert "on the fly" in said("info", "data=recall", "data.length=40", "data.pairs=2"), "a model's window counts not"
+    assert said("remove", split.parent.name).startswith(f"{split.parent}: removed, ") and not list(
+        root.iterdir()
+    )
+    assert "on the fly" in said("info", "data=recall", "data.length=40", "data.pairs=2"), (
+        "a model's window counts not"
+    )
     place.data = tmp_path / "book.txt"
-    assert said("prepare", code=2).startswith(f"rtx: RTX_DATA={place.data}: is not a folder; set RTX_DATA to")
+    assert said("prepare", code=2).startswith(
+        f"rtx: RTX_DATA={place.data}: is not a folder; set RTX_DATA to"
+    )
 
 
-@pytest.mark.parametrize("name", sorted({*options("data")} - {*sets.MADE}))  # they are in test_recall_runs.py
+@pytest.mark.parametrize(
+    "name", sorted({*options("data")} - {*sets.MADE})
+)  # they are in test_recall_runs.py
 def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, name: str) -> None:
     run = trained(name)
     store = json.loads(next((workshop.folder / "data").glob(f"{name}-*/store.json")).read_text())
     valid, test = (store["splits"][split]["units"] for split in ("valid", "test"))
     assert final(run)["units"] == valid
-    dividing, other = (next(n for n in range(8, test + 1) if bool(test % n) == rest) for rest in (False, True))
-    for words in [()] if name in sets.IMAGE_SETS else [(f"data.length={dividing}",), (f"data.length={other}",)]:
+    dividing, other = (
+        next(n for n in range(8, test + 1) if bool(test % n) == rest) for rest in (False, True)
+    )
+    for words in (
+        [()]
+        if name in sets.IMAGE_SETS
+        else [(f"data.length={dividing}",), (f"data.length={other}",)]
+    ):
         result, _ = workshop.score(run, "split=test", *words)
         assert result["units"] == result["split_units"] == test > 0
         assert result["nats"] > 0 and not result["partial"] and result["own_data"]
@@ -91,39 +118,57 @@ def run(workshop: Workshop) -> Path:
     return run
 
 
-def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(workshop: Workshop, run: Path) -> None:
+def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(
+    workshop: Workshop, run: Path
+) -> None:
     assert final(run)["unit"] == "dim" and final(run)["units"] == 144
     scored, _ = workshop.score(run, "split=train")
     assert scored["units"] == 21 * 144 and 7.5 < scored["bits_per_dim"] < 9.5
-    first, second = (run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2))  # the first in training
+    first, second = (
+        run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2)
+    )  # the first in training
     assert workshop.answer("sample", str(run), "checkpoint=last")[0] == f"{second}\n"
     assert all(np.asarray(Image.open(path)).shape == (6, 8, 3) for path in (first, second))
     said = workshop.command("sample", str(run), "length=30", "seed=7", "checkpoint=last")
     assert "30 units; an image has 144: the rest is black" in said
     pixels = np.asarray(Image.open(run / "samples" / "step12-seed7-1.png"))
-    assert pixels.shape == (6, 8, 3) and pixels[0].any() and (pixels[2:] == 0).all()  # 30 units are 10 pixels
-    for option, line in (("length=145", "an image has 144 units"), ("prompt=cat", "no place in a run on images")):
+    assert (
+        pixels.shape == (6, 8, 3) and pixels[0].any() and (pixels[2:] == 0).all()
+    )  # 30 units are 10 pixels
+    for option, line in (
+        ("length=145", "an image has 144 units"),
+        ("prompt=cat", "no place in a run on images"),
+    ):
         assert line in workshop.command("sample", str(run), option, code=2)
     workshop.command("analyze", "patterns", str(run), "split=train")
     path = Path(workshop.command("analyze", "context", str(run)).splitlines()[-1])
     result = json.loads(path.read_text())
-    assert result["gains"] == [] and len(result["positions"]) == 16, "a part of an image elsewhere is no image"
+    assert result["gains"] == [] and len(result["positions"]) == 16, (
+        "a part of an image elsewhere is no image"
+    )
 
 
-def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, trained: Train) -> None:
+def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(
+    workshop: Workshop, trained: Train
+) -> None:
     result, said = workshop.score(trained("wikitext103"), "split=test")
     published = sets.SETS["wikitext103"].words["test"]
     assert result["units"] == published == result["words"] and result["words_comparable"]
     assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
     assert "bits_per_byte" not in result and "bits/byte" not in said
-    assert f"perplexity per word: exp(nats / {published:,} words), the published count of the split\n" in said
+    assert (
+        f"perplexity per word: exp(nats / {published:,} words), the published count of the split\n"
+        in said
+    )
     part, said = workshop.score(trained("wikitext103"), "split=test", "limit=2")
     assert part["partial"] and "words" not in part and "per word" not in said
 
 
 def test_subwords_have_bits_per_byte_and_a_perplexity(workshop: Workshop, trained: Train) -> None:
     result, said = workshop.score(pg19 := trained("pg19"), "split=test")
-    rows = parquet.read_table(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet")["text"].to_pylist()
+    rows = parquet.read_table(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet")[
+        "text"
+    ].to_pylist()
     text = sum(len(row.encode()) for row in rows)
     assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
     assert result["words"] == sets.SETS["pg19"].words["test"] and result["words_comparable"]
@@ -131,19 +176,35 @@ def test_subwords_have_bits_per_byte_and_a_perplexity(workshop: Workshop, traine
     assert final(pg19)["unit"] == "subword" and final(pg19)["bits_per_byte"] < final(pg19)["bits"]
 
 
-def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Workshop, trained: Train) -> None:
-    habits = {"wikitext103": "blank lines and the last window that is not", "pg19": "nats / subwords"}
+def test_the_released_protocol_has_a_name_and_a_file_of_its_own(
+    workshop: Workshop, trained: Train
+) -> None:
+    habits = {
+        "wikitext103": "blank lines and the last window that is not",
+        "pg19": "nats / subwords",
+    }
     for name, habit in habits.items():
-        result, said = workshop.score(trained(name), "split=test", "data.length=24", "protocol=released")
-        assert result["read_as"] == "released" and habit in result["protocol"].partition("protocol=released (")[2]
+        result, said = workshop.score(
+            trained(name), "split=test", "data.length=24", "protocol=released"
+        )
+        assert (
+            result["read_as"] == "released"
+            and habit in result["protocol"].partition("protocol=released (")[2]
+        )
         assert result["units"] == result["split_units"] and result["protocol"] in said
         assert not result["words_comparable"] and "not comparable" in said
     assert result["words"] == pytest.approx(result["units"] / 1.248)
-    assert result["perplexity_per_word"] == pytest.approx(math.exp(1.248 * result["nats"] / result["units"]))
+    assert result["perplexity_per_word"] == pytest.approx(
+        math.exp(1.248 * result["nats"] / result["units"])
+    )
 
 
-@pytest.mark.parametrize(("name", "file"), [("wikitext103", "words.txt"), ("pg19", "sentencepiece.model")])
-def test_a_run_samples_without_its_store(workshop: Workshop, trained: Train, name: str, file: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "file"), [("wikitext103", "words.txt"), ("pg19", "sentencepiece.model")]
+)
+def test_a_run_samples_without_its_store(
+    workshop: Workshop, trained: Train, name: str, file: str
+) -> None:
     run = trained(name)
     (store,) = (workshop.folder / "data").glob(f"{name}-*")
     assert (run / file).read_bytes() == (store / file).read_bytes()
@@ -172,10 +233,21 @@ def test_another_tokenizer_than_the_runs_is_refused(workshop: Workshop, trained:
 def test_a_plan_knows_the_vocabulary(workshop: Workshop, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"the cat and the dog\n" * 4_000)
     text = ["data=text", f"data.path={tmp_path}", "data.tokenizer=words"]
-    assert "not prepared; to prepare it: rtx data prepare data=text" in workshop.command("plan", *text, code=2)
+    assert "not prepared; to prepare it: rtx data prepare data=text" in workshop.command(
+        "plan", *text, code=2
+    )
     workshop.command("data", "prepare", *text)
-    asked = (text, ["data=wikitext103"], ["data=pg19"], ["data=cifar10"], ["data=images", f"data.path={tmp_path}"])
+    asked = (
+        text,
+        ["data=wikitext103"],
+        ["data=pg19"],
+        ["data=cifar10"],
+        ["data=images", f"data.path={tmp_path}"],
+    )
     said = [workshop.command("plan", *words) for words in asked]
-    assert all(f" units of {words[0].removeprefix('data=')}" in text for words, text in zip(asked, said, strict=True))
+    assert all(
+        f" units of {words[0].removeprefix('data=')}" in text
+        for words, text in zip(asked, said, strict=True)
+    )
     sizes = [int(text.partition("parameters")[2].split()[0].replace(",", "")) for text in said]
     assert sizes[0] < sizes[3] < 98_000 * 256 < sizes[2] and sizes[1] > 267_735 * 256

@@ -13,7 +13,8 @@ from small_runs import SIZES, Workshop
 from rtx.config import KINDS_OF_HEADS
 
 PAGES = "".join(
-    (Path(__file__).resolve().parents[2] / "docs" / page).read_text() for page in ("attention.md", "extending.md")
+    (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
+    for page in ("attention.md", "extending.md")
 )
 MODEL = [word for word in SIZES if not word.startswith("data=")]
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
@@ -53,7 +54,9 @@ def block(language: str, heading: str) -> str:
 class Place(Workshop):
     """A workshop with the files of the page, each command in a process of its own, and a run."""
 
-    def asked(self, *words: str, code: int = 0, run: str = "asked", inside: str = "", cache: str = "cache") -> str:
+    def asked(
+        self, *words: str, code: int = 0, run: str = "asked", inside: str = "", cache: str = "cache"
+    ) -> str:
         """Run a command, check its exit code, and return what it printed."""
         folder = self.folder / run
         (log := self.folder / f"{folder.name}.log").unlink(missing_ok=True)
@@ -72,7 +75,11 @@ def place(workshop: Workshop) -> Place:
         (place.folder / f"{name}.py").write_text(text := block("python", heading))
         assert text.count("\n") < 40
     (place.folder / "presets" / "model").mkdir(parents=True)
-    for name, text in {"mine": block("yaml", "Presets"), "bare": "layers: 3\n", "recall": "name: recall\n"}.items():
+    for name, text in {
+        "mine": block("yaml", "Presets"),
+        "bare": "layers: 3\n",
+        "recall": "name: recall\n",
+    }.items():
         (place.folder / "presets" / "model" / f"{name}.yaml").write_text(text)
     said = place.asked("train", "extensions=dilated.py:primes.py", *OWN, *MODEL, run="out/own/run")
     assert said.startswith(f"extensions: running the code of {place.folder}/dilated.py (sha256 ")
@@ -85,7 +92,11 @@ def test_a_run_keeps_the_code_and_says_where_it_was(place: Place) -> None:
     run = place.folder / "out/own/run"
     facts = json.loads((run / "environment.json").read_text())["extensions"]
     assert [*facts] == [f"{place.folder}/dilated.py", f"{place.folder}/primes.py"]
-    (line,) = (text for text in (run / "config.yaml").read_text().splitlines() if text.startswith("extensions: "))
+    (line,) = (
+        text
+        for text in (run / "config.yaml").read_text().splitlines()
+        if text.startswith("extensions: ")
+    )
     assert re.fullmatch(r"extensions: dilated\.py@[0-9a-f]{64}:primes\.py@[0-9a-f]{64}", line)
     assert (run / "dilated.py").read_bytes() == (place.folder / "kept_dilated.py").read_bytes()
     for words in (["report", "last"], ["runs"]):  # which need no code of a run
@@ -106,12 +117,28 @@ def test_commands_on_a_run_take_its_copy(place: Place) -> None:
     ):
         printed = place.asked(*words.split())
         assert said in printed
-        assert re.search(r"(?m)^extensions: running the code of (/.*/)?out/own/run/(export/)?dilated\.py ", printed)
+        assert re.search(
+            r"(?m)^extensions: running the code of (/.*/)?out/own/run/(export/)?dilated\.py ",
+            printed,
+        )
 
 
 def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None:
-    words = ["-m", f"extensions={place.folder}/kept_dilated.py:kept_primes.py", "--config-dir", "presets", "model=mine"]
-    words += ["model.heads=2", *OWN, *MODEL[2:], "model.base=dilated", "name=grid", "trainer.steps=1"]
+    words = [
+        "-m",
+        f"extensions={place.folder}/kept_dilated.py:kept_primes.py",
+        "--config-dir",
+        "presets",
+        "model=mine",
+    ]
+    words += [
+        "model.heads=2",
+        *OWN,
+        *MODEL[2:],
+        "model.base=dilated",
+        "name=grid",
+        "trainer.steps=1",
+    ]
     for cells in (1, 2):
         before, _, after = place.asked("train", *words, run="sweep").partition("cell 1 of 1")
         assert "not" not in before and "done" in after
@@ -130,18 +157,24 @@ def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     page = place.asked("train", "--help", "--config-dir=presets", files)
     assert "\n  primes  " in page and "Half of tiny." in page
     assert "fixed_summary, dilated, joined" in " ".join(page.split())
-    assert "custom: 3 layers" in place.asked("plan", "--config-dir", "presets", "experiment=smoke", "model=bare")
+    assert "custom: 3 layers" in place.asked(
+        "plan", "--config-dir", "presets", "experiment=smoke", "model=bare"
+    )
 
 
 def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None:
     foreign = place.folder / "foreign"
     shutil.copytree(place.folder / "out/own/run", foreign)
     said = place.asked("eval", "foreign", code=2, cache="other")
-    assert "foreign/dilated.py: never named on this machine: read it" in said and "running" not in said
+    assert (
+        "foreign/dilated.py: never named on this machine: read it" in said and "running" not in said
+    )
     place.asked("plan", "extensions=foreign/dilated.py:foreign/primes.py", cache="other")
     assert "bits/byte" in place.asked("eval", "foreign", cache="other")
     (foreign / "primes.py").write_text("import sys; sys.exit('run')\n")
-    assert "primes.py is other code: expected sha256" in place.asked("eval", "foreign", code=2, cache="other")
+    assert "primes.py is other code: expected sha256" in place.asked(
+        "eval", "foreign", code=2, cache="other"
+    )
     text = (foreign / "config.yaml").read_text()
     (foreign / "config.yaml").write_text(re.sub("@[0-9a-f]{64}", "", text))
     assert "is other code" in place.asked("eval", "foreign", code=2, cache="other")
@@ -152,32 +185,90 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         ("1 / 0\n", "my.py", "my.py, line 2: ZeroDivisionError: division by zero"),
         ("def f(:\n", "my.py", "my.py, line 2: SyntaxError: invalid syntax"),
         ("import sys; sys.exit(0)\n", "my.py", "my.py, line 2: SystemExit: 0\n"),
-        (naming("local"), "my.py", "my.py, line 2: UserError: cannot be registered: 'local' is one of rtx's own\n"),
-        (naming("Mine"), "my.py", "'Mine' must be of small letters, digits and _, a letter first\n"),
+        (
+            naming("local"),
+            "my.py",
+            "my.py, line 2: UserError: cannot be registered: 'local' is one of rtx's own\n",
+        ),
+        (
+            naming("Mine"),
+            "my.py",
+            "'Mine' must be of small letters, digits and _, a letter first\n",
+        ),
         (naming("null"), "my.py", "cannot be registered: 'null' unsets a key\n"),
-        *((naming(name), "my.py", f"{name!r} is what rtx calls heads of another kind\n") for name in KINDS_OF_HEADS),
-        *((naming(name), "my.py", f"{name!r} is an attribute of torch.nn.ModuleDict") for name in ATTRIBUTES),
-        (naming("halved"), "my.py model.base=halved", "halved: its function returned a dict, which is no"),
-        (ABSTRACT, "my.py model.base=halved", "my.py, line 3: TypeError: Can't instantiate abstract class Half"),
-        (f"{FAR}rtx.register_pattern('far', Far)", "my.py", f"'far': Far {ARGUMENTS}: missing a required"),
+        *(
+            (naming(name), "my.py", f"{name!r} is what rtx calls heads of another kind\n")
+            for name in KINDS_OF_HEADS
+        ),
+        *(
+            (naming(name), "my.py", f"{name!r} is an attribute of torch.nn.ModuleDict")
+            for name in ATTRIBUTES
+        ),
+        (
+            naming("halved"),
+            "my.py model.base=halved",
+            "halved: its function returned a dict, which is no",
+        ),
+        (
+            ABSTRACT,
+            "my.py model.base=halved",
+            "my.py, line 3: TypeError: Can't instantiate abstract class Half",
+        ),
+        (
+            f"{FAR}rtx.register_pattern('far', Far)",
+            "my.py",
+            f"'far': Far {ARGUMENTS}: missing a required",
+        ),
         (f"{FAR}rtx.register_pattern('far', Far)", "my.py", CALLED),
         (f"{OPEN}rtx.register_pattern('far', Far)", "my.py model.base=far", CALLED),
-        ("rtx.register_pattern('far', lambda config: 1)", "my.py", f"'far': <lambda> {ARGUMENTS}: got an"),
+        (
+            "rtx.register_pattern('far', lambda config: 1)",
+            "my.py",
+            f"'far': <lambda> {ARGUMENTS}: got an",
+        ),
         ("rtx.register_pattern('far', 'Far')", "my.py", "'far': 'Far' is no function"),
         (making("Far(window=4)"), "my.py model.base=far", "far: "),
-        (making("Far(window=4)"), "my.py model.base=far", "my.py, line 4: TypeError: Far.__init__() missing 1"),
-        (making("Far(window=0, reach=1)"), "my.py model.base=far", "my.py, line 3: ValueError: window=0"),
-        (making("Far(window=config.model.reach)"), "my.py model.base=far", "line 4: AttributeError: 'ModelConfig'"),
-        ("rtx.register_data('x', print, lenth=3)\n", "my.py", "unknown key 'data.lenth' (did you mean "),
-        ("rtx.register_data('x', print, length=1)\n", "my.py", "data.length=1: must be an integer, at"),
+        (
+            making("Far(window=4)"),
+            "my.py model.base=far",
+            "my.py, line 4: TypeError: Far.__init__() missing 1",
+        ),
+        (
+            making("Far(window=0, reach=1)"),
+            "my.py model.base=far",
+            "my.py, line 3: ValueError: window=0",
+        ),
+        (
+            making("Far(window=config.model.reach)"),
+            "my.py model.base=far",
+            "line 4: AttributeError: 'ModelConfig'",
+        ),
+        (
+            "rtx.register_data('x', print, lenth=3)\n",
+            "my.py",
+            "unknown key 'data.lenth' (did you mean ",
+        ),
+        (
+            "rtx.register_data('x', print, length=1)\n",
+            "my.py",
+            "data.length=1: must be an integer, at",
+        ),
         ("", "my.py data=primes", "data=primes (did you mean 'images'?): must be one of cifar10"),
         ("", "no/my.py", "my.py: No such file or directory"),
         ("", "my.py:no/my.py", "name a Python file, my.py, or several, one.py:other.py"),
         ("", "presets", "extensions=presets: name a Python file, my.py, or several"),
         ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
         ("", "my.py --config-dir", "--config-dir : holds no preset"),
-        ("", "my.py --config-dir presets experiment=memory model=mine", "experiment=memory lays out a model of its"),
-        ("", "my.py --config-dir presets model=mien", "model=mien (did you mean 'mine'?): must be one of "),
+        (
+            "",
+            "my.py --config-dir presets experiment=memory model=mine",
+            "experiment=memory lays out a model of its",
+        ),
+        (
+            "",
+            "my.py --config-dir presets model=mien",
+            "model=mien (did you mean 'mine'?): must be one of ",
+        ),
     ):
         (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
         assert said in place.asked("plan", *f"extensions={words}".split(), code=2)
@@ -201,7 +292,12 @@ def test_a_name_that_begins_as_one_of_ours_is_not_taken_for_it(place: Place) -> 
     assert plans[0] == plans[1]
     own = "rtx.register_pattern('blocks_mine', lambda heads, config, layer: Exact(window=8), selection=True)\n"
     (place.folder / "named.py").write_text(f"import rtx\nfrom rtx.attention import Exact\n{own}")
-    words = ["routing.selection=blocks_mine", "routing.keys=separate", "routing.window=8", "routing.block=16"]
+    words = [
+        "routing.selection=blocks_mine",
+        "routing.keys=separate",
+        "routing.window=8",
+        "routing.block=16",
+    ]
     assert "what fits" in place.asked("plan", "extensions=named.py", *words)
 
 
@@ -215,8 +311,12 @@ def test_an_exit_of_an_extension_is_no_success(place: Place) -> None:
 
 def test_a_pattern_that_reads_the_future_is_refused(place: Place) -> None:
     text = (place.folder / "kept_dilated.py").read_text()
-    (place.folder / "ahead.py").write_text(text.replace("def __init__", "strictly_causal = False\n    def __init__"))
-    said = place.asked("train", "extensions=ahead.py:kept_primes.py", *OWN, *MODEL, code=2, run="ahead")
+    (place.folder / "ahead.py").write_text(
+        text.replace("def __init__", "strictly_causal = False\n    def __init__")
+    )
+    said = place.asked(
+        "train", "extensions=ahead.py:kept_primes.py", *OWN, *MODEL, code=2, run="ahead"
+    )
     assert "dilated: strictly_causal=False" in said
 
 
@@ -226,17 +326,29 @@ def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
     for name in ("dilated", "primes"):
         code = (place.folder / f"kept_{name}.py").read_text().partition("\n\n\nrtx.register")[0]
         (site / "mypackage" / f"{name}.py").write_text(code)
-    points = re.sub(r"(?m)^\[project\.entry-points\.\"(.*?)\"\].*$", r"[\1]", block("toml", "A package"))
-    points = points.replace("dilated =", "routed = mypackage.no:No\nupdate = mypackage.no:No\ndilated =")
+    points = re.sub(
+        r"(?m)^\[project\.entry-points\.\"(.*?)\"\].*$", r"[\1]", block("toml", "A package")
+    )
+    points = points.replace(
+        "dilated =", "routed = mypackage.no:No\nupdate = mypackage.no:No\ndilated ="
+    )
     (site / "mypackage-1.5.dist-info").mkdir()
     (site / "mypackage-1.5.dist-info" / "entry_points.txt").write_text(points.replace('"', ""))
-    (site / "mypackage-1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n")
+    (site / "mypackage-1.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n"
+    )
     inside = f"import sys, rtx.config; sys.path.insert(0, {str(site)!r}); rtx.config.add_installed.cache_clear()"
     words = [*OWN, *MODEL, "trainer.steps=1"]
     said = place.asked("train", *words, run="package", inside=inside)
     assert " (tiny), primes, 1 steps of " in said
-    assert "rtx: mypackage is without rtx.patterns routed: 'routed' is what rtx calls heads of another kind\n" in said
+    assert (
+        "rtx: mypackage is without rtx.patterns routed: 'routed' is what rtx calls heads of another kind\n"
+        in said
+    )
     said = place.asked("plan", "model.base=update", inside=inside, code=2)
-    assert "rtx: 'update' is an attribute of torch.nn.ModuleDict, which holds the heads by their names\n" in said
+    assert (
+        "rtx: 'update' is an attribute of torch.nn.ModuleDict, which holds the heads by their names\n"
+        in said
+    )
     record = json.loads((place.folder / "package" / "environment.json").read_text())
     assert record["versions"]["mypackage"] == "1.5"

@@ -58,7 +58,9 @@ def ended(process: Process) -> str:
     """Wait for the end of the script, which comes to its last line, and return what it printed."""
     code, said = process.wait(), process.log.read_text()
     assert code == 0, said
-    assert said.endswith("the handler of the script\ngoes on with ['--tag', 'mine', '--steps', '3']\n"), said
+    assert said.endswith(
+        "the handler of the script\ngoes on with ['--tag', 'mine', '--steps', '3']\n"
+    ), said
     return said
 
 
@@ -84,7 +86,10 @@ def test_a_process_that_is_lost_is_an_exception(workshop: Workshop) -> None:
     (first,) = children(process.number)
     (second,) = children(first)
     os.kill(second, signal.SIGKILL)
-    assert "caught another process of the run is gone; no checkpoint had been written yet\n" in ended(process)
+    assert (
+        "caught another process of the run is gone; no checkpoint had been written yet\n"
+        in ended(process)
+    )
     assert (read_status(process.run) or {})["state"] == "failed"
 
 
@@ -92,13 +97,18 @@ def test_a_signal_to_the_script_lets_both_processes_save(workshop: Workshop) -> 
     process = begin(workshop, "stopped", *TWO, *LONG)
     process.until(after(2))
     process.send(signal.SIGINT)
-    assert f"caught {process.run}: stopped before its end; continue with: rtx resume {process.run}\n" in ended(process)
+    assert (
+        f"caught {process.run}: stopped before its end; continue with: rtx resume {process.run}\n"
+        in ended(process)
+    )
     assert (read_status(process.run) or {})["state"] == "interrupted"
     assert (process.run / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.fixture
-def named(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+def named(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     """The folder of the run that a call in this process makes."""
     run = workshop.folder / request.function.__name__
     for name, value in workshop.environment(run).items():
@@ -122,7 +132,9 @@ def meanwhile(run: Path, act: Callable[[], object]) -> Iterator[None]:
     thread.join()
 
 
-def test_one_process_is_the_callers_own_and_records_the_call(workshop: Workshop, named: Path) -> None:
+def test_one_process_is_the_callers_own_and_records_the_call(
+    workshop: Workshop, named: Path
+) -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     run = rtx.train(workshop.text, *SIZES, "trainer.steps=3")
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
@@ -164,7 +176,10 @@ def test_the_first_process_that_is_lost_is_an_exception(workshop: Workshop, name
     def kill() -> None:
         os.kill((read_status(named) or {})["pid"], signal.SIGKILL)
 
-    with meanwhile(named, kill), pytest.raises(RunFailed, match="the first process of the run was killed by SIGKILL"):
+    with (
+        meanwhile(named, kill),
+        pytest.raises(RunFailed, match="the first process of the run was killed by SIGKILL"),
+    ):
         rtx.train(workshop.text, *SIZES, *TWO, *LONG)
     assert (named / "metrics.jsonl").exists()
 
@@ -173,7 +188,10 @@ def test_a_mistake_of_the_words_is_an_exception(
     workshop: Workshop, named: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, said in (
-        (("data.length=4000", "model.window=8", *TWO), "expected at least one sequence of data.length=4000"),
+        (
+            ("data.length=4000", "model.window=8", *TWO),
+            "expected at least one sequence of data.length=4000",
+        ),
         (("experiment=cifar10_baselines",), "experiment=cifar10_baselines is a sweep"),
         (("hardware=ddp", "hardware.devices=3"), "trainer.batch_size=4"),
     ):

@@ -9,22 +9,42 @@ from small_runs import SIZES, Workshop, after, difference, read_metrics
 
 from rtx.training.run_folder import read_status, run_state
 
-XL = ("model.base=recurrent", "model.positions=xl", "routing.heads=0", "routing.layers=0", "model.tie_embeddings=true")
+XL = (
+    "model.base=recurrent",
+    "model.positions=xl",
+    "routing.heads=0",
+    "routing.layers=0",
+    "model.tie_embeddings=true",
+)
 KINDS = {
     "causal": ("routing=causal",),
     "nearest": (),
     "recurrent": (*XL, "model.memory=40", "trainer.log_every=1"),
     "compressive": (*XL, "model.memory=32", "model.compressed=24", "model.compression_rate=4"),
     "adaptive": (
-        *("data.tokenizer=words", "model.embedding=adaptive", "model.cutoffs=2x5", "model.band_factor=2"),
+        *(
+            "data.tokenizer=words",
+            "model.embedding=adaptive",
+            "model.cutoffs=2x5",
+            "model.band_factor=2",
+        ),
         "model.tie_embeddings=true",
     ),
     "topk": (
-        *("routing=topk", "routing.init=data", "routing.heads=2", "model.positions=shaw", "model.recompute=true"),
+        *(
+            "routing=topk",
+            "routing.init=data",
+            "routing.heads=2",
+            "model.positions=shaw",
+            "model.recompute=true",
+        ),
         *("model.base=lsh", "optimizer=adafactor"),
     ),
 }
-MEMORY = {"recurrent": "with a memory of 40", "compressive": "with a memory of 32 and 24 compressed"}
+MEMORY = {
+    "recurrent": "with a memory of 40",
+    "compressive": "with a memory of 32 and 24 compressed",
+}
 """What is said of a memory, by evaluations and by the plan."""
 
 
@@ -34,14 +54,22 @@ def runs(workshop: Workshop) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, runs: dict[str, Path], kind: str) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(
+    workshop: Workshop, runs: dict[str, Path], kind: str
+) -> None:
     process = workshop.start(f"{kind}-killed", *KINDS[kind])
     assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
     run = process.run
     assert (read_status(run) or {})["state"] == "running" and run_state(run) == "killed"
-    assert f"resuming {run} (killed) from " in workshop.command("resume", str(run), "hardware.workers=2")
+    assert f"resuming {run} (killed) from " in workshop.command(
+        "resume", str(run), "hardware.workers=2"
+    )
     assert (read_status(run) or {})["state"] == "done" and difference(run, runs[kind]) == ""
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "best.ckpt",
+        "last.ckpt",
+        "previous.ckpt",
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,23 +90,40 @@ def test_every_command_takes_it(workshop: Workshop, runs: dict[str, Path], kind:
 
 def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
     """Each stream with its own memory; without dropout, whose numbers are drawn by micro-batch."""
-    still = ["model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "optimizer.schedule=constant"]
+    still = [
+        "model.dropout=0",
+        "model.attention_dropout=0",
+        "model.ffn_dropout=0",
+        "optimizer.schedule=constant",
+    ]
     whole = workshop.train("whole", *KINDS["recurrent"], *still)
     parts = workshop.train("parts", *KINDS["recurrent"], *still, "trainer.steps=7")
     workshop.command("resume", str(parts), "trainer.steps=12", "trainer.micro_batch_size=1")
-    bits = [[row["bits"] for row in read_metrics(run / "metrics.jsonl") if "bits" in row] for run in (whole, parts)]
+    bits = [
+        [row["bits"] for row in read_metrics(run / "metrics.jsonl") if "bits" in row]
+        for run in (whole, parts)
+    ]
     assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 12
 
 
 def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[str, Path]) -> None:
     published = ("data.length=8", "memory=64", "clamp=20", "same_length=true")
-    asked = ((), published, (*published, "mode=streaming"), (*published, "stride=50", "batch_size=3"), ("memory=0",))
+    asked = (
+        (),
+        published,
+        (*published, "mode=streaming"),
+        (*published, "stride=50", "batch_size=3"),
+        ("memory=0",),
+    )
     results = [workshop.score(runs["recurrent"], *words)[0] for words in asked]
     assert all(one["units"] == one["split_units"] for one in results)
     own, longer, streaming, parts = (one["bits_per_byte"] for one in results[:4])
     said = [one["protocol"] for one in results]
     assert "segments of 32 with a memory of 40" in said[0] and results[0]["windows"] == 1
-    assert "segments of 8 with a memory of 64, distances clamped at 20, the same length for all" in said[1]
+    assert (
+        "segments of 8 with a memory of 64, distances clamped at 20, the same length for all"
+        in said[1]
+    )
     assert streaming == longer != own
     assert results[3]["windows"] > 1 and abs(parts - longer) < 0.05
     assert "no memory" not in said[4]

@@ -29,7 +29,12 @@ TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
 EXACT = ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0")
 MOST = {"fp64": 1e-9, "fp32": 1e-6}
 """Largest relative difference allowed after 24 steps."""
-STEADY = ("optimizer.schedule=constant", "trainer.checkpoint_every=4", "trainer.val_every=4", "trainer.steps=24")
+STEADY = (
+    "optimizer.schedule=constant",
+    "trainer.checkpoint_every=4",
+    "trainer.val_every=4",
+    "trainer.steps=24",
+)
 
 
 def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[Process]:
@@ -40,7 +45,12 @@ def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list
     """
     if launcher == "srun":
         return [workshop.fork(run, *arguments, inside=HELD, **place) for place in slurm()]
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={find_free_network_port()}")
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={find_free_network_port()}",
+    )
     return [workshop.begin(run, *arguments, starter=torchrun if launcher == "torchrun" else ())]
 
 
@@ -71,19 +81,39 @@ def worst(one: Path, other: Path) -> float:
     return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-9)) for x, y in pairs)
 
 
-def train(workshop: Workshop, hardware: str, launcher: str, run: Path, *words: str) -> list[Process]:
+def train(
+    workshop: Workshop, hardware: str, launcher: str, run: Path, *words: str
+) -> list[Process]:
     overrides = (f"hardware={hardware}", *TWO, *STEADY, *words)
     return start(workshop, launcher, run, "train", workshop.text, *SIZES, *overrides)
 
 
-ODD = ("model.hidden=18", "model.heads=3", "model.ffn_hidden=13", "routing.heads=2", "model.span_ramp=4")
+ODD = (
+    "model.hidden=18",
+    "model.heads=3",
+    "model.ffn_hidden=13",
+    "routing.heads=2",
+    "model.span_ramp=4",
+)
 KINDS = {
     "plain": (),
     "tied": (
-        *(*ODD[:4], "model.tie_embeddings=true", "model.ffn=geglu", "model.positions=axial", "model.axes=8x4"),
+        *(
+            *ODD[:4],
+            "model.tie_embeddings=true",
+            "model.ffn=geglu",
+            "model.positions=axial",
+            "model.axes=8x4",
+        ),
         *("model.base=lsh", "model.norm=post", "optimizer=adam", "optimizer.weight_decay=0.1"),
     ),
-    "recomputed": (*ODD[:4], "model.positions=shaw", "model.recompute=true", "model.ffn_parts=3", "model.embedding=7"),
+    "recomputed": (
+        *ODD[:4],
+        "model.positions=shaw",
+        "model.recompute=true",
+        "model.ffn_parts=3",
+        "model.embedding=7",
+    ),
     "spans": (*ODD, "model.base=adaptive_span", "model.positions=none", "model.span_cost=0.1"),
 }
 """Models of whose parameters two processes hold parts of unequal sizes."""
@@ -105,31 +135,61 @@ def joined(workshop: Workshop, kind: str, precision: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "precision", "kind"), [("ddp", "fp32", "plain"), *(("fsdp", "fp64", kind) for kind in [*KINDS][1:])]
+    ("hardware", "precision", "kind"),
+    [("ddp", "fp32", "plain"), *(("fsdp", "fp64", kind) for kind in [*KINDS][1:])],
 )
 def test_two_processes_take_the_steps_of_one_and_resume_on_one(
     workshop: Workshop, hardware: str, precision: str, kind: str
 ) -> None:
-    two, one, most = workshop.folder / f"{hardware}-{kind}", joined(workshop, kind, precision), MOST[precision]
+    two, one, most = (
+        workshop.folder / f"{hardware}-{kind}",
+        joined(workshop, kind, precision),
+        MOST[precision],
+    )
     exact = f"hardware.precision={precision}"
-    said = ended(train(workshop, hardware, "srun", two, *EXACT, *KINDS[kind], exact, "trainer.steps=20"))
+    said = ended(
+        train(workshop, hardware, "srun", two, *EXACT, *KINDS[kind], exact, "trainer.steps=20")
+    )
     shares = [float(share) for share in re.findall(r"holds ([\d.]+)", said)]
     assert hardware == "ddp" or (sum(shares) == pytest.approx(1) and max(shares) < 0.6)
-    bits = {row["step"]: row["val_bits"] for row in read_metrics(one / "metrics.jsonl") if row["kind"] == "valid"}
+    bits = {
+        row["step"]: row["val_bits"]
+        for row in read_metrics(one / "metrics.jsonl")
+        if row["kind"] == "valid"
+    }
     assert abs(final(two)["bits"] - bits[20]) < most  # each is of the whole split
-    changed = ("hardware=cpu", exact, "hardware.threads=1", "trainer.micro_batch_size=4", "trainer.steps=24")
+    changed = (
+        "hardware=cpu",
+        exact,
+        "hardware.threads=1",
+        "trainer.micro_batch_size=4",
+        "trainer.steps=24",
+    )
     moved = "devices 2 -> 1" + ", sharded True -> False" * (hardware == "fsdp")
     assert f"no longer exact: {moved}\n" in workshop.command("resume", str(two), *changed)
     assert worst(two, one) < most
-    rows = ([row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"] for run in (two, one))
+    rows = (
+        [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+        for run in (two, one)
+    )
     for row, other in zip(*rows, strict=True):
-        assert row.keys() == other.keys() and row["grad_norm"] == pytest.approx(other["grad_norm"], rel=most)
+        assert row.keys() == other.keys() and row["grad_norm"] == pytest.approx(
+            other["grad_norm"], rel=most
+        )
 
 
 def test_a_run_of_one_process_goes_on_shared_out_among_two(workshop: Workshop) -> None:
-    whole_batch = ("trainer.micro_batch_size=4", "hardware.precision=fp64")  # more than a process has of two
+    whole_batch = (
+        "trainer.micro_batch_size=4",
+        "hardware.precision=fp64",
+    )  # more than a process has of two
     run = workshop.train("lengthened", *STEADY, *EXACT, *whole_batch, "trainer.steps=20")
-    devices = ("hardware=fsdp", "hardware.devices=2", "hardware.threads=1", "hardware.precision=fp64")
+    devices = (
+        "hardware=fsdp",
+        "hardware.devices=2",
+        "hardware.threads=1",
+        "hardware.precision=fp64",
+    )
     text = ended(start(workshop, "rtx", run, "resume", str(run), *devices, "trainer.steps=24"))
     assert "devices 1 -> 2, sharded False -> True" in text
     assert "LOCAL_RANK" not in text, "the second process starts none of its own"
@@ -147,7 +207,9 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
     assert checkpoint["step"] == status["step"]
     first, second = checkpoint["callbacks"]["Watch"]["ranks"]
-    assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])  # each rank drops units of its own
+    assert not torch.equal(
+        first["rng"]["torch"], second["rng"]["torch"]
+    )  # each rank drops units of its own
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +221,8 @@ def whole(workshop: Workshop) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "number", "launcher"), [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")]
+    ("hardware", "number", "launcher"),
+    [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")],
 )
 def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     workshop: Workshop, whole: dict[str, Path], hardware: str, number: signal.Signals, launcher: str
@@ -174,7 +237,10 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     assert status["state"] == "preempted" and status["step"] < 24
     processes = start(workshop, launcher, run, "resume", str(run))
     processes[0].until(after(status["step"] + 2))
-    os.kill(processes[1].number if launcher == "srun" else children(processes[0].number)[0], signal.SIGKILL)
+    os.kill(
+        processes[1].number if launcher == "srun" else children(processes[0].number)[0],
+        signal.SIGKILL,
+    )
     text = ended(processes[:1], 1)
     assert "rtx: another process of the run is gone; the last good checkpoint is" in text
     assert (read_status(run) or {})["state"] == "failed"
@@ -186,7 +252,9 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     assert ended(start(workshop, "srun", run, "resume", str(run))).count("is done: 24 steps") == 1
     workshop.command("export", str(run), "checkpoint=last")
     for folder in (run, run / "export"):
-        assert f"{final(run)['bits']:.4f}" in workshop.command("eval", str(folder), "checkpoint=last")
+        assert f"{final(run)['bits']:.4f}" in workshop.command(
+            "eval", str(folder), "checkpoint=last"
+        )
         assert workshop.command("sample", str(folder), "length=20", "checkpoint=last")
 
 
@@ -194,13 +262,25 @@ def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Wo
     text, other = (workshop.folder / "book.txt").read_bytes(), workshop.folder / "other.txt"
     other.write_bytes(text[:1000] + b"c" + text[1001:])
     six = workshop.train("six", "trainer.steps=6", "optimizer.schedule=constant")
-    fresh, stale = (Path(shutil.copytree(six, workshop.folder / name)) for name in ("fresh", "stale"))
+    fresh, stale = (
+        Path(shutil.copytree(six, workshop.folder / name)) for name in ("fresh", "stale")
+    )
     shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
     ddp = ("hardware=ddp", *TWO, "optimizer.schedule=constant")
     begun, resumed = ("train", *SIZES, *ddp), (*ddp, "trainer.steps=9")
     for run, first, second, state in (
-        (workshop.folder / "data", (*begun, workshop.text), (*begun, f"data.path={other}"), "failed"),
-        (workshop.folder / "rate", (*begun, workshop.text), (*begun, workshop.text, "optimizer.lr=0.1"), "failed"),
+        (
+            workshop.folder / "data",
+            (*begun, workshop.text),
+            (*begun, f"data.path={other}"),
+            "failed",
+        ),
+        (
+            workshop.folder / "rate",
+            (*begun, workshop.text),
+            (*begun, workshop.text, "optimizer.lr=0.1"),
+            "failed",
+        ),
         (fresh, ("resume", str(fresh), *resumed), ("resume", str(stale), *resumed), "done"),
     ):
         each = zip((first, second), slurm(), strict=True)
@@ -214,14 +294,25 @@ def test_a_child_that_cannot_begin_tells_its_parent(capsys: pytest.CaptureFixtur
     hardware = dataclasses.replace(resolve_hardware(Config()), rank=1, devices=2, distributed=True)
     refused = Mock(side_effect=UserError("no data"))
     with patch.multiple("rtx.commands.train", started_by_another=lambda: True, open_data=refused):
-        assert follow(Config(), hardware, Path(os.devnull), "") == 2  # the parent looks at this code
+        assert (
+            follow(Config(), hardware, Path(os.devnull), "") == 2
+        )  # the parent looks at this code
     assert capsys.readouterr().err == "rtx: no data\n"
 
 
-def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(distributed, "PATIENCE_SECONDS", 0.0)
-    for command, told in (("true", []), ("exit 3", ["ended with 3"]), ("kill -9 $$", ["was killed by SIGKILL"])):
-        started, lines = [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")], []
+    for command, told in (
+        ("true", []),
+        ("exit 3", ["ended with 3"]),
+        ("kill -9 $$", ["was killed by SIGKILL"]),
+    ):
+        started, lines = (
+            [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")],
+            [],
+        )
         distributed.watch_ranks(started, lines.append)
         for child in started:
             child.wait()

@@ -15,12 +15,19 @@ from rtx.training.run_folder import read_status
 
 AUTO = (
     *(word for word in SIZES if "micro_batch" not in word),
-    *("trainer.checkpoint_every=100", "trainer.val_every=100", "trainer.steps=4", "hardware.precision=auto"),
+    *(
+        "trainer.checkpoint_every=100",
+        "trainer.val_every=100",
+        "trainer.steps=4",
+        "hardware.precision=auto",
+    ),
 )
 """Four sequences to a step, and no checkpoint before the last."""
 
 
-def starve(patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Exception | None = None) -> list[int]:
+def starve(
+    patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Exception | None = None
+) -> list[int]:
     """Let training run out of memory where a micro-batch has more than `most` sequences; returns the sizes of all."""
     whole, seen = Transformer.loss, []
 
@@ -28,7 +35,9 @@ def starve(patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Excepti
         if self.training:
             seen.append(len(tokens_BN))
             if len(tokens_BN) > most and len(seen) > passes:
-                raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                raise error or torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB"
+                )
         return whole(self, tokens_BN, **options)
 
     patch.setattr(Transformer, "loss", loss)
@@ -39,26 +48,45 @@ def starve(patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Excepti
 def test_the_micro_batch_is_halved_and_the_run_says_and_keeps_it(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
 ) -> None:
-    refused = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
-    seen, run, plain = starve(monkeypatch, 1, passes, refused if passes else None), tmp_path / "run", tmp_path / "plain"
+    refused = RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
+    )
+    seen, run, plain = (
+        starve(monkeypatch, 1, passes, refused if passes else None),
+        tmp_path / "run",
+        tmp_path / "plain",
+    )
     said = workshop.command("train", workshop.text, *AUTO, run=run)
     assert seen[passes:][:3] == [4, 2, 1] and set(seen[passes + 2 :]) == {1}
-    assert "auto: hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false: about " in said
+    assert (
+        "auto: hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false: about "
+        in said
+    )
     assert "out of memory: " in said
     config = load_run_config(run)
     assert (config.trainer.micro_batch_size, config.model.recompute) == (1, False)
     environment = json.loads((run / "environment.json").read_text())["hardware"]
-    assert (environment["micro_batch_size"], environment["accumulate"], environment["precision"]) == (1, 4, "fp32")
-    rows = [json.loads(line)["changed"] for line in (run / "resumes.jsonl").read_text().splitlines()]
+    assert (
+        environment["micro_batch_size"],
+        environment["accumulate"],
+        environment["precision"],
+    ) == (1, 4, "fp32")
+    rows = [
+        json.loads(line)["changed"] for line in (run / "resumes.jsonl").read_text().splitlines()
+    ]
     assert rows == [{"trainer.micro_batch_size": [before, before // 2]} for before in (4, 2)]
-    assert all(f"  trainer.micro_batch_size: {before} -> {before // 2}\n" in said for before in (4, 2))
+    assert all(
+        f"  trainer.micro_batch_size: {before} -> {before // 2}\n" in said for before in (4, 2)
+    )
     workshop.command("train", workshop.text, *AUTO, "trainer.micro_batch_size=1", run=plain)
     assert difference(run, plain) == ""
     said = workshop.command("resume", str(run), "trainer.steps=6")
     assert "auto:" not in said and set(seen[-8:]) == {1}
 
 
-def test_it_goes_on_from_the_newest_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_from_the_newest_checkpoint(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starve(monkeypatch, 2, passes=2)
     run = workshop.folder / "newest"
     said = workshop.command("train", workshop.text, *AUTO, "trainer.checkpoint_every=1", run=run)
@@ -66,18 +94,24 @@ def test_it_goes_on_from_the_newest_checkpoint(workshop: Workshop, monkeypatch: 
     assert [row["step"] for row in counted_rows(run) if row["kind"] == "train"] == [2, 4]
 
 
-def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_is_not_changed(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starve(monkeypatch, 1)
     for words, left in (([], []), (["model.recompute=auto"], ["  model.recompute: False -> True"])):
         run = tmp_path / str(len(left))
         asked = ("trainer.micro_batch_size=2", "model.recompute=false", *words)
         said = workshop.command("train", workshop.text, *AUTO, *asked, run=run, code=1)
         assert [line for line in said.splitlines() if " -> " in line] == left
-        assert said.splitlines()[-1].startswith("rtx: a smaller trainer.micro_batch_size, or model.recompute=true")
+        assert said.splitlines()[-1].startswith(
+            "rtx: a smaller trainer.micro_batch_size, or model.recompute=true"
+        )
         assert (read_status(run) or {})["state"] == "failed"
 
 
-def test_a_sample_without_enough_memory_leaves_the_run_done(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_sample_without_enough_memory_leaves_the_run_done(
+    workshop: Workshop, tmp_path: Path
+) -> None:
     refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     with patch("rtx.commands.sample.generate", side_effect=refused):
         said = workshop.command("train", workshop.text, *AUTO, run=tmp_path / "run")

@@ -24,27 +24,43 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = planned(capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16")
+    printed = planned(
+        capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16"
+    )
     assert (
         "rt24: 24 layers, local heads; routing=topk: 4 of 8 heads route in 24 of 24 layers (32 clusters, W = 256)"
         in printed
     )
     assert "1,000 steps, 131,072,000 units" in printed
-    printed = planned(capsys, "model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1")
-    assert all(said in printed for said in ("tiny: 1 layer,", "(1 device, 1 sequence at a time)", "run 1 step,"))
+    printed = planned(
+        capsys, "model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1"
+    )
+    assert all(
+        said in printed
+        for said in ("tiny: 1 layer,", "(1 device, 1 sequence at a time)", "run 1 step,")
+    )
     assert " TFLOP: less than 0.001 seconds at 100 TFLOP/s memory about " in printed
     assert re.search(r" TFLOP: 0\.\d{3} seconds at 100 TFLOP/s ", planned(capsys))
-    assert re.search(r" MiB a device: weights \d+ MiB, gradients \d+ MiB, optimizer \d+ MiB, ", printed)
+    assert re.search(
+        r" MiB a device: weights \d+ MiB, gradients \d+ MiB, optimizer \d+ MiB, ", printed
+    )
     printed = planned(capsys, "data=enwik8", "model=rt24")
-    assert " hours at 100 TFLOP/s" in printed and re.search(r"about \d+\.\d\d GiB a device", printed)
-    assert re.search(r"speed about [\d.,]+ ms a step, [\d,]+ units/s on an H100 in bf16, predicted, not meas", printed)
+    assert " hours at 100 TFLOP/s" in printed and re.search(
+        r"about \d+\.\d\d GiB a device", printed
+    )
+    assert re.search(
+        r"speed about [\d.,]+ ms a step, [\d,]+ units/s on an H100 in bf16, predicted, not meas",
+        printed,
+    )
     two = planned(capsys, "hardware=ddp", "hardware.devices=2", "trainer.batch_size=4")
     assert "units/s on 2 devices like an H100" in two
     assert "(2 devices, 2 sequences at a time)" in two
 
 
 @pytest.mark.parametrize("batch", [2**20, 720_720])
-def test_a_batch_with_many_divisors_is_planned(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_with_many_divisors_is_planned(
+    batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed = planned(capsys, f"trainer.batch_size={batch}", "plan.memory=16")
     assert f"step {batch:,} sequences, " in printed and " sequences at a time, " in printed
 
@@ -62,7 +78,9 @@ def test_a_wide_terminal_is_used(
 def test_the_plan_says_what_each_device_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "device_memory", lambda config: None if config.hardware.name == "gpu" else 15 * 2**30)
+    monkeypatch.setattr(
+        plan, "device_memory", lambda config: None if config.hardware.name == "gpu" else 15 * 2**30
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     def given(*words: str) -> list[str]:
@@ -79,17 +97,32 @@ def test_the_plan_says_what_each_device_is_given(
     ):
         assert [line.partition(":")[0] for line in given(*words)] == devices
     first, _, last, _ = given()
-    assert " at a time, recomputed, " in first and "recomputed" not in last and "does not fit" not in first
+    assert (
+        " at a time, recomputed, " in first
+        and "recomputed" not in last
+        and "does not fit" not in first
+    )
     asked = given("trainer.micro_batch_size=8", "model.recompute=false")[0]
     assert "does not fit (8 sequences at a time, " in asked and "optimizer=adafactor" in asked
-    assert "a machine of 0.001 GiB: does not fit (" in planned(capsys, "plan.memory=0.001", "hardware=cpu")
+    assert "a machine of 0.001 GiB: does not fit (" in planned(
+        capsys, "plan.memory=0.001", "hardware=cpu"
+    )
 
 
-OURS, SDPA, FLASH = "our kernels for packed lists", "torch's scaled_dot_product_attention", "torch's flash kernel"
+OURS, SDPA, FLASH = (
+    "our kernels for packed lists",
+    "torch's scaled_dot_product_attention",
+    "torch's flash kernel",
+)
 TILES = "torch's operations on tiles of the lists"
 ENGINES = [
     (
-        ("model.base=full+local", "routing=topk", "model.positions=rotary", "model.attention_dropout=0"),
+        (
+            "model.base=full+local",
+            "routing=topk",
+            "model.positions=rotary",
+            "model.attention_dropout=0",
+        ),
         f"full by {SDPA}, local by {OURS}, topk by {OURS}",
     ),
     (
@@ -114,9 +147,15 @@ ENGINES = [
         f"not {FLASH}: it computes in float32 or narrower), ",
     ),
     (("hardware.precision=fp32",), f"local by {OURS}, "),
-    (("model.hidden=576",), f"local by {FLASH} (not {OURS}: it computes with heads of 16 to 128 units), "),
+    (
+        ("model.hidden=576",),
+        f"local by {FLASH} (not {OURS}: it computes with heads of 16 to 128 units), ",
+    ),
     (("hardware.attention=torch",), f"local by {FLASH}, causal by {TILES} "),
-    (("hardware.attention=flex",), "local by torch's FlexAttention, causal by torch's FlexAttention "),
+    (
+        ("hardware.attention=flex",),
+        "local by torch's FlexAttention, causal by torch's FlexAttention ",
+    ),
     (
         ("hardware.attention=native",),
         "local by no engine (not hardware.attention=native: it computes in float32 on a CPU), ",
@@ -161,7 +200,9 @@ def test_a_plan_for_a_cpu_names_no_engine_of_a_gpu(
     assert " attention local by " in planned(capsys, "hardware=gpu")
 
 
-def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(packed_attention, "HAS_TRITON", True)
     monkeypatch.setattr(packed_attention, "HAS_COMPILER", True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # what stands for a recent GPU

@@ -9,7 +9,14 @@ from small_runs import SIZES, Workshop, after, counted_rows, difference, final
 
 RECALL = (
     *(size for size in SIZES if not size.startswith("data")),
-    *("data=recall", "data.length=32", "data.pairs=3", "data.keys=5", "data.values=4", "data.sequences=9"),
+    *(
+        "data=recall",
+        "data.length=32",
+        "data.pairs=3",
+        "data.keys=5",
+        "data.values=4",
+        "data.sequences=9",
+    ),
 )
 ANSWERS = 9 * 3
 
@@ -26,7 +33,9 @@ def recall_run(workshop: Workshop) -> Path:
     return run
 
 
-def test_accuracy_is_logged_with_every_row_and_every_answer_scored_once(workshop: Workshop, recall_run: Path) -> None:
+def test_accuracy_is_logged_with_every_row_and_every_answer_scored_once(
+    workshop: Workshop, recall_run: Path
+) -> None:
     rows = counted_rows(recall_run)
     for row in rows:
         share = row["accuracy" if row["kind"] == "train" else "val_accuracy"]
@@ -56,7 +65,9 @@ def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, recall_run: P
 
 
 @pytest.mark.parametrize("mode", ["parallel", "streaming"])
-def test_an_ablation_is_named_and_kept_beside_the_plain_score(workshop: Workshop, recall_run: Path, mode: str) -> None:
+def test_an_ablation_is_named_and_kept_beside_the_plain_score(
+    workshop: Workshop, recall_run: Path, mode: str
+) -> None:
     kept, scores = (f"mode={mode}", "limit=7"), set()
     for how, said in (
         ("routing", "outputs of the routing heads set to zero"),
@@ -65,7 +76,9 @@ def test_an_ablation_is_named_and_kept_beside_the_plain_score(workshop: Workshop
     ):
         result, _ = workshop.score(recall_run, *kept, f"ablate={how}")
         assert result["ablate"] == how and not result["selection_sees_future"]
-        assert result["protocol"].endswith(f"; ablated ({said}; trained with selection=topk): sees no future")
+        assert result["protocol"].endswith(
+            f"; ablated ({said}; trained with selection=topk): sees no future"
+        )
         scores.add(result["bits_per_answer"])
     plain, _ = workshop.score(recall_run, *kept)
     assert plain["ablate"] == "none" and "ablated" not in plain["protocol"]
@@ -73,7 +86,9 @@ def test_an_ablation_is_named_and_kept_beside_the_plain_score(workshop: Workshop
     assert len(scores | {plain["bits_per_answer"]}) > 1
 
 
-def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, recall_run: Path) -> None:
+def test_what_recall_does_not_have_is_refused_in_a_line(
+    workshop: Workshop, recall_run: Path
+) -> None:
     task = [word for word in RECALL if word.startswith("data")]
     for arguments, said in (
         (("analyze", "context", str(recall_run)), "there is no loss by position"),
@@ -85,14 +100,24 @@ def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, reca
         printed = workshop.command(*arguments, code=2)
         assert said in printed and printed.count("\n") <= 2
     assert "N = 32 units of recall" in workshop.command("plan", *RECALL)
-    assert "made on the fly; 27 answers in valid, 27 answers in test" in workshop.command("data", "prepare", *task)
+    assert "made on the fly; 27 answers in valid, 27 answers in test" in workshop.command(
+        "data", "prepare", *task
+    )
 
 
 @pytest.mark.parametrize("task", ["mqar", "copy", "induction"])
-def test_answers_at_any_place_are_scored_once_and_told_by_distance_and_pairs(workshop: Workshop, task: str) -> None:
+def test_answers_at_any_place_are_scored_once_and_told_by_distance_and_pairs(
+    workshop: Workshop, task: str
+) -> None:
     run = workshop.folder / task
     words = [word for word in RECALL if word not in ("data=recall", "data.length=32")]
-    words += [f"data={task}", "data.length=64", "data.distance=20", "data.pairs=4", "data.gaps=power"]
+    words += [
+        f"data={task}",
+        "data.length=64",
+        "data.distance=20",
+        "data.pairs=4",
+        "data.gaps=power",
+    ]
     words = [word for word in words if task != "induction" or "gaps" not in word]
     printed = workshop.command("train", *words, run=run)
     assert "accuracy by pairs: 1: " in printed and "accuracy by distance: 16+: " in printed
@@ -101,21 +126,39 @@ def test_answers_at_any_place_are_scored_once_and_told_by_distance_and_pairs(wor
         assert sum(count for _, count in table.values()) == closing["units"]
         right = sum(share * count for share, count in table.values())
         assert right == pytest.approx(closing["accuracy"] * closing["units"])
-    assert {*closing["accuracy_by_pairs"]} == {"1", "2", "4"} and {*closing["accuracy_by_distance"]} <= {"16", "32"}
+    assert {*closing["accuracy_by_pairs"]} == {"1", "2", "4"} and {
+        *closing["accuracy_by_distance"]
+    } <= {"16", "32"}
     result, _ = workshop.score(run, "mode=streaming", "checkpoint=last")
     assert result["units"] == result["split_units"] == closing["units"]
     assert result["accuracy_by_pairs"] == closing["accuracy_by_pairs"]
     counted = workshop.command("data", "info", *[word for word in words if "data" in word])
     assert f"{closing['units']} answers in valid" in counted
-    audited = workshop.command("audit", str(run), "sequences=1", "prefixes=4", "windows=3", "positions=5")
+    audited = workshop.command(
+        "audit", str(run), "sequences=1", "prefixes=4", "windows=3", "positions=5"
+    )
     assert "1 position in each of 3 windows" in audited
     report = workshop.command("report", str(run))
     assert "accuracy" in report and "baseline: chance" in report
 
 
 def test_steps_are_the_same_in_parts(workshop: Workshop) -> None:
-    task = ("data=mqar", "data.distance=4", "model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0")
-    words, bits = [*(word for word in RECALL if word != "data=recall"), *task, "routing.heads=0", "trainer.steps=4"], []
+    task = (
+        "data=mqar",
+        "data.distance=4",
+        "model.dropout=0",
+        "model.attention_dropout=0",
+        "model.ffn_dropout=0",
+    )
+    words, bits = (
+        [
+            *(word for word in RECALL if word != "data=recall"),
+            *task,
+            "routing.heads=0",
+            "trainer.steps=4",
+        ],
+        [],
+    )
     for size in (1, 4):
         run = workshop.folder / f"parts{size}"
         workshop.command("train", *words, f"trainer.micro_batch_size={size}", run=run)

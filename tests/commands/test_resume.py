@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, after, checkpoint_difference, children, counted_rows, difference, read_metrics
+from small_runs import (
+    SIZES,
+    Workshop,
+    after,
+    checkpoint_difference,
+    children,
+    counted_rows,
+    difference,
+    read_metrics,
+)
 
 from rtx import __version__
 from rtx.compose import load_run_config
@@ -28,17 +37,23 @@ def steady(workshop: Workshop) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "state"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 143, "preempted")]
+    ("number", "code", "state"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 143, "preempted")],
 )
 def test_a_signal_saves_and_leaves_with_its_code(
     workshop: Workshop, undisturbed: Path, number: int, code: int, state: str
 ) -> None:
-    process = workshop.start(f"signal{number}", "trainer.checkpoint_every=1000000", "hardware.workers=1")
+    process = workshop.start(
+        f"signal{number}", "trainer.checkpoint_every=1000000", "hardware.workers=1"
+    )
     assert process.kill_when(after(2), number) == code
     status = read_status(process.run) or {}
     assert status["state"] == state
     printed = process.log.read_text()
-    assert f"stopped by {signal.Signals(number).name} at step" in printed and f"rtx resume {process.run}" in printed
+    assert (
+        f"stopped by {signal.Signals(number).name} at step" in printed
+        and f"rtx resume {process.run}" in printed
+    )
     before = (process.run / "config.yaml").read_text()
     for steps in (1, status["step"]):
         said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
@@ -50,12 +65,18 @@ def test_a_signal_saves_and_leaves_with_its_code(
 
 
 @pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 3)])
-def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path, step: int, saved: int) -> None:
+def test_a_second_interrupt_leaves_at_once(
+    workshop: Workshop, undisturbed: Path, step: int, saved: int
+) -> None:
     process = workshop.start(f"twice{step}", inside=endless_step(step))
     process.until(lambda run: (run / "endless").exists())
     assert process.wait(send=signal.SIGINT) == 130
     last = process.run / "checkpoints" / "last.ckpt"
-    good = f"the last good checkpoint is {last} (step {saved})" if saved else "no checkpoint had been written yet"
+    good = (
+        f"the last good checkpoint is {last} (step {saved})"
+        if saved
+        else "no checkpoint had been written yet"
+    )
     printed = process.log.read_text()
     assert f"stopped at once; {good}\n" in printed
     assert (f"continue with: rtx resume {process.run}\n" in printed) == bool(saved)
@@ -63,7 +84,9 @@ def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path
     assert (status["state"], status["reason"]) == ("interrupted", f"stopped at once; {good}")
     assert is_whole(last) if saved else not list(last.parent.iterdir())
     begins = f"from step {saved}\n" if saved else "from the beginning: it has no checkpoint\n"
-    environment = (process.run / "environment.json").read_text()  # of the first of the steps that count
+    environment = (
+        process.run / "environment.json"
+    ).read_text()  # of the first of the steps that count
     assert f"(interrupted) {begins}" in workshop.command("resume", str(process.run))
     assert difference(process.run, undisturbed) == ""
     assert ((process.run / "environment.json").read_text() == environment) == bool(saved)
@@ -84,11 +107,15 @@ TrainingModule.configure_gradient_clipping = slow
 """
 
 
-@pytest.mark.parametrize("place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing_lines"])
+@pytest.mark.parametrize(
+    "place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing_lines"]
+)
 def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place: str) -> None:
     interrupt = "lambda *_, **__: signal.raise_signal(signal.SIGINT)"
     owner, _, name = place.rpartition(".")
-    inside = f"import rtx.commands.train, rtx.training.loggers, signal; {owner}.{name} = {interrupt}"
+    inside = (
+        f"import rtx.commands.train, rtx.training.loggers, signal; {owner}.{name} = {interrupt}"
+    )
     process = workshop.start(f"late-{name}", "trainer.steps=2", inside=inside)
     assert process.wait() == 0, process.log.read_text()
     printed = process.log.read_text()
@@ -96,23 +123,32 @@ def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place
     assert (read_status(process.run) or {})["state"] == "done"
 
 
-def test_a_loader_process_that_is_killed_is_told_in_a_line(workshop: Workshop, undisturbed: Path) -> None:
+def test_a_loader_process_that_is_killed_is_told_in_a_line(
+    workshop: Workshop, undisturbed: Path
+) -> None:
     process = workshop.start("loaderless", "hardware.workers=1", inside=endless_step(5))
     process.until(lambda run: (run / "endless").exists())
     for child in children(process.number):
         os.kill(child, signal.SIGKILL)
     assert process.wait() == 1
     line = process.log.read_text().splitlines()[-1]
-    assert line.startswith("rtx: a loader process is gone: DataLoader worker") and "(step 3)" in line
+    assert (
+        line.startswith("rtx: a loader process is gone: DataLoader worker") and "(step 3)" in line
+    )
     workshop.command("resume", str(process.run))
     assert difference(process.run, undisturbed) == ""
 
 
 @pytest.mark.parametrize(
-    "screen", ["read, write = os.pipe(); os.close(read)", "write = os.open('/dev/full', os.O_WRONLY)"]
+    "screen",
+    ["read, write = os.pipe(); os.close(read)", "write = os.open('/dev/full', os.O_WRONLY)"],
 )
-def test_a_screen_that_takes_no_more_ends_no_run(workshop: Workshop, undisturbed: Path, screen: str) -> None:
-    process = workshop.start(f"unread-{len(screen)}", inside=f"import os; {screen}; os.dup2(write, 1)")
+def test_a_screen_that_takes_no_more_ends_no_run(
+    workshop: Workshop, undisturbed: Path, screen: str
+) -> None:
+    process = workshop.start(
+        f"unread-{len(screen)}", inside=f"import os; {screen}; os.dup2(write, 1)"
+    )
     process.wait()
     assert (read_status(process.run) or {})["state"] == "done", process.log.read_text()
     assert difference(process.run, undisturbed) == ""
@@ -120,32 +156,55 @@ def test_a_screen_that_takes_no_more_ends_no_run(workshop: Workshop, undisturbed
 
 def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, steady: Path) -> None:
     run = workshop.train("full", "trainer.steps=6", "optimizer.schedule=constant")
-    last, most = run / "checkpoints" / "last.ckpt", (run / "checkpoints" / "best.ckpt").stat().st_size + 1000
+    last, most = (
+        run / "checkpoints" / "last.ckpt",
+        (run / "checkpoints" / "best.ckpt").stat().st_size + 1000,
+    )
     quota = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most},) * 2)"
     process = workshop.fork(run, "resume", str(run), "trainer.steps=12", inside=quota)
     assert process.wait() == 1
     printed = process.log.read_text().splitlines()
-    assert printed[-1] == f"rtx: cannot write {last}: File too large; the last good checkpoint is {last} (step 6)"
+    assert (
+        printed[-1]
+        == f"rtx: cannot write {last}: File too large; the last good checkpoint is {last} (step 6)"
+    )
     assert (read_status(run) or {})["state"] == "failed"
     assert not list((run / "checkpoints").glob(".*"))
     workshop.command("resume", str(run))
-    assert checkpoint_difference(run, steady, "last") == "" == checkpoint_difference(run, steady, "best")
+    assert (
+        checkpoint_difference(run, steady, "last")
+        == ""
+        == checkpoint_difference(run, steady, "best")
+    )
 
 
-def test_a_best_without_a_checkpoint_beside_it_is_kept(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_best_without_a_checkpoint_beside_it_is_kept(
+    workshop: Workshop, undisturbed: Path, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     best = (run / "checkpoints" / "best.ckpt").read_bytes()
     for name in ("status.json", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"):
         (run / name).unlink()
-    said = workshop.command("resume", str(run), "trainer.steps=3", "optimizer.schedule=constant", code=2)
+    said = workshop.command(
+        "resume", str(run), "trainer.steps=3", "optimizer.schedule=constant", code=2
+    )
     assert "optimizer.schedule" in said and (run / "checkpoints" / "best.ckpt").read_bytes() == best
     said = workshop.command("resume", str(run))
     (kept,) = (run / "checkpoints").glob("best-*.ckpt")
-    assert f"{run / 'checkpoints' / 'best.ckpt'} is kept as {kept.name}" in said and kept.read_bytes() == best
-    assert checkpoint_difference(run, undisturbed, "last") == "" == checkpoint_difference(run, undisturbed, "best")
+    assert (
+        f"{run / 'checkpoints' / 'best.ckpt'} is kept as {kept.name}" in said
+        and kept.read_bytes() == best
+    )
+    assert (
+        checkpoint_difference(run, undisturbed, "last")
+        == ""
+        == checkpoint_difference(run, undisturbed, "best")
+    )
 
 
-def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(workshop: Workshop, steady: Path) -> None:
+def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(
+    workshop: Workshop, steady: Path
+) -> None:
     short = workshop.train("short", "optimizer.schedule=constant", "trainer.steps=8")
     said = workshop.command("resume", str(short))
     assert "is done: 8 steps" in said and "trainer.steps=N with N above 8 continues it" in said
@@ -155,13 +214,20 @@ def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(works
     environment = (short / "environment.json").read_text()
     printed = workshop.command("resume", str(short), "trainer.steps=12")
     assert "trainer.steps: 8 -> 12" in printed and "no longer exact" not in printed
-    assert checkpoint_difference(short, steady, "last") == "" == checkpoint_difference(short, steady, "best")
+    assert (
+        checkpoint_difference(short, steady, "last")
+        == ""
+        == checkpoint_difference(short, steady, "best")
+    )
     last, whole = ({row["kind"]: row for row in counted_rows(run)} for run in (short, steady))
     assert last == whole
     (resumed,) = (json.loads(line) for line in (short / "resumes.jsonl").read_text().splitlines())
     assert resumed["changed"]["trainer.steps"] == [8, 12] and resumed["threads"] == 1
     assert (short / "environment.json").read_text() == environment
-    assert {path.name for path in (short / "samples").iterdir()} == {"step8-seed0-1.txt", "step12-seed0-1.txt"}
+    assert {path.name for path in (short / "samples").iterdir()} == {
+        "step8-seed0-1.txt",
+        "step12-seed0-1.txt",
+    }
 
 
 def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
@@ -171,7 +237,9 @@ def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
     assert status["reason"] == "trainer.max_minutes is up"
     assert "trainer.max_minutes=M with M above 1e-06" in workshop.command("resume", str(run))
     assert (read_status(run) or {})["step"] == step
-    assert {"valid", "final"} <= {row["kind"] for row in read_metrics(run / "metrics.jsonl") if row["step"] == step}
+    assert {"valid", "final"} <= {
+        row["kind"] for row in read_metrics(run / "metrics.jsonl") if row["step"] == step
+    }
     workshop.command("resume", str(run), "trainer.max_minutes=2e-6")
     assert (read_status(run) or {})["step"] in (step, step + 1)
 
@@ -180,24 +248,46 @@ def test_another_version_or_number_of_threads_is_no_longer_exact(
     workshop: Workshop, steady: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, threads = Path(shutil.copytree(steady, tmp_path / "run")), torch.get_num_threads()
-    (run / "environment.json").write_text((run / "environment.json").read_text().replace(f'"{__version__}"', '"0.2.0"'))
+    (run / "environment.json").write_text(
+        (run / "environment.json").read_text().replace(f'"{__version__}"', '"0.2.0"')
+    )
     shutil.copy2(workshop.folder / "book.txt", tmp_path / "copy.txt")
     monkeypatch.chdir(tmp_path)
-    changed = ("trainer.steps=14", "hardware.threads=2", "hardware.precision=fp64", "data.path=copy.txt")
+    changed = (
+        "trainer.steps=14",
+        "hardware.threads=2",
+        "hardware.precision=fp64",
+        "data.path=copy.txt",
+    )
     said = workshop.command("resume", str(run), *changed)
     torch.set_num_threads(threads)
-    assert f"no longer exact: rtx 0.2.0 -> {__version__}, threads 1 -> 2, precision fp32 -> fp64\n" in said
-    assert load_run_config(run).data.path == str(tmp_path / "copy.txt"), "it counts from the current folder"
+    assert (
+        f"no longer exact: rtx 0.2.0 -> {__version__}, threads 1 -> 2, precision fp32 -> fp64\n"
+        in said
+    )
+    assert load_run_config(run).data.path == str(tmp_path / "copy.txt"), (
+        "it counts from the current folder"
+    )
 
 
-def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
+def test_what_would_make_another_run_of_it_is_refused(
+    workshop: Workshop, undisturbed: Path, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     path, resume = run / "config.yaml", ("resume", str(run), "trainer.steps=14")
     whole, status = path.read_text(), (run / "status.json").read_text()
-    for key, old, new in (("model.hidden", 16, 32), ("data.length", 32, 64), ("trainer.batch_size", 4, 8)):
-        assert f"{key}: {old} -> {new} is refused" in workshop.command(*resume, f"{key}={new}", code=2)
+    for key, old, new in (
+        ("model.hidden", 16, 32),
+        ("data.length", 32, 64),
+        ("trainer.batch_size", 4, 8),
+    ):
+        assert f"{key}: {old} -> {new} is refused" in workshop.command(
+            *resume, f"{key}={new}", code=2
+        )
     for key, old, new in (("optimizer.warmup", 3, 2), ("seed", 0, 4)):
-        path.write_text(whole.replace(f"{key.rpartition('.')[2]}: {old}", f"{key.rpartition('.')[2]}: {new}"))
+        path.write_text(
+            whole.replace(f"{key.rpartition('.')[2]}: {old}", f"{key.rpartition('.')[2]}: {new}")
+        )
         assert f"{key}: {old} -> {new} is refused" in workshop.command(*resume, code=2)
         path.write_text(whole)
     (tmp_path / "other.txt").write_bytes((workshop.folder / "book.txt").read_bytes()[::-1])
@@ -208,7 +298,9 @@ def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undist
     assert "  trainer.log_every: 2 -> 3\n" in workshop.command(*resume)
 
 
-def test_train_goes_on_in_the_folder_that_it_is_given(workshop: Workshop, undisturbed: Path) -> None:
+def test_train_goes_on_in_the_folder_that_it_is_given(
+    workshop: Workshop, undisturbed: Path
+) -> None:
     process = workshop.start("idempotent")
     process.kill_when(after(6))
     words = ("train", workshop.text, *SIZES)

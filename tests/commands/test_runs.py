@@ -17,11 +17,16 @@ OLD, NEW = "20260101-000000-abcd1234", "20260102-000000-9876fedc"
 @pytest.fixture(scope="module")
 def runs(workshop: Workshop) -> list[Path]:
     """Two runs of one name, the older first, in the folder of all runs."""
-    return [workshop.train(f"out/small/{name}", f"seed={seed}") for seed, name in enumerate((OLD, NEW), 1)]
+    return [
+        workshop.train(f"out/small/{name}", f"seed={seed}")
+        for seed, name in enumerate((OLD, NEW), 1)
+    ]
 
 
 @pytest.fixture
-def elsewhere(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def elsewhere(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
     """Further variables of all commands, which have another current folder, with no runs and no data."""
     here, more = workshop.environment, {"RTX_DATA": str(tmp_path / "none")}
     monkeypatch.chdir(tmp_path)
@@ -29,13 +34,17 @@ def elsewhere(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return more
 
 
-def test_the_list_has_the_newest_first(workshop: Workshop, runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_has_the_newest_first(
+    workshop: Workshop, runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for folder in ((), (str(runs[0].parent),)):
         rows = [line.split() for line in workshop.command("runs", *folder).splitlines()]
         assert rows[0] == ["run", "what", "differs", "step", "bits", "state"]
         assert [row[0] for row in rows[1:]] == [f"small/{NEW}", f"small/{OLD}"]
-        assert all(row[-3] == "12/12" and float(row[-2]) > 0 and row[-1] == "done" for row in rows[1:])
+        assert all(
+            row[-3] == "12/12" and float(row[-2]) > 0 and row[-1] == "done" for row in rows[1:]
+        )
     assert "nowhere: no such folder" in workshop.command("runs", "nowhere", code=2)
     assert "holds no run" in workshop.command("runs", str(workshop.data), code=2)
 
@@ -51,12 +60,21 @@ def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
         (run / "config.yaml").write_text("seed: 0\n")
         (run / "environment.json").write_text(json.dumps({"command": command.format(seed)}))
         if seed:
-            (run / "environment.json").write_text(json.dumps({"command": f"rtx train routing.heads={seed}"}))
+            (run / "environment.json").write_text(
+                json.dumps({"command": f"rtx train routing.heads={seed}"})
+            )
     program = f"from rtx.commands.runs import main; main([{str(tmp_path)!r}])"
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "RTX_OUTPUTS": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "COLUMNS": str(columns),
+        "TERM": "xterm",
+        "RTX_OUTPUTS": str(tmp_path),
+    }
     lines = on_a_terminal([sys.executable, "-c", program], environment)
     assert lines[0].split()[0] == "run" and sorted(line.split()[0] for line in lines[1:4]) == names
-    assert all(len(line) <= columns for line in lines) or columns == 40, "narrower than names and figures are"
+    assert all(len(line) <= columns for line in lines) or columns == 40, (
+        "narrower than names and figures are"
+    )
     whole = command.partition(" -m ")[2].format(0)
     short = whole.replace("routing.", "").replace("optimizer.", "")
     (row,) = [line for line in lines if names[0] in line]
@@ -78,8 +96,16 @@ def on_a_terminal(command: list[str], environment: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_run_has_names_and_its_data_wherever_one_stands(workshop: Workshop, runs: list[Path]) -> None:
-    for name, run in (("last", runs[1]), (NEW, runs[1]), ("98", runs[1]), ("small/20260101", runs[0]), (OLD, runs[0])):
+def test_a_run_has_names_and_its_data_wherever_one_stands(
+    workshop: Workshop, runs: list[Path]
+) -> None:
+    for name, run in (
+        ("last", runs[1]),
+        (NEW, runs[1]),
+        ("98", runs[1]),
+        ("small/20260101", runs[0]),
+        (OLD, runs[0]),
+    ):
         said = workshop.command("eval", name, "limit=1")
         assert f"{run}: best.ckpt" in said and "preparing" not in said
     for words in ("analyze patterns", "sample", "export", "resume", "report"):

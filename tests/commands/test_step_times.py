@@ -28,7 +28,12 @@ def steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def ask(workshop: Workshop, steps: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
+def ask(
+    workshop: Workshop,
+    steps: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Ask:
     """What runs the script with its words, checks the exit code, and returns all that was printed."""
 
     def run(*words: str, code: int = 0) -> str:
@@ -46,13 +51,19 @@ def record_of(workshop: Workshop, name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(workshop: Workshop, steps: Any, ask: Ask) -> None:
+def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(
+    workshop: Workshop, steps: Any, ask: Ask
+) -> None:
     with patch.object(steps, "after_step", wraps=steps.after_step) as moved:
         said = ask("name=timed", KINDS, "seed=1,0")
     assert moved.call_count == 2 * (1 + 3), "once for each step of a row"
     assert "2 rows, 3 turns of 1 step" in said and "local" in said and "routing" in said
     record = record_of(workshop, "timed")
-    assert record["what"] == WHAT and record["device"] == "CPU, 1 thread" and record["versions"]["torch"]
+    assert (
+        record["what"] == WHAT
+        and record["device"] == "CPU, 1 thread"
+        and record["versions"]["torch"]
+    )
     assert record["bench"] == {"turns": 3, "per_turn": 1, "warmup": 1}
     rows = [(len(row["ms_turns"]), row["reason"], row["config"]["seed"]) for row in record["rows"]]
     assert rows == [(3, None, 1)] * 2
@@ -62,8 +73,12 @@ def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(workshop: Workshop, step
 
 
 @pytest.mark.parametrize("extra", [(), ("routing.init=data",), ("data=recall", "data.length=64")])
-def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop, ask: Ask, extra: tuple[str, ...]) -> None:
-    said = ask(f"name=fails{len(extra)}", *extra, "optimizer.lr=1e-4,1e38", code=1)  # no step that trains nothing fails
+def test_a_row_that_fails_leaves_the_others_running(
+    workshop: Workshop, ask: Ask, extra: tuple[str, ...]
+) -> None:
+    said = ask(
+        f"name=fails{len(extra)}", *extra, "optimizer.lr=1e-4,1e38", code=1
+    )  # no step that trains nothing fails
     good, bad = record_of(workshop, f"fails{len(extra)}")["rows"]
     assert len(good["ms_turns"]) == 3 and good["reason"] is None
     assert bad["ms_turns"] == [] and " at learning rate 1e+38" in bad["reason"]
@@ -86,7 +101,10 @@ def test_what_a_user_may_get_wrong(workshop: Workshop, ask: Ask) -> None:
     for words, said in (
         (("experiment=cifar10_gird",), "did you mean 'cifar10_grid'"),
         (("turns=0",), "turns=0: must be an integer, at least 1"),
-        (("routing.heads=2,4", "hydra.launcher.x=1"), "hydra.launcher.x=1: rows are timed in turn on one device"),
+        (
+            ("routing.heads=2,4", "hydra.launcher.x=1"),
+            "hydra.launcher.x=1: rows are timed in turn on one device",
+        ),
         (("hardware=slurm",), "hardware takes auto, cpu or gpu"),
         (("name=taken",), "set RTX_OUTPUTS"),
     ):

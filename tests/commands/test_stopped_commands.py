@@ -29,13 +29,17 @@ def test_a_stopped_command_says_so_in_a_line(workshop: Workshop, run: Path) -> N
         (signal.SIGINT, 130, "plan", "cost"),
     ):
         words = [word] if word == "plan" else [word, str(run)]
-        printed, said, returned = interrupted(workshop, [f"rtx.commands.{word}", place, *words], number)
+        printed, said, returned = interrupted(
+            workshop, [f"rtx.commands.{word}", place, *words], number
+        )
         assert (returned, said) == (code, f"rtx: stopped by {number.name}\n"), printed
     assert not (run / "eval").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_sample_keeps_what_was_written(workshop: Workshop, run: Path, number: int, code: int) -> None:
+def test_a_stopped_sample_keeps_what_was_written(
+    workshop: Workshop, run: Path, number: int, code: int
+) -> None:
     before = set((run / "samples").iterdir())
     words = ["rtx.commands.sample", "generate", "sample", str(run), "prompt=abc", "length=50"]
     printed, said, returned = interrupted(workshop, words, number)

@@ -43,7 +43,11 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     left = "checkpoints config.yaml environment.json lock metrics.jsonl samples status.json"
     assert sorted(path.name for path in run.iterdir()) == left.split()
     (sample,) = (run / "samples").iterdir()
-    assert len(sample.read_bytes()) == 8 and str(sample) in said and "a sample (temperature 0.8):" in said
+    assert (
+        len(sample.read_bytes()) == 8
+        and str(sample) in said
+        and "a sample (temperature 0.8):" in said
+    )
     config = load_run_config(run)
     assert config.routing.clusters == 4  # ceil(32 / 8), frozen
     environment = json.loads((run / "environment.json").read_text())
@@ -52,7 +56,11 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     status = read_status(run) or {}
     store = open_data(config.data, workshop.folder / "data")
     assert environment["data"]["fingerprint"] == store.fingerprint
-    assert (status["state"], status["step"], status["final"]["units"]) == ("done", 12, len(store.split("valid")))
+    assert (status["state"], status["step"], status["final"]["units"]) == (
+        "done",
+        12,
+        len(store.split("valid")),
+    )
     first, *rows, last = read_metrics(run / "metrics.jsonl")
     assert first["kind"] == "train"
     told = {"bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes", "time"}
@@ -62,7 +70,10 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     best = read_checkpoint(run / "checkpoints" / "best.ckpt")["step"]
     assert [*validations] == [4, 8, 12] and validations[best] == min(validations.values())
     assert f"{last['val_bits']:.4f} bits/byte on the validation split" in said
-    assert f"bits/byte on valid, {last['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
+    assert (
+        f"bits/byte on valid, {last['val_units']:,} bytes each scored once, windows of 32, stride 5"
+        in said
+    )
     assert "selection=nearest: sees no future" in said
     plain = baselines(store.split("valid"))
     assert final(run)["baselines"] == plain
@@ -75,19 +86,38 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hardware", sorted({*options("hardware")} - {"gpu", *LAUNCHED}))
 def test_every_hardware_of_a_cpu_takes_a_step(workshop: Workshop, hardware: str) -> None:
-    process = workshop.start(hardware, "trainer.steps=1", f"hardware={hardware}", "hardware.devices=1")
+    process = workshop.start(
+        hardware, "trainer.steps=1", f"hardware={hardware}", "hardware.devices=1"
+    )
     assert process.wait() == 0, process.log.read_text()
-    assert load_run_config(process.run).hardware.name == hardware and final(process.run)["units"] == 150
+    assert (
+        load_run_config(process.run).hardware.name == hardware
+        and final(process.run)["units"] == 150
+    )
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
-def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, still = [], ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=2")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch asks
+def test_a_compiled_run_takes_the_same_steps(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, still = (
+        [],
+        ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=2"),
+    )
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager"))
-    runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false", "auto")]
-    assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
+    monkeypatch.setattr(
+        torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager")
+    )
+    runs = [
+        workshop.train(f"compile-{word}", *still, f"hardware.compile={word}")
+        for word in ("true", "false", "auto")
+    ]
+    assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(
+        final(runs[1])["bits"], rel=1e-6
+    )
     assert final(runs[1]) == final(runs[2]), "auto does not compile on a CPU"
 
 
@@ -120,13 +150,17 @@ def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
     run = workshop.folder / f"broken-{fails}"
     said = workshop.command("train", workshop.text, *SIZES, run=run)
     reason = {"forward": "no kernel image", "backward": "CUDA out of memory"}[fails]
-    (line,) = [line for line in said.splitlines() if line.startswith("hardware.compile=auto: not compiled")]
+    (line,) = [
+        line for line in said.splitlines() if line.startswith("hardware.compile=auto: not compiled")
+    ]
     assert reason in line and line.endswith("the model runs eagerly")
     assert torch.equal(weight(run), weight(undisturbed))
     assert torch.equal(weight(run, CENTROIDS), weight(undisturbed, CENTROIDS))
 
 
-def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(workshop: Workshop) -> None:
+def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(
+    workshop: Workshop,
+) -> None:
     words = ("routing.init=random", "seed=1", "routing.init=data")
     runs = [workshop.train(word, word, "routing.decay=1.0", "trainer.steps=1") for word in words]
     assert not torch.equal(weight(runs[0]), weight(runs[1]))
@@ -136,7 +170,12 @@ def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(wor
 
 def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
     run = workshop.folder / "nan"
-    wild = ("optimizer.lr=1e30", "optimizer.warmup=0", "optimizer.schedule=constant", "trainer.clip=0")
+    wild = (
+        "optimizer.lr=1e30",
+        "optimizer.warmup=0",
+        "optimizer.schedule=constant",
+        "trainer.clip=0",
+    )
     said = workshop.command("train", workshop.text, *SIZES, *wild, run=run, code=1)
     told = r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been written yet"
     assert re.fullmatch(told, said.splitlines()[-1])
@@ -148,10 +187,15 @@ def test_bf16_and_fp64(workshop: Workshop) -> None:
     for precision in ("fp32", "bf16", "bf16-true", "fp64"):
         path = workshop.train(precision, f"hardware.precision={precision}", "trainer.steps=2")
         scores[precision] = final(path)["bits"]
-        assert weight(path).dtype == {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+        assert weight(path).dtype == {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(
+            precision, torch.float32
+        )
         centroids = weight(path, CENTROIDS)
         assert centroids.dtype == torch.float32
-        assert json.loads((path / "environment.json").read_text())["hardware"]["precision"] == precision
+        assert (
+            json.loads((path / "environment.json").read_text())["hardware"]["precision"]
+            == precision
+        )
     assert scores["fp32"] == pytest.approx(scores["fp64"], abs=1e-4)
     assert scores["fp32"] == pytest.approx(scores["bf16"], abs=0.05)
     assert scores["fp32"] == pytest.approx(scores["bf16-true"], abs=0.05)
@@ -181,27 +225,50 @@ def test_mistakes_are_told_in_a_line_and_leave_no_folder(
         ("data.length=4000", "expected at least one sequence of data.length=4000"),
         ("hardware=ddp hardware.devices=2 trainer.batch_size=3", "trainer.batch_size=3"),
         (f"data.path={empty}", "empty.txt"),
-        (f"{XL} trainer.batch_size=100", "=100: expected 100 streams of at least data.length=32 units"),
+        (
+            f"{XL} trainer.batch_size=100",
+            "=100: expected 100 streams of at least data.length=32 units",
+        ),
         (f"{XL} model.memory=5000", "model.memory=5000 must be at most 675"),
-        ("data.tokenizer=words model.embedding=adaptive model.cutoffs=2x5000", "=2x5000 must end below the"),
+        (
+            "data.tokenizer=words model.embedding=adaptive model.cutoffs=2x5000",
+            "=2x5000 must end below the",
+        ),
     ):
-        said = workshop.command("train", workshop.text, *SIZES, *words.split(), run=tmp_path / "cell", code=2)
+        said = workshop.command(
+            "train", workshop.text, *SIZES, *words.split(), run=tmp_path / "cell", code=2
+        )
         assert line in said and not (tmp_path / "cell").exists()
 
 
 def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop: Workshop) -> None:
-    run = workshop.folder / "out/closing/few"  # of the 10 windows in the validation split a validation takes 5
-    printed = workshop.command("train", workshop.text, *SIZES, "data.length=16", "trainer.final_windows=2", run=run)
+    run = (
+        workshop.folder / "out/closing/few"
+    )  # of the 10 windows in the validation split a validation takes 5
+    printed = workshop.command(
+        "train", workshop.text, *SIZES, "data.length=16", "trainer.final_windows=2", run=run
+    )
     said = " ".join(printed.split())
-    assert "on a sample of 2 windows of the validation split" in said and "(a sample of the windows)" in said
+    assert (
+        "on a sample of 2 windows of the validation split" in said
+        and "(a sample of the windows)" in said
+    )
     assert "a short run: optimizer=adamw is made for 1,000 steps" in said and "zlib" not in said
-    assert "the learning rate (optimizer.schedule=cosine) ended at 10% of optimizer.lr=0.003" in said
-    assert final(run)["windows"] == 2 and final(run)["units"] <= 32 and "baselines" not in final(run)
+    assert (
+        "the learning rate (optimizer.schedule=cosine) ended at 10% of optimizer.lr=0.003" in said
+    )
+    assert (
+        final(run)["windows"] == 2 and final(run)["units"] <= 32 and "baselines" not in final(run)
+    )
     assert f" ~{final(run)['bits']:.4f} " in workshop.command("runs")
     assert "bits/byte on 2 windows of the validation split" in workshop.command("resume", str(run))
     assert "a sample of 2 windows" in workshop.command("report", str(run))
     workshop.command("resume", str(run), "trainer.steps=13", "trainer.final_windows=null")
-    assert "windows" not in final(run) and final(run)["units"] == 150 and "zlib" in final(run)["baselines"]
+    assert (
+        "windows" not in final(run)
+        and final(run)["units"] == 150
+        and "zlib" in final(run)["baselines"]
+    )
     assert f" {final(run)['bits']:.4f} " in workshop.command("runs")
 
 
@@ -212,12 +279,22 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
     monkeypatch.setattr("rtx.commands.train.device_memory", lambda config, processes=0: 2**10)
     for seconds, windows in ((1e9, None), (1e-9, 5)):  # no fewer than a validation takes
         monkeypatch.setattr(callbacks, "FINAL_SECONDS", seconds)
-        run, words = workshop.folder / f"auto{windows}", ("data.length=16", "model.recompute=false", "trainer.steps=4")
+        run, words = (
+            workshop.folder / f"auto{windows}",
+            ("data.length=16", "model.recompute=false", "trainer.steps=4"),
+        )
         said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
-        assert final(run).get("windows") == windows and (final(run)["units"] == 150) == (windows is None)
-        line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
+        assert final(run).get("windows") == windows and (final(run)["units"] == 150) == (
+            windows is None
+        )
+        line = next(
+            line for line in said.splitlines() if not line.startswith(("preparing", "data=text"))
+        )
         told = "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute="
-        assert line.startswith(told) and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line
+        assert (
+            line.startswith(told)
+            and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line
+        )
 
 
 @pytest.mark.parametrize(("steps", "recorded"), [(12, 2), (7, 1), (5, 0)])
@@ -225,14 +302,22 @@ def test_some_steps_are_recorded_behind_the_first_and_change_nothing(
     workshop: Workshop, tmp_path: Path, undisturbed: Path, steps: int, recorded: int
 ) -> None:
     run, asked = tmp_path / "run", f"trainer.profile={max(1, recorded)}"
-    said = workshop.command("train", workshop.text, *SIZES, f"trainer.steps={steps}", asked, run=run)
+    said = workshop.command(
+        "train", workshop.text, *SIZES, f"trainer.steps={steps}", asked, run=run
+    )
     trace = run / "trace.json.gz"
     assert trace.exists() == (recorded > 0)
     if not recorded:
         assert "trainer.profile=1: the run ended before step 6 of this process" in said
         return
-    assert f"the trace of {recorded} step" in said and f"{trace}: https://ui.perfetto.dev opens it" in said
-    names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert (
+        f"the trace of {recorded} step" in said
+        and f"{trace}: https://ui.perfetto.dev opens it" in said
+    )
+    names = [
+        event.get("name", "")
+        for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    ]
     assert "aten::embedding" in names
     assert len([name for name in names if name.startswith("ProfilerStep#")]) >= recorded
     if steps == 12:
@@ -243,7 +328,9 @@ def test_some_steps_are_recorded_behind_the_first_and_change_nothing(
 def test_rows_status_and_lines_tell_the_share_of_the_peak(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rtx.commands.train.run_meter", lambda *given: Meter(operations_per_unit=2e6, peak=1e12))
+    monkeypatch.setattr(
+        "rtx.commands.train.run_meter", lambda *given: Meter(operations_per_unit=2e6, peak=1e12)
+    )
     run = tmp_path / "run"
     said = workshop.command("train", workshop.text, *SIZES, "trainer.steps=4", run=run)
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]

@@ -33,7 +33,9 @@ class Server:
 
     @property
     def remote(self) -> Remote:
-        return Remote(f"{self.address}/file.zip", len(self.content), hashlib.sha256(self.content).hexdigest())
+        return Remote(
+            f"{self.address}/file.zip", len(self.content), hashlib.sha256(self.content).hexdigest()
+        )
 
 
 @contextlib.contextmanager
@@ -69,7 +71,9 @@ def serving(content: bytes = CONTENT, certificate: Path | None = None) -> Iterat
             thread.join()
 
 
-def send(handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes, **headers: str | int) -> None:
+def send(
+    handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes, **headers: str | int
+) -> None:
     handler.send_response(status)
     for name, value in ({"Content_Length": len(body)} | headers).items():
         handler.send_header(name.replace("_", "-"), str(value))

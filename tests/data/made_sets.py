@@ -30,7 +30,10 @@ def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
     """Return lines of made words, some frequent, some rare, some not ASCII."""
     draw = random.Random(seed)
     stems = random.Random(7)
-    known = ["".join(stems.choices("abcdefghijklmnoprstuvwy", k=stems.randint(2, 9))) for _ in range(different)]
+    known = [
+        "".join(stems.choices("abcdefghijklmnoprstuvwy", k=stems.randint(2, 9)))
+        for _ in range(different)
+    ]
     known[::25] = [f"{word}é" for word in known[::25]]
     chosen = draw.choices(known, weights=[1 / (rank + 1) for rank in range(different)], k=words)
     lines = [" ".join(chosen[start : start + 11]) for start in range(0, words, 11)]
@@ -46,7 +49,9 @@ def articles(count: int, seed: int = 0) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-def opened(root: Path, name: str, path: Path | str | None, length: int = 4, **options: Any) -> TokenStore:
+def opened(
+    root: Path, name: str, path: Path | str | None, length: int = 4, **options: Any
+) -> TokenStore:
     """Return the store of a set at `path`."""
     data = DataConfig(name=name, path=None if path is None else str(path), length=length, **options)
     found = open_data(data, root, lambda line: None)
@@ -54,7 +59,9 @@ def opened(root: Path, name: str, path: Path | str | None, length: int = 4, **op
     return found
 
 
-def refused(root: Path, name: str, path: Path | str | None, message: str, length: int = 4, **options: Any) -> None:
+def refused(
+    root: Path, name: str, path: Path | str | None, message: str, length: int = 4, **options: Any
+) -> None:
     """Check that there is no store of a set at `path`, that the reason is told, and that nothing stays behind."""
     before = set(root.glob("*"))
     with pytest.raises(UserError, match=message):
@@ -64,7 +71,9 @@ def refused(root: Path, name: str, path: Path | str | None, message: str, length
 
 def remote(path: Path) -> Remote:
     content = path.read_bytes()
-    return Remote(f"https://nowhere.invalid/{path.name}", len(content), hashlib.sha256(content).hexdigest())
+    return Remote(
+        f"https://nowhere.invalid/{path.name}", len(content), hashlib.sha256(content).hexdigest()
+    )
 
 
 def write_table(path: Path, group: int = 1000, **columns: Sequence[Any]) -> Path:
@@ -74,7 +83,9 @@ def write_table(path: Path, group: int = 1000, **columns: Sequence[Any]) -> Path
 
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {
-        name: pa.array(rows, pa.binary()).view(pa.string()) if rows and isinstance(rows[0], bytes) else pa.array(rows)
+        name: pa.array(rows, pa.binary()).view(pa.string())
+        if rows and isinstance(rows[0], bytes)
+        else pa.array(rows)
         for name, rows in columns.items()
     }
     parquet.write_table(pa.table(arrays), path, row_group_size=group)
@@ -100,7 +111,11 @@ def write_images(path: Path, rows: Sequence[bytes | None], column: str = "img") 
 
 def tables(folder: Path, column: str = "img", kind: str = "PNG", **splits: np.ndarray) -> Path:
     for split, pixels in splits.items():
-        write_images(folder / f"{split}-00000-of-00001.parquet", [encoded(image, kind) for image in pixels], column)
+        write_images(
+            folder / f"{split}-00000-of-00001.parquet",
+            [encoded(image, kind) for image in pixels],
+            column,
+        )
     return folder
 
 
@@ -217,7 +232,9 @@ def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """Parquet files of seven, two and three books, as the hub has them; the published counts are of as many."""
-    for seed, (split, count, words) in enumerate([("train", 7, 1_390), ("valid", 2, 390), ("test", 3, 590)]):
+    for seed, (split, count, words) in enumerate(
+        [("train", 7, 1_390), ("valid", 2, 390), ("test", 3, 590)]
+    ):
         books = [prose(200, 10 * seed + number) for number in range(count)]
         place = folder / f"{split.replace('valid', 'validation')}-00000-of-00001.parquet"
         write_table(place, 2, text=books, publication_date=[1800] * count)
@@ -230,7 +247,9 @@ def made_hub(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """A folder as a data set of the hub, which has splits and a column of text."""
     for number, split in enumerate(("train", "validation", "test")):
         lines = prose(400, number).decode().splitlines()
-        write_table(folder / f"{split}-00000-of-00001.parquet", said=lines, who=["nobody"] * len(lines))
+        write_table(
+            folder / f"{split}-00000-of-00001.parquet", said=lines, who=["nobody"] * len(lines)
+        )
     return ["data=hub", f"data.path={folder}", "data.column=said", "data.length=32"]
 
 
@@ -243,7 +262,10 @@ def made_imagenet64(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """Tars of PNGs as published, scaled down so that a sequence is short."""
     published = {}
     for split, name, count in (("train", "train_64x64", 9), ("valid", "valid_64x64", 3)):
-        members = {f"{name}/{n}.png": encoded(image) for n, image in enumerate(random_images(count, 64, 64, count))}
+        members = {
+            f"{name}/{n}.png": encoded(image)
+            for n, image in enumerate(random_images(count, 64, 64, count))
+        }
         published[split] = remote(write_tar(folder / f"{name}.tar", members))
     patch.setattr(images, "IMAGENET64", published)
     patch.setitem(images.PUBLISHED, "imagenet64", {"train": 9, "valid": 3})
@@ -257,7 +279,18 @@ def made_images(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 
 SETS: dict[str, Callable[[Path, pytest.MonkeyPatch], Made]] = {
-    **{"text": made_text, "stdlib": made_library, "hub": made_hub, "images": made_images, "cifar10": made_cifar10},
+    **{
+        "text": made_text,
+        "stdlib": made_library,
+        "hub": made_hub,
+        "images": made_images,
+        "cifar10": made_cifar10,
+    },
     "kernel": made_kernel,
-    **{"enwik8": made_enwik8, "wikitext103": made_wikitext, "pg19": made_pg19, "imagenet64": made_imagenet64},
+    **{
+        "enwik8": made_enwik8,
+        "wikitext103": made_wikitext,
+        "pg19": made_pg19,
+        "imagenet64": made_imagenet64,
+    },
 }

@@ -12,7 +12,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bad_servers import CONTENT, NOBODY, Server, broken, ranged, redirect, refuse, serving, silent, whole
+from bad_servers import (
+    CONTENT,
+    NOBODY,
+    Server,
+    broken,
+    ranged,
+    redirect,
+    refuse,
+    serving,
+    silent,
+    whole,
+)
 
 from rtx.data import files
 from rtx.data.files import Remote, download, hub_files
@@ -45,7 +56,9 @@ def test_what_broke_or_fell_silent_is_continued_where_it_was(server, tmp_path, s
     (tmp_path / "file.zip.part").write_bytes(CONTENT[:PART])
     assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
     assert server.ranges == ["bytes=300000-", "bytes=550000-", "bytes=800000-"]
-    assert "file.zip: the connection ended early at 550,000 of 1,000,000 bytes; again in 0 s" in said
+    assert (
+        "file.zip: the connection ended early at 550,000 of 1,000,000 bytes; again in 0 s" in said
+    )
     assert any("timed out" in line for line in said)
 
 
@@ -55,11 +68,18 @@ def test_a_server_that_ignores_ranges_sends_it_all_again(server, tmp_path, said)
     assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("stale", [b"x" * PART, b"x" * 1_000_000, b"x" * 1_000_001], ids=["short", "same", "long"])
-def test_other_bytes_never_get_the_name_and_the_next_call_begins_anew(server, tmp_path, said, stale):
+@pytest.mark.parametrize(
+    "stale", [b"x" * PART, b"x" * 1_000_000, b"x" * 1_000_001], ids=["short", "same", "long"]
+)
+def test_other_bytes_never_get_the_name_and_the_next_call_begins_anew(
+    server, tmp_path, said, stale
+):
     server.answers = [ranged]
     (tmp_path / "file.zip.part").write_bytes(stale)
-    with pytest.raises(RunFailed, match=r"file\.zip: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; .*data\.path="):
+    with pytest.raises(
+        RunFailed,
+        match=r"file\.zip: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; .*data\.path=",
+    ):
         download(server.remote, tmp_path, said.append)
     assert os.listdir(tmp_path) == []
     assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
@@ -71,7 +91,9 @@ def endless(handler: http.server.BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"more" + CONTENT + b"more")
 
 
-@pytest.mark.parametrize(("answer", "message"), [(endless, "expected sha256 "), (refuse(403), "HTTP Error 403: ")])
+@pytest.mark.parametrize(
+    ("answer", "message"), [(endless, "expected sha256 "), (refuse(403), "HTTP Error 403: ")]
+)
 def test_another_file_or_a_refusal_is_told_at_once(server, tmp_path, said, answer, message):
     server.answers = [answer]
     with pytest.raises(RunFailed, match=rf"{message}.*data\.path=<file or folder>"):
@@ -95,7 +117,9 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
 
 def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
-    with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
+    with pytest.raises(
+        RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"
+    ):
         download(Remote(f"{NOBODY}/file.zip", 10, "0" * 64), tmp_path, said.append)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(20))
     monkeypatch.setattr(files, "ANSWER_WITHIN", 0.05)
@@ -106,7 +130,9 @@ def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
 def test_a_full_disk_keeps_the_part_and_says_so(server, tmp_path, said, monkeypatch):
     server.answers = [ranged]
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        patch.setattr(
+            Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        )
         with pytest.raises(RunFailed, match="no space left to write"):
             download(server.remote, tmp_path, said.append)
     assert os.listdir(tmp_path) == ["file.zip.part"]
@@ -127,26 +153,43 @@ def cache(monkeypatch, tmp_path) -> Path:
     blob.write_bytes(b"content")
     link.symlink_to(blob)
     (place / "refs" / "main").write_text("0" * 40)
-    for name, value in {"ENDPOINT": NOBODY, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path)}.items():
+    for name, value in {
+        "ENDPOINT": NOBODY,
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(tmp_path),
+    }.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     return link
 
 
-def test_what_is_cached_at_the_pinned_revision_needs_no_network_and_must_be_what_the_hub_said(cache, said):
+def test_what_is_cached_at_the_pinned_revision_needs_no_network_and_must_be_what_the_hub_said(
+    cache, said
+):
     assert hub_files(REPOSITORY, ["config/*.parquet"], "0" * 40, said.append) == cache.parents[1]
     assert "127.0.0.1: Connection refused; " in said[0]
     cache.resolve().write_bytes(b"contemt")
-    with pytest.raises(RunFailed, match=r"a\.parquet: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; delete"):
+    with pytest.raises(
+        RunFailed, match=r"a\.parquet: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; delete"
+    ):
         hub_files(REPOSITORY, ["config/*.parquet"], None, said.append)
 
 
 @pytest.mark.parametrize(
     ("repository", "pattern", "revision"),
-    [("no/set", "*", None), (REPOSITORY, "other/*.parquet", None), (REPOSITORY, "config/*.parquet", "1" * 40)],
+    [
+        ("no/set", "*", None),
+        (REPOSITORY, "other/*.parquet", None),
+        (REPOSITORY, "config/*.parquet", "1" * 40),
+    ],
 )
-def test_what_is_not_cached_is_told_at_once(cache, said, monkeypatch, repository, pattern, revision):
+def test_what_is_not_cached_is_told_at_once(
+    cache, said, monkeypatch, repository, pattern, revision
+):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
-    with pytest.raises(RunFailed, match=rf"hf://datasets/{repository}.*: Connection refused; fetch it .*data\.path="):
+    with pytest.raises(
+        RunFailed,
+        match=rf"hf://datasets/{repository}.*: Connection refused; fetch it .*data\.path=",
+    ):
         hub_files(repository, [pattern], revision, said.append)
 
 

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_sets import encoded, opened, random_images, refused, remote, tables, write_images, write_table, write_tar
+from made_sets import (
+    encoded,
+    opened,
+    random_images,
+    refused,
+    remote,
+    tables,
+    write_images,
+    write_table,
+    write_tar,
+)
 from PIL import Image
 
 from rtx.data import images
@@ -32,8 +42,13 @@ def records(pictures: np.ndarray) -> bytes:
 
 def archive(folder: Path) -> Path:
     parts = enumerate(np.array_split(TRAIN, 5), 1)
-    members = {f"cifar-10-batches-bin/data_batch_{number}.bin": records(pixels) for number, pixels in parts}
-    members |= {"cifar-10-batches-bin/test_batch.bin": records(TEST), "cifar-10-batches-bin/readme.html": b"<html>"}
+    members = {
+        f"cifar-10-batches-bin/data_batch_{number}.bin": records(pixels) for number, pixels in parts
+    }
+    members |= {
+        "cifar-10-batches-bin/test_batch.bin": records(TEST),
+        "cifar-10-batches-bin/readme.html": b"<html>",
+    }
     write_tar(folder / "cifar-10-binary.tar.gz", members)
     return folder
 
@@ -56,13 +71,22 @@ def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, monkeypatch
     assert store.unit == "dim" and store.stamps == {}
 
 
-def test_held_out_images_are_the_same_everywhere_and_none_makes_test_valid(tmp_path, root, monkeypatch):
+def test_held_out_images_are_the_same_everywhere_and_none_makes_test_valid(
+    tmp_path, root, monkeypatch
+):
     assert held_images(50_000, 5_000)[:4].tolist() == [24, 27, 41, 46]
     assert set(held_images(100, 7)) < set(held_images(100, 20))
     monkeypatch.setitem(images.PUBLISHED, "cifar10", {"train": 12, "test": 4})
     store = opened(root, "cifar10", as_hub_has_it(tmp_path), 3072, held_out=0)
     assert (pictures(store, "valid") == TEST).all() and store.stamps == {"valid": "test"}
-    refused(root, "cifar10", tmp_path, r"data\.held_out=12: expected fewer than the 12 tra", 3072, held_out=12)
+    refused(
+        root,
+        "cifar10",
+        tmp_path,
+        r"data\.held_out=12: expected fewer than the 12 tra",
+        3072,
+        held_out=12,
+    )
 
 
 def test_what_is_not_as_published_is_stamped(tmp_path, root):
@@ -70,7 +94,9 @@ def test_what_is_not_as_published_is_stamped(tmp_path, root):
     assert store.stamps == {"images": {"train": 12, "test": 4}, "complete": False, "lossy": True}
     scaled = opened(root, "cifar10", tmp_path, 192, held_out=3, size=8)
     assert scaled.stamps["scaled"] == "8x8" and scaled.image == (8, 8)
-    refused(root, "cifar10", tmp_path, r"data\.length=192: expected 3072, for one im", 192, held_out=3)
+    refused(
+        root, "cifar10", tmp_path, r"data\.length=192: expected 3072, for one im", 192, held_out=3
+    )
 
 
 def test_other_files_than_cifar10s_are_refused(tmp_path, root, monkeypatch):
@@ -78,18 +104,40 @@ def test_other_files_than_cifar10s_are_refused(tmp_path, root, monkeypatch):
     archive(tmp_path)
     monkeypatch.setattr(tarfile, "open", lambda *_: pytest.fail("it was opened"))
     for place in (tmp_path, tmp_path / name):
-        refused(root, "cifar10", place, rf"{name}: expected {name} .*with sha256 c4a38c.*, found [\d,]+ bytes", 3072)
+        refused(
+            root,
+            "cifar10",
+            place,
+            rf"{name}: expected {name} .*with sha256 c4a38c.*, found [\d,]+ bytes",
+            3072,
+        )
     (tmp_path / name).unlink()
     (tmp_path / "cifar-10-python.tar.gz").touch()
-    refused(root, "cifar10", tmp_path, r"expected cifar-10-binary\.tar\.gz or parquet files, found none")
+    refused(
+        root, "cifar10", tmp_path, r"expected cifar-10-binary\.tar\.gz or parquet files, found none"
+    )
     as_hub_has_it(tmp_path / "half")
     (tmp_path / "half" / "test-00000-of-00001.parquet").unlink()
     refused(root, "cifar10", tmp_path / "half", r"missing split: test; found only train-")
     for split in ("train", "test"):
         write_table(tmp_path / "other" / f"{split}.parquet", img=["text", "more"])
         write_table(tmp_path / "labels" / f"{split}.parquet", label=[1, 2])
-    refused(root, "cifar10", tmp_path / "other", r"(text|more): expected a whole image: ", 3072, held_out=1)
-    refused(root, "cifar10", tmp_path / "labels", r"expected a column img or image or png; found l", 3072, held_out=1)
+    refused(
+        root,
+        "cifar10",
+        tmp_path / "other",
+        r"(text|more): expected a whole image: ",
+        3072,
+        held_out=1,
+    )
+    refused(
+        root,
+        "cifar10",
+        tmp_path / "labels",
+        r"expected a column img or image or png; found l",
+        3072,
+        held_out=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +146,10 @@ def test_other_files_than_cifar10s_are_refused(tmp_path, root, monkeypatch):
         (None, "expected a whole image: cannot identify"),
         (b"no image", "expected a whole image: cannot identify"),
         (encoded(TRAIN[0])[:-900], "expected a whole image: image file is truncated"),
-        (encoded(TRAIN[0, :16]), r"expected a lossless image of 32 x 32 \(height x width\) .*, found 16 x 32; convert"),
+        (
+            encoded(TRAIN[0, :16]),
+            r"expected a lossless image of 32 x 32 \(height x width\) .*, found 16 x 32; convert",
+        ),
         (encoded(TRAIN[0], "JPEG"), "found a lossy one; convert it, leave it out, or scale all"),
         (encoded(Image.new("CMYK", (32, 32)), "TIFF"), "8 bits a channel, found mode CMYK"),
     ],
@@ -126,9 +177,17 @@ def test_other_kinds_of_images_become_rgb():
         assert want.decode(encoded(Image.fromarray(grey).convert(kind)), kind) == as_rgb
     image = random_images(1, 8, 8)[0]
     for kind in ("PNG", "BMP", "TIFF", "PPM"):
-        assert want.decode(encoded(image, kind), kind) == image.tobytes(), "row by row, red, green, blue"
+        assert want.decode(encoded(image, kind), kind) == image.tobytes(), (
+            "row by row, red, green, blue"
+        )
     box = Pixels(4, 4, scaled=True).decode(encoded(image), "scaled")
-    assert np.abs(np.frombuffer(box, np.uint8).reshape(4, 4, 3) - image.reshape(4, 2, 4, 2, 3).mean((1, 3))).max() <= 1
+    assert (
+        np.abs(
+            np.frombuffer(box, np.uint8).reshape(4, 4, 3)
+            - image.reshape(4, 2, 4, 2, 3).mean((1, 3))
+        ).max()
+        <= 1
+    )
 
 
 BIG = {"train": random_images(6, 64, 64, 3), "valid": random_images(3, 64, 64, 4)}
@@ -154,14 +213,20 @@ def other_tables(folder: Path) -> Path:
     return tables(folder, "image", train=BIG["train"], validation=BIG["valid"])
 
 
-@pytest.mark.parametrize(("make", "variant"), [(tars, "PixelRNN"), (folders, "PixelRNN"), (other_tables, "other")])
+@pytest.mark.parametrize(
+    ("make", "variant"), [(tars, "PixelRNN"), (folders, "PixelRNN"), (other_tables, "other")]
+)
 def test_every_form_of_imagenet64_gives_the_same_images(tmp_path, root, monkeypatch, make, variant):
     place = make(tmp_path)
     monkeypatch.setitem(images.PUBLISHED, "imagenet64", {"train": 6, "valid": 3})
     if make is tars:
-        monkeypatch.setattr(images, "IMAGENET64", {split: remote(place / f"{split}_64x64.tar") for split in BIG})
+        monkeypatch.setattr(
+            images, "IMAGENET64", {split: remote(place / f"{split}_64x64.tar") for split in BIG}
+        )
     store = opened(root, "imagenet64", place, 12288, held_out=2)
-    with monkeypatch.context() as patch:  # of a store that is there neither archives nor images are read again
+    with (
+        monkeypatch.context() as patch
+    ):  # of a store that is there neither archives nor images are read again
         patch.setattr(Remote, "check", lambda *_: pytest.fail("it was read"))
         assert opened(root, "imagenet64", place, 12288, held_out=2).fingerprint == store.fingerprint
     assert (pictures(store, "test") == BIG["valid"]).all() and len(pictures(store, "train")) == 4
@@ -173,9 +238,19 @@ def test_every_form_of_imagenet64_gives_the_same_images(tmp_path, root, monkeypa
 
 
 def test_another_tar_and_nothing_are_refused(tmp_path, root):
-    refused(root, "imagenet64", None, r"needs data\.path=<folder with train_64x64\.tar and .*>: academictorrents")
+    refused(
+        root,
+        "imagenet64",
+        None,
+        r"needs data\.path=<folder with train_64x64\.tar and .*>: academictorrents",
+    )
     for place in (tmp_path, tmp_path / "nowhere"):
-        refused(root, "imagenet64", place, r"expected train_64x64\.tar and valid_64x64\.tar or train_64x64/\*\.png")
+        refused(
+            root,
+            "imagenet64",
+            place,
+            r"expected train_64x64\.tar and valid_64x64\.tar or train_64x64/\*\.png",
+        )
     message = r"train_64x64\.tar: expected train_64x64\.tar .*, found [\d,]+ bytes"
     refused(root, "imagenet64", tars(tmp_path), message, 12288, held_out=2)
 
@@ -192,15 +267,27 @@ def test_every_20th_image_is_valid_and_every_20th_test_or_folders_say(tmp_path, 
     (tmp_path / "own" / "train" / "notes.txt").touch()
     (tmp_path / "own" / "train" / ".hidden.png").touch()
     store = opened(root, "images", tmp_path / "own", 72)
-    assert (pictures(store, "train") == pixels[:3]).all() and (pictures(store, "test") == pixels[4:]).all()
+    assert (pictures(store, "train") == pixels[:3]).all() and (
+        pictures(store, "test") == pixels[4:]
+    ).all()
     assert store.image == (4, 6) and store.stamps == {}
     (tmp_path / "own" / "valid" / "a.png").unlink()
-    refused(root, "images", tmp_path / "own", r"some in each of train, valid and test, found train 3, valid 0, test 1")
+    refused(
+        root,
+        "images",
+        tmp_path / "own",
+        r"some in each of train, valid and test, found train 3, valid 0, test 1",
+    )
 
 
 def test_what_is_no_folder_of_images_is_refused(tmp_path, root):
     (tmp_path / "a.png").write_bytes(encoded(TRAIN[0]))
-    refused(root, "images", tmp_path, r"expected a folder with at least 20 images .*, found train 1, valid 0, test 0")
+    refused(
+        root,
+        "images",
+        tmp_path,
+        r"expected a folder with at least 20 images .*, found train 1, valid 0, test 0",
+    )
     for place in (tmp_path / "a.png", tmp_path / "nowhere"):
         refused(root, "images", place, f"{place}: cannot be read: ")
     for number in range(20):

@@ -11,7 +11,9 @@ from rtx.config import DataConfig, all_fields
 from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
 from rtx.errors import UserError
 
-MQAR = DataConfig(name="mqar", length=64, pairs=4, keys=9, values=8, fillers=3, sequences=7, distance=10)
+MQAR = DataConfig(
+    name="mqar", length=64, pairs=4, keys=9, values=8, fillers=3, sequences=7, distance=10
+)
 COPY, INDUCTION = replace(MQAR, name="copy", keys=1, pairs=6), replace(MQAR, name="induction")
 RECALL = replace(MQAR, name="recall", distance=0)
 TASKS = (MQAR, replace(MQAR, gaps="power"), COPY, INDUCTION, RECALL)
@@ -47,7 +49,9 @@ def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("task", [*TASKS, *SIZES], ids=lambda task: f"{task.name}-{task.gaps}-{task.length}")
+@pytest.mark.parametrize(
+    "task", [*TASKS, *SIZES], ids=lambda task: f"{task.name}-{task.gaps}-{task.length}"
+)
 def test_a_reader_of_the_prefix_finds_every_answer_and_no_other(task: DataConfig) -> None:
     counts, P = set(), task.pairs
     for sequence, at_A, back_A in zip(*drawn(task, 300 if task in TASKS else 5), strict=True):
@@ -55,7 +59,10 @@ def test_a_reader_of_the_prefix_finds_every_answer_and_no_other(task: DataConfig
         assert [(place, back) for place, _, back in answers] == [
             pair for pair in zip(at_A.tolist(), back_A.tolist(), strict=True) if pair[0] >= 0
         ]
-        assert all(sequence[place] == value and back >= max(2, task.distance) for place, value, back in answers)
+        assert all(
+            sequence[place] == value and back >= max(2, task.distance)
+            for place, value, back in answers
+        )
         assert sequence.max() < RecallStore(task).vocabulary
         if task.name == "recall":
             assert at_A.tolist() == list(range(task.length - 2 * P + 1, task.length, 2))
@@ -78,12 +85,16 @@ def test_questions_are_asked_at_every_place_alike(task: DataConfig) -> None:
 
 
 def test_the_power_law_asks_soon_and_pairs_of_induction_stand_anywhere() -> None:
-    soon, late = (np.median(drawn(replace(MQAR, distance=0, gaps=gaps))[2]) for gaps in ("power", "uniform"))
+    soon, late = (
+        np.median(drawn(replace(MQAR, distance=0, gaps=gaps))[2]) for gaps in ("power", "uniform")
+    )
     assert soon < 0.6 * late
     _, at, back = drawn(INDUCTION)
     told = np.bincount((at - back)[at >= 0] // 2, minlength=32) / (at >= 0).sum()
     assert (told[: 32 - 5] > 0).all() and not told[32 - 5 :].any()
-    assert told[:5].mean() > 2 * told[-10:-5].mean(), "early pairs have more places for their question"
+    assert told[:5].mean() > 2 * told[-10:-5].mean(), (
+        "early pairs have more places for their question"
+    )
     small = RecallStore(replace(INDUCTION, length=8 * 4 + 10))  # as many pairs as fit for certain
     assert {int((small.sequence(0, index) < 9).sum()) for index in range(50)} == {8, 4, 2}
 
@@ -102,7 +113,9 @@ def test_neither_the_unit_before_nor_the_position_tells_an_answer(task: DataConf
     rows, columns = np.nonzero(at >= 0)
     place, answer = at[rows, columns], tokens[rows, at[rows, columns]]
     for context in (tokens[rows, place - 1], place):
-        table = np.zeros((max(task.length, RecallStore(task).vocabulary), RecallStore(task).vocabulary))
+        table = np.zeros(
+            (max(task.length, RecallStore(task).vocabulary), RecallStore(task).vocabulary)
+        )
         np.add.at(table, (context[rows < split], answer[rows < split]), 1)
         right = (table.argmax(1)[context] == answer)[rows >= split].mean()
         assert abs(right - 1 / task.values) < 0.03
@@ -115,7 +128,12 @@ def test_a_sequence_is_the_same_on_every_machine_for_its_split_seed_and_number()
     filler = [26, 26, 23, 27, 25, 28, 28, 21, 21, 28, 22, 22]
     assert RecallStore(task).sequence(2**32 - 1, 10**12, TRAIN).tolist() == [*told, *filler, *asked]
     store = RecallStore(RECALL)
-    for other in (store.sequence(1, 3), store.sequence(2, 2), store.sequence(1, 2, VALID), store.sequence(1, 2, TEST)):
+    for other in (
+        store.sequence(1, 3),
+        store.sequence(2, 2),
+        store.sequence(1, 2, VALID),
+        store.sequence(1, 2, TEST),
+    ):
         assert (store.sequence(1, 2) != other).any()
 
 

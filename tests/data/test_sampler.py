@@ -20,7 +20,13 @@ def starts(items: TrainingItems, epoch: int) -> list[int]:
 
 def test_the_same_items_on_every_machine():
     items = TrainingItems(TOKENS, length=32, seed=2**32 - 1, batch_size=4)
-    assert [items.start(index) for index in (0, 1, 2, 1000, 123_456_789)] == [13218, 11970, 1730, 14131, 19530]
+    assert [items.start(index) for index in (0, 1, 2, 1000, 123_456_789)] == [
+        13218,
+        11970,
+        1730,
+        14131,
+        19530,
+    ]
     item = items[250 * 4]
     assert item.dtype == torch.int64 and item.tolist() == list(range(14131, 14131 + 32))
     images = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=3, whole=True)
@@ -46,23 +52,36 @@ def test_window_starts_cover_the_text_evenly():
     units, length, epochs = 1000, 32, 600
     items = TrainingItems(TOKENS[:units], length, seed=0, batch_size=1)
     first = [items.start(epoch * items.per_epoch) for epoch in range(6400)]
-    phases, places = Counter(at % length for at in first), Counter(at // length for at in first if at < 30 * length)
+    phases, places = (
+        Counter(at % length for at in first),
+        Counter(at // length for at in first if at < 30 * length),
+    )
     assert (len(phases), len(places)) == (length, 30)
     assert all(140 < count < 260 for count in (*phases.values(), *places.values()))  # some 200 each
     seen = np.zeros(units)
     for first in (min(starts(items, epoch)) for epoch in range(epochs)):
         seen[first : first + items.per_epoch * length] += 1
-    assert (seen[2 * length : -2 * length] == epochs).all()  # the inside is read once in every epoch
+    assert (
+        seen[2 * length : -2 * length] == epochs
+    ).all()  # the inside is read once in every epoch
     assert seen.min() > 0  # and no byte is never read
 
 
-@pytest.mark.parametrize(("world", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 2), (3, 4), (4, 1), (12, 1)])
+@pytest.mark.parametrize(
+    ("world", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 2), (3, 4), (4, 1), (12, 1)]
+)
 def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch):
     items, before = TrainingItems(TOKENS, 8, seed=0, batch_size=12), torch.get_rng_state()
     ranks = [list(training_batches(items, 5, 8, rank, world, micro_batch)) for rank in range(world)]
     size = micro_batch or 12 // world
-    assert all(len(rank) == 3 * 12 // (world * size) and len(batch) == size for rank in ranks for batch in rank)
-    dealt = torch.cat([batch for turn in zip(*ranks, strict=True) for batch in turn])  # micro-batch j of all ranks
+    assert all(
+        len(rank) == 3 * 12 // (world * size) and len(batch) == size
+        for rank in ranks
+        for batch in rank
+    )
+    dealt = torch.cat(
+        [batch for turn in zip(*ranks, strict=True) for batch in turn]
+    )  # micro-batch j of all ranks
     assert torch.equal(dealt.long(), torch.stack([items[index] for index in range(5 * 12, 8 * 12)]))
     assert torch.equal(torch.get_rng_state(), before), "the global stream is left to dropout"
 
@@ -70,7 +89,9 @@ def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch)
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32"])
 def test_another_process_opens_a_split_by_its_path(tmp_path: Path, kind: str):
     TOKENS.astype(kind).tofile(tmp_path / "train.bin")
-    items = TrainingItems(np.memmap(tmp_path / "train.bin", kind, mode="r"), 16, seed=0, batch_size=4)
+    items = TrainingItems(
+        np.memmap(tmp_path / "train.bin", kind, mode="r"), 16, seed=0, batch_size=4
+    )
     sent = pickle.dumps(items)
     assert len(sent) < 1_000, "a worker that is spawned must not be sent the split"
     batch = next(iter(training_batches(pickle.loads(sent), 0, 1)))

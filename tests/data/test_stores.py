@@ -52,7 +52,10 @@ def test_splits_are_the_bytes_in_order_with_their_documents(data, root):
     expected = {"units": train, "bytes": train, "words": len(whole[:train].split()), "documents": 2}
     assert expected.items() <= found.facts["train"].items()
     assert starts(found, "train").tolist() == [0, len(TEXT), train]
-    with pytest.raises(UserError, match=r"text has no split 'tset': one of train, valid, test \(did you mean 'test'"):
+    with pytest.raises(
+        UserError,
+        match=r"text has no split 'tset': one of train, valid, test \(did you mean 'test'",
+    ):
         found.split("tset")
     described = json.loads(json.dumps(found.describe()))
     assert described["splits"]["valid"] == valid and described["unit"] == "byte"
@@ -75,7 +78,9 @@ def test_any_number_of_processes_makes_the_same_store(data, root, tokenizer, mon
     monkeypatch.setattr(store, "PAYS", 0)
     monkeypatch.setattr("rtx.data.text.PIECE", 1_000)  # rows are cut
     settings = {"tokenizer": tokenizer, "vocabulary": 400}
-    one, three = (opened(data, root / str(number), processes=number, **settings) for number in (1, 3))
+    one, three = (
+        opened(data, root / str(number), processes=number, **settings) for number in (1, 3)
+    )
     assert one.fingerprint == three.fingerprint
     text = (TEXT + TEXT[::-1])[: 2 * len(TEXT) * 9 // 10]
     assert three.split("train").tolist() == three.tokenizer.encode(text).tolist()
@@ -87,7 +92,9 @@ def test_rows_of_very_different_sizes(tmp_path, root):
     for split in ("train", "validation", "test"):
         write_table(tmp_path / f"{split}.parquet", 2, text=texts)
     found = opened(DataConfig(name="pg19", path=str(tmp_path), length=16), root)
-    assert found.split("valid").tobytes() == b"".join(texts) and found.facts["valid"]["documents"] == 3
+    assert (
+        found.split("valid").tobytes() == b"".join(texts) and found.facts["valid"]["documents"] == 3
+    )
     assert np.diff(starts(found, "valid")).tolist() == [len(text) for text in texts if text]
     write_table(tmp_path / "test.parquet", 2, text=[b""])
     refused(root, "pg19", tmp_path, "expected at least one unit in split test, found none")
@@ -99,21 +106,32 @@ def test_rows_of_very_different_sizes(tmp_path, root):
         ("valid.bin", {"keep": 5}, r"expected [\d,]+ bytes, found 5"),
         ("train.bin", {"flip": 777}, "expected sha256 [0-9a-f]{64}, found"),
         ("train.starts.npy", {"flip": 8 * 130}, "expected sha256 [0-9a-f]{64}, found"),
-        ("store.json", {"keep": 40}, "expected a record of format 3 with its own sha256, found another"),
+        (
+            "store.json",
+            {"keep": 40},
+            "expected a record of format 3 with its own sha256, found another",
+        ),
         ("test.bin", None, "expected a file that can be read, found No such file"),
     ],
 )
 def test_damage_is_named_with_how_to_mend_it(data, root, said, name, spoil, what):
     path = opened(data, root).folder / name
     damage(path, **spoil) if spoil else path.unlink()
-    with pytest.raises(DamagedStore, match=f"{name}: damaged: {what}.*; to rebuild the store: rtx data prepare data=t"):
+    with pytest.raises(
+        DamagedStore,
+        match=f"{name}: damaged: {what}.*; to rebuild the store: rtx data prepare data=t",
+    ):
         opened(data, root)
     prepare_data(data, root, said.append)
-    assert said[0].startswith(f"{path}: damaged: ") and "; rebuilding the store: data=text " in said[0]
+    assert (
+        said[0].startswith(f"{path}: damaged: ") and "; rebuilding the store: data=text " in said[0]
+    )
     verify_data(data, root)
 
 
-def test_a_store_that_was_read_in_full_is_known_until_it_is_touched_or_copied(data, root, monkeypatch, tmp_path):
+def test_a_store_that_was_read_in_full_is_known_until_it_is_touched_or_copied(
+    data, root, monkeypatch, tmp_path
+):
     folder = opened(data, root).folder
     assert is_verified(folder), "it was read back after it was written"
     assert not is_verified(Path(shutil.copytree(folder, tmp_path / "copy")))
@@ -158,21 +176,34 @@ prepare_data(DataConfig(name="pg19", path=sys.argv[1], length=32, tokenizer="sen
 
 
 @pytest.mark.parametrize(("after", "processes"), [(3, 1), (1, 2)])
-def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, monkeypatch, after, processes):
+def test_a_killed_preparation_goes_on_and_makes_the_same_store(
+    tmp_path, root, monkeypatch, after, processes
+):
     with monkeypatch.context() as patch:
         data = compose_data([*SETS["pg19"](tmp_path, patch), f"data.processes={processes}"])
     words = [sys.executable, "-c", KILLED, str(tmp_path), str(root), str(after), str(processes)]
-    run = subprocess.run(words, capture_output=True, timeout=600)  # its output ends when its processes have
+    run = subprocess.run(
+        words, capture_output=True, timeout=600
+    )  # its output ends when its processes have
     assert run.returncode == -signal.SIGKILL
     (work,) = root.glob(".pg19-*.work")
-    assert any("unfinished; the same rtx data prepare goes on with it" in line for line in listing(root))
-    kept = {path.name: path.stat().st_mtime_ns for path in (work / "sentencepiece.model", *work.glob("*.bin"))}
+    assert any(
+        "unfinished; the same rtx data prepare goes on with it" in line for line in listing(root)
+    )
+    kept = {
+        path.name: path.stat().st_mtime_ns
+        for path in (work / "sentencepiece.model", *work.glob("*.bin"))
+    }
     os.utime(work, (0, 0))
-    opened(DataConfig(name="text", path=str(Path(__file__)), length=16), root)  # another store leaves it alone
+    opened(
+        DataConfig(name="text", path=str(Path(__file__)), length=16), root
+    )  # another store leaves it alone
     assert len(kept) == after
     again = prepare_data(data, root)
     assert isinstance(again, TokenStore)
-    assert {name: (again.folder / name).stat().st_mtime_ns for name in kept} == kept, "what is finished is kept"
+    assert {name: (again.folder / name).stat().st_mtime_ns for name in kept} == kept, (
+        "what is finished is kept"
+    )
     assert again.fingerprint == opened(data, tmp_path / "straight").fingerprint
     assert not list(root.glob(".*.work")) and not (again.folder / "cache").exists()
 
@@ -181,7 +212,9 @@ FULL, GONE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), LocalEntryNotFoun
 
 
 @pytest.mark.parametrize("error", [FULL, GONE], ids=["disk", "network"])
-def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(data, root, monkeypatch, error):
+def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(
+    data, root, monkeypatch, error
+):
     real = store.replace_file
 
     def failing(path, write):
@@ -191,10 +224,16 @@ def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(data,
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "replace_file", failing)
-        with pytest.raises((RunFailed, LocalEntryNotFoundError), match=r"no space left .*; free some, or set RTX_|503"):
+        with pytest.raises(
+            (RunFailed, LocalEntryNotFoundError),
+            match=r"no space left .*; free some, or set RTX_|503",
+        ):
             prepare_data(data, root)
     (work,) = root.glob(".text-*.work")
-    assert not list(root.glob("text-*")) and {path.name for path in work.glob("*.bin")} == {"train.bin", "valid.bin"}
+    assert not list(root.glob("text-*")) and {path.name for path in work.glob("*.bin")} == {
+        "train.bin",
+        "valid.bin",
+    }
     prepare_data(data, root)
 
 
@@ -233,13 +272,27 @@ print(prepare_data(data, pathlib.Path(sys.argv[2]), report).fingerprint)
 @pytest.mark.parametrize("lock", ["flock", "soft"])
 def test_three_starts_at_once_make_one_store(data, root, tmp_path, lock):
     """The first makes it as soon as another one waits."""
-    words = [sys.executable, "-W", "ignore", "-c", STARTED, data.path, str(root), lock, str(tmp_path / "awaited")]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        STARTED,
+        data.path,
+        str(root),
+        lock,
+        str(tmp_path / "awaited"),
+    ]
     runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [run.communicate(timeout=600)[0].splitlines() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len({lines[-1] for lines in said}) == 1
     assert sum(lines.count("made") for lines in said) == 1
-    assert any("waiting for another process, which is preparing it" in line for lines in said for line in lines)
+    assert any(
+        "waiting for another process, which is preparing it" in line
+        for lines in said
+        for line in lines
+    )
 
 
 def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
@@ -249,7 +302,10 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     (root / "downloads" / "x.zip.part").write_bytes(b"12345")
     (root / "my-own").mkdir()
     part, store_line = listing(root)
-    assert "downloads/x.zip.part  unfinished" in part and f"{folder.name}  data=text data." in store_line
+    assert (
+        "downloads/x.zip.part  unfinished" in part
+        and f"{folder.name}  data=text data." in store_line
+    )
     for name in ("my-own", "../text", "downloads/x.zip.part", folder.name[:-1]):
         with pytest.raises(UserError, match="no store of this name"):
             remove_store(root, name)

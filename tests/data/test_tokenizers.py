@@ -14,7 +14,14 @@ from made_sets import articles, prose
 
 from rtx.config import DataConfig
 from rtx.data import tokenizers
-from rtx.data.tokenizers import Tokenizer, encode_text, learn_subwords, learn_words, learned, load_tokenizer
+from rtx.data.tokenizers import (
+    Tokenizer,
+    encode_text,
+    learn_subwords,
+    learn_words,
+    learned,
+    load_tokenizer,
+)
 from rtx.errors import UserError
 
 TEXT, ARTICLES = prose(20_000), articles(12)
@@ -36,7 +43,9 @@ def words(*texts: bytes) -> tokenizers.WordTokenizer:
     return learn_words(texts, "data=made", print)
 
 
-def subwords(vocabulary: int, text: bytes = TEXT, sample: int = 10**6) -> tokenizers.SentencepieceTokenizer:
+def subwords(
+    vocabulary: int, text: bytes = TEXT, sample: int = 10**6
+) -> tokenizers.SentencepieceTokenizer:
     return learn_subwords([text], vocabulary, sample, "data=made", print)
 
 
@@ -59,9 +68,14 @@ def test_any_bytes_survive_a_round_trip_as_bytes():
     tokenizer, raw = Tokenizer(), bytes(range(256)) + b"\r\n\x00 \xff\xfe"
     ids = tokenizer.encode(raw)
     assert ids.dtype == np.uint8 and ids.tolist() == list(raw)
-    assert all(tokenizer.decode(each) == raw for each in (ids, ids.tolist(), torch.tensor(ids.tolist())))
+    assert all(
+        tokenizer.decode(each) == raw for each in (ids, ids.tolist(), torch.tensor(ids.tolist()))
+    )
     argument = b"caf\xe9".decode("utf-8", errors="surrogateescape")  # as Python hands over sys.argv
-    assert tokenizer.decode(encode_text(tokenizer, argument)) == b"caf\xe9" and len(encode_text(tokenizer, "")) == 0
+    assert (
+        tokenizer.decode(encode_text(tokenizer, argument)) == b"caf\xe9"
+        and len(encode_text(tokenizer, "")) == 0
+    )
     assert encode_text(tokenizer, "€").dtype == np.int64
 
 
@@ -71,9 +85,13 @@ def test_words_are_ordered_by_falling_count_then_by_bytes():
     assert tokenizer.settings == {"words": 9, "eos": 1, "unk": 3, "unk_added": False}
     assert tokenizer.encode(b" a b \n").tolist() == [2, 0, 1]
     assert tokenizer.vocabulary == 5 and tokenizer.encode(b"a").dtype == np.uint8
-    counts = Counter(word for line in ARTICLES.decode().splitlines() for word in [*line.split(), "<eos>"])
+    counts = Counter(
+        word for line in ARTICLES.decode().splitlines() for word in [*line.split(), "<eos>"]
+    )
     assert sorted(words(ARTICLES).content.decode().split("\n")[:-1]) == sorted(counts)
-    assert words(ARTICLES).settings["words"] == counts.total() == len(words(ARTICLES).encode(ARTICLES))
+    assert (
+        words(ARTICLES).settings["words"] == counts.total() == len(words(ARTICLES).encode(ARTICLES))
+    )
     with pytest.raises(UserError, match="expected words in the training split, found none"):
         words(b" \n \n")
 
@@ -82,8 +100,13 @@ def test_every_newline_is_a_word_and_only_words_that_train_lacks_are_lost():
     tokenizer = words(b" a \n \n b <unk>")
     assert tokenizer.encode(b" a \n \n b").tolist().count(tokenizer.settings["eos"]) == 2
     assert tokenizer.decode(tokenizer.encode(b" a \n \n b")) == b" a \n \n b"
-    spelt = words(b"<eos> a <unk>\n<eos> <eos>\n")  # a word that is spelt like the newline is not one
-    assert spelt.encode(b"<eos>\n").tolist() == [0, spelt.settings["eos"]] and spelt.settings["eos"] != 0
+    spelt = words(
+        b"<eos> a <unk>\n<eos> <eos>\n"
+    )  # a word that is spelt like the newline is not one
+    assert (
+        spelt.encode(b"<eos>\n").tolist() == [0, spelt.settings["eos"]]
+        and spelt.settings["eos"] != 0
+    )
     assert spelt.decode(spelt.encode(b" <eos> \n a \n")) == b" <eos> \n a \n"
     tokenizer = words(ARTICLES)
     assert tokenizer.decode(tokenizer.encode(ARTICLES)) == ARTICLES
@@ -95,9 +118,16 @@ def test_every_newline_is_a_word_and_only_words_that_train_lacks_are_lost():
 
 def test_text_becomes_fewer_subwords_and_comes_back():
     ids = trained().encode(TEXT)
-    assert trained().vocabulary == 500 and ids.dtype == np.uint16 and ids.max() < 500 and len(ids) < 0.5 * len(TEXT)
+    assert (
+        trained().vocabulary == 500
+        and ids.dtype == np.uint16
+        and ids.max() < 500
+        and len(ids) < 0.5 * len(TEXT)
+    )
     assert trained().decode(ids) == TEXT
-    assert b"".join(trained().decode([number]) for number in ids[:300].tolist()) == trained().decode(ids[:300])
+    assert b"".join(
+        trained().decode([number]) for number in ids[:300].tolist()
+    ) == trained().decode(ids[:300])
     assert trained().decode([0]) == "\ufffd".encode()
     for wrong in ([500], [-1]):
         with pytest.raises(AssertionError):
@@ -108,7 +138,10 @@ def test_text_becomes_fewer_subwords_and_comes_back():
 
 
 @settings(deadline=None)
-@given(st.sampled_from(NASTY) | st.binary(max_size=300) | st.text("ab \n▁é\t").map(str.encode), st.integers(1, 40))
+@given(
+    st.sampled_from(NASTY) | st.binary(max_size=300) | st.text("ab \n▁é\t").map(str.encode),
+    st.integers(1, 40),
+)
 def test_any_bytes_come_back_and_their_ids_do_not_know_the_cuts(text, size):
     assert trained().decode(trained().encode(text)) == text
     assert ids_of(trained(), text, size) == trained().encode(text).tolist()
@@ -124,14 +157,23 @@ def test_training_twice_gives_the_same_bytes_from_an_even_sample():
     kept, total = tokenizers.even_sample([text], 500_000)
     assert 0.99 * len(text) < total <= len(text) and 240_000 < sum(map(len, kept)) <= 500_000
     places = [text.index(block) for block in kept]
-    assert places[0] < len(text) // 8 and places == sorted(places) and len({b - a for a, b in pairwise(places)}) <= 2
+    assert (
+        places[0] < len(text) // 8
+        and places == sorted(places)
+        and len({b - a for a, b in pairwise(places)}) <= 2
+    )
     assert 14_000 < subwords(400, sample=30_000).settings["sampled"] <= 30_000
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused_with_one_that_does():
     many = "".join(map(chr, range(0x4E00, 0x5FFF))).encode()
-    for wanted, text, before, after in ((90_000, TEXT, "value <= ", "."), (300, many, "300 vs ", ".")):
-        with pytest.raises(UserError, match=rf"data\.vocabulary={wanted}: [\d,]+ bytes of text cannot") as error:
+    for wanted, text, before, after in (
+        (90_000, TEXT, "value <= ", "."),
+        (300, many, "300 vs ", "."),
+    ):
+        with pytest.raises(
+            UserError, match=rf"data\.vocabulary={wanted}: [\d,]+ bytes of text cannot"
+        ) as error:
             subwords(wanted, text)
         assert "\n" not in str(error.value)
         fits = int(str(error.value).rpartition(before)[2].partition(after)[0]) + (wanted == 300)
@@ -155,9 +197,13 @@ def test_a_learned_tokenizer_is_kept_described_and_taken_again_and_no_other(name
         assert encode_text(other, TEXT).tolist() == encode_text(tokenizer, TEXT).tolist()
     for path, spoilt in [(file, file.read_bytes()[:-5]), (record, record.read_bytes()[:-9])]:
         path.write_bytes(spoilt)
-        assert learned(data, [TEXT], tmp_path, "data=made", print).describe() == described  # learned anew
+        assert (
+            learned(data, [TEXT], tmp_path, "data=made", print).describe() == described
+        )  # learned anew
     for spoil in (lambda: file.write_bytes(file.read_bytes() + b"x\n"), file.unlink):
         spoil()
-        with pytest.raises(ValueError, match=f"expected the {name} tokenizer with sha256 .*, found") as error:
+        with pytest.raises(
+            ValueError, match=f"expected the {name} tokenizer with sha256 .*, found"
+        ) as error:
             load_tokenizer(described, tmp_path)
         assert "\n" not in str(error.value)

@@ -29,7 +29,17 @@ def store(name: str, tokenizer: Any, text: bytes, image: bool = False, **stamps:
     tokens = tokenizer.encode(text)
     facts = {"units": len(tokens), "bytes": len(text), "words": len(text.split()), "documents": 1}
     size = (1, 1) if image else None
-    return TokenStore(name, Path("nowhere"), {"test": tokens}, tokenizer, "f", {}, stamps, size, facts={"test": facts})
+    return TokenStore(
+        name,
+        Path("nowhere"),
+        {"test": tokens},
+        tokenizer,
+        "f",
+        {},
+        stamps,
+        size,
+        facts={"test": facts},
+    )
 
 
 def released(made: TokenStore, length: int = 4) -> tuple[bytes, str]:
@@ -44,7 +54,10 @@ def measured(made: TokenStore, units: int | None = None, **how: bool) -> dict[st
 
 
 def test_what_the_released_code_leaves_out() -> None:
-    assert released(store("enwik8", Tokenizer(), b"one\ntwo\n\nthree\n")) == (b"onetwothree", "newlines dropped")
+    assert released(store("enwik8", Tokenizer(), b"one\ntwo\n\nthree\n")) == (
+        b"onetwothree",
+        "newlines dropped",
+    )
     made = store("wikitext103", words(WIKITEXT), WIKITEXT)
     kept = b" = A title = \n first line <unk> \n second \n"
     assert released(made, length=1)[0] == kept
@@ -66,20 +79,30 @@ def test_what_the_released_code_leaves_out() -> None:
         ("text", Tokenizer(), "known of enwik8, .*data=text"),
     ],
 )
-def test_what_the_released_code_did_not_read_is_refused(name: str, tokenizer: Tokenizer, told: str) -> None:
+def test_what_the_released_code_did_not_read_is_refused(
+    name: str, tokenizer: Tokenizer, told: str
+) -> None:
     with pytest.raises(UserError, match=told):
         released(store(name, tokenizer, b"a b\n"))
 
 
-def test_words_are_the_published_ones_of_a_whole_split_its_own_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_the_published_ones_of_a_whole_split_its_own_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(SETS["wikitext103"].words, "test", 20)  # type: ignore[arg-type]
     whole = measured(store("wikitext103", Tokenizer(), WIKITEXT))
-    assert whole["words_comparable"] and whole["perplexity_per_word"] == pytest.approx(math.exp(2 * len(WIKITEXT) / 20))
+    assert whole["words_comparable"] and whole["perplexity_per_word"] == pytest.approx(
+        math.exp(2 * len(WIKITEXT) / 20)
+    )
     part = measured(store("pg19", Tokenizer(), b"one two\nthree ", complete=False))
     assert part["words"] == 3 and part["words_are"] == "between blanks of the text scored"
     own = measured(store("text", words(b"a b\n"), b"a b b\n"))
-    assert (own["words"], own["words_are"]) == (4, "its own words and line ends") and not own["words_comparable"]
-    assert measured(store("text", Tokenizer(), b"a b b\n")) == {"bits_per_byte": pytest.approx(2 / math.log(2))}
+    assert (own["words"], own["words_are"]) == (4, "its own words and line ends") and not own[
+        "words_comparable"
+    ]
+    assert measured(store("text", Tokenizer(), b"a b b\n")) == {
+        "bits_per_byte": pytest.approx(2 / math.log(2))
+    }
 
 
 def test_every_unit_is_scored_exactly_once_with_the_most_context_the_stride_gives() -> None:
@@ -87,7 +110,9 @@ def test_every_unit_is_scored_exactly_once_with_the_most_context_the_stride_give
     for _ in range(300):
         length = draw.randint(1, 40)
         stride = draw.choice([None, length, draw.randint(1, length)])
-        units = draw.choice([1, length, length + 1, draw.randint(1, 5 * length), length * draw.randint(1, 5)])
+        units = draw.choice(
+            [1, length, length + 1, draw.randint(1, 5 * length), length * draw.randint(1, 5)]
+        )
         found = windows(units, length, stride)
         scored = [unit for window in found for unit in range(window.first, window.stop)]
         assert scored == list(range(units)), (units, length, stride)
@@ -101,15 +126,38 @@ def test_every_unit_is_scored_exactly_once_with_the_most_context_the_stride_give
 
 
 def test_stamps_in_words() -> None:
-    assert stamp_phrases({"newlines": "keep", "complete": True, "variant": "PixelRNN", "valid": "test"}, "test") == []
-    every = {"newlines": "drop", "lossy": True, "scaled": "8x8", "variant": "other", "complete": False, "valid": "test"}
+    assert (
+        stamp_phrases(
+            {"newlines": "keep", "complete": True, "variant": "PixelRNN", "valid": "test"}, "test"
+        )
+        == []
+    )
+    every = {
+        "newlines": "drop",
+        "lossy": True,
+        "scaled": "8x8",
+        "variant": "other",
+        "complete": False,
+        "valid": "test",
+    }
     said = "lossy JPEG; scaled to 8x8; not the PixelRNN images; not the whole published set"
     apart = [f"{phrase}, not comparable" for phrase in said.split("; ")]
-    assert stamp_phrases(every, "valid") == ["newlines dropped", *apart, "valid is the published test split"]
+    assert stamp_phrases(every, "valid") == [
+        "newlines dropped",
+        *apart,
+        "valid is the published test split",
+    ]
 
 
 def test_compressors_see_the_split_alone_and_xz_is_preset_9() -> None:
-    text = np.frombuffer(b"".join(b"line %d of a text\n" % (i * i) for i in range(4000)), dtype=np.uint8)
+    text = np.frombuffer(
+        b"".join(b"line %d of a text\n" % (i * i) for i in range(4000)), dtype=np.uint8
+    )
     for held_out in (text, text[:1]):
-        packed = {"zlib": zlib.compress(held_out.tobytes(), 9), "xz": lzma.compress(held_out.tobytes(), preset=9)}
-        assert baselines(held_out) == {name: 8 * len(each) / len(held_out) for name, each in packed.items()}
+        packed = {
+            "zlib": zlib.compress(held_out.tobytes(), 9),
+            "xz": lzma.compress(held_out.tobytes(), preset=9),
+        }
+        assert baselines(held_out) == {
+            name: 8 * len(each) / len(held_out) for name, each in packed.items()
+        }

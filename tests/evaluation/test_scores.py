@@ -31,14 +31,22 @@ TOKENS = np.resize(np.random.default_rng(0).integers(0, 256, 50), 1_003).astype(
 
 
 def by_hand(cut: list[Window]) -> float:
-    return sum(float(TOKENS[i]) + (i - window.start) / 1024 for window in cut for i in range(window.first, window.stop))
+    return sum(
+        float(TOKENS[i]) + (i - window.start) / 1024
+        for window in cut
+        for i in range(window.first, window.stop)
+    )
 
 
 def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
     """Look back from each unit for the nearest place with the same units before it."""
     found = []
     for i in range(len(tokens)):
-        before = (j for j in range(i - 1, REPEATED - 1, -1) if tokens[j - REPEATED : j] == tokens[i - REPEATED : i])
+        before = (
+            j
+            for j in range(i - 1, REPEATED - 1, -1)
+            if tokens[j - REPEATED : j] == tokens[i - REPEATED : i]
+        )
         last = next(before, None) if i >= REPEATED else None
         found.append(last is not None and i - last > reach)
     return found
@@ -46,7 +54,9 @@ def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
 
 @pytest.mark.parametrize("stride", [64, 48, 7])
 @pytest.mark.parametrize("batch_size", [1, 3, None])
-def test_each_unit_is_scored_once_and_where_it_stands_far_repeats_apart(stride: int, batch_size: int | None) -> None:
+def test_each_unit_is_scored_once_and_where_it_stands_far_repeats_apart(
+    stride: int, batch_size: int | None
+) -> None:
     cut, seen = list(windows(len(TOKENS), 64, stride)), []
     how = {"batch_size": batch_size, "reach": 40}
     score = score_windows(Counter(), TOKENS, cut, **how, on_progress=lambda *at: seen.append(at))
@@ -98,4 +108,6 @@ def test_far_repeats_are_those_of_a_plain_loop(length: int, kinds: int) -> None:
     tokens[2, 80:] = tokens[2, : max(0, length - 80)]
     tokens[2, 50:60] = tokens[2, 45:55][: len(tokens[2, 50:60])]
     for reach in (0, 25, 60):
-        assert far_repeated(tokens, reach).tolist() == [by_a_loop(row.tolist(), reach) for row in tokens]
+        assert far_repeated(tokens, reach).tolist() == [
+            by_a_loop(row.tolist(), reach) for row in tokens
+        ]

@@ -23,7 +23,9 @@ def newest_step(run: Path) -> int:
 
 
 def damaged_bytes(run: Path) -> int:
-    return sum(path.stat().st_size for path in (run / "checkpoints").glob("*.ckpt") if not is_whole(path))
+    return sum(
+        path.stat().st_size for path in (run / "checkpoints").glob("*.ckpt") if not is_whole(path)
+    )
 
 
 def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None:

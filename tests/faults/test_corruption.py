@@ -19,7 +19,10 @@ def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
     last = copy / "checkpoints" / "last.ckpt"
     content = last.read_bytes()
     before = read_checkpoint(copy / "checkpoints" / "previous.ckpt")["step"]
-    places = [*range(0, len(content), len(content) // 40), *range(len(content) - 1, len(content) - 200, -13)]
+    places = [
+        *range(0, len(content), len(content) // 40),
+        *range(len(content) - 1, len(content) - 200, -13),
+    ]
     ways = [way for at in places for way in ({"keep": at}, {"flip": 8 * at + at % 8})]
     assert len(ways) >= 100
     for way in ways:
@@ -32,40 +35,65 @@ def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
         assert said[0].endswith("set aside as last.ckpt.damaged") and not last.exists()
 
 
-def test_a_flipped_bit_of_the_data_stops_every_command(workshop: Workshop, copy: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_data_stops_every_command(
+    workshop: Workshop, copy: Path, tmp_path: Path
+) -> None:
     (path,) = workshop.data.glob("*/valid.bin")
     whole, before = path.read_bytes(), (copy / "status.json").read_text()
     damage(path, flip=777)
-    for words in (["train", workshop.text, *SIZES], ["resume", str(copy), "trainer.steps=13"], ["eval", str(copy)]):
+    for words in (
+        ["train", workshop.text, *SIZES],
+        ["resume", str(copy), "trainer.steps=13"],
+        ["eval", str(copy)],
+    ):
         said = workshop.command(*words, run=tmp_path / "new" if words[0] == "train" else "", code=2)
-        assert "valid.bin: damaged: expected sha256" in said and "to rebuild the store: rtx data prepare" in said
+        assert (
+            "valid.bin: damaged: expected sha256" in said
+            and "to rebuild the store: rtx data prepare" in said
+        )
     assert (copy / "status.json").read_text() == before and not (tmp_path / "new").exists()
     mended = workshop.command("data", "prepare", "data=text", workshop.text, "data.length=32")
     assert "; rebuilding the store" in mended and path.read_bytes() == whole
 
 
-def test_a_run_goes_on_from_the_checkpoint_before(workshop: Workshop, run: Path, copy: Path) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before(
+    workshop: Workshop, run: Path, copy: Path
+) -> None:
     last = copy / "checkpoints" / "last.ckpt"
     damage(last, flip=44_444)
     said = workshop.command("resume", str(copy))
-    assert f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in said
+    assert (
+        f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in said
+    )
     assert "going on from" in said and "previous.ckpt (step 9), the newest that is whole" in said
-    assert checkpoint_difference(copy, run, "last") == "" == checkpoint_difference(copy, run, "best")
+    assert (
+        checkpoint_difference(copy, run, "last") == "" == checkpoint_difference(copy, run, "best")
+    )
 
 
-def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(workshop: Workshop, copy: Path) -> None:
+def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(
+    workshop: Workshop, copy: Path
+) -> None:
     damage(copy / "checkpoints" / "best.ckpt", flip=44_444)
     said = workshop.command("eval", str(copy))
-    assert "best.ckpt is damaged (its checksum does not match)\nno whole best.ckpt; using last.ckpt (step 12)" in said
+    assert (
+        "best.ckpt is damaged (its checksum does not match)\nno whole best.ckpt; using last.ckpt (step 12)"
+        in said
+    )
     for name in ("last", "previous"):
         damage(copy / "checkpoints" / f"{name}.ckpt", keep=4_444)
     for word in ("eval", "sample", "export"):
         said = workshop.command(word, str(copy), code=1)
-        assert len(said.splitlines()) == 4 and said.count("is damaged (its checksum does not match)") == 3
+        assert (
+            len(said.splitlines()) == 4
+            and said.count("is damaged (its checksum does not match)") == 3
+        )
     assert "no whole checkpoint is left" in workshop.command("resume", str(copy), code=1)
     (copy / "status.json").unlink()
     for _ in range(2):  # what was set aside still counts
-        assert "none of last.ckpt, previous.ckpt is whole" in workshop.command("resume", str(copy), code=1)
+        assert "none of last.ckpt, previous.ckpt is whole" in workshop.command(
+            "resume", str(copy), code=1
+        )
     shutil.rmtree(copy / "checkpoints")
     assert "the run has no checkpoint yet" in workshop.command("eval", str(copy), code=2)
 
@@ -85,7 +113,13 @@ def test_any_flipped_bit_of_a_status_is_told_or_passed_over(copy: Path) -> None:
     assert passed_over > 100
 
 
-CHANGES = [{"state": "stale"}, {"step": None}, {"seconds": []}, {"final": {}}, {"final": {"bits": 1, "windows": "x"}}]
+CHANGES = [
+    {"state": "stale"},
+    {"step": None},
+    {"seconds": []},
+    {"final": {}},
+    {"final": {"bits": 1, "windows": "x"}},
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -100,7 +134,9 @@ def test_a_run_with_a_damaged_status_is_unknown_and_resumes(
     assert checkpoint_difference(copy, run, "last") == ""
 
 
-def test_a_model_or_data_other_than_was_trained_are_not_scored(workshop: Workshop, copy: Path) -> None:
+def test_a_model_or_data_other_than_was_trained_are_not_scored(
+    workshop: Workshop, copy: Path
+) -> None:
     path = copy / "config.yaml"
     whole = path.read_text()
     for group, old, new in (
@@ -113,5 +149,8 @@ def test_a_model_or_data_other_than_was_trained_are_not_scored(workshop: Worksho
         (key, was), is_now = old.split(": "), new.split(": ")[1]
         for word in ("eval", "sample", "export", "analyze divergence"):
             said = workshop.command(*word.split(), str(copy), code=2)
-            assert f"rtx: {path}: {group}.{key} is {is_now}, but {was} in best.ckpt, which was trained so" in said
+            assert (
+                f"rtx: {path}: {group}.{key} is {is_now}, but {was} in best.ckpt, which was trained so"
+                in said
+            )
     assert not any((copy / name).exists() for name in ("eval", "export", "analysis"))

@@ -38,13 +38,19 @@ from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_che
 from rtx.training.inference import run_config
 from rtx.training.run_folder import already_done, read_status, run_state
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what numpy and matplotlib say of impossible numbers
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what numpy and matplotlib say of impossible numbers
 MANY = int(os.environ.get("RTX_FUZZ", "0"))
 
 
 def examples(number: int) -> Any:
     """Return the settings of a test that draws so many examples, or RTX_FUZZ."""
-    known: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    known: dict[str, Any] = {
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": list(HealthCheck),
+    }
     return settings(max_examples=MANY or number, derandomize=not MANY, **known)
 
 
@@ -64,7 +70,21 @@ def refused_in_words(*more: type[Exception]) -> Iterator[None]:
 
 VALUES = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    st.sampled_from(["", "\x1b[31m", "../../x", "$\\frac", "9" * 400, "done", "running", -1, 10**30, 10**400, 2**63]),
+    st.sampled_from(
+        [
+            "",
+            "\x1b[31m",
+            "../../x",
+            "$\\frac",
+            "9" * 400,
+            "done",
+            "running",
+            -1,
+            10**30,
+            10**400,
+            2**63,
+        ]
+    ),
     st.sampled_from([[], {}, [[]], [1, 2], {"a": None}, [{}], {"0": {"1": {}}}]),
 )
 
@@ -77,7 +97,9 @@ def mutated(data: DataObject, record: Any, values: Any = VALUES) -> Any:
         key: Any = ""
         while isinstance(inner[key], dict | list) and inner[key] and data.draw(st.integers(0, 9)):
             inner = inner[key]
-            key = data.draw(st.sampled_from(list(inner) if isinstance(inner, dict) else range(len(inner))))
+            key = data.draw(
+                st.sampled_from(list(inner) if isinstance(inner, dict) else range(len(inner)))
+            )
         match data.draw(st.integers(0, 3)):
             case 0 if inner is not changed:
                 del inner[key]
@@ -93,14 +115,46 @@ def spoilt(data: DataObject, content: bytes) -> bytes:
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content)))
         end = min(len(content), at + data.draw(st.integers(0, 40)))
-        put = data.draw(st.binary(max_size=12) | st.sampled_from([b"", content[at:end] * 2, b"\xff" * 4, b"\0" * 8]))
+        put = data.draw(
+            st.binary(max_size=12)
+            | st.sampled_from([b"", content[at:end] * 2, b"\xff" * 4, b"\0" * 8])
+        )
         content = content[:at] + put + content[end:]
     return content
 
 
-YAML = ("&a ", "*a", "<<: *a", "[", "]", "{", "}", "- ", "? ", ": ", "!!python/name:os.system ", "|\n", "'", "\t", "#")
+YAML = (
+    "&a ",
+    "*a",
+    "<<: *a",
+    "[",
+    "]",
+    "{",
+    "}",
+    "- ",
+    "? ",
+    ": ",
+    "!!python/name:os.system ",
+    "|\n",
+    "'",
+    "\t",
+    "#",
+)
 WORDS = st.sampled_from(
-    (*YAML, "null", "${oc.env:HOME}", "nan", "1e400", "-1", "\n", "  ", "---\n", "...\n", "\0", "\x85")
+    (
+        *YAML,
+        "null",
+        "${oc.env:HOME}",
+        "nan",
+        "1e400",
+        "-1",
+        "\n",
+        "  ",
+        "---\n",
+        "...\n",
+        "\0",
+        "\x85",
+    )
 )
 
 
@@ -110,7 +164,10 @@ def test_a_configuration(run: Path, tmp_path: Path, data: DataObject) -> None:
     lines = (run / "config.yaml").read_text().splitlines(keepends=True)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(lines) - 1))
-        place, word = data.draw(st.integers(0, len(lines[at]))), data.draw(WORDS | st.text(max_size=5))
+        place, word = (
+            data.draw(st.integers(0, len(lines[at]))),
+            data.draw(WORDS | st.text(max_size=5)),
+        )
         new = (lines[at][:place] + word + lines[at][place:], lines[at] * 2, "", word, f"{word}\n")
         lines[at] = data.draw(st.sampled_from(new))
     (tmp_path / "config.yaml").write_bytes("".join(lines).encode(errors="surrogatepass"))
@@ -121,7 +178,14 @@ def test_a_configuration(run: Path, tmp_path: Path, data: DataObject) -> None:
         assert found.config.get("seed", config.seed) == config.seed
 
 
-RECORDS = ("status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", "eval/*step*", "../sweeps.jsonl")
+RECORDS = (
+    "status.json",
+    "environment.json",
+    "metrics.jsonl",
+    "resumes.jsonl",
+    "eval/*step*",
+    "../sweeps.jsonl",
+)
 SWEPT = {"command": "rtx train -m", "cells": {"run": "seed=1"}}
 
 
@@ -147,7 +211,9 @@ def test_records(run: Path, tmp_path: Path, data: DataObject, name: str) -> None
         already_done(folder, load_run_config(run))
 
 
-TENSORS = st.sampled_from([torch.ones(2, 3), torch.tensor(0.5), torch.tensor([]), torch.full((3,), float("nan"))])
+TENSORS = st.sampled_from(
+    [torch.ones(2, 3), torch.tensor(0.5), torch.tensor([]), torch.full((3,), float("nan"))]
+)
 
 
 @given(data=st.data())
@@ -175,9 +241,15 @@ def test_an_export(workshop: Workshop, run: Path, tmp_path: Path, data: DataObje
     if not whole.exists():
         workshop.command("export", str(run), f"output={whole}")
     shutil.copytree(whole, lie, dirs_exist_ok=True)
-    record, weights = json.loads((whole / "export.json").read_text()), (whole / "model.safetensors").read_bytes()
+    record, weights = (
+        json.loads((whole / "export.json").read_text()),
+        (whole / "model.safetensors").read_bytes(),
+    )
     if data.draw(st.booleans()):  # weights that only their checksum takes for some
-        changed = spoilt(data, weights[: 8 + int.from_bytes(weights[:8], "little")]) + weights[len(weights) // 2 :]
+        changed = (
+            spoilt(data, weights[: 8 + int.from_bytes(weights[:8], "little")])
+            + weights[len(weights) // 2 :]
+        )
         (lie / "model.safetensors").write_bytes(changed)
         record["sha256"] = hashlib.sha256(changed).hexdigest()
     else:
@@ -191,7 +263,9 @@ def test_an_export(workshop: Workshop, run: Path, tmp_path: Path, data: DataObje
 @given(data=st.data())
 @examples(30)
 def test_a_store(workshop: Workshop, run: Path, tmp_path: Path, data: DataObject) -> None:
-    folder = Path(shutil.copytree(next(workshop.data.glob("text-*")), tmp_path / "store", dirs_exist_ok=True))
+    folder = Path(
+        shutil.copytree(next(workshop.data.glob("text-*")), tmp_path / "store", dirs_exist_ok=True)
+    )
     record = mutated(data, json.loads((folder / RECORD).read_text()))
     if isinstance(record, dict):
         record["sha256"] = record_sha256(record)
@@ -207,7 +281,9 @@ def test_a_file_of_a_tokenizer(tmp_path: Path, data: DataObject) -> None:
     content = spoilt(data, tokenizer.content)
     (tmp_path / tokenizer.file).write_bytes(content)
     described = {**tokenizer.describe(), "sha256": hashlib.sha256(content).hexdigest()}
-    described["settings"] = mutated(data, described["settings"]) if data.draw(st.booleans()) else described["settings"]
+    described["settings"] = (
+        mutated(data, described["settings"]) if data.draw(st.booleans()) else described["settings"]
+    )
     with refused_in_words(RuntimeError, *DAMAGED):
         found = load_tokenizer(described, tmp_path)
         found.decode(found.encode(b"a word  \xff\n of text").tolist())

@@ -33,15 +33,23 @@ from rtx.report.tables import Column, Table
 from rtx.training.checkpoint import COMMENT_BYTES, FORMAT, TAG, CheckpointFiles, read_checkpoint
 from rtx.training.run_folder import read_status, run_state, shown
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what numpy and matplotlib say of impossible numbers
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what numpy and matplotlib say of impossible numbers
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
-BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
-MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+BOMB = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40)
+)
+MERGED = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)
+)
 YAML = {"aliases": BOMB, "merges": MERGED, "nested": "- " * 50_000, "flow": "seed: " + "[" * 50_000}
 YAML["twice"] = "seed: 1\nseed: 2\n"
 
 
-def test_no_command_takes_what_only_yaml_can_do(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+def test_no_command_takes_what_only_yaml_can_do(
+    workshop: Workshop, run: Path, tmp_path: Path
+) -> None:
     for name, text in YAML.items():
         shutil.copytree(run, tmp_path / name)
         (tmp_path / name / "config.yaml").write_text(text)
@@ -52,7 +60,15 @@ def test_no_command_takes_what_only_yaml_can_do(workshop: Workshop, run: Path, t
     assert all(f"note: {tmp_path / name}/config.yaml: cannot be read" in said for name in YAML)
 
 
-FILES = ("config.yaml", "status.json", "environment.json", "resumes.jsonl", "wandb.json", "lock", "metrics.jsonl")
+FILES = (
+    "config.yaml",
+    "status.json",
+    "environment.json",
+    "resumes.jsonl",
+    "wandb.json",
+    "lock",
+    "metrics.jsonl",
+)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
@@ -84,10 +100,15 @@ def test_values_of_a_run_are_no_questions_to_the_environment(
         assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
 
 
-SWEEP = {"command": f"rtx train -m {ESCAPE}", "cells": {"run": f"seed=1 {ESCAPE}", "\0\ud800": "no name of a file"}}
+SWEEP = {
+    "command": f"rtx train -m {ESCAPE}",
+    "cells": {"run": f"seed=1 {ESCAPE}", "\0\ud800": "no name of a file"},
+}
 
 
-def test_nothing_that_a_terminal_obeys_is_printed(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+def test_nothing_that_a_terminal_obeys_is_printed(
+    workshop: Workshop, run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / f"sweep{ESCAPE}"
     for name, change in (("done", {}), ("run", {"state": "failed", "reason": ESCAPE})):
         copy = Path(shutil.copytree(run, folder / name))
@@ -95,7 +116,12 @@ def test_nothing_that_a_terminal_obeys_is_printed(workshop: Workshop, run: Path,
         status["final"]["unit"] += ESCAPE
         (copy / "status.json").write_text(json.dumps(status))
     (folder / "sweeps.jsonl").write_text(json.dumps(SWEEP) + "\n")
-    for word, place in (("report", folder), ("sweep", folder), ("resume", folder / "done"), ("eval", folder / "done")):
+    for word, place in (
+        ("report", folder),
+        ("sweep", folder),
+        ("resume", folder / "done"),
+        ("eval", folder / "done"),
+    ):
         code, said = asked(workshop, word, str(place))
         assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said, word
 
@@ -105,7 +131,9 @@ RECORDS = ("status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", 
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_records_with_parts_of_other_types_are_told_and_left_out(workshop: Workshop, copy: Path, name: str) -> None:
+def test_records_with_parts_of_other_types_are_told_and_left_out(
+    workshop: Workshop, copy: Path, name: str
+) -> None:
     (copy / "resumes.jsonl").write_text('{"changed": {}}')
     (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP))
     text, values = (copy / name).read_text(), itertools.cycle(HOSTILE)
@@ -120,28 +148,59 @@ def test_records_with_parts_of_other_types_are_told_and_left_out(workshop: Works
     assert asked(workshop, "report", str(copy.parent))[0] == 0
 
 
-MARKUP = '<img src=x onerror=alert(1)> "onload="alert(1) ![x](http://evil/) ``` `$\\frac` </svg><script>'
+MARKUP = (
+    '<img src=x onerror=alert(1)> "onload="alert(1) ![x](http://evil/) ``` `$\\frac` </svg><script>'
+)
 
 
-def test_no_report_passes_markup_or_formulas_on(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+def test_no_report_passes_markup_or_formulas_on(
+    workshop: Workshop, run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / 'a" onload="alert(1)<b>'
     copy = Path(shutil.copytree(run, folder))
     for name in ("status.json", "environment.json"):
         record = json.loads((copy / name).read_text())
         record.get("final", {})["unit"] = record.get("data", {})["unit"] = MARKUP
-        (copy / name).write_text(json.dumps({**record, "command": f"rtx train 'name=a\n```\n<script>{MARKUP}'"}))
+        (copy / name).write_text(
+            json.dumps({**record, "command": f"rtx train 'name=a\n```\n<script>{MARKUP}'"})
+        )
     workshop.command("analyze", "divergence", str(copy), "draws=2")
     report = build(collect([folder]), f"rtx report: {MARKUP}")
-    report.tables.append(Table(MARKUP, [Column("a", MARKUP)], [{"a": value} for value in ("=1+1", "+x", "@x", MARKUP)]))
+    report.tables.append(
+        Table(
+            MARKUP, [Column("a", MARKUP)], [{"a": value} for value in ("=1+1", "+x", "@x", MARKUP)]
+        )
+    )
     page, text = html(report), markdown(report)
-    assert report.plots and '" onload="' not in page and "<img" not in page and page.count("<script>") == 1
-    outside = "\n".join(line for line in text.splitlines() if not line.startswith("    "))  # which is code
-    assert "<img" not in outside and "<script" not in outside and "![x](" not in outside and "\n```" not in text
+    assert (
+        report.plots
+        and '" onload="' not in page
+        and "<img" not in page
+        and page.count("<script>") == 1
+    )
+    outside = "\n".join(
+        line for line in text.splitlines() if not line.startswith("    ")
+    )  # which is code
+    assert (
+        "<img" not in outside
+        and "<script" not in outside
+        and "![x](" not in outside
+        and "\n```" not in text
+    )
     rows = comma_separated(report)
-    assert "'=1+1" in rows and "'+x" in rows and "'@x" in rows and "\n=1" not in rows and ",=1" not in rows
+    assert (
+        "'=1+1" in rows
+        and "'+x" in rows
+        and "'@x" in rows
+        and "\n=1" not in rows
+        and ",=1" not in rows
+    )
     workshop.command("export", str(copy), f"output={tmp_path / 'out'}")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "<img" not in card.replace("      rtx train", "") or "<img" not in card.partition("Command")[0]
+    assert (
+        "<img" not in card.replace("      rtx train", "")
+        or "<img" not in card.partition("Command")[0]
+    )
 
 
 def test_a_report_and_a_configuration_of_somebody_else_are_not_written_over(
@@ -177,11 +236,36 @@ def craft(path: Path, place: list[Any], value: Any = None) -> None:
 PARTS = [
     *(["optimizer_states"], ["callbacks"], ["callbacks", "Watch"], ["callbacks", "Watch", "best"]),
     *(["callbacks", "Watch", "clock"], ["callbacks", "Watch", "clock", "seconds"]),
-    *(["callbacks", "Watch", "seconds"], ["callbacks", "Watch", "ranks"], ["lr_schedulers"], ["global_step"]),
-    *(["optimizer_states", 0], ["optimizer_states", 0, "param_groups"], ["optimizer_states", 0, "state", 0]),
-    *(["optimizer_states", 0, "state", 0, "exp_avg"], ["callbacks", "Watch", "ranks", 0, "sums"], ["epoch"]),
-    *(["callbacks", "Watch", "ranks", 0, "rng", "torch"], ["config", "model"], ["config"], ["data"], ["model"]),
-    *(["data", "tokenizer"], ["data", "vocabulary"], ["pytorch-lightning_version"], ["config", "seed"], ["step"]),
+    *(
+        ["callbacks", "Watch", "seconds"],
+        ["callbacks", "Watch", "ranks"],
+        ["lr_schedulers"],
+        ["global_step"],
+    ),
+    *(
+        ["optimizer_states", 0],
+        ["optimizer_states", 0, "param_groups"],
+        ["optimizer_states", 0, "state", 0],
+    ),
+    *(
+        ["optimizer_states", 0, "state", 0, "exp_avg"],
+        ["callbacks", "Watch", "ranks", 0, "sums"],
+        ["epoch"],
+    ),
+    *(
+        ["callbacks", "Watch", "ranks", 0, "rng", "torch"],
+        ["config", "model"],
+        ["config"],
+        ["data"],
+        ["model"],
+    ),
+    *(
+        ["data", "tokenizer"],
+        ["data", "vocabulary"],
+        ["pytorch-lightning_version"],
+        ["config", "seed"],
+        ["step"],
+    ),
     *(["format"], ["model", "embedding.table_VS"]),
 ]
 MORE = {"step": (-5, "5"), "format": (FORMAT + 1,)}
@@ -190,7 +274,9 @@ REFUSED = "is none to go on from|no checkpoint of rtx|not of the format|was trai
 
 
 @pytest.mark.parametrize("place", PARTS, ids=lambda place: ".".join(map(str, place)))
-def test_a_crafted_checkpoint_is_refused_or_changes_nothing(workshop: Workshop, copy: Path, place: list[Any]) -> None:
+def test_a_crafted_checkpoint_is_refused_or_changes_nothing(
+    workshop: Workshop, copy: Path, place: list[Any]
+) -> None:
     path = copy / "checkpoints" / "last.ckpt"
     whole = path.read_bytes()
     for value in (None, torch.ones(2, 3), *MORE.get(place[0], ())):
@@ -208,7 +294,10 @@ def test_a_crafted_checkpoint_is_refused_or_changes_nothing(workshop: Workshop, 
 
 def test_a_packed_checkpoint_is_refused_before_it_is_unpacked(copy: Path) -> None:
     path = copy / "checkpoints" / "last.ckpt"
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(copy / "packed", "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(path) as old,
+        zipfile.ZipFile(copy / "packed", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry) + bytes(1 << 20))
     content = bytearray((copy / "packed").read_bytes())
@@ -218,10 +307,17 @@ def test_a_packed_checkpoint_is_refused_before_it_is_unpacked(copy: Path) -> Non
         read_checkpoint(path)
 
 
-def test_a_tokenizer_file_elsewhere_is_neither_read_nor_written(workshop: Workshop, copy: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_file_elsewhere_is_neither_read_nor_written(
+    workshop: Workshop, copy: Path, tmp_path: Path
+) -> None:
     secret = tmp_path / "id_rsa"
     secret.write_bytes(b"secret\n")
-    described = {"name": "words", "unit": "word", "vocabulary": 256, "settings": {"eos": 0, "unk": 0}}
+    described = {
+        "name": "words",
+        "unit": "word",
+        "vocabulary": 256,
+        "settings": {"eos": 0, "unk": 0},
+    }
     described |= {"file": "../id_rsa", "sha256": hashlib.sha256(b"secret\n").hexdigest()}
     craft(copy / "checkpoints" / "best.ckpt", ["data", "tokenizer"], described)
     code, said = asked(workshop, "export", str(copy), f"output={tmp_path / 'a' / 'out'}")
@@ -233,7 +329,16 @@ def test_a_lying_export_is_told(run: Path, workshop: Workshop, tmp_path: Path) -
     lie = tmp_path / "lie"
     workshop.command("export", str(run), f"output={lie}")
     whole = (lie / "export.json").read_text()
-    for key in ("step", "config", "data", "file", "sha256", "data.tokenizer", "data.vocabulary", ""):
+    for key in (
+        "step",
+        "config",
+        "data",
+        "file",
+        "sha256",
+        "data.tokenizer",
+        "data.vocabulary",
+        "",
+    ):
         for value in (None, -1, 10**30, "x", [], {"a": 1}, {"name": "words"}):
             facts = json.loads(whole)
             section, _, name = key.rpartition(".")
@@ -254,13 +359,17 @@ def test_a_system_that_will_not_read_is_no_damage(
         raise OSError(24, "Too many open files", str(path))
 
     monkeypatch.setattr(np, "memmap", refused)
-    with pytest.raises(RunFailed, match=r"cannot be read \(Too many open files\); nothing was changed"):
+    with pytest.raises(
+        RunFailed, match=r"cannot be read \(Too many open files\); nothing was changed"
+    ):
         open_store(store, "data=text")
     code, said = asked(workshop, "data", "prepare", "data=text", workshop.text, "data.length=32")
     assert code == 1 and "rebuild" not in said and store.exists()
 
 
-def test_a_cell_runs_no_code_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_runs_no_code_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("rtx", "torch", "json"):
         Path(f"{name}.py").write_text("open('attacked', 'w')")
@@ -282,7 +391,9 @@ def test_no_link_in_the_folder_of_a_sweep_is_followed(workshop: Workshop, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["lock", "resumes.jsonl", "metrics.jsonl"])
-def test_no_link_in_the_folder_of_a_run_is_followed(workshop: Workshop, copy: Path, tmp_path: Path, name: str) -> None:
+def test_no_link_in_the_folder_of_a_run_is_followed(
+    workshop: Workshop, copy: Path, tmp_path: Path, name: str
+) -> None:
     (foreign := tmp_path / "foreign").write_bytes(b"a line of somebody else, without its end")
     (copy / name).unlink(missing_ok=True)
     (copy / name).symlink_to(foreign)
@@ -310,7 +421,10 @@ def test_checkpoints_that_are_taken_away_under_a_run_end_it_in_a_line(workshop: 
     shutil.rmtree(process.run / "checkpoints")
     assert process.wait() == 1
     line = process.log.read_text().splitlines()[-1]
-    assert line.startswith(f"rtx: cannot write {process.run}/checkpoints/") and "No such file or directory" in line
+    assert (
+        line.startswith(f"rtx: cannot write {process.run}/checkpoints/")
+        and "No such file or directory" in line
+    )
     assert "Traceback" not in process.log.read_text() and run_state(process.run) == "failed"
     code, said = asked(workshop, "resume", str(process.run), "trainer.steps=5")
     assert code == 0 and "from the beginning: it has no checkpoint" in said

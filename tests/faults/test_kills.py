@@ -46,8 +46,14 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
     words, run, saved = ("trainer.steps=40",), workshop.folder / "killed", 0
     for place, call in CALLS.items():
         owner, _, name = place.rpartition(".")
-        command = ("resume", str(run)) if (run / "config.yaml").exists() else ("train", workshop.text, *SIZES, *words)
-        process = workshop.fork(run, *command, inside=DYING.format(owner=owner, name=name, call=call))
+        command = (
+            ("resume", str(run))
+            if (run / "config.yaml").exists()
+            else ("train", workshop.text, *SIZES, *words)
+        )
+        process = workshop.fork(
+            run, *command, inside=DYING.format(owner=owner, name=name, call=call)
+        )
         assert process.wait() == -signal.SIGKILL, process.said(f"has not died in {place}")
         assert newest_step(run) >= saved and not damaged_bytes(run), place
         saved = newest_step(run)
@@ -58,14 +64,22 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
 
 def test_three_kills_change_nothing(workshop: Workshop) -> None:
     """Each of the sweep and its cells at once, without a word: the first perhaps before a cell has begun."""
-    words, draw, root = ("trainer.steps=40", "name=killed"), random.Random(5), workshop.folder / "out" / "killed"
+    words, draw, root = (
+        ("trainer.steps=40", "name=killed"),
+        random.Random(5),
+        workshop.folder / "out" / "killed",
+    )
     alone = [workshop.train(f"alone{seed}", *words, f"seed={seed}") for seed in (1, 2)]
     command = ("train", "-m", workshop.text, *SIZES, *words, "seed=1,2")
     for target in (0, draw.randint(2, 30), draw.randint(42, 70)):
         sweep = workshop.begin(root, *command, RTX_RUN="")
-        assert sweep.shows(lambda _, target=target: sum(map(steps_logged, root.glob("*/"))) >= target, pause=0.02)
+        assert sweep.shows(
+            lambda _, target=target: sum(map(steps_logged, root.glob("*/"))) >= target, pause=0.02
+        )
         if not target:
-            time.sleep(draw.uniform(0.5, 3.0))  # in the imports of the first cell; the sweep has far to go
+            time.sleep(
+                draw.uniform(0.5, 3.0)
+            )  # in the imports of the first cell; the sweep has far to go
         sweep.send(signal.SIGSTOP)
         os.waitpid(sweep.number, os.WUNTRACED)  # it starts no cell any more
         for number in (*children(sweep.number), sweep.number):
@@ -82,12 +96,16 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     for row, run in zip(rows, alone, strict=True):
         assert row[-2] == f"{final(run)['bits']:.4f}"
         assert difference(run, root / Path(row[-1]).name) == ""
-    assert workshop.command(*command).count("done before") == 4  # as each is looked at, and in the table
+    assert (
+        workshop.command(*command).count("done before") == 4
+    )  # as each is looked at, and in the table
 
 
 def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
     run = workshop.folder / "shared"
-    processes = [workshop.fork(run, "train", workshop.text, *SIZES, "trainer.steps=30") for _ in range(2)]
+    processes = [
+        workshop.fork(run, "train", workshop.text, *SIZES, "trainer.steps=30") for _ in range(2)
+    ]
     codes, said = [process.wait() for process in processes], processes[0].log.read_text()
     assert sorted(codes) == [0, 2], said
     refusals = f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run already; "
@@ -95,10 +113,14 @@ def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
     assert difference(run, thirty) == ""
 
 
-def test_a_run_keeps_its_data_and_one_resume_of_three_goes_on_with_it(workshop: Workshop, thirty: Path) -> None:
+def test_a_run_keeps_its_data_and_one_resume_of_three_goes_on_with_it(
+    workshop: Workshop, thirty: Path
+) -> None:
     process = workshop.start("resumed", "trainer.steps=30")
     process.until(after(2))
-    assert ": removed, " in workshop.command("data", "remove", next(workshop.data.glob("text-*")).name)
+    assert ": removed, " in workshop.command(
+        "data", "remove", next(workshop.data.glob("text-*")).name
+    )
     assert process.kill_when(after(10), signal.SIGTERM) == 143
     processes = [workshop.fork(process.run, "resume", str(process.run)) for _ in range(3)]
     codes = [process.wait() for process in processes]

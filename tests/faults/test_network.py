@@ -20,7 +20,19 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from bad_servers import CONTENT, NOBODY, Answer, Server, ranged, redirect, refuse, send, serving, silent, whole
+from bad_servers import (
+    CONTENT,
+    NOBODY,
+    Answer,
+    Server,
+    ranged,
+    redirect,
+    refuse,
+    send,
+    serving,
+    silent,
+    whole,
+)
 from small_runs import SIZES, Process, Workshop, difference
 
 with zipfile.ZipFile(held := io.BytesIO(), "w") as file:
@@ -35,7 +47,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         pytest.skip("a server that answers by HTTPS needs a certificate, which openssl makes")
     path = tmp_path / "localhost.pem"
     asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run(["openssl", *asked.split(), "-keyout", path, "-out", path], check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", *asked.split(), "-keyout", path, "-out", path], check=True, capture_output=True
+    )
     with serving(ARCHIVE, path) as running:
         yield running
 
@@ -50,19 +64,30 @@ def prepare(workshop: Workshop, server: Server, name: str, trusted: Path | None 
     )
     root, words = workshop.folder / name, ("data", "prepare", "data=enwik8")
     return workshop.fork(
-        root, *words, inside=inside, SSL_CERT_FILE=str(trusted or server.certificate), RTX_DATA=str(root)
+        root,
+        *words,
+        inside=inside,
+        SSL_CERT_FILE=str(trusted or server.certificate),
+        RTX_DATA=str(root),
     )
 
 
 def prepared(root: Path) -> list[bytes]:
-    return [path.read_bytes() for split in ("train", "valid", "test") for path in root.glob(f"enwik8-*/{split}.bin")]
+    return [
+        path.read_bytes()
+        for split in ("train", "valid", "test")
+        for path in root.glob(f"enwik8-*/{split}.bin")
+    ]
 
 
 def test_a_download_that_is_killed_is_continued(workshop: Workshop, server: Server) -> None:
     server.answers = [silent, ranged]
     process = prepare(workshop, server, "killed")
     part = process.run / "downloads" / "enwik8.zip.part"
-    assert process.kill_when(lambda run: part.exists() and part.stat().st_size > 100_000) == -signal.SIGKILL
+    assert (
+        process.kill_when(lambda run: part.exists() and part.stat().st_size > 100_000)
+        == -signal.SIGKILL
+    )
     assert not part.with_suffix("").exists() and prepared(process.run) == []
     process = prepare(workshop, server, "killed")
     assert process.wait() == 0, process.log.read_text()
@@ -95,13 +120,22 @@ def test_other_bytes_other_places_and_servers_whom_nobody_vouches_for_are_refuse
 def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop) -> None:
     alone = workshop.train("alone")
     with serving() as server, serving() as other:
-        server.answers, other.answers = [refuse(500)], [lambda handler: send(handler, 200, b"<html>")]
+        server.answers, other.answers = (
+            [refuse(500)],
+            [lambda handler: send(handler, 200, b"<html>")],
+        )
         inside = "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0"
         words = ("train", workshop.text, *SIZES, "logger=auto")
         known = {"WANDB_API_KEY": "0" * 40, "HOME": str(workshop.folder)}
         processes = [
-            workshop.fork(workshop.folder / name, *words, inside=inside, WANDB_BASE_URL=address, **known)
-            for name, address in (("down", NOBODY), ("errors", server.address), ("nonsense", other.address))
+            workshop.fork(
+                workshop.folder / name, *words, inside=inside, WANDB_BASE_URL=address, **known
+            )
+            for name, address in (
+                ("down", NOBODY),
+                ("errors", server.address),
+                ("nonsense", other.address),
+            )
         ]
         for process in processes:
             assert process.wait() == 0, process.log.read_text()
@@ -147,7 +181,13 @@ PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
     ids=["server", "proxy"],
 )
 def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
-    workshop: Workshop, run: Path, tmp_path: Path, listener: Listener, place: str, names: str, by: str
+    workshop: Workshop,
+    run: Path,
+    tmp_path: Path,
+    listener: Listener,
+    place: str,
+    names: str,
+    by: str,
 ) -> None:
     """A stranger's run, which the user works in, names a server or a proxy.
 

@@ -31,23 +31,37 @@ TOKENS_BN = tokens()
 
 
 @each_kind(STREAMED)
-def test_streaming_equals_parallel_and_a_prompt_its_steps(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streaming_equals_parallel_and_a_prompt_its_steps(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "FIRST_SLOTS", 3)  # caches that grow make room
-    longest = 24 if kind.get("positions") in ("learned", "axial") else 37  # others take more than they were made for
+    longest = (
+        24 if kind.get("positions") in ("learned", "axial") else 37
+    )  # others take more than they were made for
     prompts = (0, 17) if STREAMED.index(kind) % 2 else (1, 5)
     check_streams(tiny_model(**kind), tokens(length=longest), *prompts)
 
 
 def members_held(decoder: Decoder) -> list[list[list[int]]]:
     caches = [stream.stream.cache for streams in decoder.streams for stream in streams]
-    return [held.position_LS.sort(dim=-1).values.tolist() for held in caches if isinstance(held, ClusterCache)]
+    return [
+        held.position_LS.sort(dim=-1).values.tolist()
+        for held in caches
+        if isinstance(held, ClusterCache)
+    ]
 
 
 @pytest.mark.parametrize("units", [[5], [5, 2]])
 @pytest.mark.parametrize("keys", ["shared", "separate"])
 def test_units_that_return_keep_the_members_that_came_first(keys: str, units: list[int]) -> None:
     """In float32, where the products of one unit in prompts, in steps and in scoring round apart."""
-    sizes = {"hidden": 64, "ffn_hidden": 64, "routing_heads": 4, "routing_layers": 3, "routing_window": 12}
+    sizes = {
+        "hidden": 64,
+        "ffn_hidden": 64,
+        "routing_heads": 4,
+        "routing_layers": 3,
+        "routing_window": 12,
+    }
     model = tiny_model(selection="topk", positions="none", routing_keys=keys, **sizes).float()
     tokens_BN = torch.tensor([units, [unit + 3 for unit in units]]).repeat(1, 120)[:, :120]
     quick, slow = Decoder(model, 2), Decoder(model, 2)
@@ -69,17 +83,34 @@ return self.model.logits(x)
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("selection", ["exact", "indexer", "blocks", "topk", "causal", "nearest"])
-def test_bytes_that_return_are_read_alike_in_steps_and_in_a_pass(selection: str, wide: bool) -> None:
+def test_bytes_that_return_are_read_alike_in_steps_and_in_a_pass(
+    selection: str, wide: bool
+) -> None:
     """Every layer routes, without positions: the same bytes are the same vectors, and keys that look back are not."""
-    sizes: Kind = {"layers": 4, "hidden": 64, "ffn_hidden": 64, "positions": "rotary", "base": "local"}
-    routing: Kind = {"selection": selection, "keys": "tied", "key_shift": 1, "rotary": False, "layers": 4, "window": 12}
+    sizes: Kind = {
+        "layers": 4,
+        "hidden": 64,
+        "ffn_hidden": 64,
+        "positions": "rotary",
+        "base": "local",
+    }
+    routing: Kind = {
+        "selection": selection,
+        "keys": "tied",
+        "key_shift": 1,
+        "rotary": False,
+        "layers": 4,
+        "window": 12,
+    }
     options = sizes | {f"routing_{name}": value for name, value in routing.items()}
     options |= {"routing_block": 4} if selection == "blocks" else {}
     letters = sorted(set(CODE))
     unit_1N = torch.tensor([[letters.index(byte) % VOCABULARY for byte in CODE]])
     for seed in range(2):
         model = tiny_model(seed, length=len(CODE), **options)
-        check_streams(model if wide else model.float(), unit_1N, 40, tolerance=1e-10 if wide else 1e-4)
+        check_streams(
+            model if wide else model.float(), unit_1N, 40, tolerance=1e-10 if wide else 1e-4
+        )
 
 
 def held(node: Any) -> int:
@@ -90,19 +121,33 @@ def held(node: Any) -> int:
 
 
 BOUNDED: list[Kind] = [
-    *({"selection": s, "base": b} for s in EVERY if s not in BY_QUERY for b in ("local", "lsh+adaptive_span")),
+    *(
+        {"selection": s, "base": b}
+        for s in EVERY
+        if s not in BY_QUERY
+        for b in ("local", "lsh+adaptive_span")
+    ),
     *({"selection": "nearest"}, {"selection": "topk", "routing_keys": "separate"}),
 ]
-GROWING: list[Kind] = [*({"selection": s} for s in BY_QUERY), *({"selection": s, "base": "full"} for s in EVERY)]
+GROWING: list[Kind] = [
+    *({"selection": s} for s in BY_QUERY),
+    *({"selection": s, "base": "full"} for s in EVERY),
+]
 
 
 @each_kind(BOUNDED + GROWING)
-def test_caches_grow_only_where_any_position_may_be_read(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_grow_only_where_any_position_may_be_read(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "FIRST_SLOTS", 1)
     decoder, sizes = Decoder(tiny_model(positions="shaw", **kind), 2), []
     for begin, end in ((0, 30), (30, 60), (60, 90)):
         part_BN = tokens(length=90)[:, begin:end]
-        _ = [decoder.step(tokens_B) for tokens_B in part_BN.T] if begin else decoder.prefill(part_BN)
+        _ = (
+            [decoder.step(tokens_B) for tokens_B in part_BN.T]
+            if begin
+            else decoder.prefill(part_BN)
+        )
         sizes.append(held(decoder.streams))
     if kind in BOUNDED:
         assert sizes[0] == sizes[1] == sizes[2] > 0
@@ -110,9 +155,13 @@ def test_caches_grow_only_where_any_position_may_be_read(kind: Kind, monkeypatch
         assert sizes[0] < sizes[2] < 5 * sizes[0]
 
 
-def sample(model: Transformer, prompt: list[int], length: int = 12, seed: int = 0, **options: Any) -> list[int]:
+def sample(
+    model: Transformer, prompt: list[int], length: int = 12, seed: int = 0, **options: Any
+) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    units = generate(model, torch.tensor([prompt], dtype=torch.int64), length, generator=generator, **options)
+    units = generate(
+        model, torch.tensor([prompt], dtype=torch.int64), length, generator=generator, **options
+    )
     return [int(x_B) for x_B in units]
 
 
@@ -120,9 +169,13 @@ def sample(model: Transformer, prompt: list[int], length: int = 12, seed: int = 
 def test_temperature_0_takes_the_most_likely_unit_without_dropout(prompt: list[int]) -> None:
     model = tiny_model(dropout=0.5).train()
     units = sample(model, prompt, temperature=0)
-    assert len(units) == 12 and units == sample(model, prompt, seed=9, top_k=1) == sample(model, prompt, top_p=1e-9)
+    assert len(units) == 12 and units == sample(model, prompt, seed=9, top_k=1) == sample(
+        model, prompt, top_p=1e-9
+    )
     prompts = torch.tensor([prompt, [unit + 3 for unit in prompt]], dtype=torch.int64)
-    whole = torch.cat([prompts, torch.stack(list(generate(model, prompts, 12, temperature=0)), dim=1)], dim=1)
+    whole = torch.cat(
+        [prompts, torch.stack(list(generate(model, prompts, 12, temperature=0)), dim=1)], dim=1
+    )
     assert whole[0].tolist() == prompt + units
     decoder = Decoder(tiny_model(), 2)
     for i, inputs in enumerate([None, *whole.T[:-1]]):
@@ -133,11 +186,19 @@ def test_temperature_0_takes_the_most_likely_unit_without_dropout(prompt: list[i
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, 4)
 DRAWS: list[tuple[Kind, int]] = [({"temperature": t}, 4) for t in (0.5, 1.0, 3.0)]
 DRAWS += [({"temperature": t}, 1) for t in (1e-3, 1e-30, 1e-45, 1e-300)]
-DRAWS += [({"top_k": 2}, 2), ({"top_k": 9}, 4), ({"top_p": 0.7}, 2), ({"top_p": 0.6}, 1), ({"top_p": 1.0}, 4)]
+DRAWS += [
+    ({"top_k": 2}, 2),
+    ({"top_k": 9}, 4),
+    ({"top_p": 0.7}, 2),
+    ({"top_p": 0.6}, 1),
+    ({"top_p": 1.0}, 4),
+]
 
 
 @pytest.mark.parametrize(("options", "kept"), DRAWS)
-def test_draws_follow_the_temperature_and_top_k_and_top_p_cut_the_tail(options: Kind, kept: int) -> None:
+def test_draws_follow_the_temperature_and_top_k_and_top_p_cut_the_tail(
+    options: Kind, kept: int
+) -> None:
     # Shares are 0.64, 0.24, 0.09 and 0.03; the unit that crosses the share of top_p still counts.
     settings: Kind = {"temperature": 1.0, "top_k": None, "top_p": None} | options
     drawn_B = draw(LOGITS, generator=torch.Generator().manual_seed(0), **settings)
@@ -174,7 +235,9 @@ def test_silent_heads_are_the_model_whose_routing_heads_give_zeros() -> None:
         silent_BN, _ = ablated("routing").loss(TOKENS_BN)
         by_hand = tiny_model()
         for heads in (module for module in by_hand.modules() if isinstance(module, Routing)):
-            heads.register_forward_hook(lambda heads, given, out: (torch.zeros_like(out[0]), out[1]))
+            heads.register_forward_hook(
+                lambda heads, given, out: (torch.zeros_like(out[0]), out[1])
+            )
         expected_BN, _ = by_hand.loss(TOKENS_BN)
     torch.testing.assert_close(silent_BN, expected_BN, rtol=1e-12, atol=1e-12)
 

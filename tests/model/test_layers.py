@@ -11,7 +11,17 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
+from tiny_models import (
+    BY_QUERY,
+    POSITIONS,
+    TIED,
+    Kind,
+    check_alike,
+    check_streams,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 from rtx.attention.centroids import after_step
 from rtx.attention.clusters import Random
@@ -31,41 +41,65 @@ from rtx.model.transformer import Transformer
 
 def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedForward:
     torch.manual_seed(0)
-    return FeedForward(dataclasses.replace(tiny_config().model, ffn=ffn, ffn_parts=parts, ffn_dropout=dropout)).double()
+    return FeedForward(
+        dataclasses.replace(tiny_config().model, ffn=ffn, ffn_parts=parts, ffn_dropout=dropout)
+    ).double()
 
 
 @pytest.mark.parametrize("ffn", ["gelu", "relu", "geglu"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 14, 4096])
-def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(ffn: str, parts: int) -> None:
-    layer, x_BNE = feed_forward(parts, ffn), torch.randn(2, 7, 16, dtype=torch.float64).requires_grad_()
+def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(
+    ffn: str, parts: int
+) -> None:
+    layer, x_BNE = (
+        feed_forward(parts, ffn),
+        torch.randn(2, 7, 16, dtype=torch.float64).requires_grad_(),
+    )
     inner = F.linear(x_BNE, layer.inner.weight, layer.inner.bias)
     if ffn == "geglu":
         wide = inner[..., :24] * F.gelu(inner[..., 24:], approximate="tanh")
     else:
-        wide = inner.clamp(min=0) if ffn == "relu" else 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+        wide = (
+            inner.clamp(min=0)
+            if ffn == "relu"
+            else 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+        )
     expected = F.linear(wide, layer.outer.weight, layer.outer.bias)
     check_alike(layer(x_BNE), expected, [x_BNE, *layer.parameters()], 1e-12)
     with torch.no_grad():
         torch.testing.assert_close(layer(x_BNE), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN on this machine")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN on this machine"
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_large_products_in_float32_are_onednns_and_those_of_the_definition(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "LARGE", 120 * 12 * 20)
-    layer, x_BNE = Linear(12, 20, bias=bias), torch.randn(40, 3, 12).transpose(0, 1).requires_grad_()
+    layer, x_BNE = (
+        Linear(12, 20, bias=bias),
+        torch.randn(40, 3, 12).transpose(0, 1).requires_grad_(),
+    )
     leaves, found = [x_BNE, *layer.parameters()], [layer(x_BNE)]
     for products in ("onednn", "torch"):
         config = dataclasses.replace(tiny_config(), hardware=HardwareConfig(products=products))
-        assert {each.products for each in Transformer(config, 11).modules() if isinstance(each, Linear)} == {products}
+        assert {
+            each.products for each in Transformer(config, 11).modules() if isinstance(each, Linear)
+        } == {products}
     layer.products = "onednn"
     check_alike(layer(x_BNE), F.linear(*(leaf.double() for leaf in leaves)).float(), leaves, 1e-4)
     found += [layer(x_BNE), layer(x_BNE[:, 1:])]
     with torch.autocast("cpu", torch.bfloat16):
         found += [layer(x_BNE), layer.double()(x_BNE.double())]
-    assert [type(y.grad_fn).__name__.startswith("Product") for y in found] == [False, True, False, False, False]
+    assert [type(y.grad_fn).__name__.startswith("Product") for y in found] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_the_backward_pass_drops_the_units_that_the_forward_pass_dropped() -> None:
@@ -81,17 +115,27 @@ def test_the_backward_pass_drops_the_units_that_the_forward_pass_dropped() -> No
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 13, 14, 99])
-def test_nats_are_minus_the_logarithm_of_the_share_in_allowed_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nats_are_minus_the_logarithm_of_the_share_in_allowed_parts(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes, generator = ((2, 7, 5), (11, 5), (11,)), torch.Generator().manual_seed(0)
-    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    leaves = [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
     hidden, weight, bias = leaves
     target_BN = torch.arange(14).view(2, 7) % 11
-    expected = -(hidden @ weight.T + bias).softmax(-1).gather(-1, target_BN[..., None])[..., 0].log()
+    expected = (
+        -(hidden @ weight.T + bias).softmax(-1).gather(-1, target_BN[..., None])[..., 0].log()
+    )
     sizes, linear = [], F.linear
-    monkeypatch.setattr(likelihood.F, "linear", lambda *given: sizes.append(len(given[0]) * 11) or linear(*given))
+    monkeypatch.setattr(
+        likelihood.F, "linear", lambda *given: sizes.append(len(given[0]) * 11) or linear(*given)
+    )
     monkeypatch.setattr(likelihood, "MAX_LOGITS", rows * 11)
     check_alike(token_nats(hidden, weight, bias, target_BN), expected, leaves, 1e-12)
-    assert max(sizes) <= rows * 11 and sum(sizes) == (1 if rows >= 14 else 2) * 14 * 11, "once more backward"
+    assert max(sizes) <= rows * 11 and sum(sizes) == (1 if rows >= 14 else 2) * 14 * 11, (
+        "once more backward"
+    )
 
 
 def test_vectors_of_bands_are_the_same_where_every_band_is_asked_for_all_words() -> None:
@@ -124,10 +168,14 @@ for factor in (1.0, 0.5):
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger-Kernel is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="Liger-Kernel is not installed"
+)
 def test_the_fused_loss_and_its_gradients_are_those_of_the_mean() -> None:
     """Its kernels in Triton's interpreter, for which the variable must be there before they are imported."""
-    subprocess.run([sys.executable, "-c", LIGER], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", LIGER], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True
+    )
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -154,7 +202,9 @@ def test_angles_are_exact_at_far_positions() -> None:
 
 
 def test_blocks_alone_ask_for_no_summary_columns() -> None:
-    (group, *_) = MultiheadAttention(tiny_config(base="fixed_block", stride=4, summary=8), layer=0).head_groups()
+    (group, *_) = MultiheadAttention(
+        tiny_config(base="fixed_block", stride=4, summary=8), layer=0
+    ).head_groups()
     assert group.pattern.keeps == 4  # type: ignore[attr-defined]
 
 
@@ -163,11 +213,15 @@ def test_learned_positions_add_up_one_vector_for_each_axis_and_end(axes: tuple[i
     torch.manual_seed(0)
     positions, N = LearnedPositions(axes, 4000), math.prod(axes)
     places = itertools.product(*map(range, axes))
-    expected = torch.stack([sum(table[i] for table, i in zip(positions.tables, at, strict=True)) for at in places])  # type: ignore[arg-type]
+    expected = torch.stack(
+        [sum(table[i] for table, i in zip(positions.tables, at, strict=True)) for at in places]
+    )  # type: ignore[arg-type]
     assert positions.length == N and float(expected.detach().std()) == pytest.approx(0.02, rel=0.05)
     torch.testing.assert_close(positions(0, N), expected)
     torch.testing.assert_close(torch.cat([positions(i, 1) for i in range(N)]), expected)
-    with pytest.raises(ValueError, match=rf"position {N}: learned positions cover 0 to {N - 1} \(data.length\)"):
+    with pytest.raises(
+        ValueError, match=rf"position {N}: learned positions cover 0 to {N - 1} \(data.length\)"
+    ):
         positions(N - 3, 4)
 
 
@@ -175,7 +229,10 @@ def test_learned_positions_add_up_one_vector_for_each_axis_and_end(axes: tuple[i
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_positions_matter(positions: str) -> None:
     # Without position terms and with full attention, a permutation of the past changes nothing at the last position.
-    model, swapped = tiny_model(positions=positions, base="full", routing_layers=0, layers=1), tokens()
+    model, swapped = (
+        tiny_model(positions=positions, base="full", routing_layers=0, layers=1),
+        tokens(),
+    )
     swapped[:, [15, 21]] = swapped[:, [21, 15]]
     nats, other = (model.loss(x)[0][:, -1] for x in (tokens(), swapped))
     assert torch.allclose(nats, other, rtol=1e-12) == (positions == "none")
@@ -193,7 +250,11 @@ def test_base_patterns_share_the_heads_that_do_not_route_and_routing_layers_are_
     six: Kind = {"heads": 6, "hidden": 24, "routing_heads": 3}
     kinds: list[tuple[Kind, dict[str, int], dict[str, int]]] = [
         ({"base": "local+full"}, {"local": 2, "full": 2}, {"local": 1, "full": 1, "routed": 2}),
-        ({"base": "local+lsh+local", **six}, {"local": 4, "lsh": 2}, {"local": 2, "lsh": 1, "routed": 3}),
+        (
+            {"base": "local+lsh+local", **six},
+            {"local": 4, "lsh": 2},
+            {"local": 2, "lsh": 1, "routed": 3},
+        ),
         ({"routing_heads": 4, "routing_layers": 3}, {"routed": 4}, {"routed": 4}),
     ]
     for options, first, routing in kinds:
@@ -205,17 +266,26 @@ def test_base_patterns_share_the_heads_that_do_not_route_and_routing_layers_are_
 def test_the_logit_scale_is_that_of_the_configuration() -> None:
     for wish, scale in (("none", 1.0), ("sqrt_d", 0.5), ("unit", 0.25)):
         for selection in ("topk", "random", *BY_QUERY):
-            assert routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
+            assert (
+                routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
+            )
     heads = routed(tiny_model(selection="topk", routing_logit_scale="unit"), 1)
     q_BHND = heads.inputs(torch.randn(1, 2, 24, 4, dtype=torch.float64), None, None).q_BHND
-    torch.testing.assert_close(q_BHND.norm(dim=-1), torch.full((1, 2, 24), 4**0.5).double(), rtol=0, atol=2e-2)
+    torch.testing.assert_close(
+        q_BHND.norm(dim=-1), torch.full((1, 2, 24), 4**0.5).double(), rtol=0, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("keys", ["separate", "projected"])
-def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apart(keys: str) -> None:
+def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apart(
+    keys: str,
+) -> None:
     layer = attention(tiny_model(routing_keys=keys, routing_key_loss=0.5), 1).train()
     weight, x_BNE = layer.qkv.weight, torch.randn(2, 24, 16, dtype=torch.float64)
-    apart = [torch.stack([(weight[8 + u, e] - weight[24 + u, e]).abs() for e in range(16)]).sum() for u in range(8)]
+    apart = [
+        torch.stack([(weight[8 + u, e] - weight[24 + u, e]).abs() for e in range(16)]).sum()
+        for u in range(8)
+    ]
     norms = [torch.stack(head).max() for head in (apart[:4], apart[4:])]
     loss, expected = layer(x_BNE)[1], 0.25 * (norms[0] + norms[1])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -228,7 +298,9 @@ def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apar
 def test_random_heads_differ_by_layer_and_seed_alone() -> None:
     layers = [routed(tiny_model(selection="random", seed=s), n) for s in (0, 1) for n in (1, 2)]
     members = [layer.position_HCW for layer in layers if isinstance(layer, Random)]
-    assert torch.equal(members[0], members[2]) and torch.equal(members[1], members[3]), "weights do not matter"
+    assert torch.equal(members[0], members[2]) and torch.equal(members[1], members[3]), (
+        "weights do not matter"
+    )
     assert not torch.equal(members[0], members[1])
 
 
@@ -248,14 +320,19 @@ K_BHND = torch.randn(3, 2, 7, 4, dtype=torch.float64, generator=torch.Generator(
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 9])
 @pytest.mark.parametrize("width", [1, 2, 3, 9])
-def test_a_position_gets_the_key_so_far_back_and_the_convolution_adds_those_before(shift: int, width: int) -> None:
+def test_a_position_gets_the_key_so_far_back_and_the_convolution_adds_those_before(
+    shift: int, width: int
+) -> None:
     torch.manual_seed(0)
     mixed = KeyMix(2, 4, shift, width).double()
     if mixed.taps_HDK is not None:
         torch.nn.init.normal_(mixed.taps_HDK)
     expected = torch.zeros_like(K_BHND)
     for j in range(7):
-        keys = [K_BHND[:, :, j - shift - back] if j >= shift + back else torch.zeros(2, 4) for back in range(width)]
+        keys = [
+            K_BHND[:, :, j - shift - back] if j >= shift + back else torch.zeros(2, 4)
+            for back in range(width)
+        ]
         expected[:, :, j] = keys[0]
         if mixed.taps_HDK is not None:
             conv = sum(mixed.taps_HDK[..., -1 - back] * key for back, key in enumerate(keys))
@@ -284,7 +361,9 @@ def test_an_indexer_reads_everything_while_it_warms_up_and_then_a_window(attend_
         for heads in (module for module in model.modules() if isinstance(module, Indexer)):
             out, _ = heads(q, k, v)
             read_N = heads.rule(heads.inputs(q, k, None), 0, False)[0].sum(-1)
-            assert torch.equal(read_N, (torch.arange(24) + attend_self).clamp(1, 24 if step < 2 else 6))
+            assert torch.equal(
+                read_N, (torch.arange(24) + attend_self).clamp(1, 24 if step < 2 else 6)
+            )
             if step < 2:
                 torch.testing.assert_close(out, full, rtol=1e-10, atol=1e-10)
             else:
@@ -296,7 +375,9 @@ def test_an_indexer_reads_everything_while_it_warms_up_and_then_a_window(attend_
 @pytest.mark.parametrize("warmup", [0, 1000])
 def test_an_indexer_learns_by_its_own_loss_alone(warmup: int) -> None:
     model = tiny_model(selection="indexer", routing_warmup=warmup, positions="rotary").train()
-    own = {name: p for name, p in model.named_parameters() if name.endswith(("query_HDE", "key_HDE"))}
+    own = {
+        name: p for name, p in model.named_parameters() if name.endswith(("query_HDE", "key_HDE"))
+    }
     optimizer = torch.optim.Adam(own.values(), lr=0.03)
     losses = []
     for _ in range(30):
@@ -316,20 +397,29 @@ def test_an_indexer_learns_by_its_own_loss_alone(warmup: int) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> None:
     torch.manual_seed(0)
-    config = tiny_config(embedding="adaptive", cutoffs="3x7", band_factor=2, tie_embeddings=tied, norm="post")
+    config = tiny_config(
+        embedding="adaptive", cutoffs="3x7", band_factor=2, tie_embeddings=tied, norm="post"
+    )
     model, tokens_BN = Transformer(config, 11).double().eval(), tokens(batch=3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     softmax, hidden_RE = model.softmax, model(tokens_BN)[0].flatten(0, 1)
     assert softmax is not None and (softmax.bands is model.embedding.bands) == tied
-    vectors = [table @ widen.weight.T for table, widen in zip(softmax.bands.tables, softmax.bands.widen, strict=True)]  # type: ignore[operator, union-attr]
+    vectors = [
+        table @ widen.weight.T
+        for table, widen in zip(softmax.bands.tables, softmax.bands.widen, strict=True)
+    ]  # type: ignore[operator, union-attr]
     first, *rarer = (hidden_RE @ torch.cat(vectors).T + softmax.bias_V).split([3, 4, 4], dim=-1)
-    head_RG = torch.cat([first, hidden_RE @ softmax.clusters.weight.T + softmax.clusters.bias], dim=-1).softmax(-1)
+    head_RG = torch.cat(
+        [first, hidden_RE @ softmax.clusters.weight.T + softmax.clusters.bias], dim=-1
+    ).softmax(-1)
     bands = [head_RG[:, n, None] * band.softmax(-1) for n, band in enumerate(rarer, 3)]
     share_RV = torch.cat([head_RG[:, :3], *bands], dim=-1)
     torch.testing.assert_close(model.logits(hidden_RE).exp(), share_RV, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(share_RV.sum(-1), torch.ones(72, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        share_RV.sum(-1), torch.ones(72, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
     expected_BN = -share_RV.gather(1, tokens_BN.flatten()[:, None]).log().view(3, 24)
     nats_BN, _ = model.loss(tokens_BN)
     check_alike(nats_BN, expected_BN, (p for p in model.parameters() if p.requires_grad))

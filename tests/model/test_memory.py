@@ -16,12 +16,19 @@ from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import SinusoidKeys
 from rtx.model.transformer import Transformer
 
-XL: dict[str, Any] = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
+XL: dict[str, Any] = {
+    "base": "recurrent",
+    "positions": "xl",
+    "routing_heads": 0,
+    "routing_layers": 0,
+}
 KEPT: dict[str, Any] = {**XL, "memory": 4, "compressed": 6, "compression_rate": 2, "norm": "post"}
 KINDS = ("conv", "mean", "max")
 
 
-def read_by_loops(attention: MultiheadAttention, x_KE: Tensor, memory: int, most: int | None) -> Tensor:
+def read_by_loops(
+    attention: MultiheadAttention, x_KE: Tensor, memory: int, most: int | None
+) -> Tensor:
     """Dai et al. 2019, section 3.3, position by position: what the last positions of a sequence get, `[N, E]`."""
     (group,) = attention.head_groups()
     positions, size = group.tables, group.size
@@ -37,7 +44,9 @@ def read_by_loops(attention: MultiheadAttention, x_KE: Tensor, memory: int, most
             for j in range(0 if most is None else max(0, i + 1 - most), i + 1):
                 distance = min(i - j, positions.clamp or i - j)
                 angles = [distance / 10_000 ** (2 * f / E) for f in range(math.ceil(E / 2))]
-                r_E = torch.tensor([*map(math.sin, angles), *map(math.cos, angles)][:E], dtype=torch.float64)
+                r_E = torch.tensor(
+                    [*map(math.sin, angles), *map(math.cos, angles)][:E], dtype=torch.float64
+                )
                 content = (q + positions.content_HD[h]) @ (W_k[own] @ x_KE[j])
                 place = (q + positions.place_HD[h]) @ (positions.project.weight[own] @ r_E)
                 logits.append((content + place) / math.sqrt(size))
@@ -52,7 +61,9 @@ def read_by_loops(attention: MultiheadAttention, x_KE: Tensor, memory: int, most
 def test_attention_over_a_memory_is_the_papers(memory: int, own: dict[str, Any]) -> None:
     attention = tiny_model(length=6, memory=8, **XL, **own).blocks[0].attention
     assert isinstance(attention, MultiheadAttention)
-    x_KE = torch.randn(memory + 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x_KE = torch.randn(
+        memory + 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     x_KE = x_KE.requires_grad_()
     found, _ = attention(x_KE[None], memory_length=memory)
     expected = read_by_loops(attention, x_KE, memory, 8 if "same_length" in own else None)
@@ -74,7 +85,9 @@ def test_segments_are_one_pass_by_the_rule_and_streams_are_both(own: dict[str, A
     tokens_BN = tokens(length=33)
     with torch.no_grad():
         hidden_BNS, _ = model(tokens_BN)
-        expected = -model.logits(hidden_BNS).log_softmax(-1).gather(-1, tokens_BN[..., None])[..., 0]
+        expected = (
+            -model.logits(hidden_BNS).log_softmax(-1).gather(-1, tokens_BN[..., None])[..., 0]
+        )
         found, _ = model.loss(tokens_BN)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     check_streams(model, tokens_BN, 0, 5, 6, 17)
@@ -84,7 +97,9 @@ def test_segments_are_one_pass_by_the_rule_and_streams_are_both(own: dict[str, A
 def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(tied: bool) -> None:
     torch.manual_seed(0)
     model = Transformer(tiny_config(length=6, memory=8, tie_biases=tied, **XL), 11).double().train()
-    names = [name for name, _ in model.named_parameters() if name.endswith(("content_HD", "place_HD"))]
+    names = [
+        name for name, _ in model.named_parameters() if name.endswith(("content_HD", "place_HD"))
+    ]
     assert len(names) == (2 if tied else 2 * len(model.blocks))
     memory, segments = Memory(model.config), tokens(length=12).split(6, dim=1)
     model.loss(segments[0], memory=memory)[0].mean().backward()
@@ -97,32 +112,46 @@ def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(
     fresh.layers, fresh.last_B = kept, segments[0][:, -1]
     again = model.loss(segments[1], memory=fresh)[0].mean()
     assert torch.equal(again, loss)  # nothing but what is kept counts
-    assert all(p.grad is not None for p in model.parameters())  # the start vector's, too: DDP waits for it
+    assert all(
+        p.grad is not None for p in model.parameters()
+    )  # the start vector's, too: DDP waits for it
     assert memory.layers[0].shape == (2, 8, 16)
 
 
 @pytest.mark.parametrize(("units", "length", "streams"), [(1000, 16, 4), (64, 16, 4), (999, 7, 3)])
-def test_streams_go_on_from_step_to_step_and_read_all_of_the_ring(units: int, length: int, streams: int) -> None:
+def test_streams_go_on_from_step_to_step_and_read_all_of_the_ring(
+    units: int, length: int, streams: int
+) -> None:
     text = np.arange(units, dtype=np.uint16)
     items = StreamItems(text, length, 5, streams)
     S = units // (length * streams)
     for stream in range(streams):
         starts = [items.start(step * streams + stream) for step in range(3 * S)]
         jumps = {b - a for a, b in itertools.pairwise(starts)}
-        assert jumps <= {length, length - S * streams * length}  # the next units, or once in a round the first again
+        assert jumps <= {
+            length,
+            length - S * streams * length,
+        }  # the next units, or once in a round the first again
         assert starts[S] == items.start((stream + 1) % streams)
     seen = [items[step * streams + stream] for step in range(S) for stream in range(streams)]
     assert torch.cat(seen).unique().numel() == S * streams * length
     again = StreamItems(text, length, 5, streams)
-    assert [again.start(index) for index in range(50)] == [items.start(index) for index in range(50)]
+    assert [again.start(index) for index in range(50)] == [
+        items.start(index) for index in range(50)
+    ]
 
 
 def kept_by_loops(compression: Compression, old_OE: Tensor) -> Tensor:
     parts, conv = old_OE.split(compression.rate), compression.conv
     if conv is not None:
         assert conv.bias is not None
-        return torch.stack([torch.einsum("fen,ne->f", conv.weight, part_cE) for part_cE in parts]) + conv.bias
-    return torch.stack([part_cE.mean(0) if compression.kind == "mean" else part_cE.amax(0) for part_cE in parts])
+        return (
+            torch.stack([torch.einsum("fen,ne->f", conv.weight, part_cE) for part_cE in parts])
+            + conv.bias
+        )
+    return torch.stack(
+        [part_cE.mean(0) if compression.kind == "mean" else part_cE.amax(0) for part_cE in parts]
+    )
 
 
 def loss_by_loops(
@@ -131,10 +160,17 @@ def loss_by_loops(
     """Rae et al. 2020, Algorithm 2: attention by content over the old positions and over the compressed ones."""
     size, errors = block.attention.size, []
     x_NE, old_OE, made_CE = (y if norm is None else norm(y) for y in (x_NE, old_OE, made_CE))
-    matrices = (weight.detach().split(size) for weight in block.attention.qkv.weight.split(block.attention.widths))
+    matrices = (
+        weight.detach().split(size)
+        for weight in block.attention.qkv.weight.split(block.attention.widths)
+    )
     for W_q, W_k, W_v in zip(*matrices, strict=True):
-        logits = [(x_NE @ W_q.T) @ (read_KE @ W_k.T).T / math.sqrt(size) for read_KE in (made_CE, old_OE)]
-        made_ND, old_ND = (w.softmax(-1) @ (y @ W_v.T) for w, y in zip(logits, (made_CE, old_OE), strict=True))
+        logits = [
+            (x_NE @ W_q.T) @ (read_KE @ W_k.T).T / math.sqrt(size) for read_KE in (made_CE, old_OE)
+        ]
+        made_ND, old_ND = (
+            w.softmax(-1) @ (y @ W_v.T) for w, y in zip(logits, (made_CE, old_OE), strict=True)
+        )
         errors.append((made_ND - old_ND) ** 2)
     return torch.cat(errors).mean()
 
@@ -164,7 +200,9 @@ def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> 
     used = block.attention_norm if norm == "pre" else None
     made_BCE = block.compression(old_OE.detach()[None])
     loss = block.compression_loss(x_NE[None], old_OE[None], made_BCE)
-    expected = loss_by_loops(block, used, x_NE, old_OE.detach(), kept_by_loops(block.compression, old_OE.detach()))
+    expected = loss_by_loops(
+        block, used, x_NE, old_OE.detach(), kept_by_loops(block.compression, old_OE.detach())
+    )
     check_alike(loss, expected, block.compression.parameters())
     others = [x_NE, old_OE, *block.attention.parameters(), *block.attention_norm.parameters()]
     assert torch.autograd.grad(loss, others, allow_unused=True) == (None,) * len(others)

@@ -74,7 +74,9 @@ def test_tensors_with_older_names_are_loaded(kind: dict[str, Any], names: dict[s
 
 
 @KINDS
-def test_moments_in_the_older_order_are_those_of_their_weights(kind: dict[str, Any], names: dict[str, str]) -> None:
+def test_moments_in_the_older_order_are_those_of_their_weights(
+    kind: dict[str, Any], names: dict[str, str]
+) -> None:
     model = tiny_model(**kind)
     optimizer = build_optimizer(model, OptimizerConfig())
     for number, parameter in enumerate(model.parameters()):

@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BY_QUERY, COMMON, EVERY, OTHERS, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
+from tiny_models import (
+    BY_QUERY,
+    COMMON,
+    EVERY,
+    OTHERS,
+    Kind,
+    each_kind,
+    gradients,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from torch import Tensor
 
 from rtx.attention.centroid_update import to_sphere
@@ -47,7 +58,9 @@ def test_a_gradient_is_the_slope_of_the_loss() -> None:
                 losses.append(float(model.loss(tokens())[0].mean()))
             parameter += 1e-5 * direction
             slope = (losses[0] - losses[1]) / 2e-5
-            assert slope == pytest.approx(float((found[name] * direction).sum()), rel=1e-4, abs=1e-7), name
+            assert slope == pytest.approx(
+                float((found[name] * direction).sum()), rel=1e-4, abs=1e-7
+            ), name
 
 
 def test_the_start_of_training_knows_next_to_nothing() -> None:
@@ -57,7 +70,10 @@ def test_the_start_of_training_knows_next_to_nothing() -> None:
         with torch.no_grad():
             nats_BN, auxiliary = model.loss(tokens(2, 64, vocabulary=256))
         # Logits of variance 1/4 cost an eighth of a nat.
-        assert float(nats_BN.mean()) == pytest.approx(math.log(256) + 0.125, abs=0.05) and auxiliary == 0
+        assert (
+            float(nats_BN.mean()) == pytest.approx(math.log(256) + 0.125, abs=0.05)
+            and auxiliary == 0
+        )
         assert (model.output_VS is model.embedding.table_VS) == tied
         table_VS, output_VS = model.embedding.table_VS.detach(), model.output_VS.detach()
         assert float(table_VS.std()) == pytest.approx(0.5 / 8 if tied else 1, rel=0.05)
@@ -75,21 +91,33 @@ def test_dropout_is_for_training(kind: str) -> None:
 
 @each_kind(
     [
-        *({"selection": selection, "positions": "shaw", "routing_commitment": 0.1} for selection in EVERY),
-        *({"base": base, "positions": "rotary", "routing_layers": 0} for base in ("fixed", "lsh", "adaptive_span")),
+        *(
+            {"selection": selection, "positions": "shaw", "routing_commitment": 0.1}
+            for selection in EVERY
+        ),
+        *(
+            {"base": base, "positions": "rotary", "routing_layers": 0}
+            for base in ("fixed", "lsh", "adaptive_span")
+        ),
         {"ffn_parts": 5},
         *OTHERS,
     ]
 )
 def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_SCORES_CPU", 50)  # attention, too, computes in pieces, and again
+    monkeypatch.setattr(
+        blocks, "MAX_SCORES_CPU", 50
+    )  # attention, too, computes in pieces, and again
     found: list[dict[str, Tensor]] = []
     options: Kind = {"dropout": 0.2, "attention_dropout": 0.2, "ffn_dropout": 0.2}
     for recompute in (False, True):
         model = tiny_model(recompute=recompute, **kind, **options).train()
         torch.manual_seed(3)
         result = gradients(model, tokens())
-        result |= {f"{i} {j}": x for i, c in enumerate(all_centroids(model)) for j, x in enumerate(c.statistics)}
+        result |= {
+            f"{i} {j}": x
+            for i, c in enumerate(all_centroids(model))
+            for j, x in enumerate(c.statistics)
+        }
         after_step(model)
         result |= {"state " + name: x.clone() for name, x in model.state_dict().items()}
         found.append(result)
@@ -102,20 +130,29 @@ def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training:
     for _ in range(2):
         model, seen = tiny_model().train(training), []
         routing = [module for module in model.modules() if isinstance(module, Routing)]
-        before, drawn = {name: x.clone() for name, x in model.state_dict().items()}, torch.get_rng_state()
+        before, drawn = (
+            {name: x.clone() for name, x in model.state_dict().items()},
+            torch.get_rng_state(),
+        )
         for heads in routing:
             heads.centroids.seed_with_next = True
         model.eval().loss(tokens(3))  # a validation batch
         assert all(torch.equal(x, model.state_dict()[name]) for name, x in before.items())
         for heads in routing:
-            heads.register_forward_pre_hook(lambda heads, given: seen.append((heads.centroids, given[0])))  # noqa: B023
+            heads.register_forward_pre_hook(
+                lambda heads, given: seen.append((heads.centroids, given[0]))
+            )  # noqa: B023
         initialise_from_data(model.train(training), tokens(3, seed=1))
         assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training == training for module in model.modules())
         for centroids, q_BHND in seen:
-            assert not centroids.seed_with_next and centroids.statistics.sequences == 0, "what seeds is not observed"
+            assert not centroids.seed_with_next and centroids.statistics.sequences == 0, (
+                "what seeds is not observed"
+            )
             q_HND = to_sphere(normalise(q_BHND)[0])
-            assert (centroids.centroid_HCD[:, :, None] - q_HND[:, None]).norm(dim=-1).amin(-1).max() < 1e-5
+            assert (centroids.centroid_HCD[:, :, None] - q_HND[:, None]).norm(dim=-1).amin(
+                -1
+            ).max() < 1e-5
         assert len(seen) == 2
         states.append(model.state_dict())
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
@@ -123,19 +160,33 @@ def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training:
 
 @pytest.mark.parametrize("positions", ["axial", "learned", "none"])
 def test_weights_at_the_start_by_depth(positions: str) -> None:
-    sizes = {"length": 1024, "hidden": 128, "ffn_hidden": 256, "layers": 4, "positions": positions, "ffn": "relu"}
+    sizes = {
+        "length": 1024,
+        "hidden": 128,
+        "ffn_hidden": 256,
+        "layers": 4,
+        "positions": positions,
+        "ffn": "relu",
+    }
     torch.manual_seed(0)
     model = Transformer(tiny_config(**sizes, init="depth_scaled", axes="64x16"), 1000)
     for block in model.blocks:
         assert isinstance(block, Block)
         attention, ffn = block.attention, block.feed_forward
-        for linear, shrink in ((attention.qkv, 1), (ffn.inner, 1), (attention.out, 8), (ffn.outer, 8)):
+        for linear, shrink in (
+            (attention.qkv, 1),
+            (ffn.inner, 1),
+            (attention.out, 8),
+            (ffn.outer, 8),
+        ):
             variance = 0.125 / linear.in_features / shrink
             assert float(linear.weight.detach().var()) == pytest.approx(variance, rel=0.05)
     assert float(model.embedding.table_VS.detach().std()) == pytest.approx(0.01, rel=0.05)
     assert float(model.embedding.start_S.detach().std()) == pytest.approx(0.01, rel=0.3)
     if model.embedding.positions is not None:
-        assert float(model.embedding.positions(0, 1024).detach().std()) == pytest.approx(0.01, rel=0.1)
+        assert float(model.embedding.positions(0, 1024).detach().std()) == pytest.approx(
+            0.01, rel=0.1
+        )
     assert (model.output_VS == 0).all()
 
 
@@ -159,11 +210,17 @@ def test_the_state_has_all_that_lasts(kind: Kind) -> None:
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
+)  # torch's own, while it compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch asks
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_model_has_the_same_loss_and_gradients(recompute: bool) -> None:
     kind = {"selection": "causal", "layers": 2, "routing_layers": 1, "recompute": recompute}
     plain, compiled = (tiny_model(**kind).train() for _ in range(2))
     compiled.loss = compile_loss(compiled, compiled.loss)  # type: ignore[method-assign]
-    torch.testing.assert_close(gradients(compiled, tokens()), gradients(plain, tokens()), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradients(compiled, tokens()), gradients(plain, tokens()), rtol=1e-9, atol=1e-12
+    )

@@ -30,27 +30,79 @@ BY_QUERY: dict[str, Kind] = {
 EVERY = (*SELECTIONS, *BY_QUERY)
 
 BASED = itertools.product(SELECTIONS, POSITIONS, ("local", "full", "local+full"))
-PLAIN = [(s, p, ("pre", "post")[n % 2], base) for n, (s, p, base) in enumerate(BASED)]  # a norm with any two of these
-PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
-PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
+PLAIN = [
+    (s, p, ("pre", "post")[n % 2], base) for n, (s, p, base) in enumerate(BASED)
+]  # a norm with any two of these
+PLAIN += [
+    (*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))
+]
+PLAIN += [
+    (*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))
+]
 SPARSE = ("strided", "fixed", "fixed_block+fixed_summary")
-PLAIN += [("causal", positions, "pre", base) for positions, base in itertools.product(POSITIONS, SPARSE)]
-COMMON: list[Kind] = [dict(zip(("selection", "positions", "norm", "base"), kind, strict=True)) for kind in PLAIN]
+PLAIN += [
+    ("causal", positions, "pre", base) for positions, base in itertools.product(POSITIONS, SPARSE)
+]
+COMMON: list[Kind] = [
+    dict(zip(("selection", "positions", "norm", "base"), kind, strict=True)) for kind in PLAIN
+]
 """Selection by shared keys, positions, norm and base pattern."""
 
-MIXED: Kind = {"norm": "post", "base": "local+full", "routing_attend_self": False, "attend_self": False}
+MIXED: Kind = {
+    "norm": "post",
+    "base": "local+full",
+    "routing_attend_self": False,
+    "attend_self": False,
+}
 TIED: Kind = {"routing_keys": "tied", "routing_key_shift": 1, "routing_rotary": False}
 OTHERS: list[Kind] = [
-    *({"selection": s, "positions": p, **own} for s, own in BY_QUERY.items() for p in ("rotary", "shaw")),
-    *({"selection": s, "positions": "none", "routing_keys": "separate", **BY_QUERY["exact"]} for s in CLUSTERED),
-    {"selection": "causal", "positions": "shaw", "routing_keys": "projected", "routing_key_shift": 1, **MIXED},
+    *(
+        {"selection": s, "positions": p, **own}
+        for s, own in BY_QUERY.items()
+        for p in ("rotary", "shaw")
+    ),
+    *(
+        {"selection": s, "positions": "none", "routing_keys": "separate", **BY_QUERY["exact"]}
+        for s in CLUSTERED
+    ),
+    {
+        "selection": "causal",
+        "positions": "shaw",
+        "routing_keys": "projected",
+        "routing_key_shift": 1,
+        **MIXED,
+    },
     {"selection": "exact", "positions": "axial", "routing_window": 1, **MIXED},
     *({"selection": s, "positions": "rotary", **TIED} for s in ("causal", "exact")),
-    {"selection": "blocks", "positions": "shaw", "routing_block": 4, "routing_compressed": True, **MIXED},
-    {"selection": "blocks", "positions": "learned", "routing_compressed": True, "routing_key_conv": 2, **MIXED},
-    {"selection": "probed", "positions": "rotary", "routing_window": 4, "routing_candidates": 6, **MIXED},
+    {
+        "selection": "blocks",
+        "positions": "shaw",
+        "routing_block": 4,
+        "routing_compressed": True,
+        **MIXED,
+    },
+    {
+        "selection": "blocks",
+        "positions": "learned",
+        "routing_compressed": True,
+        "routing_key_conv": 2,
+        **MIXED,
+    },
+    {
+        "selection": "probed",
+        "positions": "rotary",
+        "routing_window": 4,
+        "routing_candidates": 6,
+        **MIXED,
+    },
     {"selection": "probed", "positions": "rotary", **TIED},
-    {"selection": "indexer", "positions": "rotary", "routing_warmup": 3, "routing_key_conv": 2, **MIXED},
+    {
+        "selection": "indexer",
+        "positions": "rotary",
+        "routing_warmup": 3,
+        "routing_key_conv": 2,
+        **MIXED,
+    },
 ]
 """Each query's own choice, keys that look back, and both branches of blocks."""
 
@@ -69,14 +121,24 @@ NARROW: Kind = {"embedding": 6, "ffn": "geglu", "routing_attend_self": False}
 HASHED: Kind = {"base": "lsh", "hash_buckets": 4, "window": 6}
 STREAMED: list[Kind] = [
     *KINDS,
-    *({"selection": s, "routing_logit_scale": scale, **NARROW} for s in EVERY for scale in ("none", "sqrt_d")),
-    *({"lsh": variant, "hash_rounds": rounds, **HASHED} for variant in ("causal", "reformer") for rounds in (1, 2)),
+    *(
+        {"selection": s, "routing_logit_scale": scale, **NARROW}
+        for s in EVERY
+        for scale in ("none", "sqrt_d")
+    ),
+    *(
+        {"lsh": variant, "hash_rounds": rounds, **HASHED}
+        for variant in ("causal", "reformer")
+        for rounds in (1, 2)
+    ),
     *(kind | NARROW for kind in OWN_KEYS[::2]),
 ]
 
 
 def each_kind(kinds: list[Kind]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: "-".join(map(str, kind.values())))
+    return pytest.mark.parametrize(
+        "kind", kinds, ids=lambda kind: "-".join(map(str, kind.values()))
+    )
 
 
 def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> Config:
@@ -84,9 +146,27 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
 
     `options` are fields of the model, or of the routing behind `routing_`.
     """
-    sizes: Kind = {"layers": 3, "heads": 4, "hidden": 16, "window": 5, "ffn_hidden": 24, "max_distance": 9}
-    sizes |= {"stride": 7, "summary": 3, "axes": f"{length // 2}x2" if options.get("positions") == "axial" else None}
-    clusters: Kind = {"selection": selection, "heads": 2, "layers": 2, "window": 6, "clusters": 4, "block": 3}
+    sizes: Kind = {
+        "layers": 3,
+        "heads": 4,
+        "hidden": 16,
+        "window": 5,
+        "ffn_hidden": 24,
+        "max_distance": 9,
+    }
+    sizes |= {
+        "stride": 7,
+        "summary": 3,
+        "axes": f"{length // 2}x2" if options.get("positions") == "axial" else None,
+    }
+    clusters: Kind = {
+        "selection": selection,
+        "heads": 2,
+        "layers": 2,
+        "window": 6,
+        "clusters": 4,
+        "block": 3,
+    }
     clusters |= {"keys": "separate"} if selection in BY_QUERY else {}
     for name, value in options.items():
         group = clusters if name.startswith("routing_") else sizes
@@ -120,16 +200,23 @@ def gradients(model: Transformer, tokens_BN: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check_alike(found: Tensor, expected: Tensor, leaves: Iterable[Tensor], tolerance: float = 1e-9) -> None:
+def check_alike(
+    found: Tensor, expected: Tensor, leaves: Iterable[Tensor], tolerance: float = 1e-9
+) -> None:
     """Compare outputs, and the gradients of a projection of them."""
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view(found.shape)
     leaves = list(leaves)
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), leaves, retain_graph=True) for out in (found, expected))
+    ours, theirs = (
+        torch.autograd.grad((out * weight).sum(), leaves, retain_graph=True)
+        for out in (found, expected)
+    )
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def check_streams(model: Transformer, tokens_BN: Tensor, *prompts: int, tolerance: float = 1e-10) -> None:
+def check_streams(
+    model: Transformer, tokens_BN: Tensor, *prompts: int, tolerance: float = 1e-10
+) -> None:
     """Steps give the nats of one pass in which the prefix decides, and go on alike behind prompts taken in at once."""
     slow, inputs = Decoder(model, len(tokens_BN)), [None, *tokens_BN.T[:-1]]
     logits_NBV = torch.stack([slow.step(tokens_B) for tokens_B in inputs])
@@ -140,4 +227,6 @@ def check_streams(model: Transformer, tokens_BN: Tensor, *prompts: int, toleranc
     for prompt in prompts:
         quick, end = Decoder(model, len(tokens_BN)), prompt + 13
         found = [quick.prefill(tokens_BN[:, :prompt]), *map(quick.step, inputs[prompt + 1 : end])]
-        torch.testing.assert_close(torch.stack(found), logits_NBV[prompt:end], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.stack(found), logits_NBV[prompt:end], rtol=tolerance, atol=tolerance
+        )

@@ -62,14 +62,30 @@ def write_run(
     run, data = folder / digest(flat(made)), data or DATA
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
-    (run / "environment.json").write_text(json.dumps({**ENVIRONMENT, "data": data, **(environment or {})}))
+    (run / "environment.json").write_text(
+        json.dumps({**ENVIRONMENT, "data": data, **(environment or {})})
+    )
     final = None if bits is None else {"bits": bits, "unit": data["unit"], "units": 1000, **more}
-    status = {"state": state, "reason": reason, "step": step, "steps": 200_000, "final": final, "host": "h", "pid": 1}
+    status = {
+        "state": state,
+        "reason": reason,
+        "step": step,
+        "steps": 200_000,
+        "final": final,
+        "host": "h",
+        "pid": 1,
+    }
     (run / "status.json").write_text(json.dumps({**status, "heartbeat": "2020-01-01T00:00:00Z"}))
     pace = speed * made["trainer"]["batch_size"] * made["data"]["length"]
     with open(run / "metrics.jsonl", "w") as file:
         for at, (seconds, bits_then) in (curve or {}).items():
-            row = {"kind": "valid", "step": at, "val_bits": bits_then, "val_units": 500, "train_seconds": seconds}
+            row = {
+                "kind": "valid",
+                "step": at,
+                "val_bits": bits_then,
+                "val_units": 500,
+                "train_seconds": seconds,
+            }
             file.write(json.dumps(row) + "\n")
         for at in range(1, 1 if curve else 21):
             value = (bits or 4.0) + 5.0 / at
@@ -79,21 +95,47 @@ def write_run(
             ):
                 file.write(json.dumps(row) + "\n")
         if bits is not None:
-            last = {"kind": "final", "step": step, "val_bits": bits, "val_units": 1000, "val_se": error}
+            last = {
+                "kind": "final",
+                "step": step,
+                "val_bits": bits,
+                "val_units": 1000,
+                "val_se": error,
+            }
             file.write(json.dumps(last) + "\n")
     return run
 
 
 def write_eval(run: Path, bits: float, **values: Any) -> None:
     data = json.loads((run / "environment.json").read_text())["data"]
-    record = {f"bits_per_{data['unit']}": bits, "standard_error": 0.01, "units": 5000, "partial": False, "windows": 5}
-    record |= {"split": "test", "mode": "parallel", "ablate": "none", "length": 3072, "stride": 3072, "data": data}
-    record |= {"selection_sees_future": True, "own_data": True, "checkpoint": {"name": "best", "step": 2000}, **values}
+    record = {
+        f"bits_per_{data['unit']}": bits,
+        "standard_error": 0.01,
+        "units": 5000,
+        "partial": False,
+        "windows": 5,
+    }
+    record |= {
+        "split": "test",
+        "mode": "parallel",
+        "ablate": "none",
+        "length": 3072,
+        "stride": 3072,
+        "data": data,
+    }
+    record |= {
+        "selection_sees_future": True,
+        "own_data": True,
+        "checkpoint": {"name": "best", "step": 2000},
+        **values,
+    }
     (run / "eval").mkdir(exist_ok=True)
     (run / "eval" / f"{len(list((run / 'eval').iterdir()))}.json").write_text(json.dumps(record))
 
 
-def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", length: int = 4096) -> None:
+def write_divergence(
+    run: Path, layers: int = 10, checkpoint: str = "best", length: int = 4096
+) -> None:
     """Write the record of `rtx analyze divergence` of a run: 0.01 n + 0.1 k nats in layer n for the k-th kind."""
     kinds = (["local", "local"], ["local", "routed"], ["routed", "routed"])
     rows = [
@@ -102,7 +144,12 @@ def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", leng
         for k, kind in enumerate(kinds)
     ]
     data = json.loads((run / "environment.json").read_text())["data"]
-    record = {"what": "divergence", "layers": rows, "checkpoint": {"name": checkpoint, "step": 2000}, "data": data}
+    record = {
+        "what": "divergence",
+        "layers": rows,
+        "checkpoint": {"name": checkpoint, "step": 2000},
+        "data": data,
+    }
     record |= {"analyze": {"split": "test", "draws": 10, "sequences": 1}, "length": length}
     (run / "analysis").mkdir(exist_ok=True)
     (run / "analysis" / f"divergence-{checkpoint}.json").write_text(json.dumps(record))
@@ -112,11 +159,20 @@ def timed_row(
     milliseconds: float, experiment: str = "cifar10", reason: str | None = None, **values: Any
 ) -> dict[str, Any]:
     turns = [milliseconds, milliseconds * 1.01, milliseconds * 0.99]
-    return {"config": config(experiment, **values), "ms_turns": turns, "parameters": 1000, "reason": reason}
+    return {
+        "config": config(experiment, **values),
+        "ms_turns": turns,
+        "parameters": 1000,
+        "reason": reason,
+    }
 
 
 def steps_record(*rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    how = {"bench": {"turns": 3, "per_turn": 2, "warmup": 2}, "ids": "training batches", "device": "CPU, 1 thread"}
+    how = {
+        "bench": {"turns": 3, "per_turn": 2, "warmup": 2},
+        "ids": "training batches",
+        "device": "CPU, 1 thread",
+    }
     return {"what": WHAT, **how, "time": "2026", "rows": rows, **facts}
 
 

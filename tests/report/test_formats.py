@@ -28,22 +28,30 @@ NASTY = 'a|b <c> 50% & _x_ #1 {y} ~z^2 \\n $5 "q" [w] -- é 漢 \x1b'
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder, config(routing__heads=4), bits=2.123456789012, data=IMAGES)
-    write_run(folder, config(routing__heads=8), bits=None, state="failed", reason=NASTY, data=IMAGES)
+    write_run(
+        folder, config(routing__heads=8), bits=None, state="failed", reason=NASTY, data=IMAGES
+    )
     write_run(folder, config("cifar10_local"), bits=2.8, data=IMAGES)
     write_divergence(write_run(folder, config("wikitext103"), bits=4.0))
     write_eval(write_run(folder, config("pg19"), bits=4.0), 4.1, perplexity_per_word=35.0)
     return build(collect([folder]), f"runs of {NASTY}")
 
 
-def test_every_row_of_latex_has_as_many_entries_as_columns_and_nothing_is_a_command(report: Report) -> None:
+def test_every_row_of_latex_has_as_many_entries_as_columns_and_nothing_is_a_command(
+    report: Report,
+) -> None:
     written = latex(report).replace(r"\&", "")
     tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}(.*?)\\end\{tabular\}", written, re.DOTALL)
-    assert len(tables) >= 5 and written.count("{") == written.count("}") + written.count(r"\{") - written.count(r"\}")
+    assert len(tables) >= 5 and written.count("{") == written.count("}") + written.count(
+        r"\{"
+    ) - written.count(r"\}")
     for columns, body in tables:
         rows = [line for line in body.splitlines() if line.endswith(r" \\")]
         assert rows and {row.count("&") + 1 for row in rows} == {len(columns)}
     assert tex("50% & _x_ #1 {y}") == r"50\% \& \_x\_ \#1 \{y\}"
-    assert tex(f"{DASH} -- [w] 漢 \N{MINUS SIGN}1 ± 2") == r"\textendash{} {-}{-} {[}w] ? $-$1 $\pm$ 2"
+    assert (
+        tex(f"{DASH} -- [w] 漢 \N{MINUS SIGN}1 ± 2") == r"\textendash{} {-}{-} {[}w] ? $-$1 $\pm$ 2"
+    )
 
 
 def test_csv_columns_of_numbers_hold_numbers_whole_ones_stay_whole(report: Report) -> None:
@@ -57,14 +65,18 @@ def test_csv_columns_of_numbers_hold_numbers_whole_ones_stay_whole(report: Repor
     assert row["ours"] == 2.123456789012 and row["step"] == 2000 and isinstance(row["step"], int)
 
 
-def test_files_show_letters_as_they_are_a_page_stands_alone_plots_are_files(report: Report, tmp_path: Path) -> None:
+def test_files_show_letters_as_they_are_a_page_stands_alone_plots_are_files(
+    report: Report, tmp_path: Path
+) -> None:
     files = write(report, tmp_path / "out")
     written, page = ((tmp_path / "out" / f"report.{form}").read_text() for form in ("md", "html"))
     assert "50% & _x_" in written and "a\\|b &lt;c>" in written
     assert all(line.endswith("|") for line in written.splitlines() if line.startswith("|"))
     assert "a|b &lt;c&gt;" in page and "<c>" not in page
     assert not re.search(r"(?:src|href)=\"(?!data:|#)[^\"]+\"", page)
-    assert page.count("<svg") == len(report.plots) == sum(path.suffix == ".png" for path in files) >= 3
+    assert (
+        page.count("<svg") == len(report.plots) == sum(path.suffix == ".png" for path in files) >= 3
+    )
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in files if path.suffix == ".png")
     assert "var(--c0072b2, #0072b2)" in page and "currentColor" in page
 
@@ -72,17 +84,32 @@ def test_files_show_letters_as_they_are_a_page_stands_alone_plots_are_files(repo
 def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
     tables = [table for table in report.every_table() if table.shown(brief=True)]
     for width in (80, 100):
-        assert max(len(line) for table in tables for line in terminal(table, width).splitlines()) <= width
-    table = Table("t", [Column("a", "a"), Column("n", "n", 2, "e")], [{"a": "[red]x", "n": -1.0, "e": 0.5}, {"a": "y"}])
+        assert (
+            max(len(line) for table in tables for line in terminal(table, width).splitlines())
+            <= width
+        )
+    table = Table(
+        "t",
+        [Column("a", "a"), Column("n", "n", 2, "e")],
+        [{"a": "[red]x", "n": -1.0, "e": 0.5}, {"a": "y"}],
+    )
     said = terminal(table, 10, strip=True)
     assert "[red]x" in said and "\N{MINUS SIGN}1.00 ± 0.50" in said and DASH in said
 
 
-def test_the_closing_lines_fit_a_narrow_terminal_and_use_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_closing_lines_fit_a_narrow_terminal_and_use_a_wide_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    run, config = "outputs/rtx/20260101-120000-abcd", compose(["model.base=lsh", "model.lsh=reformer"])
+    run, config = (
+        "outputs/rtx/20260101-120000-abcd",
+        compose(["model.base=lsh", "model.lsh=reformer"]),
+    )
     protocol = protocol_line(config, "valid", "byte", 628_118, partial=True, ablate="local")
-    assert "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256" in protocol
+    assert (
+        "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256"
+        in protocol
+    )
     assert "lsh=reformer" in protocol and "sees the future" in protocol
     final = {"bits": 2.5, "unit": "byte", "baselines": {"order-2 bytes": 2.75, "zlib": 1.93}}
     said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
@@ -93,7 +120,10 @@ def test_the_closing_lines_fit_a_narrow_terminal_and_use_a_wide_one(monkeypatch:
     assert 100 < max(map(len, said.splitlines())) < 120
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 WATCH = """<script>
 window.faults = [];
 window.addEventListener("error", (event) => window.faults.push(String(event.message)));
@@ -149,9 +179,15 @@ document.querySelector("iframe").onload = (event) => {{
 def looked_at(folder: Path, width: int, height: int, scheme: int) -> dict[str, Any]:
     """Return what is found in page.html of a folder, on a screen of a size, light (1) or dark."""
     (folder / "frame.html").write_text(FRAME.format(width=width, height=height), encoding="utf-8")
-    command = [*f"{CHROMIUM} --headless --no-sandbox --disable-gpu --no-first-run --window-size=1400,1000".split()]
+    command = [
+        *f"{CHROMIUM} --headless --no-sandbox --disable-gpu --no-first-run --window-size=1400,1000".split()
+    ]
     command += [f"--blink-settings=preferredColorScheme={scheme}", "--allow-file-access-from-files"]
-    command += [f"--user-data-dir={folder}/{width}-{scheme}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
+    command += [
+        f"--user-data-dir={folder}/{width}-{scheme}",
+        "--virtual-time-budget=5000",
+        "--enable-logging=stderr",
+    ]
     command += ["--dump-dom", (folder / "frame.html").as_uri()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in answer.stderr
@@ -166,7 +202,12 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
     for at, values in enumerate([LOCAL, FULL, *selections]):
         for seed in range(5):
             bits, speed = 2 + 0.02 * at + 0.01 * (seed * at % 5), 1.0 + 0.04 * at + 0.02 * seed
-            run = write_run(tmp_path / "runs", config("far_text_causal", seed=seed, **values), bits=bits, speed=speed)
+            run = write_run(
+                tmp_path / "runs",
+                config("far_text_causal", seed=seed, **values),
+                bits=bits,
+                speed=speed,
+            )
     write_divergence(run, layers=4)
     page = html(build(collect([tmp_path / "runs"]), "a sweep"))
     (tmp_path / "page.html").write_text(page.replace("<head>", "<head>" + WATCH), encoding="utf-8")
@@ -180,5 +221,9 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
         assert 5 < len(result["headline"].split()) <= 20
         assert result["open"] == ["Plots"]
         if width == 1280:
-            assert max(result["bottoms"]) <= height, "question, answer, table and plot are on the first screen"
-            assert result["overlaps"] == 0 and result["drawn"][0] >= 10, "no name covers another one"
+            assert max(result["bottoms"]) <= height, (
+                "question, answer, table and plot are on the first screen"
+            )
+            assert result["overlaps"] == 0 and result["drawn"][0] >= 10, (
+                "no name covers another one"
+            )

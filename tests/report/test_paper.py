@@ -27,16 +27,32 @@ OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]
 """What our experiments on ImageNet have otherwise: 200,000 steps are 0.156 of the paper's 70 epochs."""
 
 SETS = ("cifar10", "wikitext103", "enwik8", "imagenet64", "pg19")
-OURS = {"": "Routing", "_local": "Local", "cifar10": "Routing 4x8 W=512", "cifar10_full": "Transformer"}
+OURS = {
+    "": "Routing",
+    "_local": "Local",
+    "cifar10": "Routing 4x8 W=512",
+    "cifar10_full": "Transformer",
+}
 OURS |= {"cifar10_random": "Random 4x8 W=512", "imagenet64_local": "ImageTransformer"}
-THEIRS = {"_t64": "T64", "_sparse_transformer": "Sparse", "_reformer": "Reformer", "_lsh": "Reformer"}
-THEIRS |= {"_adaptive_span": "Adaptive", "_adaptive_input": "Adaptive Input", "_transformer_xl": "TransformerXL"}
+THEIRS = {
+    "_t64": "T64",
+    "_sparse_transformer": "Sparse",
+    "_reformer": "Reformer",
+    "_lsh": "Reformer",
+}
+THEIRS |= {
+    "_adaptive_span": "Adaptive",
+    "_adaptive_input": "Adaptive Input",
+    "_transformer_xl": "TransformerXL",
+}
 THEIRS |= {"_compressive_transformer": "Compressive"}
 """The row of an experiment, or of all whose names end so behind the data set: the paper's own, and others' numbers."""
 ROWS = {
     name: (number, label, None if end in THEIRS else OTHER_STEPS if own == "imagenet64" else [])
     for number, own in enumerate(SETS, 1)
-    for name, end in ((name, name.removeprefix(own)) for name in options("experiment") if name.startswith(own))
+    for name, end in (
+        (name, name.removeprefix(own)) for name in options("experiment") if name.startswith(own)
+    )
     if (label := (OURS | THEIRS).get(name) or (OURS | THEIRS).get(end))
 }
 """Table, row, and what differs; None: the number is another paper's."""
@@ -52,7 +68,9 @@ def composed(*words: str) -> dict[str, Any]:
 
 
 def header(path: str) -> str:
-    return "\n".join(line for line in (conf_dir() / path).read_text().splitlines() if line.startswith("#"))
+    return "\n".join(
+        line for line in (conf_dir() / path).read_text().splitlines() if line.startswith("#")
+    )
 
 
 def cells_of(experiment: str) -> list[str]:
@@ -63,8 +81,12 @@ def cells_of(experiment: str) -> list[str]:
 
 
 def test_the_tables_are_the_papers_and_their_settings_are_the_projects() -> None:
-    assert [len(TABLES[number].rows) for number in range(1, 8)] == [27, 7, 6, 8, 4, 1, 2] and len(ROWS) == 24
-    best = {number: min(row.value or 99 for row in TABLES[number].rows) for number in (1, 2, 3, 4, 5)}
+    assert [len(TABLES[number].rows) for number in range(1, 8)] == [27, 7, 6, 8, 4, 1, 2] and len(
+        ROWS
+    ) == 24
+    best = {
+        number: min(row.value or 99 for row in TABLES[number].rows) for number in (1, 2, 3, 4, 5)
+    }
     assert best == {1: 2.95, 2: 15.8, 3: 0.98, 4: 3.43, 5: 33.2}
     assert len(TABLES[6].divergences) == 10 and TABLES[7].rows[1].steps_per_second == 0.7236
     for table in TABLES.values():
@@ -72,7 +94,9 @@ def test_the_tables_are_the_papers_and_their_settings_are_the_projects() -> None
             assert list(group) == list(SOURCES)
             for settings in group.values():
                 assert set(settings) <= set(all_fields())
-        assert set(table.presets) <= set(options("model")) and set(table.data) <= set(options("data"))
+        assert set(table.presets) <= set(options("model")) and set(table.data) <= set(
+            options("data")
+        )
     assert table_of({"model.name": "tiny", "data.name": "stdlib"}) is None
     assert table_of({"model.name": "adaptive_span", "data.name": "wikitext103"}) is TABLES[2]
 
@@ -89,11 +113,17 @@ def other(key: str, value: Any, sources: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("experiment", ROWS)
-def test_an_experiment_is_its_row_of_the_paper_but_not_with_another_stated_setting(experiment: str) -> None:
+def test_an_experiment_is_its_row_of_the_paper_but_not_with_another_stated_setting(
+    experiment: str,
+) -> None:
     (number, label, differing), own = ROWS[experiment], values(experiment)
     table = table_of(own)
     row = table.row_of(own) if table else None
-    assert table and row and (table.number, row.label, bool(row.source)) == (number, label, differing is None)
+    assert (
+        table
+        and row
+        and (table.number, row.label, bool(row.source)) == (number, label, differing is None)
+    )
     assert differing is None or table.departures(own) == differing
     if differing == []:
         stated = table.stated(row)
@@ -157,7 +187,9 @@ DECAY = "optimizer.weight_decay=0.0 (ours; released code: 2e-05)"
         ),
     ],
 )
-def test_only_what_the_paper_states_is_a_departure_from_it(words: str, departures: list[str]) -> None:
+def test_only_what_the_paper_states_is_a_departure_from_it(
+    words: str, departures: list[str]
+) -> None:
     own = composed(*f"experiment={words}".split())
     table = table_of(own)
     assert table and table.departures(own) == departures
@@ -177,7 +209,10 @@ def test_only_what_the_paper_states_is_a_departure_from_it(words: str, departure
         ("wikitext103", [NEAREST, NOT_CLIPPED, DECAY]),
         ("wikitext103 optimizer.weight_decay=2e-5", [NEAREST, NOT_CLIPPED]),
         ("cifar10_full model.dropout=0.1", ["model.dropout=0.1 (released code: 0.3)", NOT_CLIPPED]),
-        ("cifar10_full model.positions=rotary", [NOT_CLIPPED, "model.positions=rotary (ours: learned)"]),
+        (
+            "cifar10_full model.positions=rotary",
+            [NOT_CLIPPED, "model.positions=rotary (ours: learned)"],
+        ),
         ("cifar10_full data.held_out=0", [NOT_CLIPPED, "data.held_out=0 (ours: 5000)"]),
         ("enwik8_local trainer.batch_size=4", [NOT_CLIPPED, "trainer.batch_size=4 (ours: 8)"]),
         (
@@ -211,10 +246,16 @@ def test_the_cells_of_table_1_are_its_27_rows_without_a_departure() -> None:
     assert {TABLES[1].row_of(own) for own in found} == {*TABLES[1].rows}
 
 
-def test_a_difference_where_the_paper_is_silent_is_said_and_forbids_no_comparison(tmp_path: Path) -> None:
+def test_a_difference_where_the_paper_is_silent_is_said_and_forbids_no_comparison(
+    tmp_path: Path,
+) -> None:
     made = config("cifar10", model__dropout=0.1)
     write_eval(write_run(tmp_path, made, bits=None, data=IMAGES, step=200_000), 3.0)
-    (table,) = [table for table in build(collect([tmp_path]), "").tables if table.title.startswith("Table 1.")]
+    (table,) = [
+        table
+        for table in build(collect([tmp_path]), "").tables
+        if table.title.startswith("Table 1.")
+    ]
     assert table.rows[0]["difference"] == pytest.approx(3.0 - 2.971)
     silent = "Where the paper is silent or its code differs: "
     (line,) = [line for line in table.lines if line.startswith(silent)]
@@ -237,29 +278,48 @@ def test_a_difference_where_the_paper_is_silent_is_said_and_forbids_no_compariso
         ({"eval": {"length": 6144}}, "windows of 6144 (trained on 3072)"),
     ],
 )
-def test_scores_of_other_settings_and_protocols_have_no_difference(facts: dict, said: str, tmp_path: Path) -> None:
+def test_scores_of_other_settings_and_protocols_have_no_difference(
+    facts: dict, said: str, tmp_path: Path
+) -> None:
     made = config("cifar10", **facts.get("config", {}))
     run = write_run(tmp_path, made, bits=None, data=IMAGES, step=facts.get("step", 200_000))
     write_eval(run, 3.0, **facts.get("eval", {}))
-    (row,) = [row for protocol, rows in rows_by_protocol(collect([tmp_path]).cells) if protocol for row in rows]
+    (row,) = [
+        row
+        for protocol, rows in rows_by_protocol(collect([tmp_path]).cells)
+        if protocol
+        for row in rows
+    ]
     assert said in departures(row, TABLES[1])
     tables = build(collect([tmp_path]), "").tables
-    assert [row["difference"] for table in tables for row in table.rows if row.get("difference") is not None] == []
+    assert [
+        row["difference"]
+        for table in tables
+        for row in table.rows
+        if row.get("difference") is not None
+    ] == []
 
 
 def test_clipping_and_held_out_images_are_said_in_headers_and_under_the_tables() -> None:
     for experiment in options("experiment"):
         if "\n# Table " in header(f"experiment/{experiment}.yaml"):
             assert "trainer.clip=1.0" in header(f"experiment/{experiment}.yaml"), experiment
-    assert all(any("trainer.clip=1.0" in note for note in TABLES[number].footnotes) for number in range(1, 6))
+    assert all(
+        any("trainer.clip=1.0" in note for note in TABLES[number].footnotes)
+        for number in range(1, 6)
+    )
     for experiment, held_out in (("cifar10", 5_000), ("imagenet64", 50_000)):
         assert values(experiment)["data.held_out"] == held_out
-        said = [header(f"experiment/{experiment}.yaml"), " ".join(TABLES[ROWS[experiment][0]].footnotes)]
+        said = [
+            header(f"experiment/{experiment}.yaml"),
+            " ".join(TABLES[ROWS[experiment][0]].footnotes),
+        ]
         assert all(f"{held_out:,} training images" in text for text in said)
 
 
 @pytest.mark.parametrize(
-    "experiment", [name for name in options("experiment") if "TFLOP" in header(f"experiment/{name}.yaml")]
+    "experiment",
+    [name for name in options("experiment") if "TFLOP" in header(f"experiment/{name}.yaml")],
 )
 def test_the_cost_of_a_header_is_what_the_plan_says(experiment: str) -> None:
     """TFLOP a step of each cell, in the order of the experiment, without and with recomputation."""
@@ -278,7 +338,10 @@ def test_the_cost_of_a_header_is_what_the_plan_says(experiment: str) -> None:
 
 def test_the_reformer_is_published_as_it_is_and_marked(tmp_path: Path) -> None:
     found = [values(name) for name in ("imagenet64_reformer", "imagenet64_lsh")]
-    assert [(one["model.lsh"], one["trainer.batch_size"]) for one in found] == [("reformer", 8), ("causal", 8)]
+    assert [(one["model.lsh"], one["trainer.batch_size"]) for one in found] == [
+        ("reformer", 8),
+        ("causal", 8),
+    ]
     assert "batch 8" in header("model/reformer.yaml")
     for name in ("imagenet64_reformer", "imagenet64_lsh", "imagenet64"):
         write_run(tmp_path, config(name), data={**IMAGES, "name": "imagenet64"})

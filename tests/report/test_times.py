@@ -56,12 +56,20 @@ def cells(table: Table, heads: str) -> list[str]:
 
 
 def write_row(
-    folder: Path, values: dict[str, Any], pace: float, above: float = 0.0, seeds: int = 5, **facts: Any
+    folder: Path,
+    values: dict[str, Any],
+    pace: float,
+    above: float = 0.0,
+    seeds: int = 5,
+    **facts: Any,
 ) -> None:
     """Write runs whose step takes `pace` seconds; bits are 2 + 1/√(step/100), and `above` more, by seed."""
     for seed in range(seeds):
         moved = above + 0.002 * (seed * 3 % 5)
-        curve = {step: (pace * step, 2.0 + moved + (step / 100) ** -0.5) for step in range(100, 2001, 100)}
+        curve = {
+            step: (pace * step, 2.0 + moved + (step / 100) ** -0.5)
+            for step in range(100, 2001, 100)
+        }
         made = config("far_text_causal", seed=seed, **values)
         write_run(folder, made, bits=curve[2000][1], curve=curve, **facts)
 
@@ -122,7 +130,10 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     )
     assert [line.partition(",")[0] for line in others] == ["Against local", "Against random"]
     times = table_of(report, "Time to a loss, against full")
-    assert [column.title for column in times.columns] == ["heads", *(f"to {bits} bits" for bits in BITS)]
+    assert [column.title for column in times.columns] == [
+        "heads",
+        *(f"to {bits} bits" for bits in BITS),
+    ]
     verdicts = [text.partition(" ")[0] for text in cells(times, "routing (causal)")]
     assert verdicts == ["faster", "faster", "faster", "not"], "it ends above full attention"
     assert cells(times, "local")[-2:] == ["not reached"] * 2
@@ -137,7 +148,10 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(" ".join([report.headline, *report.lines]))
     page = (tmp_path / "report" / "report.md").read_text()
-    places = [page.index(part) for part in (report.headline, report.lines[-1], "](time.png)", "## Which heads pay")]
+    places = [
+        page.index(part)
+        for part in (report.headline, report.lines[-1], "](time.png)", "## Which heads pay")
+    ]
     assert places == sorted(places)
     exported = json.loads((tmp_path / "report" / "report.json").read_text())
     assert exported["lines"] == report.lines
@@ -177,9 +191,14 @@ def test_headlines_name_the_winner_in_twenty_words(
 def test_too_few_seeds_have_numbers_and_no_verdict(tmp_path: Path) -> None:
     write_speeds(tmp_path, 0.5, 0.0, seeds=4)
     report = built(tmp_path)
-    assert report.headline.startswith("Not certain: ") and "a verdict takes 5 seeds; here 4" in report.headline
+    assert (
+        report.headline.startswith("Not certain: ")
+        and "a verdict takes 5 seeds; here 4" in report.headline
+    )
     assert "2.24 bits in 0.50 of its time (too few seeds)" in report.lines[0]
-    assert cells(table_of(report, "Time to a loss"), "routing (causal)") == ["0.50, too few seeds"] * 4
+    assert (
+        cells(table_of(report, "Time to a loss"), "routing (causal)") == ["0.50, too few seeds"] * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +220,9 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
     times = table_of(report, "Time to a loss, against full")
     assert cells(times, "routing (causal)") == ["no ratio"] * 4
     assert f"routing (causal): no ratio, {why} than full." in times.lines
-    assert cells(times, "local")[0].startswith("slower") or cells(times, "local")[0].startswith("faster")
+    assert cells(times, "local")[0].startswith("slower") or cells(times, "local")[0].startswith(
+        "faster"
+    )
     assert "times not compared" in report.lines[0]
     assert "5 runs with other machine, threads or engine left out" in report.plots[0].caption
 
@@ -209,32 +230,50 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
 def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) -> None:
     write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
     write_row(tmp_path, CAUSAL, pace=0.5, seeds=6, environment={"host": "here"})
-    moved = next(cell for cell in collect([tmp_path]).cells if cell.seed == "3" and cell.config["routing.heads"])
+    moved = next(
+        cell
+        for cell in collect([tmp_path]).cells
+        if cell.seed == "3" and cell.config["routing.heads"]
+    )
     (moved.folder / "resumes.jsonl").write_text(json.dumps({"host": "there", "changed": {}}) + "\n")
     times = table_of(built(tmp_path), "Time to a loss")
     assert cells(times, "routing (causal)") == ["0.50, too few seeds"] * 4
-    assert times.lines[-1].startswith("routing (causal): 2 runs without a run of full of like seed, machine")
+    assert times.lines[-1].startswith(
+        "routing (causal): 2 runs without a run of full of like seed, machine"
+    )
 
 
-def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_verdicts(tmp_path: Path) -> None:
+def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_verdicts(
+    tmp_path: Path,
+) -> None:
     for values, above in ((FULL, 0.0), (CAUSAL, 0.3)):
         for seed in range(5):
             made = config("far_text_causal", seed=seed, **values)
             speed = 4.0 if values is FULL else 12.0
             write_run(tmp_path, made, bits=2.0 + above + 0.01 * (seed * 3 % 5), speed=speed)
     times = table_of(built(tmp_path), "Time to a loss")
-    assert "Seconds were not recorded: they are steps over the median pace of each run." in times.lines
+    assert (
+        "Seconds were not recorded: they are steps over the median pace of each run." in times.lines
+    )
     at_own_pace = cells(times, "routing (causal)")[0]
     assert at_own_pace.startswith("faster 0.3")
-    rows = [timed_row(100.0, "far_text_causal", **FULL), timed_row(200.0, "far_text_causal", **CAUSAL)]
+    rows = [
+        timed_row(100.0, "far_text_causal", **FULL),
+        timed_row(200.0, "far_text_causal", **CAUSAL),
+    ]
     del rows[0]["config"]["routing"]["merge"]  # as of a version without this key
     write_record(tmp_path, steps_record(*rows))
     times = table_of(built(tmp_path), "Time to a loss")
-    assert "steps over a pace timed in turn (CPU, 1 thread); its error is in the verdicts." in times.lines[1]
+    assert (
+        "steps over a pace timed in turn (CPU, 1 thread); its error is in the verdicts."
+        in times.lines[1]
+    )
     assert cells(times, "routing (causal)")[0].startswith("slower 2.")
     rows[1]["ms_turns"] = [20.0, 200.0, 2000.0]
     write_record(tmp_path, steps_record(*rows, time="2027"), "b")
-    assert cells(table_of(built(tmp_path), "Time to a loss"), "routing (causal)")[0].startswith("tied 2.")
+    assert cells(table_of(built(tmp_path), "Time to a loss"), "routing (causal)")[0].startswith(
+        "tied 2."
+    )
     rows[1]["reason"] = "ids drawn at random"
     write_record(tmp_path, steps_record(*rows, time="2028"), "c")
     assert "routing (causal): no ratio, timed in another way than full." in (
@@ -245,10 +284,15 @@ def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_ver
 def test_a_rate_that_decays_is_told_beside_losses_at_equal_time(tmp_path: Path) -> None:
     for values in (FULL, CAUSAL):
         write_row(tmp_path, {**values, "optimizer__schedule": "cosine"}, pace=1.0)
-    assert "The learning rate is not constant" in table_of(built(tmp_path), "Loss at equal time").lines[0]
+    assert (
+        "The learning rate is not constant"
+        in table_of(built(tmp_path), "Loss at equal time").lines[0]
+    )
 
 
-def simulated(rng: np.random.Generator, rows: int, seeds: int, paired: bool, faster: float = 1.0) -> list[Runs]:
+def simulated(
+    rng: np.random.Generator, rows: int, seeds: int, paired: bool, faster: float = 1.0
+) -> list[Runs]:
     """Return rows of like curves: bits fall as a power of the step, seeds and rows move them and their paces.
 
     Paired rows share what a seed does to all. Row 1 may take `faster` times as long for a step.
@@ -260,7 +304,11 @@ def simulated(rng: np.random.Generator, rows: int, seeds: int, paired: bool, fas
         curves = {}
         for seed in range(seeds):
             level = 2 + 0.03 * (shared[seed] + rng.normal())
-            bits = level + 0.6 * (steps ** -(0.5 + 0.05 * rng.normal()) - 1) + 0.01 * rng.normal(size=len(steps))
+            bits = (
+                level
+                + 0.6 * (steps ** -(0.5 + 0.05 * rng.normal()) - 1)
+                + 0.01 * rng.normal(size=len(steps))
+            )
             pace = math.exp(0.1 * rng.normal()) * (faster if row == 1 else 1.0)
             curves[str(seed), "here"] = Curve((100 * pace * steps).tolist(), bits.tolist())
         found.append(Runs(curves))
@@ -291,13 +339,20 @@ def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
     power = np.zeros(2)
     for _ in range(count):
         for at, table in enumerate(tables(simulated(rng, rows, seeds, paired))):
-            false[at] += any(one.comparison.verdict in ("better", "behind") for one in table.values())
+            false[at] += any(
+                one.comparison.verdict in ("better", "behind") for one in table.values()
+            )
         for at, table in enumerate(tables(simulated(rng, rows, seeds, paired, faster=0.5))):
-            power[at] += any(table[key].comparison.verdict == "better" for key in table if key[0] == "1")
+            power[at] += any(
+                table[key].comparison.verdict == "better" for key in table if key[0] == "1"
+            )
     shares = ", ".join(
-        f"{wrong:.1%} false, {right:.0%} found" for wrong, right in zip(false / count, power / count, strict=True)
+        f"{wrong:.1%} false, {right:.0%} found"
+        for wrong, right in zip(false / count, power / count, strict=True)
     )
-    print(f"{rows} rows, {seeds} seeds (time to a loss; loss at equal time, half the time): {shares}")
+    print(
+        f"{rows} rows, {seeds} seeds (time to a loss; loss at equal time, half the time): {shares}"
+    )
     bound = 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
     assert max(false / count) <= bound and min(power / count) > 0.5
 
@@ -306,7 +361,10 @@ def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
     for seed in range(5):
         for values, above in ((LOCAL, 0.0), (CAUSAL, -0.2)):
             pace = 1.0 + 3.0 * ((seed + len(values)) % 3)  # of a busy machine
-            curve = {step: (pace * step, 2.0 + above + (step / 100) ** -0.5) for step in range(100, 2001, 100)}
+            curve = {
+                step: (pace * step, 2.0 + above + (step / 100) ** -0.5)
+                for step in range(100, 2001, 100)
+            }
             made = config("far_text_causal", seed=seed, **values)
             write_run(tmp_path, made, bits=curve[2000][1] + 0.002 * (seed * 3 % 5), curve=curve)
     headline = built(tmp_path).headline
@@ -315,13 +373,17 @@ def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
     assert len(headline.split()) <= 20
 
 
-def test_runs_that_share_no_machine_have_tables_without_a_ratio_in_every_format(tmp_path: Path) -> None:
+def test_runs_that_share_no_machine_have_tables_without_a_ratio_in_every_format(
+    tmp_path: Path,
+) -> None:
     write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
     write_row(tmp_path, CAUSAL, pace=0.5, above=0.1, environment={"host": "there"})
     assert cli.main(["report", str(tmp_path)]) == 0
     report = built(tmp_path)
     apart = "0.100 ± 0.000 bits/byte in the closing score"
-    assert report.headline == f"At length 2,048, full attention wins by {apart} over routing (causal)."
+    assert (
+        report.headline == f"At length 2,048, full attention wins by {apart} over routing (causal)."
+    )
     for start in ("Time to a loss, against full", "Loss at equal time, against full"):
         table = table_of(report, start)
         assert {text for text in cells(table, "routing (causal)") if text} == {"no ratio"}

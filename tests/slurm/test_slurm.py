@@ -63,9 +63,14 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
         ports = [one.getsockname()[1] for one in (first, second)]
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports))
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports)
+    )
     variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
     environment = {**os.environ, **variables}
     files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
@@ -75,12 +80,17 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
             subprocess.run(command, env=environment, check=True, capture_output=True)
         asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 300
-        while subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip() != "idle":
+        while (
+            subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip()
+            != "idle"
+        ):
             assert time.monotonic() < end, "the node of the cluster is not idle after 300 seconds"
             time.sleep(0.2)
         yield variables
     finally:
-        subprocess.run(["scancel", "--me", "--signal=KILL", "--full"], env=environment, capture_output=True)
+        subprocess.run(
+            ["scancel", "--me", "--signal=KILL", "--full"], env=environment, capture_output=True
+        )
         for name in ("slurmd", "slurmctld", "munged"):
             stop(folder / f"{name}.pid")
 
@@ -97,10 +107,22 @@ def stop(pid_file: Path) -> None:
 
 SMALL = (
     *("name=table", "data=images", "data.path=pictures", "data.size=4", "model.hidden=32"),
-    *("model.ffn_hidden=32", "model.window=16", "trainer.steps=200", "trainer.batch_size=2", "trainer.val_every=100"),
+    *(
+        "model.ffn_hidden=32",
+        "model.window=16",
+        "trainer.steps=200",
+        "trainer.batch_size=2",
+        "trainer.val_every=100",
+    ),
     *("trainer.checkpoint_every=10", "trainer.log_every=10", "hardware.threads=1", "logger=jsonl"),
 )
-SHALLOW = ("model.layers=2", "model.heads=2", "routing.heads=1", "routing.layers=1", "routing.window=16")
+SHALLOW = (
+    "model.layers=2",
+    "model.heads=2",
+    "routing.heads=1",
+    "routing.layers=1",
+    "routing.window=16",
+)
 JOBS = (
     *("hardware=slurm", "hydra.launcher.partition=test", "hydra.launcher.cpus_per_task=1"),
     *("hydra.launcher.gpus_per_node=0", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=30"),
@@ -120,14 +142,26 @@ class Room:
     def ask(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **variables}
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
+            command,
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
 
-    def disturbed(self, *command: str, disturb: Callable[[list[Path]], object], runs: int = 1) -> tuple[int, str]:
+    def disturbed(
+        self, *command: str, disturb: Callable[[list[Path]], object], runs: int = 1
+    ) -> tuple[int, str]:
         """Run a command, and disturb it when so many runs are past a checkpoint; returns its code and what it said."""
         pipe, end = subprocess.PIPE, time.monotonic() + PATIENCE
         with subprocess.Popen(
-            command, cwd=self.folder, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as process:
             while len(stepping := self.stepping()) < runs:
                 assert time.monotonic() < end and process.poll() is None
@@ -145,7 +179,9 @@ class Room:
 
     def job_of(self, run: Path) -> str:
         """Return the number of the job that works on a run."""
-        numbers = self.ask("squeue", "--me", "--noheader", "--states=RUNNING", "--format=%i").stdout.split()
+        numbers = self.ask(
+            "squeue", "--me", "--noheader", "--states=RUNNING", "--format=%i"
+        ).stdout.split()
         pid = (read_status(run) or {})["pid"]
         listed = {number: self.ask("scontrol", "listpids", number).stdout for number in numbers}
         return next(n for n, text in listed.items() if re.search(rf"^{pid}\b", text, re.MULTILINE))
@@ -155,8 +191,13 @@ class Room:
         alone = self.folder / f"alone-{run.name}"
         answer = self.ask(*RTX, "train", *SMALL, *SHALLOW, *words, RTX_RUN=str(alone))
         assert answer.returncode == 0, answer.stdout + answer.stderr
-        weights = [read_checkpoint(folder / "checkpoints" / "last.ckpt")["model"] for folder in (run, alone)]
-        assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0] | weights[1])
+        weights = [
+            read_checkpoint(folder / "checkpoints" / "last.ckpt")["model"]
+            for folder in (run, alone)
+        ]
+        assert all(
+            bool((weights[0][name] == weights[1][name]).all()) for name in weights[0] | weights[1]
+        )
         assert len(counted_rows(run)) == len(counted_rows(alone))
 
 
@@ -175,14 +216,25 @@ def states(said: str) -> dict[str, list[str]]:
     """Return the run folders in each state of the closing table."""
     found: dict[str, list[str]] = {}
     for line in re.split(r"\ncell +state +bits +run\n", said)[-1].splitlines():
-        if row := re.match(r"\S.*? (done|failed|killed|preempted|not started)\b.* ([0-9a-f]{12})$", line):
+        if row := re.match(
+            r"\S.*? (done|failed|killed|preempted|not started)\b.* ([0-9a-f]{12})$", line
+        ):
             found.setdefault(row[1], []).append(row[2])
     return found
 
 
 def test_a_table_goes_through_a_queue(room: Room) -> None:
     """One job is put back into the queue, one is killed."""
-    words = (*RTX, "train", "-m", *SMALL, *SHALLOW, *JOBS, "routing.heads=1,2", "routing.layers=1,2")
+    words = (
+        *RTX,
+        "train",
+        "-m",
+        *SMALL,
+        *SHALLOW,
+        *JOBS,
+        "routing.heads=1,2",
+        "routing.layers=1,2",
+    )
     assert room.ask(*RTX, "data", "prepare", *SMALL[1:4]).returncode == 0
 
     def disturb(runs: list[Path]) -> None:
@@ -194,19 +246,33 @@ def test_a_table_goes_through_a_queue(room: Room) -> None:
     code, said = room.disturbed(*words, disturb=disturb, runs=2)
     back, killed = disturbed
     ended = states(said)
-    assert code == 1 and ended["preempted"] == [killed.name], said  # it noticed that its job had gone, and saved
+    assert code == 1 and ended["preempted"] == [killed.name], (
+        said
+    )  # it noticed that its job had gone, and saved
     assert len(ended["done"]) == 3 and back.name in ended["done"]
     assert len((back / "resumes.jsonl").read_text().splitlines()) == 1
     again = room.ask(*words)
-    assert again.returncode == 0 and again.stdout.count(": begins") == 1, again.stdout + again.stderr
+    assert again.returncode == 0 and again.stdout.count(": begins") == 1, (
+        again.stdout + again.stderr
+    )
     cells = json.loads((room.root / "sweeps.jsonl").read_text().splitlines()[0])["cells"]
     for run in (back, killed):
         room.assert_as_undisturbed(run, *cells[run.name].split())
 
 
-def test_a_job_whose_time_is_up_comes_back_by_itself_and_one_that_fails_stays_away(room: Room) -> None:
+def test_a_job_whose_time_is_up_comes_back_by_itself_and_one_that_fails_stays_away(
+    room: Room,
+) -> None:
     # Of ten minutes submitit takes any moment for the end, so that this counts as one of the job's timeouts.
-    words = ("train", "-m", *SMALL, *SHALLOW, *JOBS, "hydra.launcher.timeout_min=10", "optimizer.lr=1e-3,1e30")
+    words = (
+        "train",
+        "-m",
+        *SMALL,
+        *SHALLOW,
+        *JOBS,
+        "hydra.launcher.timeout_min=10",
+        "optimizer.lr=1e-3,1e30",
+    )
     jobs: list[str] = []
 
     def disturb(runs: list[Path]) -> None:
@@ -227,13 +293,20 @@ def test_a_job_whose_time_is_up_comes_back_by_itself_and_one_that_fails_stays_aw
 
 def test_a_job_that_is_cancelled_saves_and_the_others_go_on(room: Room) -> None:
     words = (*RTX, "train", "-m", *SMALL, *SHALLOW, *JOBS, "seed=1,2")
-    code, said = room.disturbed(*words, disturb=lambda runs: room.ask("scancel", room.job_of(runs[0])))
+    code, said = room.disturbed(
+        *words, disturb=lambda runs: room.ask("scancel", room.job_of(runs[0]))
+    )
     ended = states(said)
     assert code == 1 and len(ended["preempted"]) == len(ended["done"]) == 1, said
     run = room.root / ended["preempted"][0]
-    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["step"] == (read_status(run) or {})["step"]
+    assert (
+        read_checkpoint(run / "checkpoints" / "last.ckpt")["step"]
+        == (read_status(run) or {})["step"]
+    )
     again = room.ask(*words)
-    assert again.returncode == 0 and len(states(again.stdout)["done"]) == 2, again.stdout + again.stderr
+    assert again.returncode == 0 and len(states(again.stdout)["done"]) == 2, (
+        again.stdout + again.stderr
+    )
 
 
 def test_a_run_on_two_tasks_is_stopped_and_goes_on(room: Room) -> None:
@@ -241,7 +314,11 @@ def test_a_run_on_two_tasks_is_stopped_and_goes_on(room: Room) -> None:
     srun = ("srun", "--ntasks=2", "--cpus-per-task=1", *RTX)
 
     def disturb(runs: list[Path]) -> None:
-        room.ask("scancel", "--signal=TERM", room.ask("squeue", "--me", "--noheader", "--format=%i").stdout.strip())
+        room.ask(
+            "scancel",
+            "--signal=TERM",
+            room.ask("squeue", "--me", "--noheader", "--format=%i").stdout.strip(),
+        )
 
     code, said = room.disturbed(*srun, "train", *SMALL, *SHALLOW, *two, disturb=disturb)
     assert code == 143 and said.count("stopped by SIGTERM at step") == 1, said

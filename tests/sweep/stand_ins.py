@@ -30,8 +30,21 @@ def done():
 
 
 SMALL = (
-    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
+    *(
+        "data=text",
+        "data.path=book.txt",
+        "data.length=32",
+        "model.layers=1",
+        "model.hidden=16",
+        "model.heads=2",
+    ),
+    *(
+        "model.ffn_hidden=16",
+        "model.window=16",
+        "routing.layers=1",
+        "routing.window=16",
+        "routing.heads=1",
+    ),
     *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
 )
 """A run of a second, on a text in the current folder."""
@@ -44,7 +57,9 @@ def write_book() -> None:
 
 def stand_in(behaviour: str) -> Path:
     script = Path("stand_in").absolute()
-    script.write_text(STAND_IN.format(python=PYTHON, record=str(script.with_name(RECORD)), behaviour=behaviour))
+    script.write_text(
+        STAND_IN.format(python=PYTHON, record=str(script.with_name(RECORD)), behaviour=behaviour)
+    )
     script.chmod(0o755)
     return script
 
@@ -52,7 +67,9 @@ def stand_in(behaviour: str) -> Path:
 class Sweep:
     """`rtx train -m`, with a stand-in for Python in its cells where they are to behave in some way."""
 
-    def __init__(self, outputs: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, outputs: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         self.outputs, self.patch, self.capsys = outputs, patch, capsys
 
     def asked(self, behaviour: str, *words: str, code: int = 0) -> str:

@@ -20,10 +20,21 @@ T64 = (
 FAR = f"{SPANS} model.layers=36 model.window=4096 model.max_distance=4095 data.length=4096"
 ROWS = {
     "cifar10": [FULL, LOCAL, " routing.selection=random"],
-    "wikitext103": [" model.layers=16 routing.heads=0", FULL, FAR, "_adaptive_input", "_transformer_xl"],
+    "wikitext103": [
+        " model.layers=16 routing.heads=0",
+        FULL,
+        FAR,
+        "_adaptive_input",
+        "_transformer_xl",
+    ],
     "enwik8": [" model=rt24 routing.heads=0", FULL, SPARSE, SPANS, T64, "_transformer_xl"],
     "imagenet64": [LOCAL, FULL, f"{SPARSE}-imagenet64", f"{LSH} model.lsh=reformer", LSH],
-    "pg19": [" model.layers=24 routing.heads=0", FULL, "_transformer_xl", "_compressive_transformer"],
+    "pg19": [
+        " model.layers=24 routing.heads=0",
+        FULL,
+        "_transformer_xl",
+        "_compressive_transformer",
+    ],
 }
 """The rows beside each table's own model: overrides of it, or the rest of the name of a model of its own."""
 
@@ -49,15 +60,26 @@ def test_the_rows_beside_a_tables_own_model(table: str) -> None:
 def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() -> None:
     both = "experiment=cifar10_grid,cifar10_baselines"
     every = configs(both, "trainer.steps=2000", "model.hidden=128", "seed=3")
-    grid = [(w, n, h) for w in (512, 1024) for n in (2, 4, 8, 12) for h in (2, 4, 8)]  # in the paper's order
+    grid = [
+        (w, n, h) for w in (512, 1024) for n in (2, 4, 8, 12) for h in (2, 4, 8)
+    ]  # in the paper's order
     assert [shape(cell) for cell in every[:24]] == grid and len(every) == 27
-    assert {(c.model.window, c.routing.clusters, c.routing.selection) for c in every[:24]} == {(512, 6, "topk")}
+    assert {(c.model.window, c.routing.clusters, c.routing.selection) for c in every[:24]} == {
+        (512, 6, "topk")
+    }
     assert {(cell.trainer.steps, cell.model.hidden, cell.seed, cell.name) for cell in every} == {
         (2000, 128, 3, "cifar10")
     }
-    small = configs("experiment=cifar10_grid", "routing.layers=1,2", "routing.heads=2", "routing.window=64")
+    small = configs(
+        "experiment=cifar10_grid", "routing.layers=1,2", "routing.heads=2", "routing.window=64"
+    )
     assert [shape(cell) for cell in small] == [(64, 1, 2), (64, 2, 2)]  # axes replace the file's
-    assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == ["smoke", "smoke", "rtx", "rtx"]
+    assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == [
+        "smoke",
+        "smoke",
+        "rtx",
+        "rtx",
+    ]
     twice = "experiment=enwik8,enwik8_full,enwik8_baselines"  # which stands for six, and one of them is there already
     assert len(cells(twice)) == 7
 
@@ -72,15 +94,21 @@ def test_a_cell_is_named_by_what_is_swept() -> None:
 
 
 def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None:
-    with pytest.raises(UserError, match=r"is a sweep \(routing.window=512,1024 routing.layers=2,4,8,12\): rtx"):
+    with pytest.raises(
+        UserError, match=r"is a sweep \(routing.window=512,1024 routing.layers=2,4,8,12\): rtx"
+    ):
         refuse_sweep(["experiment=cifar10_grid", "routing.heads=2"])
     for experiment in ("cifar10_grid", "cifar10_baselines"):
         refuse_sweep(cells(f"experiment={experiment}")[0].overrides)
 
 
 def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_row() -> None:
-    assert [config.model.layers for config in configs("experiment=pg19,pg19_local", "model.layers=2")] == [2, 2]
-    lengths = [config.data.length for config in configs("experiment=enwik8,enwik8_t64", "data.length=1024")]
+    assert [
+        config.model.layers for config in configs("experiment=pg19,pg19_local", "model.layers=2")
+    ] == [2, 2]
+    lengths = [
+        config.data.length for config in configs("experiment=enwik8,enwik8_t64", "data.length=1024")
+    ]
     assert lengths == [1024, 1024]
     refused = {
         "experiment=cifar10_grid,cifar10_baselines routing.heads=2": (
@@ -97,16 +125,21 @@ def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_r
             cells(*words.split())
         assert said in str(caught.value)
     assert (
-        len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2")) == 2
+        len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2"))
+        == 2
     )  # no row keeps its own layers
 
 
 def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell() -> None:
-    laid_out = cells("experiment=cifar10_grid,cifar10_baselines", "routing.layers=1,2", "routing.window=32,64")
+    laid_out = cells(
+        "experiment=cifar10_grid,cifar10_baselines", "routing.layers=1,2", "routing.window=32,64"
+    )
     titles = [cell.title for cell in laid_out]
     assert len(laid_out) == 12 + 1 + 1 + 4
     assert [len(cell.combinations) for cell in laid_out if cell.config.routing.heads == 0] == [4, 4]
-    assert {"experiment=cifar10_full", "experiment=cifar10_local"} <= {*titles} and len({*titles}) == len(titles)
+    assert {"experiment=cifar10_full", "experiment=cifar10_local"} <= {*titles} and len(
+        {*titles}
+    ) == len(titles)
     both = cells("routing=exact,causal", "routing.clusters=2,4")
     assert [cell.title for cell in both] == [
         "routing=exact",
@@ -114,7 +147,8 @@ def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell(
         "routing=causal routing.clusters=4",
     ]
     hashed = [
-        config_hash(compose([*words.split(), "routing.heads=0"])) for words in ("", "routing=topk", "routing=exact")
+        config_hash(compose([*words.split(), "routing.heads=0"]))
+        for words in ("", "routing=topk", "routing=exact")
     ]
     assert len({*hashed}) == 1
     for words in (("seed=1,1",), ("trainer.micro_batch_size=1,2",)):

@@ -52,16 +52,34 @@ def program(name: str, does: str) -> None:
 
 def test_one_job_is_done_and_one_fails(cluster: Sweep) -> None:
     Path("rtx.py").write_text("open('attacked', 'w')")  # none of ours
-    words = [*SMALL, "hardware=slurm", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90", "name=queued"]
+    words = [
+        *SMALL,
+        "hardware=slurm",
+        "hydra.launcher.partition=long",
+        "hydra.launcher.timeout_min=90",
+        "name=queued",
+    ]
     done, failed = table(cluster.asked("", *words, "optimizer.lr=1e-3,1e30", code=1))
-    assert done[:2] == ["optimizer.lr=1e-3", "done"] and failed[:2] == ["optimizer.lr=1e30", "failed"]
+    assert done[:2] == ["optimizer.lr=1e-3", "done"] and failed[:2] == [
+        "optimizer.lr=1e30",
+        "failed",
+    ]
     assert "exit 1: " in " ".join(failed) and "exit" not in done
     assert "the loss is nan at learning rate" in " ".join(failed)
-    same = config_hash(compose([*SMALL, "optimizer.lr=1e-3", "name=queued"]))  # as a process here would be
+    same = config_hash(
+        compose([*SMALL, "optimizer.lr=1e-3", "name=queued"])
+    )  # as a process here would be
     assert "done after 2 steps" in (cluster.outputs / "queued" / same / "output.log").read_text()
     assert not Path("attacked").exists()
     for line in (
-        *("--partition=long", "--time=90", "--mem=32GB", "--gpus-per-node=1", "--cpus-per-task=8", "--nodes=1"),
+        *(
+            "--partition=long",
+            "--time=90",
+            "--mem=32GB",
+            "--gpus-per-node=1",
+            "--cpus-per-task=8",
+            "--nodes=1",
+        ),
         *("--ntasks-per-node=1", "--signal=USR2@120", "--job-name=queued", "--open-mode=append"),
     ):
         assert f"#SBATCH {line}\n" in Path("asked.sh").read_text()
@@ -69,7 +87,12 @@ def test_one_job_is_done_and_one_fails(cluster: Sweep) -> None:
 
 def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
     with begin(sys.executable, *SMALL, "trainer.steps=1000000", "hardware=slurm") as sweep:
-        patiently(lambda: any(path.stat().st_size for path in cluster.outputs.glob("rtx/*/metrics.jsonl")), sweep)
+        patiently(
+            lambda: any(
+                path.stat().st_size for path in cluster.outputs.glob("rtx/*/metrics.jsonl")
+            ),
+            sweep,
+        )
         os.killpg(sweep.pid, signal.SIGINT)
         shown, _ = sweep.communicate(timeout=600)
     assert sweep.returncode == 130
@@ -86,7 +109,9 @@ def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
     rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
     assert [row[1] for row in rows] == ["killed", "killed"]
     assert " ".join(rows[1]).endswith("its job ended: it left no word")
-    assert not list(cluster.outputs.glob("rtx/*/status.json"))  # both go on when they are asked for again
+    assert not list(
+        cluster.outputs.glob("rtx/*/status.json")
+    )  # both go on when they are asked for again
     program("sbatch", 'echo "the queue is closed" >&2; exit 1')
     rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
     assert [" ".join(row).endswith("the queue is closed") for row in rows] == [True, True]
@@ -96,7 +121,11 @@ def test_a_machine_without_slurm(sweep: Sweep) -> None:
     sweep.patch.setenv("PATH", "")
     real = importlib.util.find_spec
     for lacking, line, said in (
-        ("hydra_plugins", "train -m hardware=slurm", "needs submitit and its plugin for Hydra: pip install"),
+        (
+            "hydra_plugins",
+            "train -m hardware=slurm",
+            "needs submitit and its plugin for Hydra: pip install",
+        ),
         ("hydra_plugins", "train hardware=slurm", "needs submitit"),
         ("srun", "train -m hardware=slurm seed=1,2", "there is no srun on this machine"),
         ("srun", "train hardware=slurm", "makes jobs of the cells of a sweep"),
@@ -132,7 +161,9 @@ os._exit(143)
             time.sleep(0.01)
         Path("begun").touch()
 
-    handlers = {number: signal.signal(number, checkpoint) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    handlers = {
+        number: signal.signal(number, checkpoint) for number in (signal.SIGTERM, signal.SIGUSR2)
+    }
     threading.Thread(target=tell_the_cell, daemon=True).start()
     try:
         with pytest.raises(SystemExit, match="7"):

@@ -21,11 +21,15 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep)
     assert [arguments[:4] for arguments, _ in calls] == [["-P", "-m", "rtx", "train"]] * 4
     assert calls[1][0][4:] == ["routing.heads=2", "seed=7", "routing.attend_self=false", "name=a b"]
     folders = [folder for _, folder in calls]
-    assert folders == [sweep.outputs / "a b" / config_hash(compose(arguments[4:])) for arguments, _ in calls]
+    assert folders == [
+        sweep.outputs / "a b" / config_hash(compose(arguments[4:])) for arguments, _ in calls
+    ]
     assert len(set(folders)) == 4
     assert "4 cells, each a run of its own" in shown
     assert "cell 3 of 4: routing.heads=4 routing.attend_self=true: begins\nits own words\n" in shown
-    assert f"\nrouting.heads=2 routing.attend_self=false  done   1.5000  {folders[1].name}\n" in shown
+    assert (
+        f"\nrouting.heads=2 routing.attend_self=false  done   1.5000  {folders[1].name}\n" in shown
+    )
     assert shown.count("/a b'/<run>") == 1, "where the runs are"
 
 
@@ -36,15 +40,26 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep)
             ["routing.heads=2,9", "routing.window=64,600", "model.window=64"],
             "cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256",
         ),
-        (["routing.heads=9"], "cell 1 (nothing swept): routing.heads=9 must be at most model.heads=4"),
-        (["seed=1,1"], "two cells are the same run (seed=1, and again seed=1); list values that change the result"),
+        (
+            ["routing.heads=9"],
+            "cell 1 (nothing swept): routing.heads=9 must be at most model.heads=4",
+        ),
+        (
+            ["seed=1,1"],
+            "two cells are the same run (seed=1, and again seed=1); list values that change the result",
+        ),
         (["data=text", "data.path=none.txt,no.txt", "seed=1,2"], "data.path=none.txt: "),
         (["sweep.parallel=1,2"], "sweep.parallel=1,2: must be"),
-        (["hardware=slurm,cpu"], "hardware=slurm,cpu: jobs are made of all cells or of none; give one value"),
+        (
+            ["hardware=slurm,cpu"],
+            "hardware=slurm,cpu: jobs are made of all cells or of none; give one value",
+        ),
         (["hydra.launcher.n_jobs=2", "seed=1,2"], "hydra.launcher.n_jobs"),
     ],
 )
-def test_nothing_starts_unless_every_cell_is_right(sweep: Sweep, words: list[str], said: str) -> None:
+def test_nothing_starts_unless_every_cell_is_right(
+    sweep: Sweep, words: list[str], said: str
+) -> None:
     (line,) = sweep.asked("done()", *words, code=2).splitlines()
     assert said in line and sweep.started == [] and not sweep.outputs.exists()
 
@@ -75,10 +90,22 @@ def test_the_sample_of_a_cell_is_whole_on_what_reads_the_sweep(sweep: Sweep) -> 
 
 SHORT = "out of memory: the system killed it"
 ENDS = {
-    'end(1, "failed", reason="the loss is NaN at step 3")': ("failed", 1, "the loss is NaN at step 3"),
+    'end(1, "failed", reason="the loss is NaN at step 3")': (
+        "failed",
+        1,
+        "the loss is NaN at step 3",
+    ),
     "os.kill(os.getpid(), signal.SIGKILL)": ("killed", 137, ""),
-    'pathlib.Path("short of memory").touch(); os.kill(os.getpid(), signal.SIGKILL)': ("failed", 137, SHORT),
-    "os.kill(os.getpid(), signal.SIGSEGV)": ("failed", 139, "it ended with exit code 139, without a score"),
+    'pathlib.Path("short of memory").touch(); os.kill(os.getpid(), signal.SIGKILL)': (
+        "failed",
+        137,
+        SHORT,
+    ),
+    "os.kill(os.getpid(), signal.SIGSEGV)": (
+        "failed",
+        139,
+        "it ended with exit code 139, without a score",
+    ),
     'print("rtx: no GPU"); sys.stdout.flush(); os._exit(2)': ("failed", 2, "no GPU"),
     'raise ValueError("of ours")': ("failed", 1, "ValueError: of ours"),
     'end(0, "done")': ("failed", 0, "it ended with exit code 0, without a score"),
@@ -93,7 +120,9 @@ def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
     sweep.patch.setattr("rtx.launcher.system_kills", lambda: Path("short of memory").exists())
     behaviour = f'exec({list(ENDS)!r}[int(sys.argv[-1].removeprefix("seed="))])'
     rows = table(sweep.asked(behaviour, "seed=" + ",".join(map(str, range(len(ENDS)))), code=1))
-    for row, (_, folder), (word, code, reason) in zip(rows, sweep.started, ENDS.values(), strict=True):
+    for row, (_, folder), (word, code, reason) in zip(
+        rows, sweep.started, ENDS.values(), strict=True
+    ):
         assert row[1] == word and " ".join(row).endswith(reason)
         assert (f"exit {code}" in " ".join(row)) == (code != 0)
         if word == "failed":
@@ -101,7 +130,9 @@ def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
             assert (status["state"], status["reason"]) == ("failed", reason)
 
 
-def test_the_closing_table_fits_a_terminal_has_the_best_first_and_names_the_folder_once(sweep: Sweep) -> None:
+def test_the_closing_table_fits_a_terminal_has_the_best_first_and_names_the_folder_once(
+    sweep: Sweep,
+) -> None:
     sweep.patch.setenv("COLUMNS", "80")
     behaviour = """
 heads, layers, window = (word.partition("=")[2] for word in sys.argv if word.startswith("routing."))
@@ -124,7 +155,9 @@ end(0, "done", final=dict(bits=4 - int(heads), windows=8 if layers == "1" else N
     assert said[-2].startswith("runs: ") and said[-2].endswith("/<run>")
 
 
-def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(sweep) -> None:
+def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(
+    sweep,
+) -> None:
     behaviour = """
 if (folder / "begun").exists() or "seed=1" in sys.argv: done()
 (folder / "begun").touch()
@@ -137,18 +170,34 @@ end(143, "preempted") if "seed=2" in sys.argv else end(1, "failed", reason="the 
     ):
         shown = sweep.asked(behaviour, "seed=1,2,3", *words, code=0 if words else 1)
         assert [row[1:][: len(end)] for row, end in zip(table(shown), ends, strict=True)] == ends
-        assert ("the loss is NaN at step 3; sweep.retry=true runs it again" in shown) == (["failed", "before"] in ends)
-    assert [words[-1] for words, _ in sweep.started] == ["seed=1", "seed=2", "seed=3", "seed=2", "seed=3"]
+        assert ("the loss is NaN at step 3; sweep.retry=true runs it again" in shown) == (
+            ["failed", "before"] in ends
+        )
+    assert [words[-1] for words, _ in sweep.started] == [
+        "seed=1",
+        "seed=2",
+        "seed=3",
+        "seed=2",
+        "seed=3",
+    ]
 
 
-def test_a_cell_whose_configuration_was_changed_or_that_is_in_use_is_told_and_left_alone(sweep: Sweep) -> None:
+def test_a_cell_whose_configuration_was_changed_or_that_is_in_use_is_told_and_left_alone(
+    sweep: Sweep,
+) -> None:
     folder = sweep.cell("seed=1")
     with working_in(folder):
         rows = table(sweep.asked("done()", "seed=1,2", code=1))
-        assert rows[0][1:3] == ["in", "use"] and f"is in use by process {os.getpid()} on" in " ".join(rows[0])
+        assert rows[0][1:3] == [
+            "in",
+            "use",
+        ] and f"is in use by process {os.getpid()} on" in " ".join(rows[0])
         assert rows[1][1] == "done" and run_state(folder) == "running"
     for text, said in (
-        (to_yaml(compose(["seed=1", "trainer.steps=7"])), f"changed: {folder}/config.yaml has other values"),
+        (
+            to_yaml(compose(["seed=1", "trainer.steps=7"])),
+            f"changed: {folder}/config.yaml has other values",
+        ),
         ("trainer: {", f"failed: {folder}/config.yaml: not valid YAML"),
     ):
         (folder / "config.yaml").write_text(text)
@@ -174,21 +223,33 @@ if time.time() < until: done()
     assert "to watch: rtx sweep runs/rtx\n" in shown and "cell 3 of 3: seed=3: done\n" in shown
     assert "said by" not in shown
     logs = [(folder / "output.log").read_text() for _, folder in sweep.started]
-    assert {line for log in logs for line in log.splitlines()} == {"said by 2 3", "said by 2 5", "to stderr"}
+    assert {line for log in logs for line in log.splitlines()} == {
+        "said by 2 3",
+        "said by 2 5",
+        "to stderr",
+    }
     assert cli.main(["sweep", "runs/rtx"]) == 0
 
 
 def test_what_cannot_be_written(sweep: Sweep) -> None:
     (sweep.cell("seed=1") / "output.log").mkdir()
     said = sweep.asked("done()", "seed=1,2,3", code=1)
-    assert "Is a directory" in said and [row[1] for row in table(said)] == ["failed", "done", "done"]
+    assert "Is a directory" in said and [row[1] for row in table(said)] == [
+        "failed",
+        "done",
+        "done",
+    ]
     Path("file").touch()
     sweep.patch.setenv("RTX_OUTPUTS", "file")
-    assert "set RTX_OUTPUTS to a folder that you can write" in sweep.asked("done()", "seed=1,2", code=2)
+    assert "set RTX_OUTPUTS to a folder that you can write" in sweep.asked(
+        "done()", "seed=1,2", code=2
+    )
 
 
 def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(sweep: Sweep) -> None:
-    script = stand_in('print("\\u2026" * 9, flush=True); time.sleep(0.3); print("more", flush=True); done()')
+    script = stand_in(
+        'print("\\u2026" * 9, flush=True); time.sleep(0.3); print("more", flush=True); done()'
+    )
     with begin(script, "seed=1,2") as process:
         assert process.stdout is not None and any("begins" in line for line in process.stdout)
         process.stdout.close()
@@ -196,7 +257,9 @@ def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(sweep: Sweep) -> N
     assert [run_state(folder) for _, folder in sweep.started] == ["done", "done"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
 def test_a_signal_reaches_the_cells_that_run_once_and_ends_the_sweep_after_them(
     sweep: Sweep, number: int, code: int
 ) -> None:
@@ -215,10 +278,14 @@ end({code}, "interrupted", seen=len(seen))
     assert process.returncode == code
     assert [row[1] for row in table(shown)] == ["interrupted", "interrupted", "not"]
     assert shown.count(f"\n  exit {code}\n") == 2
-    assert [json.loads(path.read_text())["seen"] for path in sweep.outputs.glob("rtx/*/status.json")] == [1, 1]
+    assert [
+        json.loads(path.read_text())["seen"] for path in sweep.outputs.glob("rtx/*/status.json")
+    ] == [1, 1]
 
 
-def test_a_second_interrupt_is_passed_on_and_a_cell_that_aborts_then_is_run_again(sweep: Sweep) -> None:
+def test_a_second_interrupt_is_passed_on_and_a_cell_that_aborts_then_is_run_again(
+    sweep: Sweep,
+) -> None:
     behaviour = """
 if (folder / "seen").exists(): done()
 signal.signal(signal.SIGINT, lambda *_: os.abort() if (folder / "seen").exists() else (folder / "seen").touch())

@@ -27,7 +27,9 @@ class Recorder:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, module: Loss, given: tuple[Tensor], allow_unused_input: bool) -> Callable[..., Any]:
+    def __call__(
+        self, module: Loss, given: tuple[Tensor], allow_unused_input: bool
+    ) -> Callable[..., Any]:
         assert allow_unused_input and module.training
         assert {*map(id, module.parameters())} == {*map(id, module.model.parameters())}
         self.count += 1
@@ -47,7 +49,9 @@ def test_what_runs_before_recording_leaves_no_trace(selection: str) -> None:
     with mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder:
         loss = RecordedLoss(model, model.loss, tokens_BN)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(centroids.total_T.any() for centroids in all_centroids(model)), "passes that count gather alone"
+    assert not any(centroids.total_T.any() for centroids in all_centroids(model)), (
+        "passes that count gather alone"
+    )
     torch.testing.assert_close(loss(tokens_BN), model.loss(tokens_BN))
     assert all(centroids.total_T.any() for centroids in all_centroids(model))
     loss(tokens_BN[:1])

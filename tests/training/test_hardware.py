@@ -39,21 +39,37 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resolved(batch: int = 8, micro: int | str = "auto", **wishes: object) -> Hardware:
     wish = dataclasses.replace(HardwareConfig(), **wishes)  # type: ignore[arg-type]
-    return resolve_hardware(Config(hardware=wish, trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro)))
+    return resolve_hardware(
+        Config(hardware=wish, trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))
+    )
 
 
 def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [resolved(name=name) for name in ("cpu", "ddp", "fsdp")]
-    assert [(one.distributed, one.sharded) for one in found] == [(False, False), (True, False), (True, True)]
+    assert [(one.distributed, one.sharded) for one in found] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
     assert (resolved().accelerator, resolved().world, resolved().precision) == ("cpu", 1, "fp32")
     assert resolved(precision="fp64").precision == "fp64"
-    for key, value, told in (("name", "gpu", "finds no GPU"), ("precision", "tf32", "tf32 needs a GPU")):
+    for key, value, told in (
+        ("name", "gpu", "finds no GPU"),
+        ("precision", "tf32", "tf32 needs a GPU"),
+    ):
         with pytest.raises(UserError, match=told):
             resolved(**{key: value})  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert (resolved().accelerator, resolved().world, resolved(name="cpu").accelerator) == ("gpu", 1, "cpu")
+    assert (resolved().accelerator, resolved().world, resolved(name="cpu").accelerator) == (
+        "gpu",
+        1,
+        "cpu",
+    )
     precisions = [resolved(name=name).precision for name in ("auto", "cpu", "gpu", "fsdp")]
-    assert precisions == ["bf16", "fp32", "bf16", "bf16"] and resolved(precision="fp32").precision == "fp32"
+    assert (
+        precisions == ["bf16", "fp32", "bf16", "bf16"]
+        and resolved(precision="fp32").precision == "fp32"
+    )
     assert resolved(name="ddp").devices == 4
     with pytest.raises(UserError, match=r"hardware\.devices=8, but this machine has 4"):
         resolved(name="ddp", devices=8)
@@ -79,7 +95,9 @@ def test_a_gpu_compiles_and_has_its_batches_prepared_where_nobody_says_otherwise
         prepare_torch(Config(hardware=HardwareConfig(compile=True)), resolved(compile=True))
 
 
-def test_what_needs_a_gpu_or_a_package_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_gpu_or_a_package_that_is_not_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(UserError, match=r"hardware\.graphs=true needs a GPU"):
         resolved(graphs=True)
     with pytest.raises(UserError, match=r"hardware\.loss=liger needs a GPU and"):
@@ -87,33 +105,53 @@ def test_what_needs_a_gpu_or_a_package_that_is_not_here_is_refused(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert resolved(graphs=True).accelerator == "gpu"
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
-    with pytest.raises(UserError, match=r"hardware\.loss=liger needs Liger-Kernel: pip install 'rtx\[liger\]'; take"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name)
+    )
+    with pytest.raises(
+        UserError,
+        match=r"hardware\.loss=liger needs Liger-Kernel: pip install 'rtx\[liger\]'; take",
+    ):
         resolved(loss="liger")
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 3), ("srun", 2)])
-def test_what_a_launcher_started_is_what_runs(monkeypatch: pytest.MonkeyPatch, launcher: str, rank: int) -> None:
+def test_what_a_launcher_started_is_what_runs(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, rank: int
+) -> None:
     for name, value in {"torchrun": TORCHRUN, "srun": SRUN}[launcher].items():
         monkeypatch.setenv(name, value)
     for wish in ({}, {"nodes": 2}, {"devices": 2}):
         hardware = resolved(name="ddp", **wish)
-        assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == (launcher, 2, 2, rank)
-    with pytest.raises(UserError, match=f"{launcher} started 4 processes, but hardware=cpu asks for 1"):
+        assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == (
+            launcher,
+            2,
+            2,
+            rank,
+        )
+    with pytest.raises(
+        UserError, match=f"{launcher} started 4 processes, but hardware=cpu asks for 1"
+    ):
         resolved(name="cpu")
     with pytest.raises(UserError, match=f"{launcher} started 4 processes"):
         resolved(name="ddp", devices=2, nodes=4, batch=16)
 
 
-def test_one_task_of_slurm_and_leftovers_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_task_of_slurm_and_leftovers_of_a_launcher_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {**SRUN, "SLURM_NTASKS": "1", "LOCAL_RANK": "1", "NODE_RANK": "x"}.items():
         monkeypatch.setenv(name, value)
     assert resolved(name="cpu").launcher == "rtx"
     assert resolved(name="ddp", devices=2).rank == 0
 
 
-def test_several_machines_need_a_launcher_and_compiling_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"hardware\.nodes=2: start the run on all machines by torchrun or srun"):
+def test_several_machines_need_a_launcher_and_compiling_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(
+        UserError, match=r"hardware\.nodes=2: start the run on all machines by torchrun or srun"
+    ):
         resolved(name="fsdp", devices=2, nodes=2)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -121,7 +159,9 @@ def test_several_machines_need_a_launcher_and_compiling_a_compiler(monkeypatch: 
         prepare_torch(Config(hardware=HardwareConfig(compile=True)), resolved())
 
 
-@pytest.mark.parametrize(("wished", "given", "threads"), [(None, "", 3), (5, "", 5), (None, "1", None)])
+@pytest.mark.parametrize(
+    ("wished", "given", "threads"), [(None, "", 3), (5, "", 5), (None, "1", None)]
+)
 def test_processes_of_one_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, wished: int | None, given: str, threads: int | None
 ) -> None:
@@ -133,20 +173,36 @@ def test_processes_of_one_machine_share_its_cores(
     wish = HardwareConfig(name="ddp", devices=2, threads=wished)
     prepare_torch(Config(hardware=wish), resolved(name="ddp", devices=2))
     assert taken == ([threads] if threads else [])  # else it is torch's own choice
-    assert os.environ["OMP_NUM_THREADS"] == (given or str(threads))  # of the processes that rtx starts
+    assert os.environ["OMP_NUM_THREADS"] == (
+        given or str(threads)
+    )  # of the processes that rtx starts
 
 
 def test_a_refusal_of_memory_is_known_and_nothing_else_taken_for_it() -> None:
-    refusals = [torch.OutOfMemoryError("CUDA out of memory."), OSError(errno.ENOMEM, "Cannot allocate memory")]
-    others = [RuntimeError("mat1 and mat2 shapes"), OSError(errno.ENOSPC, "No space left"), ValueError("out of memory")]
+    refusals = [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ]
+    others = [
+        RuntimeError("mat1 and mat2 shapes"),
+        OSError(errno.ENOSPC, "No space left"),
+        ValueError("out of memory"),
+    ]
     assert all(map(out_of_memory, refusals)) and not any(map(out_of_memory, others))
 
 
-def test_the_processes_of_a_run_share_the_memory_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_a_run_share_the_memory_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = device_memory(compose(["hardware=cpu"])) or 0
     assert whole > 2**28
-    assert device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"])) == whole // 2
-    assert device_memory(compose(["hardware=ddp", "trainer.batch_size=4"]), processes=4) == whole // 4
+    assert (
+        device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"]))
+        == whole // 2
+    )
+    assert (
+        device_memory(compose(["hardware=ddp", "trainer.batch_size=4"]), processes=4) == whole // 4
+    )
     assert device_memory(compose(["hardware=gpu"])) is None
     limit = tmp_path / "memory.max"
     monkeypatch.setattr("rtx.training.hardware.CONTAINER_LIMIT", limit)

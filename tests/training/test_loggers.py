@@ -36,11 +36,19 @@ def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_p
     assert second["time"].endswith("Z") and len(second["time"]) == len("2026-11-21T06:07:00.123Z")
 
 
-ONLINE, AUTO = LoggerConfig(name="online", project="p", entity="e", group="g"), LoggerConfig(name="auto")
+ONLINE, AUTO = (
+    LoggerConfig(name="online", project="p", entity="e", group="g"),
+    LoggerConfig(name="auto"),
+)
 ON = "W&B: https://wandb.example/run"
 
 
-DOORS = {"service": "login", "server": "init", "network": "init.return_value.log", "upload": "init.return_value.finish"}
+DOORS = {
+    "service": "login",
+    "server": "init",
+    "network": "init.return_value.log",
+    "upload": "init.return_value.finish",
+}
 
 
 def fake_wandb(patch: pytest.MonkeyPatch, fault: str = "", key: bool = True) -> Mock:
@@ -48,7 +56,9 @@ def fake_wandb(patch: pytest.MonkeyPatch, fault: str = "", key: bool = True) -> 
     found = {"login.return_value": key, "init.return_value.url": "https://wandb.example/run"}
     fake = Mock(**found, **{"init.return_value.id": "fake"})
     if fault:
-        fake.configure_mock(**{f"{DOORS[fault]}.side_effect": ConnectionError(f"no {fault}\nand more")})
+        fake.configure_mock(
+            **{f"{DOORS[fault]}.side_effect": ConnectionError(f"no {fault}\nand more")}
+        )
     for name in ("init", "login", "teardown"):
         patch.setattr(wandb, name, getattr(fake, name))
     return fake
@@ -64,13 +74,17 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, *words: Any) -> Any:
+def begun(
+    patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, *words: Any
+) -> Any:
     """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
     fake, lines = fake_wandb(patch, *words), []
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
-@pytest.mark.parametrize(("fault", "said"), [("service", []), ("server", []), ("network", [ON]), ("upload", [ON])])
+@pytest.mark.parametrize(
+    ("fault", "said"), [("service", []), ("server", []), ("network", [ON]), ("upload", [ON])]
+)
 def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
     monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: list[str]
 ) -> None:
@@ -82,14 +96,18 @@ def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
     assert lines == [*said, f"W&B: no {fault}; going on with metrics.jsonl alone"]
 
 
-def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
+def test_auto_is_online_with_a_key_and_offline_without(
+    monkeypatch: pytest.MonkeyPatch, bare: Path
+) -> None:
     for key, mode in ((False, "offline"), (True, "online")):
         fake, lines, _ = begun(monkeypatch, bare, AUTO, "", key)
         assert [asked.kwargs["mode"] for asked in fake.init.call_args_list] == [mode]
         assert ("no key found" in lines[0]) == (mode == "offline")
         assert fake.login.call_args_list == [call(prompt=False, verify=False)] * (1 + key)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert begun(monkeypatch, bare, AUTO)[1][0].startswith("W&B: WANDB_MODE=offline; to upload the curves")
+    assert begun(monkeypatch, bare, AUTO)[1][0].startswith(
+        "W&B: WANDB_MODE=offline; to upload the curves"
+    )
     monkeypatch.setenv("WANDB_MODE", "dryrun")  # an older word of W&B's
     assert begun(monkeypatch, bare, AUTO)[0].init.call_args.kwargs["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -98,7 +116,9 @@ def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("fault", ["server", "network", "upload"])
-def test_what_comes_after_training_fails_nothing(monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str) -> None:
+def test_what_comes_after_training_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str
+) -> None:
     said, page = [], bare / "page.json"
     monkeypatch.setattr("rtx.training.loggers.say_line", said.append)
     page.write_text("{}")
@@ -127,19 +147,25 @@ def test_what_comes_after_training_fails_nothing(monkeypatch: pytest.MonkeyPatch
 def read_back(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all segments of an offline run, in the order of their files, by W&B's own reader."""
     found = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
+    for path in sorted(
+        folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns
+    ):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         found += [json.loads(line) for line in answer.stdout.splitlines()]
     return found
 
 
-def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_run_offline_read_back(
+    bare: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
     sweep = workshop.folder / "sweep"
     sweep.mkdir()
     (sweep / "sweeps.jsonl").touch()
-    run = workshop.train("sweep/cell", "logger=auto", "logger.project=p", "routing=causal", "trainer.steps=10")
+    run = workshop.train(
+        "sweep/cell", "logger=auto", "logger.project=p", "routing=causal", "trainer.steps=10"
+    )
     workshop.command("resume", str(run), "trainer.steps=12")
     workshop.command("eval", str(run))
     workshop.command("audit", str(run), "sequences=1", "prefixes=3", "windows=2", "positions=2")
@@ -149,32 +175,70 @@ def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatc
     found: dict[str, list[dict[str, Any]]] = {}
     for record in read_back(run):
         found.setdefault(record["type"], []).append(record[record["type"]])
-    known = {(one["run_id"], one["run_group"], one["job_type"], *one["tags"]) for one in found["run"]}
-    assert known == {(json.loads((run / "wandb.json").read_text())["id"], "rtx", "train", "text", "tiny", "causal")}
+    known = {
+        (one["run_id"], one["run_group"], one["job_type"], *one["tags"]) for one in found["run"]
+    }
+    assert known == {
+        (
+            json.loads((run / "wandb.json").read_text())["id"],
+            "rtx",
+            "train",
+            "text",
+            "tiny",
+            "causal",
+        )
+    }
     config = found["run"][0]["config"]["update"]
     assert config["routing"]["selection"] == "causal"
     environment = json.loads((run / "environment.json").read_text())
-    assert config["facts"]["parameters"] == environment["parameters"] and config["facts"]["teraflop_per_step"] > 0
+    assert (
+        config["facts"]["parameters"] == environment["parameters"]
+        and config["facts"]["teraflop_per_step"] > 0
+    )
     assert config["facts"]["data_fingerprint"] == environment["data"]["fingerprint"]
-    protocols = [one["update"]["protocol"] for one in found["summary"] if "protocol" in one["update"]]
+    protocols = [
+        one["update"]["protocol"] for one in found["summary"] if "protocol" in one["update"]
+    ]
     assert protocols and all("each scored once" in line for line in protocols)
-    steps = {one.get("glob_name", one.get("name")): one.get("step_metric") for one in found["metric"]}
-    assert steps == dict.fromkeys(("*", "val/bits"), "trainer/global_step") | {"trainer/global_step": None}
+    steps = {
+        one.get("glob_name", one.get("name")): one.get("step_metric") for one in found["metric"]
+    }
+    assert steps == dict.fromkeys(("*", "val/bits"), "trainer/global_step") | {
+        "trainer/global_step": None
+    }
     items = [one["item"] for one in found["history"]]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for kind, name, key in (("train", "train", "bits"), ("valid", "val", "val_bits"), ("final", "final", "val_bits")):
-        curve = [(item["trainer/global_step"], bits) for item in items if (bits := item.get(f"{name}/bits"))]
+    for kind, name, key in (
+        ("train", "train", "bits"),
+        ("valid", "val", "val_bits"),
+        ("final", "final", "val_bits"),
+    ):
+        curve = [
+            (item["trainer/global_step"], bits)
+            for item in items
+            if (bits := item.get(f"{name}/bits"))
+        ]
         assert curve == [(row["step"], row[key]) for row in rows if row["kind"] == kind] and curve
     (score,) = (json.loads(path.read_text()) for path in (run / "eval").iterdir())
-    assert any(item.get("eval/valid/parallel/bits_per_byte") == score["bits_per_byte"] for item in items)
+    assert any(
+        item.get("eval/valid/parallel/bits_per_byte") == score["bits_per_byte"] for item in items
+    )
     assert any(item.get("audit/sees_future/streaming") is False for item in items)
     assert any(item.get("patterns/pictures.format") == "png" for item in items)
-    kept = {one["name"].rpartition("-")[0]: one["manifest"]["contents"] for one in found["artifact"]}
+    kept = {
+        one["name"].rpartition("-")[0]: one["manifest"]["contents"] for one in found["artifact"]
+    }
     assert kept.keys() == {"sample", "eval", "audit", "patterns", "report"}
     assert {"report.html", "report.md"} <= {file["path"] for file in kept["report"]}
-    assert all(file["local_path"].startswith(str(run / "wandb")) for files in kept.values() for file in files)
+    assert all(
+        file["local_path"].startswith(str(run / "wandb"))
+        for files in kept.values()
+        for file in files
+    )
     (of_sweep,) = (record["run"] for record in read_back(sweep) if record["type"] == "run")
-    assert (of_sweep["run_group"], of_sweep["job_type"]) == ("rtx", "report") and of_sweep["run_id"] not in str(known)
+    assert (of_sweep["run_group"], of_sweep["job_type"]) == ("rtx", "report") and of_sweep[
+        "run_id"
+    ] not in str(known)
 
 
 def curve(run: Path, logger: str, key: str) -> list[tuple[int, float]]:
@@ -191,23 +255,35 @@ def curve(run: Path, logger: str, key: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("logger", ["csv", "tensorboard"])
-def test_a_curve_has_each_point_once_after_a_kill_and_a_resume(workshop: Workshop, logger: str) -> None:
+def test_a_curve_has_each_point_once_after_a_kill_and_a_resume(
+    workshop: Workshop, logger: str
+) -> None:
     process = workshop.start(logger, f"logger={logger}")
     process.until(after(8))  # a checkpoint is of step 6, a validation of step 8
     assert process.wait(signal.SIGKILL) == -signal.SIGKILL
     for more in ([], ["trainer.steps=16"]):
-        time.sleep(1)  # TensorBoard reads the files of a second in the order of their process numbers
+        time.sleep(
+            1
+        )  # TensorBoard reads the files of a second in the order of their process numbers
         workshop.command("resume", str(process.run), *more)
     rows = {(row["kind"], row["step"]): row for row in read_metrics(process.run / "metrics.jsonl")}
     for kind, key, name in (("train", "train/bits", "bits"), ("valid", "val/bits", "val_bits")):
         kept = {step: row[name] for (of, step), row in sorted(rows.items()) if of == kind}
         points = curve(process.run, logger, key)
-        assert [step for step, _ in points] == list(kept) and dict(points) == pytest.approx(kept), key
+        assert [step for step, _ in points] == list(kept) and dict(points) == pytest.approx(kept), (
+            key
+        )
 
 
-def test_a_logger_that_is_not_installed_names_its_extra(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed_names_its_extra(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as one that cannot be found
     for words in ([], ["-m", "seed=0,1"]):
-        said = workshop.command("train", *words, workshop.text, *SIZES, "logger=tensorboard", code=2)
-        assert said.endswith("rtx: logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'\n")
+        said = workshop.command(
+            "train", *words, workshop.text, *SIZES, "logger=tensorboard", code=2
+        )
+        assert said.endswith(
+            "rtx: logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'\n"
+        )
     assert not (workshop.folder / "out").exists()

@@ -16,20 +16,40 @@ from rtx.errors import RunFailed, UserError
 from rtx.training import checkpoint as files
 from rtx.training import run_folder as room
 from rtx.training.checkpoint import load_weights, newest_checkpoint, read_checkpoint
-from rtx.training.run_folder import Status, new_run_folder, read_status, run_state, utc_now, working_in
+from rtx.training.run_folder import (
+    Status,
+    new_run_folder,
+    read_status,
+    run_state,
+    utc_now,
+    working_in,
+)
 
 
-@pytest.mark.parametrize(("year", "state"), [("2020", "killed"), ("2999", "killed"), (utc_now()[:4], "running")])
+@pytest.mark.parametrize(
+    ("year", "state"), [("2020", "killed"), ("2999", "killed"), (utc_now()[:4], "running")]
+)
 def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, year: str, state: str) -> None:
-    status = {"state": "running", "pid": 1, "host": "elsewhere", "step": 3, "heartbeat": year + utc_now()[4:]}
+    status = {
+        "state": "running",
+        "pid": 1,
+        "host": "elsewhere",
+        "step": 3,
+        "heartbeat": year + utc_now()[4:],
+    }
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert run_state(tmp_path) == state
     if state == "running":
-        with pytest.raises(UserError, match="in use by process 1 on elsewhere"), working_in(tmp_path):
+        with (
+            pytest.raises(UserError, match="in use by process 1 on elsewhere"),
+            working_in(tmp_path),
+        ):
             pass
 
 
-def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "BEAT_SECONDS", 0.01)
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
@@ -44,7 +64,9 @@ def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(tmp_path: Path, mo
     assert (status["state"], status["reason"]) == ("failed", "why")
 
 
-def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folders_are_unique_and_obey_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RTX_RUN", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RTX_OUTPUTS", "~/runs")
@@ -70,7 +92,9 @@ def save_last(folder: Path, *steps: int) -> Path:
     return folder / "last.ckpt"
 
 
-def test_a_checkpoint_is_an_ordinary_file_and_fits_models_of_its_shape_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_is_an_ordinary_file_and_fits_models_of_its_shape_alone(
+    tmp_path: Path,
+) -> None:
     last = save_last(tmp_path, 1)
     assert torch.load(last, weights_only=True)["step"] == 1
     with zipfile.ZipFile(last) as archive:
@@ -84,13 +108,20 @@ def test_a_checkpoint_that_cannot_be_read_is_left_where_it_is(tmp_path: Path) ->
     last = save_last(tmp_path, 1, 2)
     last.unlink()
     last.mkdir()
-    for read in (lambda: newest_checkpoint(tmp_path, set_aside=True), lambda: files.load_for_use(tmp_path, "last")):
-        with pytest.raises(RunFailed, match=r"cannot be read \(Is a directory\); nothing was changed"):
+    for read in (
+        lambda: newest_checkpoint(tmp_path, set_aside=True),
+        lambda: files.load_for_use(tmp_path, "last"),
+    ):
+        with pytest.raises(
+            RunFailed, match=r"cannot be read \(Is a directory\); nothing was changed"
+        ):
             read()
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "previous.ckpt"}
 
 
-def test_a_kill_between_the_two_renames_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_the_two_renames_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_last(tmp_path, 1)
     real = os.replace
 
@@ -104,7 +135,9 @@ def test_a_kill_between_the_two_renames_leaves_a_checkpoint(tmp_path: Path, monk
         save_last(tmp_path, 2)
     assert (newest_checkpoint(tmp_path, set_aside=True) or {})["step"] == 1
     save_last(tmp_path, 3)
-    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 3]
+    assert [
+        read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")
+    ] == [1, 3]
 
 
 class Evil:
@@ -116,16 +149,23 @@ class Evil:
 
 def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    files.CheckpointFiles().save_checkpoint({**checkpoint(1), "extra": Evil()}, path := tmp_path / "last.ckpt")
+    files.CheckpointFiles().save_checkpoint(
+        {**checkpoint(1), "extra": Evil()}, path := tmp_path / "last.ckpt"
+    )
     with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
         newest_checkpoint(tmp_path, set_aside=True)
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
-    for pickled in (b"\x80\x02K\x01Q.", b"\x80\x02J\x01"):  # one that torch asserts things of, one cut off
+    for pickled in (
+        b"\x80\x02K\x01Q.",
+        b"\x80\x02J\x01",
+    ):  # one that torch asserts things of, one cut off
         with zipfile.ZipFile(path, "w") as archive:
             for name, part in parts.items():
                 archive.writestr(name, pickled if name.endswith("data.pkl") else part)
-        with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
+        with pytest.raises(
+            UserError, match="refused: it holds more than plain tensors and numbers"
+        ):
             read_checkpoint(path)
     path.write_bytes(pickle.dumps(Evil()))
     assert not files.is_whole(path) and [*tmp_path.iterdir()] == [path]

@@ -10,15 +10,27 @@ import pytest
 
 from rtx.training.signals import INTERRUPTED, PREEMPTED, Signals, Stopped
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGUSR2: 143, signal.SIGHUP: 143}
+CODES = {
+    signal.SIGINT: 130,
+    signal.SIGTERM: 143,
+    signal.SIGUSR1: 143,
+    signal.SIGUSR2: 143,
+    signal.SIGHUP: 143,
+}
 
 
-def test_the_first_signal_decides_none_is_swallowed_and_what_is_ignored_from_outside_stays_ignored() -> None:
+def test_the_first_signal_decides_none_is_swallowed_and_what_is_ignored_from_outside_stays_ignored() -> (
+    None
+):
     before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         with Signals() as signals:
             signals.holding = True
-            for number, code in ((signal.SIGUSR2, 0), (signal.SIGHUP, PREEMPTED), (signal.SIGINT, PREEMPTED)):
+            for number, code in (
+                (signal.SIGUSR2, 0),
+                (signal.SIGHUP, PREEMPTED),
+                (signal.SIGINT, PREEMPTED),
+            ):
                 os.kill(os.getpid(), number)
                 assert signals.requested == code
             with pytest.raises(Stopped):
@@ -43,8 +55,12 @@ with room.Signals() as signals:
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, PREEMPTED)])
-def test_a_second_signal_ends_the_process_at_once_and_those_that_come_together_are_one(number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, PREEMPTED)]
+)
+def test_a_second_signal_ends_the_process_at_once_and_those_that_come_together_are_one(
+    number: int, code: int
+) -> None:
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         for _ in range(3 if number == signal.SIGTERM else 1):
@@ -52,7 +68,9 @@ def test_a_second_signal_ends_the_process_at_once_and_those_that_come_together_a
         time.sleep(0.2)
         assert process.poll() is None
         end = time.monotonic() + 600
-        while process.poll() is None and time.monotonic() < end:  # sent in one breath they may arrive as one
+        while (
+            process.poll() is None and time.monotonic() < end
+        ):  # sent in one breath they may arrive as one
             process.send_signal(number)
             time.sleep(0.1)
         process.kill()
@@ -73,7 +91,9 @@ def test_processes_that_the_first_one_starts_leave_signals_to_it_and_go_with_it(
     child = "import os, sys, time; from rtx.training.signals import *; ignore_signals();"
     child += "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); time.sleep(600)"
     script = "import os, subprocess, sys, time;"
-    script += f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(600)"
+    script += (
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(600)"
+    )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         number = int(process.stdout.readline())

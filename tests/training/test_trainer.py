@@ -20,7 +20,13 @@ from rtx.data.datamodule import TrainingItems
 from rtx.evaluation.scores import score_batch
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
-from rtx.training.module import build_model, build_optimizer, learning_rate, seed_everything, set_learning_rate
+from rtx.training.module import (
+    build_model,
+    build_optimizer,
+    learning_rate,
+    seed_everything,
+    set_learning_rate,
+)
 from rtx.training.run_folder import read_status
 
 
@@ -28,7 +34,9 @@ def last(run: Path) -> Path:
     return run / "checkpoints" / "last.ckpt"
 
 
-def test_a_run_is_the_plain_loop_bit_for_bit_and_has_a_bar_on_a_terminal(workshop: Workshop) -> None:
+def test_a_run_is_the_plain_loop_bit_for_bit_and_has_a_bar_on_a_terminal(
+    workshop: Workshop,
+) -> None:
     process = workshop.start("plain", "trainer.clip=0.5", inside="sys.stdout.isatty = lambda: True")
     assert process.wait() == 0, process.log.read_text()
     shown = process.log.read_bytes().decode()
@@ -50,11 +58,15 @@ def test_a_run_is_the_plain_loop_bit_for_bit_and_has_a_bar_on_a_terminal(worksho
         optimizer.step()
         after_step(model)  # once per optimizer step, not per micro-batch
     trained = read_checkpoint(last(process.run))["model"]
-    assert [name for name, value in model.state_dict().items() if not torch.equal(value, trained[name])] == []
+    assert [
+        name for name, value in model.state_dict().items() if not torch.equal(value, trained[name])
+    ] == []
 
 
 def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
-    run = workshop.train("few", "trainer.steps=4", "trainer.val_windows=2", "optimizer.schedule=constant")
+    run = workshop.train(
+        "few", "trainer.steps=4", "trainer.val_windows=2", "optimizer.schedule=constant"
+    )
     better = read_checkpoint(last(run))
     assert better["callbacks"]["Watch"]["best"]["windows"] == 2
     better["callbacks"]["Watch"]["best"]["bits"] = 0.1  # as if the few windows had been easy ones
@@ -82,12 +94,24 @@ def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_c
 ) -> None:
     monkeypatch.setattr("rtx.evaluation.scores.BATCH_UNITS", 32)
     whole = workshop.train("whole")
-    stop, fail = f"os.kill(os.getpid(), {int(signal.SIGUSR1)})", MEETS.format(name="after_step", call=1, what="1 / 0")
-    for name, call in (("after_step", 8), ("score_batch", 7)):  # in step 8, and in the validation behind it
+    stop, fail = (
+        f"os.kill(os.getpid(), {int(signal.SIGUSR1)})",
+        MEETS.format(name="after_step", call=1, what="1 / 0"),
+    )
+    for name, call in (
+        ("after_step", 8),
+        ("score_batch", 7),
+    ):  # in step 8, and in the validation behind it
         process = workshop.start(name, inside=MEETS.format(name=name, call=call, what=stop))
-        assert process.wait() == 143 and read_checkpoint(last(process.run))["step"] == 8, process.log.read_text()
-        failed = workshop.fork(process.run, "resume", str(process.run), inside=fail)  # behind the validation
-        assert failed.wait() == 1 and read_checkpoint(last(process.run))["step"] == 8, failed.log.read_text()
+        assert process.wait() == 143 and read_checkpoint(last(process.run))["step"] == 8, (
+            process.log.read_text()
+        )
+        failed = workshop.fork(
+            process.run, "resume", str(process.run), inside=fail
+        )  # behind the validation
+        assert failed.wait() == 1 and read_checkpoint(last(process.run))["step"] == 8, (
+            failed.log.read_text()
+        )
         workshop.command("resume", str(process.run))
         assert difference(process.run, whole) == ""
 
@@ -121,7 +145,11 @@ def test_the_warm_up_is_linear_and_what_follows_is_what_its_name_says() -> None:
         rates = [learning_rate(scheduled(schedule, 8), step) for step in range(1, 9)]
         assert rates == pytest.approx([0.4 * step / 8 for step in range(1, 9)], rel=1e-15)
     assert learning_rate(scheduled("rsqrt", 4), 64) == pytest.approx(0.4 * math.sqrt(4 / 64))
-    assert learning_rate(scheduled("constant", 4), 64) == 0.4 == learning_rate(scheduled("constant", 0), 1)
+    assert (
+        learning_rate(scheduled("constant", 4), 64)
+        == 0.4
+        == learning_rate(scheduled("constant", 0), 1)
+    )
     cosine = [learning_rate(scheduled("cosine", 20), step) for step in (60, 100, 1000)]
     assert cosine == pytest.approx([0.4 * 0.55, 0.04, 0.04])
     assert learning_rate(scheduled("cosine", 0), 1) == pytest.approx(0.4, rel=1e-3)
@@ -129,11 +157,15 @@ def test_the_warm_up_is_linear_and_what_follows_is_what_its_name_says() -> None:
 
 def test_only_matrices_decay() -> None:
     model = build_model(compose(["model.positions=shaw", "model.embedding=8"]), 11, None)
-    decaying, exempt = build_optimizer(model, OptimizerConfig(name="adamw", weight_decay=0.1)).param_groups
+    decaying, exempt = build_optimizer(
+        model, OptimizerConfig(name="adamw", weight_decay=0.1)
+    ).param_groups
     assert (decaying["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kinds = {names[id(parameter)].rpartition(".")[2] for parameter in decaying["params"]}
-    assert kinds == {"weight", "output_VS"} and all(parameter.ndim == 2 for parameter in decaying["params"])
+    assert kinds == {"weight", "output_VS"} and all(
+        parameter.ndim == 2 for parameter in decaying["params"]
+    )
     assert {"bias", "weight", "table_VS", "start_S"} <= {
         names[id(each)].rpartition(".")[2] for each in exempt["params"]
     }
@@ -141,7 +173,9 @@ def test_only_matrices_decay() -> None:
 
 def test_adafactor_does_what_torchs_does_without_a_wait_for_the_device() -> None:
     generator = torch.Generator().manual_seed(3)
-    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (5,), ())]
+    start = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (5,), ())
+    ]
     options: dict[str, Any] = {"lr": 0.02, "eps": (1e-18, 1e-3), "weight_decay": 0.1}
     results = []
     for kind in (Adafactor, torch.optim.Adafactor):
@@ -151,7 +185,9 @@ def test_adafactor_does_what_torchs_does_without_a_wait_for_the_device() -> None
             for weight in weights:
                 weight.grad = torch.sin(weight.detach() * (step + 1)) * 10.0 ** (step - 2)
             optimizer.step()
-        results.append([*weights, *optimizer.state[weights[0]].values(), *optimizer.state[weights[1]].values()])
+        results.append(
+            [*weights, *optimizer.state[weights[0]].values(), *optimizer.state[weights[1]].values()]
+        )
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
     on_device = [nn.Parameter(x.to("meta")) for x in start]  # where a number read back raises
     optimizer = Adafactor(on_device, **options)
@@ -162,7 +198,10 @@ def test_adafactor_does_what_torchs_does_without_a_wait_for_the_device() -> None
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
 def test_adafactor_is_shazeer_and_stern_at_any_size_of_gradient(scale: float) -> None:
-    model, generator = nn.Linear(6, 4, bias=False, dtype=torch.float64), torch.Generator().manual_seed(3)
+    model, generator = (
+        nn.Linear(6, 4, bias=False, dtype=torch.float64),
+        torch.Generator().manual_seed(3),
+    )
     x = 0.05 * torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     model.weight.data.copy_(x)
     optimizer = build_optimizer(model, OptimizerConfig(name="adafactor"))

@@ -286,7 +286,9 @@ class Joined(torch.autograd.Function):
         row_P = reads[0]
         lse_P = lse_R[row_P]
         delta_P = (dout_RD * out_RD).sum(-1)[row_P]
-        return input_gradients(ctx, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse_P, dout=dout_RD, delta=delta_P)
+        return input_gradients(
+            ctx, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse_P, dout=dout_RD, delta=delta_P
+        )
 
 
 def contiguous(q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,7 +298,9 @@ def contiguous(q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor) -> tuple[Tensor,
     return q_RD, k_RD, v_RD.contiguous()
 
 
-def input_gradients(ctx: Any, reads: Sequence[Tensor], **inputs: Tensor) -> tuple[Tensor | None, ...]:
+def input_gradients(
+    ctx: Any, reads: Sequence[Tensor], **inputs: Tensor
+) -> tuple[Tensor | None, ...]:
     """Run the kernel's backward pass; return a gradient for each argument of the forward pass.
 
     Args:

@@ -176,7 +176,9 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def relative_terms(terms: LogitTerms, heads: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def relative_terms(
+    terms: LogitTerms, heads: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return keys by distance `[H, T, D]`, their bias `[H, T]` and values by distance `[T, E]`."""
     if terms.relative is None:
         return None, None, None
