@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from machine import code, machine
 
-from rtx.cli import main as rtx
-from rtx.compose import compose
-from rtx.config import TrainerConfig
+from rtx.cli.main import main as rtx
+from rtx.settings.compose import compose
+from rtx.settings.schema import TrainerConfig
 from rtx.training.callbacks import Watch
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from ending import end_with_children
 
-from rtx.config import DataConfig
+from rtx.settings.schema import DataConfig
 
 MB = 1_000_000
 BATCH, LENGTH = 8, 8_192

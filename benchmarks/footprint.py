@@ -135,9 +135,9 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     import rtx.commands.train
     from rtx.analysis.cost import cost
     from rtx.analysis.footprint import footprint
-    from rtx.compose import compose
     from rtx.data.catalog import vocabulary_size
     from rtx.progress import peak_memory
+    from rtx.settings.compose import compose
     from rtx.training.hardware import resolve_hardware
     from rtx.training.inference import prepare_device
 

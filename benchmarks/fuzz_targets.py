@@ -20,21 +20,21 @@ from typing import Any
 from bad_lines import GOOD, VALUES
 
 from rtx import load
-from rtx.cells import lay_out
-from rtx.cli import check_first
+from rtx.cli.main import check_first
+from rtx.cli.options import check_overrides, read_words
 from rtx.commands.sweep import board
-from rtx.compose import compose_data, load_run_config
-from rtx.config import GROUPS, all_fields
 from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import learn_subwords, learn_words
 from rtx.errors import RunFailed, UserError
-from rtx.options import check_overrides, read_words
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
+from rtx.runs.folder import already_done, read_status, run_state
+from rtx.settings.compose import compose_data, load_run_config
+from rtx.settings.schema import GROUPS, all_fields
+from rtx.sweeps.cells import lay_out
 from rtx.training.checkpoint import COMMENT_BYTES, TAG
 from rtx.training.hardware import out_of_memory
 from rtx.training.inference import run_tokenizer
-from rtx.training.run_folder import already_done, read_status, run_state
 
 Read = Callable[[bytes], None]
 RUN = Path("outputs", "rtx", "run").absolute()

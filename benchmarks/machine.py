@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rtx import __version__
-from rtx.training import run_folder
+from rtx.runs import folder as run_folder
 
 CPUS = Path("/proc/cpuinfo")
 

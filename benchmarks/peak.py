@@ -65,7 +65,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
 def peak(scratch: Path, name: str, before: str, overrides: tuple[str, ...]) -> int:
     """Train a few steps, and return the largest resident size of the first process so far."""
     run = scratch / name.translate(str.maketrans(" :=,()", "------"))
-    command = f"{before}import sys; from rtx.cli import main; sys.exit(main())"
+    command = f"{before}import sys; from rtx.cli.main import main; sys.exit(main())"
     script = scratch / "train.py"  # a file, which processes that Lightning starts are run from, too
     script.write_text(command.replace("; ", "\n"))
     environment = os.environ | {

@@ -30,9 +30,9 @@ from machine import code, machine
 from torch import Tensor, nn
 
 from rtx.attention import after_step
-from rtx.checks import resolve
-from rtx.config import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
+from rtx.settings.rules import resolve
+from rtx.settings.schema import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
 from rtx.training.hardware import keep_freed_memory
 
 RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")

@@ -23,18 +23,19 @@ import torch
 
 from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
-from rtx.cells import lay_out
-from rtx.cli import complain
-from rtx.compose import config_hash, short_hash, to_dict
-from rtx.config import SPREAD, Config
+from rtx.cli.main import complain
+from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError, plural
 from rtx.model.transformer import compile_loss
-from rtx.options import LAUNCHED, check_overrides
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
+from rtx.runs.folder import environment, outputs_root, save, unwritable
+from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.schema import SPREAD, Config
+from rtx.sweeps.cells import lay_out
 from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
 from rtx.training.inference import WEIGHTS_IN, prepare_device
 from rtx.training.module import (
@@ -44,7 +45,6 @@ from rtx.training.module import (
     set_learning_rate,
     training_loss,
 )
-from rtx.training.run_folder import environment, outputs_root, save, unwritable
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
 """Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""

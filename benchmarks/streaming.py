@@ -27,12 +27,12 @@ from torch import Tensor
 
 from rtx.attention import ROUTING_CLASSES, AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random
 from rtx.attention.reads import QueriesKeys
-from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import score_windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
+from rtx.settings.rules import resolve
+from rtx.settings.schema import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.training.hardware import keep_freed_memory
 
 PATTERNS = ("local", "routing_causal", "routing_topk", "random", "full")

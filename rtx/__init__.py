@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rtx.extensions import register_data, register_pattern
+from rtx.settings.extensions import register_data, register_pattern
 
 if TYPE_CHECKING:
     from rtx.training.inference import LoadedRun

@@ -1,6 +1,6 @@
 """`python -m rtx`, the same as `rtx`."""
 
-from rtx.cli import entry
+from rtx.cli.main import entry
 
 if __name__ == "__main__":
     entry()

@@ -14,18 +14,19 @@ from unittest.mock import patch
 
 import pytest
 
-from rtx import cli, progress
-from rtx.compose import compose, to_yaml
+from rtx import progress
+from rtx.cli import main as cli
 from rtx.errors import RunFailed
-from rtx.training.checksum import TAG
-from rtx.training.run_folder import utc_now
+from rtx.runs.checksum import TAG
+from rtx.runs.folder import utc_now
+from rtx.settings.compose import compose, to_yaml
 
 Captured = pytest.CaptureFixture[str]
 
 
 def modules_after(*lines: list[str]) -> set[str]:
     """Return the top-level modules that a process has imported when rtx has answered some lines."""
-    code = f"import sys, json, rtx.cli; [rtx.cli.main(line) for line in {lines!r}]"
+    code = f"import sys, json, rtx.cli.main; [rtx.cli.main.main(line) for line in {lines!r}]"
     code += "; print('\\n' + json.dumps(list(sys.modules)))"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
@@ -133,8 +134,8 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
         ),
         (f"analyze patterns {local} layer=99", 2, "layer=99: the topmost layer is layer="),
     )
-    program = "import sys, rtx.cli, rtx.training.hardware as machine; machine.has_no_driver = lambda: True\n"
-    program += "for line in sys.stdin: print('->', rtx.cli.main(line.split()), flush=True)\n"
+    program = "import sys, rtx.cli.main, rtx.training.hardware as machine; machine.has_no_driver = lambda: True\n"
+    program += "for line in sys.stdin: print('->', rtx.cli.main.main(line.split()), flush=True)\n"
     program += "print('torch' in sys.modules)"
     with (tmp_path / "running" / "lock").open("a+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -177,7 +178,8 @@ def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:
     for name in ("ipykernel/__init__.py", "ipykernel/zmqshell.py", "ipywidgets.py"):
         (tmp_path / name).write_text("raise ImportError\n" * (name == "ipywidgets.py"))
     (tmp_path / "IPython.py").write_text("def get_ipython(): return None\n")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ipykernel.zmqshell, IPython, rtx.progress as p"
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    program = f"{path}; import ipykernel.zmqshell, IPython, rtx.progress as p"
     words = [sys.executable, "-c", f"{program}; print(p.tqdm.__module__)"]
     shown = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert (shown.stderr, shown.returncode) == ("", 0) and shown.stdout.startswith("tqdm.")
@@ -228,7 +230,7 @@ def test_a_reader_that_goes_away_or_lacks_a_letter_is_no_error() -> None:
 
 TAKEN_APART = """
 import os, sys, threading, time
-from rtx import cli
+from rtx.cli import main as cli
 from rtx.errors import UserError
 
 class Last:

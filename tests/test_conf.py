@@ -8,15 +8,15 @@ from rtx.analysis.cost import cost
 from rtx.analysis.footprint import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
-from rtx.cells import lay_out
-from rtx.checks import resolve
-from rtx.compose import compose, with_values
-from rtx.config import GROUPS, Config, all_fields
+from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.sets import IMAGE_SETS, MADE
-from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
-from rtx.options import LAUNCHED, check_overrides
 from rtx.report.summary import routing_lines
+from rtx.settings.compose import compose, with_values
+from rtx.settings.fields import conf_dir, options
+from rtx.settings.rules import resolve
+from rtx.settings.schema import GROUPS, Config, all_fields
+from rtx.sweeps.cells import lay_out
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 MODELS = options("model")

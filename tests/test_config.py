@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rtx.cells import lay_out
-from rtx.checks import resolve
-from rtx.compose import (
+from rtx.cli.options import check_overrides
+from rtx.errors import UserError
+from rtx.settings.compose import (
     cell_hashes,
     compose,
     config_hash,
@@ -18,9 +18,9 @@ from rtx.compose import (
     to_yaml,
     with_values,
 )
-from rtx.config import Config, all_fields
-from rtx.errors import UserError
-from rtx.options import check_overrides
+from rtx.settings.rules import resolve
+from rtx.settings.schema import Config, all_fields
+from rtx.sweeps.cells import lay_out
 
 HASHES = {
     "": ("329f75f421df", "329f75f421df"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rtx.attention
-from rtx.config import GROUPS
+from rtx.settings.schema import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

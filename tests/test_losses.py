@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import after_step
-from rtx.checks import resolve
-from rtx.config import (
+from rtx.data.datamodule import TrainingItems
+from rtx.data.tokenizers import Tokenizer, encode_text
+from rtx.model.transformer import Transformer
+from rtx.settings.rules import resolve
+from rtx.settings.schema import (
     Config,
     DataConfig,
     ModelConfig,
@@ -29,9 +32,6 @@ from rtx.config import (
     RoutingConfig,
     TrainerConfig,
 )
-from rtx.data.datamodule import TrainingItems
-from rtx.data.tokenizers import Tokenizer, encode_text
-from rtx.model.transformer import Transformer
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 STEPS = 12

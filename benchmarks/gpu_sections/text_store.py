@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rtx.compose import compose_data
 from rtx.data.catalog import check_source, options_of, store_folder
 from rtx.data.store import write_record
 from rtx.data.tokenizers import Tokenizer
+from rtx.settings.compose import compose_data
 
 CUTS = {"train": (0.0, 0.9), "valid": (0.9, 0.95), "test": (0.95, 1.0)}
 

@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from rtx import cli
+from rtx.cli import main as cli
 
 SCREENS = {"page": (1280, 800, 1), "page-dark": (1280, 800, 0), "page-phone": (375, 800, 1)}
 """Width, height, and Chromium's number for a light or a dark scheme."""

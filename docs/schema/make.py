@@ -1,6 +1,6 @@
 """Writes the JSON schemas beside this file, by which editors complete and check `conf/` and a run's config.yaml.
 
-Run `python docs/schema/make.py` after a change of a key, its range or its docstring in rtx/config.py.
+Run `python docs/schema/make.py` after a change of a key, its range or its docstring in rtx/settings/schema.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from rtx.config import GROUPS, Config
-from rtx.keys import Field, fields_of
+from rtx.settings.fields import Field, fields_of
+from rtx.settings.schema import GROUPS, Config
 
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}

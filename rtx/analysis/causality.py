@@ -23,10 +23,10 @@ from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.routing import Routing
-from rtx.config import ROUTED
 from rtx.errors import RunFailed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
+from rtx.settings.schema import ROUTED
 
 Group = tuple[Any, str]  # a layer, 0 the lowest, and the name of a group of its heads
 LOGITS: Group = ("", "logits")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rtx.config import ROUTED, Config, hash_buckets, layer_patterns, memory_slots
 from rtx.model.transformer import Transformer
+from rtx.settings.schema import ROUTED, Config, hash_buckets, layer_patterns, memory_slots
 
 INDEXER_UNITS = 16  # of a head's queries and keys by which selection=indexer chooses
 

@@ -18,10 +18,10 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.routing import Routing
-from rtx.compose import with_values
-from rtx.config import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
 from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
+from rtx.settings.compose import with_values
+from rtx.settings.schema import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
 
 NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")
 """Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""

@@ -32,8 +32,8 @@ from rtx.attention.probed import Probed
 from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
-from rtx.config import ROUTED, Config, layer_patterns, memory_slots
 from rtx.model.heads import make_pattern
+from rtx.settings.schema import ROUTED, Config, layer_patterns, memory_slots
 from rtx.training.hardware import precision_on
 
 META = torch.device("meta")

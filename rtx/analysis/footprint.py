@@ -25,8 +25,10 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.reads import IndexReads, Reads
 from rtx.attention.routing import ROOM, Routing
 from rtx.attention.top_keys import TopKeys
-from rtx.compose import with_values
-from rtx.config import (
+from rtx.model.heads import make_pattern
+from rtx.model.likelihood import most_logits
+from rtx.settings.compose import with_values
+from rtx.settings.schema import (
     ROUTED,
     Config,
     clusters,
@@ -35,8 +37,6 @@ from rtx.config import (
     memory_slots,
     sizes_of,
 )
-from rtx.model.heads import make_pattern
-from rtx.model.likelihood import most_logits
 from rtx.training.hardware import precision_on
 
 FILLED, FILLED_CPU = 0.85, 0.4

@@ -21,7 +21,7 @@ from rtx.attention.probed import Probed
 from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
-from rtx.config import Config
+from rtx.settings.schema import Config
 
 INDEX, SHORT_INDEX = 8, 4
 """Bytes of a row number, and of one in the lists of our kernels."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rtx.analysis.cost import Cost
-from rtx.config import Config
+from rtx.settings.schema import Config
 from rtx.training.hardware import precision_on
 
 RATES = Path(__file__).with_name("rates.json")

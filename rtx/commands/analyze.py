@@ -15,15 +15,8 @@ from torch import Tensor
 from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
-from rtx.compose import short_hash, with_values
-from rtx.data.catalog import Store
-from rtx.data.datamodule import RtxDataModule
-from rtx.data.sets import SETS
-from rtx.errors import UserError, plural
-from rtx.evaluation.protocols import Window, windows
-from rtx.evaluation.scores import read_windows, sample_windows
-from rtx.help import prose_width
-from rtx.options import (
+from rtx.cli.help import prose_width
+from rtx.cli.options import (
     ContextOptions,
     CoverageOptions,
     DivergenceOptions,
@@ -31,14 +24,21 @@ from rtx.options import (
     read_words,
     what_to_do,
 )
+from rtx.data.catalog import Store
+from rtx.data.datamodule import RtxDataModule
+from rtx.data.sets import SETS
+from rtx.errors import UserError, plural
+from rtx.evaluation.protocols import Window, windows
+from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.divergences import heads_name
 from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import Column, print_table
+from rtx.runs.folder import save, utc_now
+from rtx.settings.compose import short_hash, with_values
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
-from rtx.training.run_folder import save, utc_now
 
 Result = dict[str, Any]
 HEADS = (

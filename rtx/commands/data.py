@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from rtx.config import DataConfig
 from rtx.data import catalog
 from rtx.data.recall import RecallStore
 from rtx.errors import UserError, nearest, printable, shorten
+from rtx.settings.schema import DataConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
         for name in words:
             catalog.remove_store(catalog.data_root(), name)
     elif word in ACTIONS:
-        from rtx.compose import (
+        from rtx.settings.compose import (
             compose_data,
         )  # once the action is known to be right: Hydra takes its time
 

@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rtx.compose import flat, short_hash, to_dict
+from rtx.cli.help import terminal_width
+from rtx.cli.options import EvalOptions, read_words
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
 from rtx.errors import UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score
-from rtx.help import terminal_width
 from rtx.model.ablation import ablate
-from rtx.options import EvalOptions, read_words
 from rtx.progress import clock, say
 from rtx.report.summary import protocol_line, sees_future
+from rtx.runs.folder import is_export, read_status, run_state, save, shown, utc_now
+from rtx.settings.compose import flat, short_hash, to_dict
 from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
-from rtx.training.run_folder import is_export, read_status, run_state, save, shown, utc_now
 
 OF_MODEL = (
     "memory",

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
+from rtx.cli.options import read_words
 from rtx.disk import MARK
 from rtx.errors import UserError
-from rtx.extensions import copies
-from rtx.options import read_words
 from rtx.report.run_records import collect
 from rtx.report.summary import card
+from rtx.runs.folder import is_export, shown
+from rtx.settings.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
+from rtx.settings.extensions import copies
 from rtx.training.checkpoint import check_config, load_for_use
 from rtx.training.inference import run_tokenizer, write_export
-from rtx.training.run_folder import is_export, shown
 
 
 def main(arguments: list[str]) -> int:

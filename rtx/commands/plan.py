@@ -8,13 +8,13 @@ from rtx.analysis.cost import Cost, cost
 from rtx.analysis.engines import META, attention_line, gpu_here
 from rtx.analysis.footprint import choose_micro_batch, devices, footprint, on_gpu, with_choice
 from rtx.analysis.speed import expected_step, rates
-from rtx.compose import compose, with_values
-from rtx.config import Config
+from rtx.cli.help import prose_width
+from rtx.cli.options import read_words
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
-from rtx.help import prose_width
-from rtx.options import read_words
 from rtx.report.summary import heads_phrase, sees_future
+from rtx.settings.compose import compose, with_values
+from rtx.settings.schema import Config
 from rtx.training.hardware import device_memory, precision_on
 
 GIB, TERA = 2**30, 1e12

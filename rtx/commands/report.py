@@ -4,15 +4,15 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+from rtx.cli.help import terminal_width
+from rtx.cli.options import READS, read_words
 from rtx.errors import RunFailed, UserError, plural, printable
-from rtx.help import terminal_width
-from rtx.options import READS, read_words
 from rtx.report.contents import build, list_of_tables, printed_view, write
 from rtx.report.paper import paper_tables
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
 from rtx.report.tables import aligned, terminal
-from rtx.training.run_folder import outputs_root, read_status, shown
+from rtx.runs.folder import outputs_root, read_status, shown
 
 
 def main(arguments: list[str]) -> int:

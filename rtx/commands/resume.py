@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from rtx.compose import load_run_config, merge, with_absolute_path
-from rtx.config import Config
-from rtx.options import read_words
-from rtx.training.run_folder import as_chosen, plan_resumption
+from rtx.cli.options import read_words
+from rtx.runs.folder import as_chosen, plan_resumption
+from rtx.settings.compose import load_run_config, merge, with_absolute_path
+from rtx.settings.schema import Config
 
 
 def changed(before: Config, overrides: Sequence[str]) -> Config:

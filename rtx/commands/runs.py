@@ -2,12 +2,12 @@
 
 import sys
 
+from rtx.cli.help import terminal_width
+from rtx.cli.options import read_words
 from rtx.errors import UserError, printable
-from rtx.help import terminal_width
-from rtx.options import read_words
 from rtx.report.run_records import Collection, read_object
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.training.run_folder import (
+from rtx.runs.folder import (
     SAMPLED,
     bits_of,
     outputs_root,

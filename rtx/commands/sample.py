@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rtx.cli.options import SampleOptions, read_words
 from rtx.data.images import png
 from rtx.data.sets import SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
-from rtx.options import SampleOptions, read_words
+from rtx.runs.folder import save
+from rtx.runs.signals import INTERRUPTED, Stopped
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
-from rtx.training.run_folder import save
-from rtx.training.signals import INTERRUPTED, Stopped
 
 
 def main(arguments: list[str]) -> int:

@@ -14,12 +14,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from rtx.cli.options import read_words
 from rtx.errors import UserError, printable
-from rtx.options import read_words
 from rtx.progress import clock
 from rtx.report.run_records import Collection, read_lines, sweeps_of
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.training.run_folder import SAMPLED, bits_of, outputs_root, read_status, run_state, shown
+from rtx.runs.folder import SAMPLED, bits_of, outputs_root, read_status, run_state, shown
 
 ORDER = (
     "running",

@@ -19,22 +19,31 @@ from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
-from rtx.cells import refuse_sweep
-from rtx.checks import check_logger
+from rtx.cli.options import SampleOptions
 from rtx.commands.sample import draw_image, write_text
-from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
-from rtx.config import Config
 from rtx.data.catalog import Store, open_data
 from rtx.data.datamodule import RtxDataModule, training_items
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
-from rtx.extensions import copies
-from rtx.options import SampleOptions
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line, routing_lines
-from rtx.training import run_folder
+from rtx.runs import folder as run_folder
+from rtx.runs.folder import Status, shown
+from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
+from rtx.settings.compose import (
+    RUN_CONFIG,
+    compose,
+    load_run_config,
+    to_dict,
+    to_yaml,
+    with_absolute_path,
+)
+from rtx.settings.extensions import copies
+from rtx.settings.rules import check_logger
+from rtx.settings.schema import Config
+from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
@@ -50,8 +59,6 @@ from rtx.training.hardware import (
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
 from rtx.training.module import TrainingModule, build_model, learning_rate
-from rtx.training.run_folder import Status, shown
-from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.training.trainer import Outcome, fit
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8

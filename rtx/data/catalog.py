@@ -12,7 +12,6 @@ from pathlib import Path
 
 import yaml
 
-from rtx.config import DataConfig
 from rtx.data.files import disk_errors
 from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
@@ -27,7 +26,8 @@ from rtx.data.store import (
 )
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
-from rtx.keys import imported, preset
+from rtx.settings.fields import imported, preset
+from rtx.settings.schema import DataConfig
 
 Store = TokenStore | RecallStore
 STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else is ever removed

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from rtx.compose import flat, to_dict
-from rtx.config import Config
 from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.errors import UserError
 from rtx.evaluation.protocols import Window, spans, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
+from rtx.settings.compose import flat, to_dict
+from rtx.settings.schema import Config
 
 ROUNDS, PHASE, COIN = (
     6,

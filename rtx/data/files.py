@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from rtx import __version__
-from rtx.config import DataConfig
 from rtx.data.sets import SPLITS, Report, Source, column_text
 from rtx.disk import is_full, open_regular, read_file, refuse_link, replace_file
 from rtx.errors import RunFailed, UserError, nearest
 from rtx.progress import progress_bar
+from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     import datasets

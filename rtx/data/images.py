@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtx.config import DataConfig
 from rtx.data.files import Remote, column_of, identity_of, table_rows, walk
 from rtx.data.sets import FACTS, SETS, SPLITS, Report, Source
 from rtx.data.text import Files, origin, row_count
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     import datasets
@@ -196,10 +196,10 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
     batch = "test_batch" if split == "test" else "data_batch"
     with tarfile.open(archive, "r|gz") as members:
         found = {
-            entry.name: members.extractfile(entry).read()
+            entry.name: members.extractfile(entry).read()  # type: ignore[union-attr]
             for entry in members
             if batch in entry.name
-        }  # type: ignore[union-attr]
+        }
     records = np.frombuffer(b"".join(found[name] for name in sorted(found)), np.uint8).reshape(
         -1, 1 + 3 * 32 * 32
     )

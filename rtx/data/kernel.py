@@ -18,11 +18,11 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from rtx.config import DataConfig
 from rtx.data.files import Remote, download, identity_of, reason_of, rows_of, walk
 from rtx.data.sets import FACTS, Report, Source
 from rtx.disk import open_regular
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     import datasets

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rtx.config import DataConfig
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

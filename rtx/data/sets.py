@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-    from rtx.config import DataConfig
+    from rtx.settings.schema import DataConfig
 
 Report = Callable[[str], object]  # takes a line for the user
 SPLITS = ("train", "valid", "test")

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from rtx.config import DataConfig
 from rtx.data.files import disk_errors, file_sha256
 from rtx.data.sets import SPLITS, Report, Source
 from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
 from rtx.disk import read_file, refuse_link, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
+from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     import datasets

@@ -12,7 +12,6 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rtx.config import DataConfig
 from rtx.data.files import (
     Remote,
     download,
@@ -26,6 +25,7 @@ from rtx.data.files import (
 )
 from rtx.data.sets import FACTS, SETS, Report, Source, column_text
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     import datasets

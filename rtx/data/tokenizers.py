@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rtx.config import DataConfig
 from rtx.data.sets import Report
 from rtx.disk import read_file, replace_file, write_json
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 RECORD = "tokenizer.json"
 # How much is encoded at once, up to the next blank or newline: subwords of what stays in a cache, words by the 4 MiB.

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rtx.checks import TEXTS
-from rtx.config import Config
 from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
+from rtx.settings.rules import TEXTS
+from rtx.settings.schema import Config
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from rtx.attention import Local, Pattern, Random
 from rtx.attention.pattern import Prepared
-from rtx.config import ROUTED, Config, clusters
 from rtx.model.heads import HeadGroup, layer_seed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
+from rtx.settings.schema import ROUTED, Config, clusters
 
 MEMBER_SEED = 1_000_003
 """Keeps swapped-in memberships apart from those that selection=random trained with."""

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.engine.softmax import recomputed
-from rtx.config import Config, ModelConfig
 from rtx.model.heads import HeadStream
 from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
+from rtx.settings.schema import Config, ModelConfig
 
 
 class FeedForward(nn.Module):

@@ -36,7 +36,11 @@ from rtx.attention import (
 )
 from rtx.attention.pattern import Rotate
 from rtx.attention.reads import QueriesKeys
-from rtx.config import (
+from rtx.errors import UserError
+from rtx.model.key_mix import KeyMix
+from rtx.model.positions import Shaw, SinusoidKeys, rotate
+from rtx.settings.fields import imported
+from rtx.settings.schema import (
     BASES,
     ROUTED,
     SELECTIONS,
@@ -48,10 +52,6 @@ from rtx.config import (
     memory_slots,
     reads_self,
 )
-from rtx.errors import UserError
-from rtx.keys import imported
-from rtx.model.key_mix import KeyMix
-from rtx.model.positions import Shaw, SinusoidKeys, rotate
 
 KeySource = Literal["matrix", "queries", "none"]
 """Where the keys of heads come from: a matrix, the queries of the same position, or nowhere: the pattern has none."""

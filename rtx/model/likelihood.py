@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.engine.softmax import recomputed
-from rtx.config import ModelConfig, sizes_of
 from rtx.errors import UserError
 from rtx.model.linear import Linear
+from rtx.settings.schema import ModelConfig, sizes_of
 
 MAX_LOGITS, MAX_LOGITS_GPU = 1 << 24, 1 << 28
 """Logits held at once on a CPU and on a GPU, where small parts would leave most of the chip idle; beyond it they are

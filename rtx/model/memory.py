@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.config import Config, ModelConfig
 from rtx.model.block import Block
+from rtx.settings.schema import Config, ModelConfig
 
 
 class Compression(nn.Module):

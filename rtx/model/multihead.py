@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rtx.config import Config, layer_patterns
 from rtx.model.heads import HeadGroup, HeadStream
 from rtx.model.linear import Linear
+from rtx.settings.schema import Config, layer_patterns
 
 Part = TypeVar("Part")
 Parts = tuple[Part, Part | None, Part]

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from rtx.attention.centroids import statistics_paused
 from rtx.attention.pattern import Pattern
-from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, token_nats
 from rtx.model.linear import Linear
 from rtx.model.memory import Memory, MemoryBlock
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions, SinusoidKeys
+from rtx.settings.schema import Config, embedding_width, sizes_of
 
 RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """torch's option, without a public name, by which a recomputed block gathers no statistics for a second time."""

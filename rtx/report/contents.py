@@ -21,7 +21,7 @@ from rtx.report.steps import StepRecord, paces_of, views
 from rtx.report.tables import Column, Table, filled
 from rtx.report.time_plot import bits_and_time
 from rtx.report.times import all_findings, all_runs, tables_of
-from rtx.training.run_folder import shown
+from rtx.runs.folder import shown
 
 
 @dataclass

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtx.config import SPARSE
 from rtx.errors import written
+from rtx.settings.schema import SPARSE
 
 FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
 """What the routing heads, routing layers and windows of Table 1 are out of."""

@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml
 
-from rtx.compose import digest, former_digest, read_values
-from rtx.config import all_fields
 from rtx.data.sets import MADE
 from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
 from rtx.report.paper import looks_ahead
-from rtx.training.run_folder import run_state, shown
+from rtx.runs.folder import run_state, shown
+from rtx.settings.compose import digest, former_digest, read_values
+from rtx.settings.schema import all_fields
 
 SIGHT = {True: "selection sees the future", False: "sees no future"}
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtx.checks import default_where_unread, unread
-from rtx.config import NAMELIKE, OUTSIDE
 from rtx.errors import written
 from rtx.report.paper import Config, heads_label
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell, Protocol, Score
+from rtx.settings.rules import default_where_unread, unread
+from rtx.settings.schema import NAMELIKE, OUTSIDE
 
 WITHOUT_EFFECT = (*OUTSIDE, "hardware.devices", "hardware.nodes", "hardware.name")
 """What keys begin with by which two runs of one row may differ, beside the seed."""

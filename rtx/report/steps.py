@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from rtx.compose import flat
-from rtx.config import all_fields
 from rtx.errors import plural
 from rtx.report.paper import (
     Config,
@@ -26,6 +24,8 @@ from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Collection, read_object
 from rtx.report.score_rows import Row, name_rows, row_key
 from rtx.report.tables import Column, Table
+from rtx.settings.compose import flat
+from rtx.settings.schema import all_fields
 
 WHAT = "training steps in turn"  # what a record says it is
 

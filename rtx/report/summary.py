@@ -4,15 +4,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rtx.checks import unread
-from rtx.compose import preset_routing, to_dict
-from rtx.config import CENTROIDS, CLUSTERED, Config, clusters, flat
+from rtx.cli.help import prose_width
 from rtx.errors import plural, written
 from rtx.evaluation.protocols import memory_phrases, spans
-from rtx.help import prose_width
 from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol
 from rtx.report.tables import filled
+from rtx.settings.compose import preset_routing, to_dict
+from rtx.settings.rules import unread
+from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, clusters, flat
 
 BAR = 24  # characters of the longest bar
 ABLATED = {

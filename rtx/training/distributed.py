@@ -23,11 +23,11 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rtx.compose import short_hash
 from rtx.errors import UserError
 from rtx.model.block import Block
+from rtx.runs.signals import PARENT_VARIABLE, started_by_another
+from rtx.settings.compose import short_hash
 from rtx.training.hardware import Hardware, started_by
-from rtx.training.signals import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = (
     10.0  # that the main thread is given to notice by itself that another process is gone

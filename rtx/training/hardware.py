@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtx.config import SPREAD, Config, HardwareConfig
 from rtx.errors import UserError, shorten
-from rtx.training.signals import started_by_another
+from rtx.runs.signals import started_by_another
+from rtx.settings.schema import SPREAD, Config, HardwareConfig
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins

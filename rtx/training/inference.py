@@ -13,8 +13,6 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from rtx.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
-from rtx.config import SPREAD, Config, DataConfig
 from rtx.data.catalog import Store, data_root, open_data, store_folder
 from rtx.data.sets import Report
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
@@ -25,6 +23,9 @@ from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
+from rtx.runs.folder import EXPORT_FACTS, is_export
+from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
+from rtx.settings.schema import SPREAD, Config, DataConfig
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
@@ -33,7 +34,6 @@ from rtx.training.checkpoint import (
     load_weights,
 )
 from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
-from rtx.training.run_folder import EXPORT_FACTS, is_export
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_IN = {"fp64": torch.float64, "bf16-true": torch.bfloat16}

@@ -16,12 +16,12 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from rtx.checks import wandb_mode
-from rtx.config import Config
 from rtx.disk import read_file, write_json
 from rtx.errors import DAMAGED, UserError
 from rtx.progress import say as say_line
-from rtx.training.run_folder import open_own, shown, utc_now
+from rtx.runs.folder import open_own, shown, utc_now
+from rtx.settings.rules import wandb_mode
+from rtx.settings.schema import Config
 
 INIT_SECONDS, FINISH_SECONDS = (
     15.0,

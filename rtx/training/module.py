@@ -14,14 +14,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import after_step, all_centroids, layers_by_rule, stacked
 from rtx.attention.room import make_room
-from rtx.compose import flat
-from rtx.config import Config, OptimizerConfig
 from rtx.data.datamodule import MicroBatches
 from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer, compile_loss
+from rtx.settings.compose import flat
+from rtx.settings.schema import Config, OptimizerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache

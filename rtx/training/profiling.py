@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 
 from rtx.disk import replace_file
 from rtx.errors import plural
-from rtx.training.run_folder import shown
+from rtx.runs.folder import shown
 
 TRACE = "trace.json.gz"
 SKIPPED, WARM_UP = 3, 2

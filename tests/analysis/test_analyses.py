@@ -197,9 +197,8 @@ def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
     ]  # below, units that return have equal scores
     group = list(weights.groups_of(attention, x_1NE).values())[coverage.full_group(config, 2)[0]]
     given, weight_HNN = group[1], torch.stack(oracle_weights(group))[:, back:, :N].tril()
-    of = zip(
-        itertools.product(range(len(coverage.NAMES)), range(len(SIZES))), made[-1], strict=True
-    )  # type: ignore[arg-type]
+    pairs = itertools.product(range(len(coverage.NAMES)), range(len(SIZES)))
+    of = zip(pairs, made[-1], strict=True)  # type: ignore[arg-type]
     for (s, z), each in of:
         moved = each.inputs(given.q_BHND[:, :, back:], given.k_BHND[:, :, :N], None)
         read_HNN = torch.stack([each.rule(moved, head, False).any(0) for head in range(4)])

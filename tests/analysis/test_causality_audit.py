@@ -16,9 +16,9 @@ from rtx.analysis.causality import (
 )
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
-from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
 from rtx.report.summary import sees_future
+from rtx.settings.schema import SELECTIONS, all_fields
 from tests.model.tiny_models import (
     KINDS,
     VOCABULARY,
@@ -161,9 +161,8 @@ def test_a_gradient_that_is_missing_or_not_finite_is_flagged(
         row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens())
     )
     idle = tiny_model(selection="exact")
-    idle.blocks[2].attention.groups["routed"].pattern.register_parameter(
-        "idle", nn.Parameter(torch.ones(3))
-    )  # type: ignore[union-attr,index]
+    block: Any = idle.blocks[2]
+    block.attention.groups["routed"].pattern.register_parameter("idle", nn.Parameter(torch.ones(3)))
     assert [row["missing"] for row in choice_gradients(idle, tokens())] == [False, True]
     frozen = tiny_model(selection="causal")
     frozen.blocks[2].attention.groups["routed"].pattern.centroids.decay = 1.0  # type: ignore[union-attr,index]

@@ -15,13 +15,13 @@ from rtx.attention.engine import packed_attention
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Fixed, Full, Local, Strided
 from rtx.attention.routing import ROOM, Routing
-from rtx.checks import resolve
-from rtx.compose import compose
-from rtx.config import ROUTED, Config, DataConfig, ModelConfig, RoutingConfig, clusters
 from rtx.data.catalog import vocabulary_size
-from rtx.keys import options
 from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
+from rtx.settings.compose import compose
+from rtx.settings.fields import options
+from rtx.settings.rules import resolve
+from rtx.settings.schema import ROUTED, Config, DataConfig, ModelConfig, RoutingConfig, clusters
 
 SHRUNK = (
     *(

@@ -5,8 +5,8 @@ import pytest
 from rtx.analysis.cost import cost
 from rtx.analysis.speed import expected_step, meter, peak_of, rates
 from rtx.commands.train import run_meter
-from rtx.compose import compose, with_values
-from rtx.config import Config
+from rtx.settings.compose import compose, with_values
+from rtx.settings.schema import Config
 
 
 def planned(*words: str) -> Config:

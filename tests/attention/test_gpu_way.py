@@ -19,8 +19,8 @@ from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.room import make_room
-from rtx.compose import compose
 from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
+from rtx.settings.compose import compose
 from rtx.training.hardware import has_compiler
 
 ROUTED = tuple(

@@ -5,8 +5,8 @@ import math
 import hypothesis.strategies as st
 from hypothesis.strategies import DrawFn
 
-from rtx.config import GROUPS, all_fields
-from rtx.keys import Field, options
+from rtx.settings.fields import Field, options
+from rtx.settings.schema import GROUPS, all_fields
 
 RUN, SWEEP = "outputs/rtx/run", "outputs/rtx"
 """A run's folder, which has a configuration and nothing else, and that of its sweep."""

@@ -21,14 +21,14 @@ from bad_lines import GOOD, RUN, bad_lines
 from hypothesis import HealthCheck, given, settings
 
 import rtx.commands.data
-import rtx.compose
-import rtx.launcher
-from rtx import cli
-from rtx.cells import Outcome
-from rtx.compose import compose, flat, to_dict, to_yaml
-from rtx.config import GROUPS, Config, all_fields
+import rtx.settings.compose
+import rtx.sweeps.launcher
+from rtx.cli import main as cli
 from rtx.errors import written
-from rtx.keys import Field
+from rtx.settings.compose import compose, flat, to_dict, to_yaml
+from rtx.settings.fields import Field
+from rtx.settings.schema import GROUPS, Config, all_fields
+from rtx.sweeps.cells import Outcome
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "0"))
 DRAWN: dict[str, Any] = {
@@ -41,7 +41,7 @@ DRAWN["suppress_health_check"] = list(HealthCheck)
 LONGEST = 2_000
 """Characters of a line of an error message at the most."""
 GOOD_FILE = to_yaml(compose(["data=recall"]))
-RESOLVE = rtx.compose.resolve
+RESOLVE = rtx.settings.compose.resolve
 TRUTH = {
     "true": True,
     "yes": True,
@@ -78,7 +78,7 @@ class Stage:
         self.reached = list(configs)
         return 0
 
-    async def launch(self, launcher: rtx.launcher.Launcher) -> list[Outcome]:
+    async def launch(self, launcher: rtx.sweeps.launcher.Launcher) -> list[Outcome]:
         self.reach([cell.config for cell in launcher.cells])
         return [Outcome(0, "done") for _ in launcher.cells]
 
@@ -124,12 +124,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         Path(RUN, "config.yaml").write_text(GOOD_FILE)
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
-        patch.setattr(rtx.compose, "resolve", stage.resolve)
+        patch.setattr(rtx.settings.compose, "resolve", stage.resolve)
         patch.setattr(
-            "rtx.refusals.refuse", lambda *given: None
+            "rtx.cli.refusals.refuse", lambda *given: None
         )  # here words are judged, not what the run has
-        patch.setattr("rtx.training.run_folder.plan_resumption", stage.resume)
-        patch.setattr(rtx.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher))
+        patch.setattr("rtx.runs.folder.plan_resumption", stage.resume)
+        patch.setattr(
+            rtx.sweeps.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher)
+        )
         actions = dict.fromkeys(
             rtx.commands.data.ACTIONS, lambda data: stage.reach([Config(data=data)])
         )

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from rtx import cli, help
-from rtx.config import GROUPS, all_fields
-from rtx.keys import options
-from rtx.options import READS
+from rtx.cli import help
+from rtx.cli import main as cli
+from rtx.cli.options import READS
+from rtx.settings.fields import options
+from rtx.settings.schema import GROUPS, all_fields
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from rtx import cli
-from rtx.compose import compose, flat, to_dict
-from rtx.config import all_fields
-from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, check_overrides, read_words
+from rtx.cli import main as cli
+from rtx.cli.options import (
+    READS,
+    EvalOptions,
+    SampleOptions,
+    SweepOptions,
+    check_overrides,
+    read_words,
+)
+from rtx.settings.compose import compose, flat, to_dict
+from rtx.settings.schema import all_fields
 
 SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
 ROUTING = ("heads: 0", "layers: 0", "selection: random")

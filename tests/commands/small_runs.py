@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.cli import main
+from rtx.cli.main import main
 from rtx.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ SIZES = (
 SERVER = """
 import json, os, signal, sys
 import rtx.commands.train, rtx.commands.resume
-from rtx.cli import main
+from rtx.cli.main import main
 rtx.commands.train.SAMPLE_LENGTH = 8
 for line in sys.stdin:
     ask = json.loads(line)

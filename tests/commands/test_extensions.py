@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_runs import SIZES, Workshop
 
-from rtx.config import KINDS_OF_HEADS
+from rtx.settings.schema import KINDS_OF_HEADS
 
 PAGES = "".join(
     (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
@@ -337,7 +337,9 @@ def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
     (site / "mypackage-1.5.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n"
     )
-    inside = f"import sys, rtx.config; sys.path.insert(0, {str(site)!r}); rtx.config.add_installed.cache_clear()"
+    schema = "rtx.settings.schema"
+    path = f"import sys, {schema}; sys.path.insert(0, {str(site)!r})"
+    inside = f"{path}; {schema}.add_installed.cache_clear()"
     words = [*OWN, *MODEL, "trainer.steps=1"]
     said = place.asked("train", *words, run="package", inside=inside)
     assert " (tiny), primes, 1 steps of " in said

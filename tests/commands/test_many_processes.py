@@ -17,12 +17,12 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from small_runs import SIZES, Process, Workshop, after, children, difference, final, read_metrics
 
 from rtx.commands.train import follow
-from rtx.config import Config
 from rtx.errors import UserError
+from rtx.runs.folder import read_status
+from rtx.settings.schema import Config
 from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import resolve_hardware
-from rtx.training.run_folder import read_status
 
 TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
 """Two processes on this machine, which take the four sequences of a step in two passes."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_runs import SIZES, Workshop, counted_rows, difference
 
-from rtx.compose import load_run_config
 from rtx.model.transformer import Transformer
-from rtx.training.run_folder import read_status
+from rtx.runs.folder import read_status
+from rtx.settings.compose import load_run_config
 
 AUTO = (
     *(word for word in SIZES if "micro_batch" not in word),

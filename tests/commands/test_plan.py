@@ -9,8 +9,8 @@ import torch
 from rtx.analysis import footprint
 from rtx.attention.engine import packed_attention
 from rtx.commands import plan, train
-from rtx.compose import compose
 from rtx.report.summary import routing_lines
+from rtx.settings.compose import compose
 from rtx.training.hardware import resolve_hardware
 
 

@@ -20,9 +20,9 @@ from small_runs import (
 )
 
 from rtx import __version__
-from rtx.compose import load_run_config
+from rtx.runs.folder import read_status
+from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import is_whole
-from rtx.training.run_folder import read_status
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from small_runs import Workshop
 
 PAUSE = """
 import importlib, time
-from rtx import cli
+from rtx.cli import main as cli
 
 def wait(*_, **__):
     print("ready", flush=True)

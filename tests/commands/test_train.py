@@ -10,15 +10,15 @@ import torch
 from small_runs import SIZES, Workshop, final, read_metrics
 
 from rtx.analysis.speed import Meter
-from rtx.compose import load_run_config
+from rtx.cli.options import LAUNCHED
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
-from rtx.keys import options
-from rtx.options import LAUNCHED
+from rtx.runs.folder import read_status
+from rtx.settings.compose import load_run_config
+from rtx.settings.fields import options
 from rtx.training import callbacks
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
-from rtx.training.run_folder import read_status
 
 XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 model.memory=40"
 CENTROIDS = "blocks.1.attention.groups.routed.pattern.centroids.centroid_HCD"

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rtx.config import DataConfig
 from rtx.data import images, kernel, text
 from rtx.data.catalog import open_data
 from rtx.data.files import Remote
 from rtx.data.sets import SETS as KNOWN
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 Made = list[str]  # the options of a set
 

@@ -13,7 +13,6 @@ import pytest
 from bad_servers import NOBODY, Server, broken, ranged, serving
 from made_sets import kernel_folder, kernel_tarball, kernel_tree, opened, refused, taken_files
 
-from rtx.compose import compose
 from rtx.data import files, kernel
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import training_items
@@ -21,7 +20,8 @@ from rtx.data.files import Remote
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
-from rtx.keys import preset
+from rtx.settings.compose import compose
+from rtx.settings.fields import preset
 
 TREE = kernel_tree()
 TAKEN = taken_files(TREE)

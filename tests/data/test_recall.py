@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from rtx.config import DataConfig, all_fields
 from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig, all_fields
 
 MQAR = DataConfig(
     name="mqar", length=64, pairs=4, keys=9, values=8, fillers=3, sequences=7, distance=10

@@ -16,12 +16,12 @@ from disturbances import damage
 from huggingface_hub.errors import LocalEntryNotFoundError
 from made_sets import SETS, prose, refused, write_table
 
-from rtx.compose import compose_data
-from rtx.config import DataConfig
 from rtx.data import store
 from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
 from rtx.data.store import DamagedStore, TokenStore, is_verified
 from rtx.errors import RunFailed, UserError
+from rtx.settings.compose import compose_data
+from rtx.settings.schema import DataConfig
 
 TEXT = prose(3_000)
 
@@ -159,7 +159,7 @@ def test_a_read_only_store_opens_and_is_read_in_full_once(data, root, monkeypatc
 
 KILLED = """
 import os, signal, sys
-from rtx.config import DataConfig
+from rtx.settings.schema import DataConfig
 from rtx.data import store
 from rtx.data.catalog import prepare_data
 real, count, parent = store.encode_rows, int(sys.argv[3]), os.getpid()
@@ -245,7 +245,7 @@ def test_a_source_that_changes_while_it_is_read_leaves_nothing(data, root, tmp_p
 
 STARTED = """
 import sys, time, pathlib
-from rtx.config import DataConfig
+from rtx.settings.schema import DataConfig
 from rtx.data import store
 from rtx.data.catalog import prepare_data
 if sys.argv[3] == "soft":

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_sets import articles, prose
 
-from rtx.config import DataConfig
 from rtx.data import tokenizers
 from rtx.data.tokenizers import (
     Tokenizer,
@@ -23,6 +22,7 @@ from rtx.data.tokenizers import (
     load_tokenizer,
 )
 from rtx.errors import UserError
+from rtx.settings.schema import DataConfig
 
 TEXT, ARTICLES = prose(20_000), articles(12)
 NASTY = [

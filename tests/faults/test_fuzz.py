@@ -26,7 +26,6 @@ from small_runs import Workshop
 
 from rtx import load
 from rtx.commands.sweep import board
-from rtx.compose import load_run_config
 from rtx.data.files import column_of, tables_of
 from rtx.data.images import Pixels
 from rtx.data.store import RECORD, open_store, record_sha256
@@ -34,9 +33,10 @@ from rtx.data.tokenizers import Tokenizer, learn_subwords, learn_words, load_tok
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
+from rtx.runs.folder import already_done, read_status, run_state
+from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
 from rtx.training.inference import run_config
-from rtx.training.run_folder import already_done, read_status, run_state
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

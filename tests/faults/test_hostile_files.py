@@ -23,15 +23,15 @@ from disturbances import asked, deadline
 from small_runs import SIZES, Workshop, after
 
 from rtx import load
-from rtx.compose import load_run_config
 from rtx.data.store import open_store
 from rtx.errors import RunFailed, UserError
-from rtx.launcher import start
 from rtx.report.contents import build, comma_separated, html, markdown
 from rtx.report.run_records import collect
 from rtx.report.tables import Column, Table
+from rtx.runs.folder import read_status, run_state, shown
+from rtx.settings.compose import load_run_config
+from rtx.sweeps.launcher import start
 from rtx.training.checkpoint import COMMENT_BYTES, FORMAT, TAG, CheckpointFiles, read_checkpoint
-from rtx.training.run_folder import read_status, run_state, shown
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

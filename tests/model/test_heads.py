@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from rtx.attention import Pattern
-from rtx.config import (
+from rtx.model.heads import make_pattern
+from rtx.settings.schema import (
     BASES,
     ROUTED,
     SELECTIONS,
@@ -16,7 +17,6 @@ from rtx.config import (
     ModelConfig,
     RoutingConfig,
 )
-from rtx.model.heads import make_pattern
 
 HEADS = 3
 LAYER = 2

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from rtx.attention.clusters import Random
 from rtx.attention.indexer import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.positional import Full
-from rtx.config import HardwareConfig, layer_patterns
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
 from rtx.model.key_mix import KeyMix
@@ -37,6 +37,7 @@ from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
+from rtx.settings.schema import HardwareConfig, layer_patterns
 
 
 def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedForward:
@@ -213,9 +214,10 @@ def test_learned_positions_add_up_one_vector_for_each_axis_and_end(axes: tuple[i
     torch.manual_seed(0)
     positions, N = LearnedPositions(axes, 4000), math.prod(axes)
     places = itertools.product(*map(range, axes))
-    expected = torch.stack(
-        [sum(table[i] for table, i in zip(positions.tables, at, strict=True)) for at in places]
-    )  # type: ignore[arg-type]
+    rows: list[Any] = [
+        sum(table[i] for table, i in zip(positions.tables, at, strict=True)) for at in places
+    ]
+    expected = torch.stack(rows)
     assert positions.length == N and float(expected.detach().std()) == pytest.approx(0.02, rel=0.05)
     torch.testing.assert_close(positions(0, N), expected)
     torch.testing.assert_close(torch.cat([positions(i, 1) for i in range(N)]), expected)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from rtx.config import OptimizerConfig
 from rtx.model.transformer import Transformer
+from rtx.settings.schema import OptimizerConfig
 from rtx.training.checkpoint import load_weights, renumbered, with_current_names
 from rtx.training.module import build_optimizer, decaying_and_exempt
 

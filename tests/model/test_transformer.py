@@ -140,8 +140,8 @@ def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training:
         assert all(torch.equal(x, model.state_dict()[name]) for name, x in before.items())
         for heads in routing:
             heads.register_forward_pre_hook(
-                lambda heads, given: seen.append((heads.centroids, given[0]))
-            )  # noqa: B023
+                lambda heads, given: seen.append((heads.centroids, given[0]))  # noqa: B023
+            )
         initialise_from_data(model.train(training), tokens(3, seed=1))
         assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training == training for module in model.modules())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.checks import resolve
-from rtx.config import CLUSTERED, Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
+from rtx.settings.rules import resolve
+from rtx.settings.schema import CLUSTERED, Config, DataConfig, ModelConfig, RoutingConfig
 
 Kind = dict[str, Any]
 """Options of `tiny_config`."""

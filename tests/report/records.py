@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from rtx.compose import compose, digest, to_dict
-from rtx.config import flat
 from rtx.report.steps import WHAT
+from rtx.settings.compose import compose, digest, to_dict
+from rtx.settings.schema import flat
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}

@@ -25,7 +25,7 @@ from records import (
     write_run,
 )
 
-from rtx import cli
+from rtx.cli import main as cli
 from rtx.report.contents import Report, build, save_plots
 from rtx.report.paper import numbered
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean

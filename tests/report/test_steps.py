@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from records import CAUSAL, FULL, LOCAL, config, steps_record, timed_row, write_record, write_run
 
-from rtx import cli
+from rtx.cli import main as cli
 from rtx.report.run_records import Collection
 from rtx.report.steps import read_record, read_records, views
 

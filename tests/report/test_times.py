@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from records import CAUSAL, FULL, LOCAL, config, steps_record, timed_row, write_record, write_run
 
-from rtx import cli
+from rtx.cli import main as cli
 from rtx.report.contents import Report, build
 from rtx.report.curves import (
     BUDGETS,

@@ -22,8 +22,8 @@ import pytest
 from PIL import Image
 from small_runs import counted_rows
 
+from rtx.runs.folder import read_status
 from rtx.training.checkpoint import read_checkpoint
-from rtx.training.run_folder import read_status
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

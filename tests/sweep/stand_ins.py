@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rtx import cli
-from rtx.compose import compose, config_hash
+from rtx.cli import main as cli
+from rtx.settings.compose import compose, config_hash
 
 PYTHON, RECORD = sys.executable, "record.jsonl"
 STAND_IN = """#!{python}
@@ -95,7 +95,7 @@ class Sweep:
 
 def begin(python: Path | str, *arguments: str) -> subprocess.Popen[str]:
     """Run `rtx train -m`, with such a Python in its cells, in a process and a session of its own."""
-    code = f"import sys; from rtx import cli; sys.executable = {str(python)!r}; cli.entry()"
+    code = f"import sys; from rtx.cli import main as cli; sys.executable = {str(python)!r}; cli.entry()"
     command = [sys.executable, "-c", code, "train", "-m", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 

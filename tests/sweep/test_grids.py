@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rtx.cells import Cell, lay_out, refuse_sweep
-from rtx.compose import compose, config_hash, former_hash
-from rtx.config import Config
+from rtx.cli.options import check_overrides
 from rtx.errors import UserError
-from rtx.options import check_overrides
+from rtx.settings.compose import compose, config_hash, former_hash
+from rtx.settings.schema import Config
+from rtx.sweeps.cells import Cell, lay_out, refuse_sweep
 
 LOCAL, FULL = " model.base=local routing.heads=0", " model.base=full routing.heads=0"
 SPARSE, LSH = " model=sparse_transformer", " model=reformer trainer.batch_size=8"

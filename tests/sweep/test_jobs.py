@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
-from rtx import cli
-from rtx.compose import compose, config_hash
-from rtx.launcher import Attempt
+from rtx.cli import main as cli
+from rtx.settings.compose import compose, config_hash
+from rtx.sweeps.launcher import Attempt
 
 SCRIPTS = {
     "sbatch": """
@@ -37,7 +37,7 @@ def cluster(sweep: Sweep) -> Sweep:
     write_book()
     sweep.patch.setenv("RTX_DATA", "data")
     sweep.patch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
-    sweep.patch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
+    sweep.patch.setattr("rtx.sweeps.launcher.QUEUE_SECONDS", 0.1)
     for folder in ("queue", "bin"):
         Path(folder).mkdir()
     for name, does in SCRIPTS.items():
@@ -103,7 +103,7 @@ def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
 
 def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
     """Here both are killed before they leave a word; `sacct` would know nothing of it."""
-    cluster.patch.setattr("rtx.launcher.RESULT_SECONDS", 0.5)
+    cluster.patch.setattr("rtx.sweeps.launcher.RESULT_SECONDS", 0.5)
     program("sbatch", 'echo x >> jobs; echo "Submitted batch job $(wc -l < jobs)"')
     program("squeue", "echo x >> looks; [ $(wc -l < looks) -lt 3 ] && seq $(wc -l < jobs); exit 0")
     rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))

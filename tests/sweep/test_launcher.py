@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
-from rtx import cli
-from rtx.compose import compose, config_hash, to_yaml
-from rtx.training.run_folder import read_status, run_state, working_in
+from rtx.cli import main as cli
+from rtx.runs.folder import read_status, run_state, working_in
+from rtx.settings.compose import compose, config_hash, to_yaml
 
 
 def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep) -> None:
@@ -117,7 +117,9 @@ ENDS = {
 
 
 def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
-    sweep.patch.setattr("rtx.launcher.system_kills", lambda: Path("short of memory").exists())
+    sweep.patch.setattr(
+        "rtx.sweeps.launcher.system_kills", lambda: Path("short of memory").exists()
+    )
     behaviour = f'exec({list(ENDS)!r}[int(sys.argv[-1].removeprefix("seed="))])'
     rows = table(sweep.asked(behaviour, "seed=" + ",".join(map(str, range(len(ENDS)))), code=1))
     for row, (_, folder), (word, code, reason) in zip(
@@ -218,7 +220,7 @@ if time.time() < until: done()
     sweep.patch.delenv("OMP_NUM_THREADS", raising=False)
     sweep.patch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     sweep.patch.setenv("RTX_OUTPUTS", "runs")
-    sweep.patch.setattr("rtx.launcher.cores", lambda: 4)
+    sweep.patch.setattr("rtx.sweeps.launcher.cores", lambda: 4)
     shown = sweep.asked(behaviour, "seed=1,2,3", "sweep.parallel=2")
     assert "to watch: rtx sweep runs/rtx\n" in shown and "cell 3 of 3: seed=3: done\n" in shown
     assert "said by" not in shown

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rtx import cli
-from rtx.training.run_folder import utc_now
+from rtx.cli import main as cli
+from rtx.runs.folder import utc_now
 
 
 def cell(root: Path, name: str, *, rows: int = 0, **status: Any) -> None:
@@ -114,9 +114,7 @@ def test_on_a_terminal_it_watches_until_it_is_left_or_the_sweep_is_over(
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "24"}
     seen, sent = "", False
-    program = (
-        "import sys; from rtx import cli; cli.handle_signals([]); code = cli.main(sys.argv[1:]); "
-    )
+    program = "import sys; from rtx.cli import main as cli; cli.handle_signals([]); code = cli.main(sys.argv[1:]); "
     program += "print('torch' in sys.modules); sys.exit(code)"
     words = [sys.executable, "-c", program, "sweep", str(root)]
     with subprocess.Popen(

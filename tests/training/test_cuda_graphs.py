@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rtx.attention import Thresholds
 from rtx.attention.centroids import all_centroids
-from rtx.compose import compose
-from rtx.config import Config
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
+from rtx.settings.compose import compose
+from rtx.settings.schema import Config
 from rtx.training.cuda_graphs import Loss, RecordedLoss, without_cast_cache
 from rtx.training.module import TrainingModule
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_runs import Workshop
 
-from rtx.compose import compose
-from rtx.config import Config, HardwareConfig, ModelConfig, TrainerConfig
 from rtx.errors import UserError
+from rtx.settings.compose import compose
+from rtx.settings.schema import Config, HardwareConfig, ModelConfig, TrainerConfig
 from rtx.training.hardware import (
     Hardware,
     compiles,

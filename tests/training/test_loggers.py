@@ -19,7 +19,7 @@ import pytest
 import wandb
 from small_runs import SIZES, Workshop, after, read_metrics
 
-from rtx.config import Config, LoggerConfig
+from rtx.settings.schema import Config, LoggerConfig
 from rtx.training.loggers import JsonlLogger, add_to_wandb, wandb_logger
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rtx.training.signals import INTERRUPTED, PREEMPTED, Signals, Stopped
+from rtx.runs.signals import INTERRUPTED, PREEMPTED, Signals, Stopped
 
 CODES = {
     signal.SIGINT: 130,
@@ -46,7 +46,7 @@ def test_the_first_signal_decides_none_is_swallowed_and_what_is_ignored_from_out
 
 BUSY = """
 import hashlib, sys, threading
-import rtx.progress, rtx.training.signals as room
+import rtx.progress, rtx.runs.signals as room
 with room.Signals() as signals:
     signals.holding = True
     signals.at_once = lambda code: print("leaving with", code, flush=True)
@@ -81,14 +81,16 @@ def test_a_second_signal_ends_the_process_at_once_and_those_that_come_together_a
 
 @pytest.mark.parametrize("number", CODES)
 def test_while_imports_take_their_seconds(number: signal.Signals) -> None:
-    script = "import os, sys; sys.argv = ['rtx', 'train']; import rtx.cli;"
-    script += f"rtx.cli.main = lambda: os.kill(os.getpid(), {int(number)}); rtx.cli.entry()"
+    script = "import os, sys; sys.argv = ['rtx', 'train']; import rtx.cli.main;"
+    script += (
+        f"rtx.cli.main.main = lambda: os.kill(os.getpid(), {int(number)}); rtx.cli.main.entry()"
+    )
     code = subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL).returncode
     assert code == (CODES[number] if number != signal.SIGINT else -signal.SIGINT)
 
 
 def test_processes_that_the_first_one_starts_leave_signals_to_it_and_go_with_it() -> None:
-    child = "import os, sys, time; from rtx.training.signals import *; ignore_signals();"
+    child = "import os, sys, time; from rtx.runs.signals import *; ignore_signals();"
     child += "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); time.sleep(600)"
     script = "import os, subprocess, sys, time;"
     script += (

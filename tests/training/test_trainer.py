@@ -13,11 +13,12 @@ from small_runs import Workshop, difference, read_metrics
 from torch import nn
 
 from rtx.attention.centroids import after_step
-from rtx.compose import compose, load_run_config
-from rtx.config import Config, OptimizerConfig, TrainerConfig
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import TrainingItems
 from rtx.evaluation.scores import score_batch
+from rtx.runs.folder import read_status
+from rtx.settings.compose import compose, load_run_config
+from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
 from rtx.training.module import (
@@ -27,7 +28,6 @@ from rtx.training.module import (
     seed_everything,
     set_learning_rate,
 )
-from rtx.training.run_folder import read_status
 
 
 def last(run: Path) -> Path:

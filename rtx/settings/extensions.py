@@ -15,7 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtx.config import (
+from rtx.data.sets import SETS, DataSet
+from rtx.disk import read_file
+from rtx.errors import UserError, shorten
+from rtx.runs.signals import started_by_another
+from rtx.settings.fields import CONFIG_DIRS, options, unknown
+from rtx.settings.schema import (
     BASES,
     REGISTERED,
     SELECTIONS,
@@ -24,11 +29,6 @@ from rtx.config import (
     name_problem,
     settings,
 )
-from rtx.data.sets import SETS, DataSet
-from rtx.disk import read_file
-from rtx.errors import UserError, shorten
-from rtx.keys import CONFIG_DIRS, options, unknown
-from rtx.training.signals import started_by_another
 
 FILE = re.compile(r"(.*?([\w.-]+\.py))(?:@([0-9a-f]{64}))?")
 LOADED: dict[str, tuple[Path, bytes]] = {}
@@ -98,7 +98,7 @@ def add_config_dir(path: str) -> None:
 
 def forget() -> None:
     """Let what was worked out from the former names and folders be worked out again."""
-    from rtx.compose import composed  # imports Hydra
+    from rtx.settings.compose import composed  # imports Hydra
 
     for known in (options, settings, composed):
         known.cache_clear()

@@ -1,6 +1,7 @@
 """The keys of a training run, their types, ranges and docstrings: a dataclass for each group. No torch, no Hydra.
 
-Values live in `conf/`, what fits with what in `rtx/checks.py`, what other commands read in `rtx/options.py`.
+Values live in `conf/`, what fits with what in `rtx/settings/rules.py`, what other commands read
+in `rtx/cli/options.py`.
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import Any
 
 from rtx.data.sets import SETS, DataSet
 from rtx.errors import shorten
-from rtx.keys import Field, fields_of, key_of, one_of, options, ranged
+from rtx.settings.fields import Field, fields_of, key_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""

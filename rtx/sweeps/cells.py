@@ -14,8 +14,11 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rtx.checks import idle, resolve, unread
-from rtx.compose import (
+from rtx.cli.options import LAUNCHED, Override, check_overrides
+from rtx.errors import UserError, refuse, written
+from rtx.runs.folder import busy, close, outputs_root, read_status, seems_running
+from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
+from rtx.settings.compose import (
     RUN_CONFIG,
     cell_hashes,
     compose_unresolved,
@@ -26,13 +29,10 @@ from rtx.compose import (
     to_dict,
     user_errors,
 )
-from rtx.config import Config, flat
-from rtx.errors import UserError, refuse, written
-from rtx.keys import CONFIG_DIRS, preset
-from rtx.options import LAUNCHED, Override, check_overrides
+from rtx.settings.fields import CONFIG_DIRS, preset
+from rtx.settings.rules import idle, resolve, unread
+from rtx.settings.schema import Config, flat
 from rtx.training.hardware import OUT_OF_MEMORY
-from rtx.training.run_folder import busy, close, outputs_root, read_status, seems_running
-from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 
 DEFINING = (
     *("model", "model.base"),

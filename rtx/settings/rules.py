@@ -9,7 +9,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rtx.config import (
+from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
+from rtx.errors import UserError, nearest, refuse, shorten, written
+from rtx.settings.schema import (
     BASES,
     CENTROIDS,
     CHOSEN,
@@ -25,8 +27,6 @@ from rtx.config import (
     reads_self,
     sizes_of,
 )
-from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
-from rtx.errors import UserError, nearest, refuse, shorten, written
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
 READ_WITH = (

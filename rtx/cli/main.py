@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
-from rtx.hydra_words import hydra_flag
-from rtx.training.hardware import out_of_memory
-from rtx.training.signals import (
+from rtx.runs.signals import (
     EXIT_CODES,
     INTERRUPTED,
     PREEMPTED,
@@ -30,9 +28,11 @@ from rtx.training.signals import (
     ignore_signals,
     started_by_another,
 )
+from rtx.settings.hydra_words import hydra_flag
+from rtx.training.hardware import out_of_memory
 
 if TYPE_CHECKING:
-    from rtx.config import Config
+    from rtx.settings.schema import Config
 
 FLAGS = {"--help", "-h"}
 OF_GROUPS = {"--cfg", "--config-dir"}
@@ -118,7 +118,7 @@ def dispatch(arguments: list[str]) -> int:
     # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2 to 5 times slower
     # as soon as another program took one of two cores; sleeping costs a quarter or more where nothing else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from rtx import help, options
+    from rtx.cli import help, options
 
     word, *rest = arguments or [""]
     if word in ("", *FLAGS, "--version"):
@@ -135,7 +135,7 @@ def dispatch(arguments: list[str]) -> int:
         print(help.command_page(word, words) if flags else help.completion(words))
         return 0
     if flags & {"-m", "--multirun"}:
-        from rtx.launcher import sweep
+        from rtx.sweeps.launcher import sweep
 
         return sweep(words, preview="--cfg" in flags)
     if word not in (
@@ -159,7 +159,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def print_configuration(word: str, words: list[str]) -> int:
     """Print what the words of `rtx train` or `rtx plan` compose."""
-    from rtx.compose import to_yaml
+    from rtx.settings.compose import to_yaml
 
     print(to_yaml(composed(word, words)), end="")
     return 0
@@ -167,10 +167,10 @@ def print_configuration(word: str, words: list[str]) -> int:
 
 def composed(word: str, words: list[str]) -> "Config":
     """Return what the words of `rtx train` or `rtx plan` compose; `UserError` for a sweep, or missing data."""
-    from rtx.cells import refuse_sweep
-    from rtx.compose import compose
+    from rtx.cli.options import read_words
     from rtx.data.catalog import check_source, data_root
-    from rtx.options import read_words
+    from rtx.settings.compose import compose
+    from rtx.sweeps.cells import refuse_sweep
 
     overrides = read_words(word, words).overrides
     config = compose(overrides)
@@ -207,7 +207,7 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     if values.get("--cfg", "job") != "job":
         raise UserError("--cfg: say --cfg job")
     if "--config-dir" in values:
-        from rtx.extensions import add_config_dir
+        from rtx.settings.extensions import add_config_dir
 
         add_config_dir(values["--config-dir"])
     return flags, [word for word in words if word not in flags]
@@ -228,9 +228,9 @@ def check_first(word: str, words: list[str]) -> bool:
     `UserError` for all that can be refused before torch is imported, which takes seconds: a wrong configuration,
     missing data, a GPU without a driver, a run in use, a run that has nothing for the command.
     """
-    from rtx.compose import load_run_config, merge
-    from rtx.options import read_words, what_to_do
-    from rtx.refusals import refuse
+    from rtx.cli.options import read_words, what_to_do
+    from rtx.cli.refusals import refuse
+    from rtx.settings.compose import load_run_config, merge
     from rtx.training.hardware import refuse_without_gpu
 
     what, words = what_to_do(word, words)
@@ -251,9 +251,9 @@ def check_first(word: str, words: list[str]) -> bool:
 
 def check_training(config: "Config") -> bool:
     """As `check_first`, of `rtx train`."""
-    from rtx.compose import with_absolute_path
+    from rtx.runs.folder import given_folder, place_of, refuse_busy
+    from rtx.settings.compose import with_absolute_path
     from rtx.training.hardware import refuse_without_gpu
-    from rtx.training.run_folder import given_folder, place_of, refuse_busy
 
     _, _, before = place_of(with_absolute_path(config))
     if before is None:
@@ -267,9 +267,9 @@ def check_training(config: "Config") -> bool:
 def check_resumption(folder: Path, overrides: list[str]) -> bool:
     """As `check_first`, of `rtx resume`."""
     from rtx.commands.resume import changed
-    from rtx.compose import load_run_config
+    from rtx.runs.folder import plan_resumption, refuse_busy
+    from rtx.settings.compose import load_run_config
     from rtx.training.hardware import refuse_without_gpu
-    from rtx.training.run_folder import plan_resumption, refuse_busy
 
     config = changed(load_run_config(folder), overrides)
     if not plan_resumption(folder, config):

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from rtx import __version__
-from rtx.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
-from rtx.config import REGISTERED, Config
 from rtx.disk import is_full, read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest, plural, printable, shorten
-from rtx.training.checksum import is_whole, resumable
+from rtx.runs.checksum import is_whole, resumable
+from rtx.runs.signals import Stopped, state_after
+from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
+from rtx.settings.schema import REGISTERED, Config
 from rtx.training.hardware import out_of_memory, started_by
-from rtx.training.signals import Stopped, state_after
 
 NAMED = 5  # runs that a message lists
 BEAT_SECONDS = 15.0

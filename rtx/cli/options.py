@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, all_fields, settings
 from rtx.errors import UserError, listed, nearest, shorten
-from rtx.extensions import run_files
-from rtx.hydra_words import COMMA, hydra_values
-from rtx.keys import Field, fields_of, one_of, ranged, unknown, unquoted
+from rtx.settings.extensions import run_files
+from rtx.settings.fields import Field, fields_of, one_of, ranged, unknown, unquoted
+from rtx.settings.hydra_words import COMMA, hydra_values
+from rtx.settings.schema import GROUPS, SPREAD, all_fields, settings
 
 EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
 """Keys whose values an extension adds to."""
@@ -179,7 +179,7 @@ class Command:
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.training.run_folder import (
+            from rtx.runs.folder import (
                 may_change,
             )  # which reads configurations by this module
 
@@ -344,7 +344,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
             refuse_foreign(reads, key)
             overrides.append(word)
     if "<run>" in reads.runs:
-        from rtx.training.run_folder import find_run  # which reads configurations by this module
+        from rtx.runs.folder import find_run  # which reads configurations by this module
 
         runs = [
             run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs

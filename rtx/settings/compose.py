@@ -22,8 +22,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.checks import data_problems, default_where_unread, idle, resolve
-from rtx.config import (
+from rtx.cli.options import Override, check_overrides, read_words
+from rtx.data.sets import SETS, image_side
+from rtx.disk import read_file
+from rtx.errors import UserError, refuse, shorten
+from rtx.runs.signals import SWEEP_VARIABLE
+from rtx.settings.extensions import run_files
+from rtx.settings.fields import CONFIG_DIRS, conf_dir, preset, unknown, unquoted
+from rtx.settings.rules import data_problems, default_where_unread, idle, resolve
+from rtx.settings.schema import (
     GROUPS,
     NAMELIKE,
     OUTSIDE,
@@ -38,13 +45,6 @@ from rtx.config import (
     reads_self,
     with_values,
 )
-from rtx.data.sets import SETS, image_side
-from rtx.disk import read_file
-from rtx.errors import UserError, refuse, shorten
-from rtx.extensions import run_files
-from rtx.keys import CONFIG_DIRS, conf_dir, preset, unknown, unquoted
-from rtx.options import Override, check_overrides, read_words
-from rtx.training.signals import SWEEP_VARIABLE
 
 RUN_CONFIG = "config.yaml"
 
@@ -221,7 +221,7 @@ def load_run_config(run_dir: str | Path) -> Config:
 
 
 def merge(config: Config, overrides: Iterable[str]) -> Config:
-    """Return a run's configuration with overrides on top, checked; `rtx.options` says which a command takes."""
+    """Return a run's configuration with overrides on top, checked; `rtx.cli.options` says which a command takes."""
     values: dict[str, Any] = {}
     for entry in check_overrides(overrides):
         if entry.key in GROUPS:

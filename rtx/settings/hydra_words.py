@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
-from rtx.keys import convert
+from rtx.settings.fields import convert
 
 COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
 """A comma outside quotes: in a sweep it parts several values."""

@@ -24,17 +24,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out, merged_lines
-from rtx.checks import check_logger
-from rtx.compose import composed, to_yaml, user_errors
+from rtx.cli.help import terminal_width
+from rtx.cli.options import LAUNCHED, check_overrides, read_words
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse, shorten
-from rtx.help import terminal_width
-from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.training.hardware import cores, system_kills
-from rtx.training.run_folder import (
+from rtx.runs.folder import (
     SAMPLED,
     bits_of,
     open_own,
@@ -43,7 +39,20 @@ from rtx.training.run_folder import (
     unwritable,
     utc_now,
 )
-from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.settings.compose import composed, to_yaml, user_errors
+from rtx.settings.rules import check_logger
+from rtx.sweeps.cells import (
+    NO_CODE,
+    Cell,
+    Outcome,
+    ended_before,
+    ending,
+    has_score,
+    lay_out,
+    merged_lines,
+)
+from rtx.training.hardware import cores, system_kills
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
 QUEUE_SECONDS = 5.0  # between two looks at the queue of a cluster

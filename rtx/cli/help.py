@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rtx.config import GROUPS, SECTIONS, all_fields, settings
+from rtx.cli.options import COMMANDS, READS, Command, check_overrides
 from rtx.errors import UserError, nearest, shorten, written
-from rtx.keys import Field, preset
-from rtx.options import COMMANDS, READS, Command, check_overrides
+from rtx.settings.fields import Field, preset
+from rtx.settings.schema import GROUPS, SECTIONS, all_fields, settings
 
 MOST_PROSE = 120  # columns beyond which lines of text are hard to read
 FRONT = """rtx: Routing Transformer experiments
@@ -85,7 +85,7 @@ def command_page(word: str, words: Sequence[str]) -> str:
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
     """Return what overrides make of a configuration: the value of every key, and the option of every group."""
-    from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
+    from rtx.settings.compose import chosen, compose_unresolved, composed, flat, to_dict
 
     checked = check_overrides([text for text in words if "=" in text])
     choices = composed(chosen(checked)).hydra.runtime.choices

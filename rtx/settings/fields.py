@@ -193,7 +193,7 @@ def docstrings(cls: type) -> dict[str, str]:
 @functools.cache
 def conf_dir() -> Path:
     """Return the folder of the Hydra groups: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 

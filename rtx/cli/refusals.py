@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rtx.config import Config, full_group
-from rtx.data.sets import MADE, SETS
-from rtx.errors import UserError
-from rtx.options import (
+from rtx.cli.options import (
     ContextOptions,
     CoverageOptions,
     DivergenceOptions,
@@ -14,10 +11,13 @@ from rtx.options import (
     PatternsOptions,
     SampleOptions,
 )
+from rtx.data.sets import MADE, SETS
+from rtx.errors import UserError
+from rtx.settings.schema import Config, full_group
 
 
 def refuse(command: str, config: Config, options: Any) -> None:
-    """Raise `UserError` where a command (its name as in `rtx.options.READS`) has no answer for such a run."""
+    """Raise `UserError` where a command (its name as in `rtx.cli.options.READS`) has no answer for such a run."""
     if check := CHECKS.get(command):
         check(config, options)
 

@@ -1,0 +1,1 @@
+"""The command line: finds a command, reads its words, prints help."""

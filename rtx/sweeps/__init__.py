@@ -1,0 +1,1 @@
+"""Sweeps: the cells that overrides lay out, and how they are run."""
