@@ -28,7 +28,7 @@ from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError, plural
-from rtx.model.transformer import compile_loss
+from rtx.model.compiling import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
