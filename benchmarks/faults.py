@@ -43,7 +43,7 @@ import pytest  # noqa: E402
 from disturbances import damaged_bytes, newest_step  # noqa: E402
 from small_runs import SIZES, Process, Workshop, difference, read_metrics, steps_logged  # noqa: E402
 
-from rtx.runs.folder import read_status  # noqa: E402
+from rtx.runs.status import read_status  # noqa: E402
 
 OPTIONS = dict(word.split("=") for word in SIZES)
 SAVE_EVERY, VAL_EVERY = int(OPTIONS["trainer.checkpoint_every"]), int(OPTIONS["trainer.val_every"])

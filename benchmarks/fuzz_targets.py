@@ -28,12 +28,13 @@ from rtx.data.tokenizers import learn_subwords, learn_words
 from rtx.errors import RunFailed, UserError
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
-from rtx.runs.folder import already_done, read_status, run_state
+from rtx.runs.processes import out_of_memory
+from rtx.runs.resumption import already_done
+from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import compose_data, load_run_config
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
 from rtx.training.checkpoint import COMMENT_BYTES, TAG
-from rtx.training.hardware import out_of_memory
 from rtx.training.inference import run_tokenizer
 
 Read = Callable[[bytes], None]

@@ -32,11 +32,13 @@ from rtx.model.transformer import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.runs.folder import environment, outputs_root, save, unwritable
+from rtx.runs.environment import environment
+from rtx.runs.folder import outputs_root, save, unwritable
+from rtx.runs.processes import out_of_memory
 from rtx.settings.compose import config_hash, short_hash, to_dict
 from rtx.settings.schema import SPREAD, Config
 from rtx.sweeps.cells import lay_out
-from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
+from rtx.training.hardware import device_memory, resolve_hardware
 from rtx.training.inference import WEIGHTS_IN, prepare_device
 from rtx.training.module import (
     build_model,

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from rtx.errors import UserError
 from rtx.model.block import Block
+from rtx.runs.processes import started_by
 from rtx.runs.signals import PARENT_VARIABLE, started_by_another
 from rtx.settings.compose import short_hash
-from rtx.training.hardware import Hardware, started_by
+from rtx.training.hardware import Hardware
 
 PATIENCE_SECONDS = (
     10.0  # that the main thread is given to notice by itself that another process is gone

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import errno
 import importlib.util
 import os
 import shutil
@@ -10,34 +9,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtx.errors import UserError, shorten
-from rtx.runs.signals import started_by_another
+from rtx.errors import UserError
+from rtx.runs.processes import cores, started_by
 from rtx.settings.schema import SPREAD, Config, HardwareConfig
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins
 NO_GPU = "hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto"
 NO_TF32 = "hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16, bf16-true or fp64"
 NO_GRAPHS = "hardware.graphs=true needs a GPU and there is none; take hardware.graphs=false"
 NO_LIGER = "hardware.loss=liger needs {0}; take hardware.loss=torch"
 GPU_WORKERS = 2
 """Processes that prepare batches for a GPU, where hardware.workers is auto."""
-SIGNS = (
-    *(
-        "out of memory",
-        "can't allocate memory",
-        "cannot allocate memory",
-        "not enough memory",
-        "alloc_failed",
-    ),
-    *(
-        "bad_alloc",
-        "could not create a primitive",
-        "failed to map segment",
-        "can't start new thread",
-    ),
-)
-"""What Python, torch, CUDA and their libraries say then, in small letters; not all have an error of its own for it."""
 
 
 @dataclass(frozen=True)
@@ -175,27 +157,6 @@ def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:
     return launcher, rank, devices, nodes
 
 
-def started_by() -> tuple[str, int, int, int]:
-    """Return who started this process (torchrun, srun, else rtx), its number, of how many, and on how many machines."""
-    known = os.environ
-    if "TORCHELASTIC_RUN_ID" in known:
-        world = int(known["WORLD_SIZE"])
-        return "torchrun", int(known["RANK"]), world, world // int(known["LOCAL_WORLD_SIZE"])
-    if {"SLURM_STEP_ID", "SLURM_PROCID"} <= known.keys() and int(known.get("SLURM_NTASKS", 1)) > 1:
-        return (
-            "srun",
-            int(known["SLURM_PROCID"]),
-            int(known["SLURM_NTASKS"]),
-            int(known.get("SLURM_NNODES", 1)),
-        )
-    return "rtx", int(known["LOCAL_RANK"]) if started_by_another() else 0, 1, 1
-
-
-def cores() -> int:
-    """Return the processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def prepare_torch(config: Config, hardware: Hardware) -> None:
     """Set threads, matrix arithmetic and determinism before any tensor is made; `UserError` without a compiler."""
     import torch
@@ -276,24 +237,3 @@ def device_memory(config: Config, processes: int = 0) -> int | None:
     with contextlib.suppress(OSError, ValueError):  # no container, or none with a limit: "max"
         memory = min(memory, int(CONTAINER_LIMIT.read_text()))
     return memory // (processes or config.hardware.devices or 1)
-
-
-def out_of_memory(error: BaseException) -> str:
-    """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    known |= isinstance(error, RuntimeError | ImportError) and any(
-        sign in str(error).lower() for sign in SIGNS
-    )
-    known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
-    said = (
-        shorten(str(error).strip().removeprefix(f"{OUT_OF_MEMORY}: "), 200) or type(error).__name__
-    )
-    return f"{OUT_OF_MEMORY}: {said}" if known else ""
-
-
-def system_kills() -> int:
-    """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/vmstat").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    return 0

@@ -15,7 +15,7 @@ from small_runs import SIZES, Process, Workshop, after, children, patiently
 
 import rtx
 from rtx.errors import RunFailed, UserError
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 
 OWN = """
 import json, os, signal, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_runs import SIZES, Workshop, after, difference, read_metrics
 
-from rtx.runs.folder import read_status, run_state
+from rtx.runs.status import read_status, run_state
 
 XL = (
     "model.base=recurrent",

@@ -18,7 +18,7 @@ from small_runs import SIZES, Process, Workshop, after, children, difference, fi
 
 from rtx.commands.train import follow
 from rtx.errors import UserError
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.schema import Config
 from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint

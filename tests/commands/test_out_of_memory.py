@@ -10,7 +10,7 @@ import torch
 from small_runs import SIZES, Workshop, counted_rows, difference
 
 from rtx.model.transformer import Transformer
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.compose import load_run_config
 
 AUTO = (

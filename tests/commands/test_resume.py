@@ -20,7 +20,7 @@ from small_runs import (
 )
 
 from rtx import __version__
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import is_whole
 

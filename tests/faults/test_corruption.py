@@ -10,7 +10,8 @@ from disturbances import damage
 from small_runs import SIZES, Workshop, checkpoint_difference
 
 from rtx.errors import RunFailed, UserError
-from rtx.runs.folder import already_done, read_status, run_state
+from rtx.runs.resumption import already_done
+from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 

@@ -13,7 +13,7 @@ import pytest
 from disturbances import damaged_bytes, newest_step
 from small_runs import SIZES, Workshop, after, children, difference, final, steps_logged
 
-from rtx.runs.folder import run_state
+from rtx.runs.status import run_state
 
 CALLS = {
     "os.fsync": 1,  # while data are prepared

@@ -9,7 +9,7 @@ import pytest
 from disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
 from small_runs import SIZES, Workshop, after, difference
 
-from rtx.runs.folder import read_status, run_state
+from rtx.runs.status import read_status, run_state
 
 LONG = "trainer.steps=40"
 

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 from small_runs import counted_rows
 
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.training.checkpoint import read_checkpoint
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")

@@ -12,13 +12,13 @@ import torch
 from small_runs import Workshop
 
 from rtx.errors import UserError
+from rtx.runs.processes import out_of_memory
 from rtx.settings.compose import compose
 from rtx.settings.schema import Config, HardwareConfig, ModelConfig, TrainerConfig
 from rtx.training.hardware import (
     Hardware,
     compiles,
     device_memory,
-    out_of_memory,
     prepare_torch,
     records,
     resolve_hardware,
