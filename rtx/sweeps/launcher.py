@@ -25,7 +25,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import LAUNCHED, check_overrides, read_words
+from rtx.cli.options import read_words
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse, shorten
 from rtx.progress import WholeLines, say
@@ -41,6 +41,7 @@ from rtx.runs.folder import (
 )
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
 from rtx.settings.compose import composed, to_yaml, user_errors
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.rules import check_logger
 from rtx.sweeps.cells import (
     NO_CODE,
