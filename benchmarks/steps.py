@@ -24,7 +24,6 @@ import torch
 from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
-from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError, plural
@@ -36,6 +35,7 @@ from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.runs.processes import out_of_memory
 from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config
 from rtx.sweeps.cells import lay_out
 from rtx.training.hardware import device_memory, resolve_hardware

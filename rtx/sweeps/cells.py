@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rtx.cli.options import LAUNCHED, Override, check_overrides
 from rtx.errors import UserError, refuse, written
 from rtx.runs.folder import outputs_root
 from rtx.runs.lock import busy
@@ -32,7 +31,8 @@ from rtx.settings.compose import (
     to_dict,
     user_errors,
 )
-from rtx.settings.fields import CONFIG_DIRS, preset
+from rtx.settings.overrides import LAUNCHED, Override, check_overrides
+from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.rules import idle, resolve, unread
 from rtx.settings.schema import Config, flat
 

@@ -25,7 +25,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import LAUNCHED, check_overrides, read_words
+from rtx.cli.options import read_words
 from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
 from rtx.errors import UserError, plural, printable, refuse, shorten
@@ -36,6 +36,7 @@ from rtx.runs.processes import cores, system_kills
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
 from rtx.settings.compose import composed, to_yaml, user_errors
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.rules import check_logger
 from rtx.sweeps.cells import (
     NO_CODE,

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from small_runs import SIZES, Workshop, final
 
 from rtx.data import sets
-from rtx.settings.fields import options
+from rtx.settings.presets import options
 
 SMALL = [size for size in SIZES if not size.startswith("data")]
 Train = Callable[[str], Path]

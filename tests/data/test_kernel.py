@@ -21,7 +21,7 @@ from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose
-from rtx.settings.fields import preset
+from rtx.settings.presets import preset
 
 TREE = kernel_tree()
 TAKEN = taken_files(TREE)
