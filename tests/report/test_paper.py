@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from records import IMAGES, config, write_eval, write_run
 
 from rtx.analysis.cost import cost
 from rtx.cli.options import check_overrides
@@ -21,6 +20,7 @@ from rtx.settings.compose import compose, flat, to_dict, with_values
 from rtx.settings.fields import conf_dir, options
 from rtx.settings.schema import all_fields
 from rtx.sweeps.cells import lay_out
+from tests.helpers.records import IMAGES, config, write_eval, write_run
 
 TABLES = {table.number: table for table in paper_tables()}
 OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]
