@@ -18,11 +18,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from disturbances import asked, deadline
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import DataObject
-from made_sets import encoded, write_table
-from small_runs import Workshop
 
 from rtx import load
 from rtx.commands.sweep import board
@@ -38,6 +35,9 @@ from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
 from rtx.training.inference import run_config
+from tests.helpers.disturbances import asked, deadline
+from tests.helpers.made_sets import encoded, write_table
+from tests.helpers.small_runs import Workshop
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from disturbances import asked, deadline
-from small_runs import SIZES, Workshop, after
 
 from rtx import load
 from rtx.data.store import open_store
@@ -33,6 +31,8 @@ from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import load_run_config
 from rtx.sweeps.launcher import start
 from rtx.training.checkpoint import COMMENT_BYTES, FORMAT, TAG, CheckpointFiles, read_checkpoint
+from tests.helpers.disturbances import asked, deadline
+from tests.helpers.small_runs import SIZES, Workshop, after
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, difference, read_metrics
 from torch import nn
 
 from rtx.attention.centroids import after_step
@@ -28,6 +27,7 @@ from rtx.training.module import (
     seed_everything,
     set_learning_rate,
 )
+from tests.helpers.small_runs import Workshop, difference, read_metrics
 
 
 def last(run: Path) -> Path:

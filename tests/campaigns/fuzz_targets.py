@@ -1,4 +1,4 @@
-"""What `benchmarks/fuzz.py` has read from bytes that changed: for each reader the bytes to begin with, and a function.
+"""The readers that `tests/campaigns/fuzz.py` fuzzes: for each the first bytes and a function.
 
 They are those of a small run in outputs/rtx/run of the current folder, beside sweeps.jsonl; its data are in data/, and
 export/ has its model. The functions raise only what no user may see.
@@ -16,8 +16,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from bad_lines import GOOD, VALUES
 
 from rtx import load
 from rtx.cli.main import check_first
@@ -37,6 +35,7 @@ from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
 from rtx.training.checkpoint import COMMENT_BYTES, TAG
 from rtx.training.inference import run_tokenizer
+from tests.helpers.bad_lines import GOOD, VALUES
 
 Read = Callable[[bytes], None]
 RUN = Path("outputs", "rtx", "run").absolute()
