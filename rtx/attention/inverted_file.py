@@ -148,7 +148,12 @@ class Search(NamedTuple):
         return self.cluster_XN.sort(dim=-1, stable=True).indices
 
 
-def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
+def make_search(
+    centroid_XCD: Tensor,
+    q_XND: Tensor,
+    k_XND: Tensor,
+    attend_self: bool,
+) -> Search:
     """Return the files and scores of some heads.
 
     Args:

@@ -49,7 +49,12 @@ REFORMER = "reformer"
 VARIANTS = (CAUSAL, REFORMER)
 
 
-def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Tensor:
+def hashed(
+    bucket_TN: Tensor,
+    window: int,
+    variant: str,
+    streaming: bool,
+) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool.
 
     Args:
@@ -199,7 +204,12 @@ class Lsh(ClusterPattern):
             member_R=torch.empty_like(number_M).scatter(0, lists.row_M, number_M),
         )
 
-    def first_in_reach(self, bucket_BHN: Tensor, lists: MemberLists, streaming: bool) -> Tensor:
+    def first_in_reach(
+        self,
+        bucket_BHN: Tensor,
+        lists: MemberLists,
+        streaming: bool,
+    ) -> Tensor:
         """Return the first member that each member could read if its bucket began early enough."""
         N = bucket_BHN.shape[2]
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)

@@ -142,7 +142,12 @@ def scores_of_heads(
         yield some, head_X, products(centroid_HCD[head_X], x_XND[some])
 
 
-def lists_of_places(place_M: Tensor, heads: int, clusters: int, length: int) -> MemberLists:
+def lists_of_places(
+    place_M: Tensor,
+    heads: int,
+    clusters: int,
+    length: int,
+) -> MemberLists:
     """Return the lists of members by the places of their scores in all scores `[X, C, N]`."""
     list_M = place_M // max(1, length)
     position_M = place_M % max(1, length)
@@ -290,7 +295,11 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     return Arrivals(MemberLists(row_M, count_L), leaves_M, best)
 
 
-def newcomers(best: PrefixTopK, score_LT: Tensor, first: int) -> list[Newcomers]:
+def newcomers(
+    best: PrefixTopK,
+    score_LT: Tensor,
+    first: int,
+) -> list[Newcomers]:
     """Offer the positions of a piece, from position `first` on, and return those that join.
 
     The bar never falls. So a score that does not exceed the bar before the piece is not offered,

@@ -36,7 +36,11 @@ of matrix products, were seen to differ by a few units. Up to D = 128 a margin i
 scores' deviation."""
 
 
-def tie_margin(norm: Tensor, other_norm: Tensor | float, dtype: torch.dtype) -> Tensor:
+def tie_margin(
+    norm: Tensor,
+    other_norm: Tensor | float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return within which margin dot products are equal, by the norms of the two factors.
 
     Args:
@@ -96,7 +100,11 @@ def highest_clusters(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
     return reaches_XCN.to(torch.uint8).argmax(-2)
 
 
-def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
+def best_places(
+    score: Tensor,
+    count: int,
+    margin: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Return the places of the `count` best scores along the last dimension, in any order.
 
     All places, if there are fewer. The CPU waits for a GPU here; in static shapes there is
@@ -125,7 +133,12 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     return place
 
 
-def earliest(score_XN: Tensor, last_X1: Tensor, margin_X1: Tensor, count: int) -> Tensor:
+def earliest(
+    score_XN: Tensor,
+    last_X1: Tensor,
+    margin_X1: Tensor,
+    count: int,
+) -> Tensor:
     """Return the places `[X, count]` of the best scores, of equal ones the earliest.
 
     Args:
