@@ -36,12 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Prepared
 from rtx.attention.pieces import piece_size
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 CAUSAL = "causal"

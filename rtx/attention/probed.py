@@ -74,10 +74,10 @@ from rtx.attention.inverted_file import (
     nearest_clusters,
     probed_clusters,
     query_margins,
-    widened,
 )
 from rtx.attention.key_centroids import KeyCentroids
 from rtx.attention.members import products
+from rtx.attention.precision import widened
 from rtx.attention.probed_lists import (
     collect_members,
     dynamic_lists,

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_number
-from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
@@ -47,6 +46,7 @@ from rtx.attention.members import (
     products,
     sums_of_lists,
 )
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     Holes,
     MemberLists,
