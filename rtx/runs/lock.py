@@ -26,8 +26,9 @@ def lock(file: IO[bytes], folder: Path) -> None:
     `UserError` where another process has the lock. The lock is fcntl's: children do not inherit it.
     """
     status = read_status(folder)
-    is_remote = status is not None and status.get("host") != socket.gethostname()
-    is_busy = is_remote and seems_running(status)
+    is_busy = False
+    if status is not None and status.get("host") != socket.gethostname():
+        is_busy = seems_running(status)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
