@@ -26,6 +26,7 @@ from rtx.commands.sweep import board
 from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import learn_subwords, learn_words
 from rtx.errors import RunFailed, UserError
+from rtx.machine import out_of_memory
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
 from rtx.runs.folder import already_done, read_status, run_state
@@ -33,7 +34,6 @@ from rtx.settings.compose import compose_data, load_run_config
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
 from rtx.training.checkpoint import COMMENT_BYTES, TAG
-from rtx.training.hardware import out_of_memory
 from rtx.training.inference import run_tokenizer
 
 Read = Callable[[bytes], None]

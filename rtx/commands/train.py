@@ -27,6 +27,7 @@ from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line, routing_lines
 from rtx.runs import folder as run_folder
@@ -49,10 +50,8 @@ from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import (
-    OUT_OF_MEMORY,
     Hardware,
     device_memory,
-    out_of_memory,
     prepare_torch,
     resolve_hardware,
 )

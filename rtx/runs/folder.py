@@ -22,11 +22,12 @@ from typing import IO, Any
 from rtx import __version__
 from rtx.disk import is_full, read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest, plural, printable, shorten
+from rtx.machine import out_of_memory
 from rtx.runs.checksum import is_whole, resumable
+from rtx.runs.processes import launch
 from rtx.runs.signals import Stopped, state_after
 from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
 from rtx.settings.schema import REGISTERED, Config
-from rtx.training.hardware import out_of_memory, started_by
 
 NAMED = 5  # runs that a message lists
 BEAT_SECONDS = 15.0
@@ -300,7 +301,7 @@ def lock(file: IO[bytes], folder: Path) -> None:
 def refuse_busy(folder: Path) -> None:
     """Raise `UserError` early for a run that is in use elsewhere; `working_in` alone makes sure of it."""
     status = read_status(folder)
-    if started_by()[1] > 0 or status is None or not seems_running(status):
+    if launch().rank > 0 or status is None or not seems_running(status):
         return  # the first process of a run has the folder, and the others leave it to that one
     if status["pid"] == os.getpid():
         return  # a process that opened its own lock here would let go of it
@@ -472,7 +473,7 @@ def plan_resumption(folder: Path, config: Config) -> str:
     """Return the state of a run that goes on with a configuration; empty where nothing is left to do, which is said."""
     if is_export(folder):
         raise UserError(f"{folder} is an exported model; resume the run it came from")
-    if is_first := started_by()[1] == 0:  # the others are compared with it
+    if is_first := launch().rank == 0:  # the others are compared with it
         refuse_changes(differences(to_dict(load_run_config(folder)), to_dict(config)))
     line = printable(already_done(folder, config))
     if line and is_first:

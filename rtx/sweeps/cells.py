@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rtx.cli.options import LAUNCHED, Override, check_overrides
 from rtx.errors import UserError, refuse, written
+from rtx.machine import OUT_OF_MEMORY
 from rtx.runs.folder import busy, close, outputs_root, read_status, seems_running
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 from rtx.settings.compose import (
@@ -32,7 +33,6 @@ from rtx.settings.compose import (
 from rtx.settings.fields import CONFIG_DIRS, preset
 from rtx.settings.rules import idle, resolve, unread
 from rtx.settings.schema import Config, flat
-from rtx.training.hardware import OUT_OF_MEMORY
 
 DEFINING = (
     *("model", "model.base"),

@@ -28,6 +28,7 @@ from rtx.cli.help import terminal_width
 from rtx.cli.options import LAUNCHED, check_overrides, read_words
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse, shorten
+from rtx.machine import cores, system_kills
 from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import (
@@ -52,7 +53,6 @@ from rtx.sweeps.cells import (
     lay_out,
     merged_lines,
 )
-from rtx.training.hardware import cores, system_kills
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
 QUEUE_SECONDS = 5.0  # between two looks at the queue of a cluster
