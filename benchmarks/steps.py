@@ -27,13 +27,13 @@ from rtx.cli.main import complain
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError, plural
+from rtx.machine import out_of_memory
 from rtx.model.transformer import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
-from rtx.runs.processes import out_of_memory
 from rtx.settings.compose import config_hash, short_hash, to_dict
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config

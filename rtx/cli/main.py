@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
-from rtx.runs.processes import out_of_memory
+from rtx.machine import out_of_memory
 from rtx.runs.signals import (
     EXIT_CODES,
     INTERRUPTED,
@@ -231,7 +231,7 @@ def check_first(word: str, words: list[str]) -> bool:
     from rtx.cli.options import read_words, what_to_do
     from rtx.cli.refusals import refuse
     from rtx.settings.compose import load_run_config, merge
-    from rtx.training.hardware import refuse_without_gpu
+    from rtx.settings.devices import refuse_without_driver
 
     what, words = what_to_do(word, words)
     command = f"{word} {what}".strip()
@@ -245,7 +245,7 @@ def check_first(word: str, words: list[str]) -> bool:
         config = merge(load_run_config(run), read.overrides)
         refuse(command, config, read.options)
         if word != "export":
-            refuse_without_gpu(config.hardware)
+            refuse_without_driver(config.hardware)
     return True
 
 
@@ -255,12 +255,12 @@ def check_training(config: "Config") -> bool:
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import place_of
     from rtx.settings.compose import with_absolute_path
-    from rtx.training.hardware import refuse_without_gpu
+    from rtx.settings.devices import refuse_without_driver
 
     _, _, before = place_of(with_absolute_path(config))
     if before is None:
         return False
-    refuse_without_gpu(config.hardware)
+    refuse_without_driver(config.hardware)
     if folder := requested_folder():
         refuse_busy(folder)
     return True
@@ -272,12 +272,12 @@ def check_resumption(folder: Path, overrides: list[str]) -> bool:
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import plan_resumption
     from rtx.settings.compose import load_run_config
-    from rtx.training.hardware import refuse_without_gpu
+    from rtx.settings.devices import refuse_without_driver
 
     config = changed(load_run_config(folder), overrides)
     if not plan_resumption(folder, config):
         return False
-    refuse_without_gpu(config.hardware)
+    refuse_without_driver(config.hardware)
     refuse_busy(folder)
     return True
 

@@ -27,12 +27,12 @@ from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line, routing_lines
 from rtx.runs.environment import code_commit, record_start
 from rtx.runs.folder import new_run_folder, shown
 from rtx.runs.lock import working_in
-from rtx.runs.processes import OUT_OF_MEMORY, out_of_memory
 from rtx.runs.resumption import Differences, differences, place_of, refuse_changes
 from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.runs.status import Status, run_state
@@ -52,7 +52,12 @@ from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
-from rtx.training.hardware import Hardware, device_memory, prepare_torch, resolve_hardware
+from rtx.training.hardware import (
+    Hardware,
+    device_memory,
+    prepare_torch,
+    resolve_hardware,
+)
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
 from rtx.training.module import TrainingModule, build_model, learning_rate

@@ -10,8 +10,9 @@ from typing import IO, Any
 
 from rtx.disk import is_full, open_no_link, remove_leftovers, write_json
 from rtx.errors import RunFailed, UserError
+from rtx.machine import out_of_memory
 from rtx.runs.folder import unwritable
-from rtx.runs.processes import out_of_memory, started_by
+from rtx.runs.processes import launch
 from rtx.runs.signals import Stopped, state_after
 from rtx.runs.status import Status, read_status, seems_running
 
@@ -42,7 +43,7 @@ def lock(file: IO[bytes], folder: Path) -> None:
 def refuse_busy(folder: Path) -> None:
     """Raise `UserError` early for a run that is in use elsewhere; `working_in` makes sure of it."""
     status = read_status(folder)
-    rank = started_by()[1]
+    rank = launch().rank
     if rank > 0 or status is None or not seems_running(status):
         return  # the first process of a run has the lock for all of them
     if status["pid"] == os.getpid():

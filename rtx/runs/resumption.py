@@ -8,7 +8,7 @@ from typing import Any
 from rtx.errors import RunFailed, UserError, printable
 from rtx.runs.checksum import is_whole, resumable
 from rtx.runs.folder import is_export, requested_folder
-from rtx.runs.processes import started_by
+from rtx.runs.processes import launch
 from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
 from rtx.settings.schema import Config
@@ -88,7 +88,7 @@ def plan_resumption(folder: Path, config: Config) -> str:
     """Return the state of a run that goes on; empty, with a line printed, where nothing is left."""
     if is_export(folder):
         raise UserError(f"{folder} is an exported model; resume the run it came from")
-    is_first = started_by()[1] == 0  # the other ranks are compared with the first one
+    is_first = launch().rank == 0  # the other ranks are compared with the first one
     if is_first:
         refuse_changes(differences(to_dict(load_run_config(folder)), to_dict(config)))
     line = printable(already_done(folder, config))

@@ -15,9 +15,9 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from rtx.errors import UserError, refuse, written
+from rtx.machine import OUT_OF_MEMORY
 from rtx.runs.folder import outputs_root
 from rtx.runs.lock import busy
-from rtx.runs.processes import OUT_OF_MEMORY
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.compose import (

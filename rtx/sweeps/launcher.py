@@ -29,10 +29,10 @@ from rtx.cli.options import read_words
 from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
 from rtx.errors import UserError, plural, printable, refuse, shorten
+from rtx.machine import cores, system_kills
 from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import shown, unwritable
-from rtx.runs.processes import cores, system_kills
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
 from rtx.settings.compose import composed, to_yaml, user_errors

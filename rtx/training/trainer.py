@@ -16,7 +16,7 @@ from torch import nn
 
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
-from rtx.runs.processes import out_of_memory
+from rtx.machine import out_of_memory
 from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy

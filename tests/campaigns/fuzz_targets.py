@@ -24,9 +24,9 @@ from rtx.commands.sweep import board
 from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import learn_subwords, learn_words
 from rtx.errors import RunFailed, UserError
+from rtx.machine import out_of_memory
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
-from rtx.runs.processes import out_of_memory
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import compose_data, load_run_config
