@@ -26,7 +26,8 @@ from rtx.data.store import (
 )
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
-from rtx.settings.fields import imported, preset
+from rtx.settings.fields import imported
+from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
 
 Store = TokenStore | RecallStore

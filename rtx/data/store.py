@@ -29,6 +29,7 @@ from rtx.data.sets import SPLITS, Report, Source
 from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
 from rtx.disk import read_file, refuse_link, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
+from rtx.machine import cores
 from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -296,10 +297,7 @@ def encode(
     rows: datasets.Dataset, tokenizer: Tokenizer, source: Source, processes: int | None, cache: Path
 ) -> datasets.Dataset:
     """Return the ids and sizes of rows, encoded by `processes` (unset: one for each core) where it pays."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    processes = min(processes or cores, len(rows))
+    processes = min(processes or cores(), len(rows))
     several = processes > 1 and rows.data.nbytes > PAYS and tokenizer.unit != "byte"
     forking.append(True)
     encoded = rows.with_format("arrow").map(

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bad_servers import NOBODY, Server, broken, ranged, serving
-from made_sets import kernel_folder, kernel_tarball, kernel_tree, opened, refused, taken_files
 
 from rtx.data import files, kernel
 from rtx.data.catalog import open_data
@@ -21,7 +19,16 @@ from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose
-from rtx.settings.fields import preset
+from rtx.settings.presets import preset
+from tests.helpers.bad_servers import NOBODY, Server, broken, ranged, serving
+from tests.helpers.made_sets import (
+    kernel_folder,
+    kernel_tarball,
+    kernel_tree,
+    opened,
+    refused,
+    taken_files,
+)
 
 TREE = kernel_tree()
 TAKEN = taken_files(TREE)

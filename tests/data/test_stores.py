@@ -12,9 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disturbances import damage
 from huggingface_hub.errors import LocalEntryNotFoundError
-from made_sets import SETS, prose, refused, write_table
 
 from rtx.data import store
 from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
@@ -22,6 +20,8 @@ from rtx.data.store import DamagedStore, TokenStore, is_verified
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose_data
 from rtx.settings.schema import DataConfig
+from tests.helpers.disturbances import damage
+from tests.helpers.made_sets import SETS, prose, refused, write_table
 
 TEXT = prose(3_000)
 

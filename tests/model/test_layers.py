@@ -12,17 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import (
-    BY_QUERY,
-    POSITIONS,
-    TIED,
-    Kind,
-    check_alike,
-    check_streams,
-    tiny_config,
-    tiny_model,
-    tokens,
-)
 
 from rtx.attention.centroids import after_step
 from rtx.attention.clusters import Random
@@ -38,6 +27,17 @@ from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
 from rtx.settings.schema import HardwareConfig, layer_patterns
+from tests.helpers.tiny_models import (
+    BY_QUERY,
+    POSITIONS,
+    TIED,
+    Kind,
+    check_alike,
+    check_streams,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 
 def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedForward:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import check_alike, check_streams, tiny_config, tiny_model, tokens
 from torch import Tensor, nn
 
 from rtx.data.datamodule import StreamItems
@@ -15,6 +14,7 @@ from rtx.model.memory import Compression, Memory, MemoryBlock
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import SinusoidKeys
 from rtx.model.transformer import Transformer
+from tests.helpers.tiny_models import check_alike, check_streams, tiny_config, tiny_model, tokens
 
 XL: dict[str, Any] = {
     "base": "recurrent",

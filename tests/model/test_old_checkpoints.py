@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny_config, tiny_model
 
 from rtx.model.transformer import Transformer
 from rtx.settings.schema import OptimizerConfig
 from rtx.training.checkpoint import load_weights, renumbered, with_current_names
 from rtx.training.module import build_optimizer, decaying_and_exempt
+from tests.helpers.tiny_models import VOCABULARY, tiny_config, tiny_model
 
 ATTENTION = "blocks.0.attention."
 GROUPS = f"{ATTENTION}groups."

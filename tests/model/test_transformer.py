@@ -5,18 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    BY_QUERY,
-    COMMON,
-    EVERY,
-    OTHERS,
-    Kind,
-    each_kind,
-    gradients,
-    tiny_config,
-    tiny_model,
-    tokens,
-)
 from torch import Tensor
 
 from rtx.attention.centroid_update import to_sphere
@@ -29,6 +17,18 @@ from rtx.model.compiling import compile_loss
 from rtx.model.transformer import Transformer
 from rtx.training.hardware import has_compiler
 from rtx.training.module import initialise_from_data
+from tests.helpers.tiny_models import (
+    BY_QUERY,
+    COMMON,
+    EVERY,
+    OTHERS,
+    Kind,
+    each_kind,
+    gradients,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 
 @each_kind([kind for kind in COMMON if kind["base"] == "local"] + COMMON[45::3] + OTHERS)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, difference, read_metrics
 from torch import nn
 
 from rtx.attention.centroids import after_step
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import TrainingItems
 from rtx.evaluation.scores import score_batch
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.compose import compose, load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
@@ -28,6 +27,7 @@ from rtx.training.module import (
     seed_everything,
     set_learning_rate,
 )
+from tests.helpers.small_runs import Workshop, difference, read_metrics
 
 
 def last(run: Path) -> Path:
