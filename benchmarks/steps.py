@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rtx.analysis.footprint import fit_to_device
+from rtx.analysis.micro_batch import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
 from rtx.data.catalog import Store, data_root, open_data

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.analysis.cost import cost
-from rtx.analysis.footprint import footprint, with_choice
+from rtx.analysis.footprint import footprint
+from rtx.analysis.micro_batch import with_choice
 from rtx.analysis.speed import meter
 from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import after_step
