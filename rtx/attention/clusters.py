@@ -27,7 +27,11 @@ from rtx.attention.precision import wide_type
 from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
 
 
-def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
+def last_members(
+    query_CN: Tensor,
+    key_CN: Tensor,
+    window: int,
+) -> Tensor:
     """Return the mask `[C, N, N]` by which a query of a cluster reads its last `window` keys.
 
     Args:
@@ -186,7 +190,12 @@ class Random(ClusterPattern):
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         N = qk.q_BHND.shape[2]
         position_N = torch.arange(N, device=self.position_HCW.device)
         clusters = []
@@ -283,7 +292,12 @@ class ClusterCache(Cache):
         self.key_LSD: Tensor | None = None
         """None: nothing has been read."""
 
-    def allocate(self, k_BHND: Tensor, v_BHND: Tensor, clusters: int) -> None:
+    def allocate(
+        self,
+        k_BHND: Tensor,
+        v_BHND: Tensor,
+        clusters: int,
+    ) -> None:
         """Make empty slots for all streams, on the device and of the types of keys and values."""
         B, H, _, D = k_BHND.shape
         value_size = v_BHND.shape[-1]
@@ -357,7 +371,12 @@ class ClusterCache(Cache):
         self.value_LSD[slots] = v_BHND.flatten(0, 2)[row_J]
         self.position_LS[slots] = position_J
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         joins = self.pattern.clusters_of_next(qk, position, self)
         self.put(qk, v_BH1D, joins.key_BHC, joins.slot_BHC, position)
         is_read_L = joins.query_BHC.flatten()
@@ -413,7 +432,12 @@ class ClusterCache(Cache):
             sum_J = torch.zeros_like(sum_J)
         return Partial(row_J, out_JD, sum_J)
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def seen(
+        self,
+        at_JS: Tensor,
+        list_J: Tensor,
+        position: int,
+    ) -> Tensor:
         """Return which slots of some lists a position reads, `[J, S]`, bool.
 
         Args:

@@ -93,22 +93,34 @@ def earlier_members(bucket_N: list[int], i: int) -> list[int]:
     return [j for j in range(i + 1) if bucket_N[j] == bucket]
 
 
-def members_in_chunks(bucket_N: list[int], i: int, chunk: int) -> list[int]:
+def members_in_chunks(
+    bucket_N: list[int],
+    i: int,
+    chunk: int,
+) -> list[int]:
     """Return those of `earlier_members` that are in the chunk of position i or the chunk before.
 
     Args:
         chunk: m.
     """
+    chunk_N = chunks_of_positions(bucket_N, chunk)
+    readable = (chunk_N[i] - 1, chunk_N[i])
+    members = earlier_members(bucket_N, i)
+    return [j for j in members if chunk_N[j] in readable]
 
-    def bucket_and_position(j: int) -> tuple[int, int]:
-        return bucket_N[j], j
 
-    in_order = sorted(range(len(bucket_N)), key=bucket_and_position)
-    chunks: dict[int, int] = {}
+def chunks_of_positions(bucket_N: list[int], chunk: int) -> list[int]:
+    """Return the chunk of each position: they are sorted by bucket, then by position, and cut.
+
+    Args:
+        chunk: m.
+    """
+    # Python's sort keeps the order of positions in equal buckets.
+    in_order = sorted(range(len(bucket_N)), key=lambda j: bucket_N[j])
+    chunk_N = [0 for _ in bucket_N]
     for number, j in enumerate(in_order):
-        chunks[j] = number // chunk
-    readable = (chunks[i] - 1, chunks[i])
-    return [j for j in earlier_members(bucket_N, i) if chunks[j] in readable]
+        chunk_N[j] = number // chunk
+    return chunk_N
 
 
 class Lsh(ClusterPattern):
@@ -160,11 +172,7 @@ class Lsh(ClusterPattern):
         """The number of a bucket's last members that a query may read at most, its own included."""
         if variant == REFORMER:
             self.slots = 2 * self.chunk
-        generator = torch.Generator().manual_seed(seed)
-        rotation_HTDF = torch.empty(heads, rounds, size, buckets // 2, device="cpu")
-        # One draw for each head, so that it does not depend on the number of heads.
-        for rotation_TDF in rotation_HTDF:
-            rotation_TDF.normal_(generator=generator)
+        rotation_HTDF = random_rotations(heads, (rounds, size, buckets // 2), seed)
         self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
         self.rotation_HTDF: Tensor
 
@@ -175,7 +183,12 @@ class Lsh(ClusterPattern):
         norm_BHN1 = (square_BHN1 + 1e-6).sqrt()
         return Prepared(q_BHND, wide_BHND / norm_BHN1)
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         q_ND = qk.q_BHND[0, head]
         rotation_TDF = self.rotation_HTDF[head].to(q_ND.dtype)
         rounds = []
@@ -191,8 +204,10 @@ class Lsh(ClusterPattern):
         bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
         N = bucket_TBHN.shape[-1]
         rounds = [self.hash_round(bucket_BHN, streaming) for bucket_BHN in bucket_TBHN]
-        member_TR = torch.stack([one.member_R for one in rounds])
-        first_TR = torch.stack([one.first_R() for one in rounds])
+        members = [hash_round.member_R for hash_round in rounds]
+        firsts = [hash_round.first_R() for hash_round in rounds]
+        member_TR = torch.stack(members)
+        first_TR = torch.stack(firsts)
         # A query that reads no other key in any round reads its own in the first round.
         reads_itself_R = (first_TR == member_TR).all(0)
         parts: list[Reads] = []
@@ -202,7 +217,8 @@ class Lsh(ClusterPattern):
             start_M = hash_round.first_M
             stop_M = torch.arange(len(row_M), device=row_M.device)
             if t == 0:
-                stop_M = stop_M + reads_itself_R[row_M].long()
+                reads_itself_M = reads_itself_R[row_M]
+                stop_M = stop_M + reads_itself_M.long()
             # In an earlier round a row reads the members from its first one to the one before it.
             first_XM = first_TR[:t, row_M]
             member_XM = member_TR[:t, row_M]
@@ -263,8 +279,10 @@ class Lsh(ClusterPattern):
         bucket_BON = bucket_BHTN.reshape(B, H * T, N)
         lists = pack(bucket_BON, self.buckets, complete=True)
         # `pack` took each round of a head for a head.
-        head_M = lists.row_M // (T * N)
-        row_M = head_M * N + lists.row_M % N
+        rows_of_head = T * N
+        head_M = lists.row_M // rows_of_head
+        position_M = lists.row_M % N
+        row_M = head_M * N + position_M
         return [MemberLists(row_M, lists.count_L)]
 
     def clusters_of_next(
@@ -278,6 +296,20 @@ class Lsh(ClusterPattern):
         joins_BHTC = F.one_hot(bucket_BHT, self.buckets).bool()
         joins_BHL = joins_BHTC.flatten(2)
         return Joins(query_BHC=joins_BHL, key_BHC=joins_BHL)
+
+
+def random_rotations(
+    heads: int,
+    shape_TDF: tuple[int, int, int],
+    seed: int,
+) -> Tensor:
+    """Return normal random matrices for the rounds of each head, `[H, T, D, F]`."""
+    generator = torch.Generator().manual_seed(seed)
+    rotation_HTDF = torch.empty(heads, *shape_TDF, device="cpu")
+    # One draw for each head, so that it does not depend on the number of heads.
+    for rotation_TDF in rotation_HTDF:
+        rotation_TDF.normal_(generator=generator)
+    return rotation_HTDF
 
 
 class HashRound(NamedTuple):
@@ -307,10 +339,16 @@ def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
             buckets = []
             for q_BHQD in q_BHND.split(positions, dim=2):
                 product_BHQF = widened(q_BHQD) @ rotation_HDF
-                score_BHQC = torch.cat([product_BHQF, -product_BHQF], dim=-1)
-                buckets.append(score_BHQC.argmax(-1))
-            rounds.append(torch.cat(buckets, dim=2))
+                buckets.append(buckets_of(product_BHQF))
+            bucket_BHN = torch.cat(buckets, dim=2)
+            rounds.append(bucket_BHN)
     return torch.stack(rounds)
+
+
+def buckets_of(product_BHQF: Tensor) -> Tensor:
+    """Return the buckets by the products with one random matrix, `[B, H, Q]`."""
+    score_BHQC = torch.cat([product_BHQF, -product_BHQF], dim=-1)
+    return score_BHQC.argmax(-1)
 
 
 def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]:
@@ -322,12 +360,10 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
     from_last_M = start_M.flip(0).cummin(0).values
     least_M = from_last_M.flip(0)
     number_M = torch.arange(len(start_M), device=start_M.device)
-    more_holes = Holes(
-        value_XM=torch.cat([holes.value_XM, number_M[None]]),
-        low_XP=torch.cat([holes.low_XP, least_M[None]]),
-        high_XP=torch.cat([holes.high_XP, start_M[None]]),
-    )
-    return least_M, more_holes
+    value_XM = torch.cat([holes.value_XM, number_M[None]])
+    low_XM = torch.cat([holes.low_XP, least_M[None]])
+    high_XM = torch.cat([holes.high_XP, start_M[None]])
+    return least_M, Holes(value_XM, low_XM, high_XM)
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
@@ -345,11 +381,13 @@ def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
     for positions in pieces(N, X * buckets):
         bucket_XQ = bucket_XN[:, positions]
         is_member_XQC = F.one_hot(bucket_XQ, buckets)
-        count_XQC = count_XC[:, None] + is_member_XQC.cumsum(1)
+        new_count_XQC = is_member_XQC.cumsum(1)
+        count_XQC = count_XC[:, None] + new_count_XQC
         # A position comes last in its bucket.
         up_to_bucket_XQC = count_XQC.cumsum(2)
         count_XQ1 = up_to_bucket_XQC.gather(2, bucket_XQ[..., None])
-        places.append(count_XQ1[..., 0] - 1)
+        place_XQ = count_XQ1[..., 0] - 1
+        places.append(place_XQ)
         count_XC = count_XQC[:, -1]
     return torch.cat(places, dim=1)
 
@@ -359,19 +397,26 @@ class LshCache(ClusterCache):
 
     pattern: Lsh
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def seen(
+        self,
+        at_JS: Tensor,
+        list_J: Tensor,
+        position: int,
+    ) -> Tensor:
         """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
-        newest_J1 = self.joined_L[list_J, None] - 1
-        members_since_JS = (newest_J1 - slot_S) % self.slots
-        reach_J1 = self.reach(list_J)[:, None]
-        is_readable_JS = (members_since_JS < reach_J1) & (at_JS >= 0)
-        readable_JS = torch.where(is_readable_JS, at_JS, -1)
+        newest_J = self.joined_L[list_J] - 1
+        members_since_JS = (newest_J[:, None] - slot_S) % self.slots
+        reach_J = self.reach(list_J)
+        is_in_reach_JS = members_since_JS < reach_J[:, None]
+        is_filled_JS = at_JS >= 0
+        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, at_JS, -1)
         # The query is in one list of each round; the rounds of a head follow one another.
         slots_of_head = self.pattern.rounds * self.slots
         readable_XK = readable_JS.view(-1, slots_of_head)
         position_XK = without_repeats(readable_XK)
-        is_read_XK = mask_without_self(position_XK >= 0, position_XK == position)
+        is_self_XK = position_XK == position
+        is_read_XK = mask_without_self(position_XK >= 0, is_self_XK)
         return is_read_XK.view_as(at_JS)
 
     def reach(self, list_J: Tensor) -> Tensor:

@@ -192,7 +192,11 @@ def moments(score_XCN: Tensor) -> Tensor:
     return torch.stack([sum_XC, square_sum_XC])
 
 
-def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+def best_members(
+    score_XCN: Tensor,
+    margin_XC: Tensor,
+    window: int,
+) -> Tensor:
     """Return the places in the scores of each cluster's `window` best positions, ascending.
 
     NaN is worse than every score.
@@ -319,7 +323,11 @@ class Newcomers(NamedTuple):
 
 
 @torch.no_grad()
-def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
+def arrivals(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    window: int,
+) -> Arrivals:
     """Return who becomes a member of each cluster on arrival, and until when it remains one.
 
     Position i reads the members j <= i that have not left by i.

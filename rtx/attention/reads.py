@@ -138,7 +138,11 @@ class IndexReads(NamedTuple):
 Reads = RangeReads | IndexReads
 
 
-def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
+def pack(
+    list_BHN: Tensor,
+    lists: int,
+    complete: bool = False,
+) -> MemberLists:
     """Return packed lists, where every position belongs to one list of its head, or to none.
 
     Args:

@@ -129,7 +129,12 @@ class Routing(ClusterPattern):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         members = []
         for side, score_CN in enumerate(self.scores_of_head(qk, head)):
             margin_C = self.margins(score_CN)[head]
@@ -459,7 +464,12 @@ class TopK(Routing):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         if not streaming:
             return super().rule(qk, head, streaming)
         members = []
