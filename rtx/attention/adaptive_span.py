@@ -113,9 +113,10 @@ class AdaptiveSpan(ContiguousPattern):
         """Return the weighted mean span in training, otherwise zero."""
         if not self.training:
             return super().loss(qk, parts)
-        heads = max(1, len(self.share_H))
-        total_span = self.spans().sum()
-        return self.cost * total_span / heads
+        spans = self.spans()
+        heads = max(1, len(spans))
+        total = spans.sum()
+        return self.cost * total / heads
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -124,4 +125,5 @@ class AdaptiveSpan(ContiguousPattern):
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """See `Pattern.start`; the spans must stay the same while a stream lasts."""
-        return PositionCache(self, relative, self.reach())
+        ring = self.reach()
+        return PositionCache(self, relative, ring)

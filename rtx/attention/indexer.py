@@ -210,6 +210,9 @@ def summed_divergence(
     """
     score = widened(score).masked_fill(is_unread, UNREAD)
     logit = widened(logit).masked_fill(is_unread, UNREAD)
-    log_score = score.log_softmax(-1)
-    log_weight = logit.log_softmax(-1)
-    return F.kl_div(log_score, log_weight, reduction="sum", log_target=True)
+    return F.kl_div(
+        input=score.log_softmax(-1),
+        target=logit.log_softmax(-1),
+        reduction="sum",
+        log_target=True,
+    )

@@ -41,7 +41,8 @@ def finite(score: Tensor) -> Tensor:
 
 def largest_norm(centroid_XCD: Tensor) -> Tensor:
     """Return the largest norm of each head's centroids, `[X, 1, 1]`."""
-    return centroid_XCD.norm(dim=-1, keepdim=True).amax(1, keepdim=True)
+    norm_XC1 = centroid_XCD.norm(dim=-1, keepdim=True)
+    return norm_XC1.amax(1, keepdim=True)
 
 
 def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
@@ -61,7 +62,11 @@ def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
     return is_nearest_XNC.to(torch.uint8).argmax(-1)
 
 
-def finite_margin(norm: Tensor, other_norm: Tensor, dtype: torch.dtype) -> Tensor:
+def finite_margin(
+    norm: Tensor,
+    other_norm: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return `tie_margin`, or 0 where it is not a number or infinite."""
     margin = tie_margin(norm, other_norm, dtype)
     return margin.nan_to_num(0.0, 0.0)
@@ -75,11 +80,12 @@ def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
     centroid_XCD = centroid_HCD.repeat(B, 1, 1)
     k_XND = k_BHND.flatten(0, 1)
     clusters = [k_XND.new_empty(0, N, dtype=torch.int64)]
-    for heads in pieces(B * H, N * C):
-        cluster_XN = nearest_clusters(centroid_XCD[heads], k_XND[heads])
-        clusters.append(cluster_XN)
-    cluster_XN = torch.cat(clusters)
-    return cluster_XN.view(B, H, N)
+    scores_of_head = N * C
+    for heads in pieces(B * H, scores_of_head):
+        some_centroid_XCD = centroid_XCD[heads]
+        some_k_XND = k_XND[heads]
+        clusters.append(nearest_clusters(some_centroid_XCD, some_k_XND))
+    return torch.cat(clusters).view(B, H, N)
 
 
 # The clusters that each query probes.
@@ -205,9 +211,15 @@ def searches(
     k_XND = k_BHND.flatten(0, 1)
     C = centroid_HCD.shape[1]
     head_of_all_X = torch.arange(B * H, device=q_BHND.device) % H
-    for heads in pieces(B * H, N * C):
-        centroid_XCD = centroid_HCD[head_of_all_X[heads]]
-        search = make_search(centroid_XCD, q_XND[heads], k_XND[heads], attend_self)
+    scores_of_head = N * C
+    for heads in pieces(B * H, scores_of_head):
+        head_X = head_of_all_X[heads]
+        search = make_search(
+            centroid_HCD[head_X],
+            q_XND[heads],
+            k_XND[heads],
+            attend_self,
+        )
         yield heads, search
 
 

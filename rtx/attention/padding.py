@@ -61,8 +61,8 @@ def attend_padded(
     outs = []
     losses = []
     for number, group in enumerate(groups):
-        part = (queries[number], keys[number], values[number])
-        out_BHND, loss = attend(part, group.memory)
+        qkv_of_group = (queries[number], keys[number], values[number])
+        out_BHND, loss = attend(qkv_of_group, group.memory)
         # The positions of the memory have no outputs.
         out_BHND = F.pad(out_BHND, (0, 0, group.memory, 0))
         outs.append(by_rows(out_BHND))
@@ -100,7 +100,8 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
     B, N = real_BN.shape
     real_UN, group_B = real_BN.unique(dim=0, return_inverse=True)
     order_B = group_B.argsort(stable=True)
-    row_BN = torch.arange(B * N, device=real_BN.device).view(B, N)
+    row_R = torch.arange(B * N, device=real_BN.device)
+    row_BN = row_R.view(B, N)
     ordered_row_BN = row_BN[order_B]
     ordered_real_BN = real_BN[order_B]
     row_S = ordered_row_BN[ordered_real_BN]
