@@ -25,8 +25,9 @@ from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
 from rtx.cli.options import LAUNCHED, check_overrides
-from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.datamodule import training_items
+from rtx.data.catalog import data_root, open_data
+from rtx.data.datamodule import token_ids
+from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
 from rtx.model.transformer import compile_loss
 from rtx.progress import progress_bar
@@ -158,9 +159,10 @@ def training_step(
     config: Config, store: Store, device: torch.device
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
-    hardware, items = resolve_hardware(config), training_items(config, store)
+    hardware = resolve_hardware(config)
+    sampler = store.training_sampler(config)
     steps, numbers = itertools.count(1), itertools.count()
-    model = build_model(config, store.vocabulary, lambda: items[0])
+    model = build_model(config, store.vocabulary, lambda: token_ids(sampler, 0))
     model = model.to(device, WEIGHTS_IN.get(config.hardware.precision)).train()
     optimizer = build_optimizer(model, config.optimizer)
     loss: Callable[..., Any] = training_loss(model, config, store.answers)
@@ -169,7 +171,7 @@ def training_step(
     def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):
             tokens_BN = torch.stack(
-                [items[next(numbers)] for _ in range(hardware.micro_batch_size)]
+                [token_ids(sampler, next(numbers)) for _ in range(hardware.micro_batch_size)]
             ).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
                 at = [] if store.answers is None else [store.answers(tokens_BN)[0]]

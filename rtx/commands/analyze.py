@@ -24,9 +24,9 @@ from rtx.cli.options import (
     read_words,
     what_to_do,
 )
-from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
+from rtx.data.store import Store
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows

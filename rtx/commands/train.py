@@ -21,9 +21,9 @@ from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
 from rtx.commands.sample import draw_image, write_text
-from rtx.data.catalog import Store, open_data
-from rtx.data.datamodule import RtxDataModule, training_items
-from rtx.data.store import TokenStore
+from rtx.data.catalog import open_data
+from rtx.data.datamodule import RtxDataModule
+from rtx.data.store import Store
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
@@ -128,7 +128,7 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
             store = open_data(
                 config.data, root
             )  # before there is a folder for a mistake to leave behind
-            training_items(config, store)
+            store.training_sampler(config)
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
             folder = folder or run_folder.new_run_folder(config.name)
@@ -218,7 +218,7 @@ def train(
     }
     loader["num_workers"] = hardware.workers
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
-    model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
+    model = build_model(config, store.vocabulary, None if start else data.first_sequence)
     if status:
         known = {
             "hardware": vars(hardware),
@@ -233,9 +233,10 @@ def train(
         if moved := run_folder.record_start(folder, known, changed, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
         write_config(config, folder)  # only now: it is known to fit the checkpoint
-        if isinstance(store, TokenStore) and (name := store.tokenizer.describe().get("file")):
-            content = (store.folder / name).read_bytes()  # so that sampling needs no data
-            replace_file(folder / name, lambda file: file.write(content))
+        if store.tokenizer_file:
+            # Sampling then needs no data.
+            content = store.tokenizer_file.read_bytes()
+            replace_file(folder / store.tokenizer_file.name, lambda file: file.write(content))
         size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
         where = f"{hardware.world} x {hardware.accelerator}"
         say(
@@ -372,7 +373,7 @@ def finish(
         wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
         if wandb:
             wandb.summarize(protocol=protocol)
-        if isinstance(store, TokenStore):
+        if store.tokenizer:
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")

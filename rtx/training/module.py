@@ -260,7 +260,9 @@ class TrainingModule(pl.LightningModule):
         """Return the first micro-batch."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         return (
-            MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+            MicroBatches(data.sampler, data.loader.get("micro_batch") or 1)[0]
+            .to(self.device)
+            .long()
         )
 
     def pass_once(self) -> None:
