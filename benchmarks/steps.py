@@ -24,20 +24,22 @@ import torch
 from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
-from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.catalog import data_root, open_data
 from rtx.data.datamodule import token_ids
 from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
+from rtx.machine import out_of_memory
 from rtx.model.transformer import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.runs.folder import environment, outputs_root, save, unwritable
+from rtx.runs.environment import environment
+from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config
 from rtx.sweeps.cells import lay_out
-from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
+from rtx.training.hardware import device_memory, resolve_hardware
 from rtx.training.inference import WEIGHTS_IN, prepare_device
 from rtx.training.module import (
     build_model,

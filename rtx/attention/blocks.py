@@ -152,7 +152,12 @@ class Blocks(TopKeys):
         x_BHMD = x_BHND[:, :, : finished * self.block]
         return x_BHMD.unflatten(2, (finished, self.block)).mean(3)
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(
+        self,
+        q_BHQD: Tensor,
+        mean_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
         """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
         is_open_QG = self.are_open(position_Q, mean_BHGD.shape[2])
         return products(q_BHQD, mean_BHGD).masked_fill(is_open_QG, -math.inf)
@@ -185,7 +190,12 @@ class Blocks(TopKeys):
         gate_2D = self.gate_H2D[head]
         return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+    ) -> Tensor:
         """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
 
         Args:
@@ -270,12 +280,24 @@ class RandomBlocks(Blocks):
         seed: of the draw.
     """
 
-    def __init__(self, heads: int, size: int, *, seed: int, **options: Any) -> None:
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        *,
+        seed: int,
+        **options: Any,
+    ) -> None:
         super().__init__(heads, size, **options)
         check_seed(seed)
         self.seed = seed
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(
+        self,
+        q_BHQD: Tensor,
+        mean_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
         """Return random scores, a hash of seed, head, position and block; see `Blocks.scores`."""
         B, H, _, _ = q_BHQD.shape
         blocks = mean_BHGD.shape[2]
@@ -317,7 +339,12 @@ class BlockCache(GrowingCache):
         self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
         self.open_k_BHMD = k_BHND[:, :, mean_BHGD.shape[2] * block :]
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
         block = self.pattern.block
         begin = first // block

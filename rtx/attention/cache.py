@@ -56,7 +56,12 @@ class RowCache(Cache):
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
         self.put(qk, v_BHND, 0)
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         """Take in positions from `first` on; return the keys and values of all slots."""
         k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
         self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)

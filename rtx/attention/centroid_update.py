@@ -153,7 +153,11 @@ def all_finite(statistics: Statistics) -> Tensor:
     return vectors_YHC.all(-1) & scores_YHC.all(-1)
 
 
-def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+def moved_centroids(
+    rule: Rule,
+    old_YHCD: Tensor,
+    statistics: Statistics,
+) -> Tensor:
     """Return the centroids after a step, float64, undefined for layers that gathered nothing."""
     if rule.update == SPLIT:
         return split_centroids(rule, old_YHCD, statistics)
@@ -173,7 +177,11 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
     return torch.where(has_mean_YHC1, new_YHCD, old_YHCD)
 
 
-def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+def moved_by_sums(
+    rule: Rule,
+    old_YHCD: Tensor,
+    statistics: Statistics,
+) -> Tensor:
     """Return the centroids after a step of Algorithm 1, by the mean of the sums over sequences.
 
     Algorithm 1 adds half of the queries' sum and half of the keys' sum (line 31). If queries serve
@@ -184,7 +192,11 @@ def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tenso
     return rule.decay * old_YHCD + (1 - rule.decay) * statistics.sum_HCD / divisor_Y111
 
 
-def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+def split_centroids(
+    rule: Rule,
+    old_YHCD: Tensor,
+    statistics: Statistics,
+) -> Tensor:
     """Return centroids moved towards the means of their members, of any norm.
 
     A centroid without members starts anew next to another one, which `sources` names: there, with
@@ -249,7 +261,12 @@ def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
     )
 
 
-def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH: Tensor) -> Tensor:
+def moved_thresholds(
+    rule: Rule,
+    state: State,
+    statistics: Statistics,
+    moves_YH: Tensor,
+) -> Tensor:
     """Return thresholds after a step: higher if clusters have too many members, lower if too few.
 
     The first step of a layer sets its thresholds instead: to the score that `window` of `length`

@@ -115,7 +115,13 @@ class ClusterPattern(Pattern):
         """
 
 
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
+def random_positions(
+    heads: int,
+    clusters: int,
+    length: int,
+    window: int,
+    seed: int,
+) -> Tensor:
     """Return `window` random positions below `length` for each cluster, ascending, `[H, C, W]`.
 
     They depend on the arguments alone. If the window exceeds `length`, they are all positions.
@@ -182,7 +188,13 @@ class Random(ClusterPattern):
         make = partial(self.make_reads, B, H, N)
         return [*made_once(form, qk.q_BHND.device, make)]
 
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
+    def make_reads(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        device: torch.device,
+    ) -> list[RangeReads]:
         """Return who reads whom in B sequences of N positions."""
         members = self.members(B, H, N, device)
         return [members_read(members, members, N, self.window, self.attend_self)]
@@ -191,7 +203,13 @@ class Random(ClusterPattern):
         B, H, N, _ = qk.q_BHND.shape
         return [self.members(B, H, N, qk.q_BHND.device)]
 
-    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
+    def members(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        device: torch.device,
+    ) -> MemberLists:
         """Return the members of every cluster in B sequences of N positions."""
         # Drawn anew: a CPU would have to wait for a buffer on a GPU.
         drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)

@@ -36,12 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Prepared
 from rtx.attention.pieces import piece_size
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 CAUSAL = "causal"
@@ -49,7 +49,12 @@ REFORMER = "reformer"
 VARIANTS = (CAUSAL, REFORMER)
 
 
-def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Tensor:
+def hashed(
+    bucket_TN: Tensor,
+    window: int,
+    variant: str,
+    streaming: bool,
+) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool.
 
     Args:
@@ -199,7 +204,12 @@ class Lsh(ClusterPattern):
             member_R=torch.empty_like(number_M).scatter(0, lists.row_M, number_M),
         )
 
-    def first_in_reach(self, bucket_BHN: Tensor, lists: MemberLists, streaming: bool) -> Tensor:
+    def first_in_reach(
+        self,
+        bucket_BHN: Tensor,
+        lists: MemberLists,
+        streaming: bool,
+    ) -> Tensor:
         """Return the first member that each member could read if its bucket began early enough."""
         N = bucket_BHN.shape[2]
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)

@@ -91,7 +91,11 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
     return groups, row_S
 
 
-def real_parts(x_BHND: Tensor, row_S: Tensor, groups: list[Group]) -> list[Tensor]:
+def real_parts(
+    x_BHND: Tensor,
+    row_S: Tensor,
+    groups: list[Group],
+) -> list[Tensor]:
     """Return the vectors of each group's sequences at its real positions, `[B, H, N, D]` each."""
     x_SHD = x_BHND.transpose(1, 2).flatten(0, 1)[row_S]
     pieces = x_SHD.split([group.positions() for group in groups])

@@ -165,10 +165,18 @@ class Pattern(nn.Module, ABC):
     ) -> Stream:
         """Return a new stream, at position 0; the arguments are those of `forward`."""
 
-        def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
+        def inputs(
+            q_BHND: Tensor,
+            k_BHND: Tensor | None,
+            first: int,
+        ) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
-        def attend(q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+        def attend(
+            q_BHND: Tensor,
+            k_BHND: Tensor | None,
+            v_BHND: Tensor,
+        ) -> Tensor:
             options = {"rotate": rotate, "relative": relative, "streaming": True}
             out_BHND, _ = self(q_BHND, k_BHND, v_BHND, **options)
             return out_BHND
@@ -295,7 +303,11 @@ def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
     return rotated_BHND
 
 
-def in_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
+def in_type(
+    dtype: torch.dtype,
+    wide_BHND: Tensor,
+    narrow_BHND: Tensor | None,
+) -> Tensor:
     """Return the vectors in a type: the narrow ones if they have it, else the wide ones rounded."""
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND

@@ -162,7 +162,12 @@ class PositionPattern(Pattern):
         return PositionCache(self, relative, self.keeps)
 
 
-def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
+def ranges_of(
+    lists: PositionLists,
+    B: int,
+    H: int,
+    memory: int,
+) -> RangeReads:
     """Return who reads whom by lists of N positions, the first of which are a memory."""
     N = len(lists.since_N)
     number_X = torch.cat([lists.list_HN.flatten(), lists.key_list_HN.flatten()])
@@ -351,7 +356,12 @@ class Fixed(PositionPattern):
         blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
         return [blocks, self.summaries(position_N, heads, block_N * self.block)]
 
-    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+    def summaries(
+        self,
+        position_N: Tensor,
+        heads: int,
+        until_N: Tensor,
+    ) -> PositionLists:
         """Return one list of all summary columns, which a query reads up to a position."""
         first_N = torch.zeros_like(position_N)
         head_H1 = torch.arange(heads, device=position_N.device)[:, None]

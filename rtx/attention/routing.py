@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_number
-from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
@@ -47,6 +46,7 @@ from rtx.attention.members import (
     products,
     sums_of_lists,
 )
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     Holes,
     MemberLists,
@@ -90,7 +90,13 @@ class Routing(ClusterPattern):
             nearest centroids.
     """
 
-    def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        centroids: Centroids,
+        *,
+        commitment: float = 0.0,
+        **options: Any,
+    ) -> None:
         has_keys = centroids.keys != "shared"
         super().__init__(has_keys=has_keys, window=centroids.window, **options)
         check_number("commitment", commitment, "finite and at least 0", is_rate)
@@ -130,7 +136,13 @@ class Routing(ClusterPattern):
         return [centroid_CD.to(x_ND.dtype) @ x_ND.T for x_ND in vectors]
 
     @abstractmethod
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         """Return which positions are members of which cluster of a head, `[C, N]`, bool."""
 
     # The batch form.
@@ -156,7 +168,12 @@ class Routing(ClusterPattern):
         return members
 
     @abstractmethod
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
         """Return the members of one side, in lists as long as the scores make them."""
 
     @abstractmethod
@@ -221,7 +238,12 @@ class Routing(ClusterPattern):
         """Whether centroids follow other positions than their members: those nearest to them."""
         return self.centroids.update_rule != "members"
 
-    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
+    def add_statistics(
+        self,
+        members: SideMembers,
+        x_BHND: Tensor,
+        side: int,
+    ) -> None:
         """Let the centroids gather statistics of one side; members without room are in no mean."""
         followed = members.lists
         if self.follows_nearest:
@@ -332,7 +354,11 @@ def static_members(selected: Selected) -> SideMembers:
     return SideMembers(lists, selected.count_L, selected=selected)
 
 
-def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+def best_of_prefixes(
+    score_CN: Tensor,
+    margin_C: Tensor,
+    window: int,
+) -> Tensor:
     """Return the members of each cluster at every position, `[C, N, N]`, as `PrefixTopK` has them.
 
     This is the rule, one position after the other. A full cluster takes a position that beats the
@@ -400,7 +426,13 @@ class TopK(Routing):
         joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
         return key_CNN & joins_CN[:, :, None]
 
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         for c, score_N in enumerate(score_CN.tolist()):
             margin_N = [float(margin_C[c])] * len(score_N)
@@ -414,7 +446,12 @@ class TopK(Routing):
             return [self.prefix_reads(qk)]
         return super().reads(qk, streaming)
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
         return self.members_by_scores(x_BHND, None, with_nearest)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
@@ -545,7 +582,13 @@ class Thresholds(Routing):
 
     # The rule.
 
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         threshold_C = self.centroids.thresholds()[side][head]
         above_CN = score_CN - threshold_C[:, None]
@@ -559,7 +602,12 @@ class Thresholds(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
         threshold_HC = self.centroids.thresholds()[side]
         return self.members_by_scores(x_BHND, threshold_HC, with_nearest)
 
@@ -587,7 +635,12 @@ class Thresholds(Routing):
         expected = max(N, C * math.ceil(share * N))
         return B * H * min(self.room_factor * expected, N * C)
 
-    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
+    def add_statistics(
+        self,
+        members: SideMembers,
+        x_BHND: Tensor,
+        side: int,
+    ) -> None:
         if members.selected is not None:
             self.lost_members.add_(members.selected.lost)
             functions = selection_functions(x_BHND, self.backend)
@@ -617,7 +670,13 @@ class Nearest(Routing):
 
     # The rule.
 
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         for i, score_C in enumerate(score_CN.T.tolist()):
             member_CN[highest(score_C, margin_C.tolist()), i] = True
@@ -625,7 +684,12 @@ class Nearest(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
         lists = self.pack_clusters(self.nearest_clusters(x_BHND))
         return SideMembers(lists, lists.count_L)
 

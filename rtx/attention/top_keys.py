@@ -32,7 +32,12 @@ from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
 
 
-def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool) -> Tensor:
+def best_keys(
+    score_NN: Tensor,
+    margin_NN: Tensor,
+    window: int,
+    attend_self: bool,
+) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool: the best ones up to its position.
 
     Args:
@@ -70,7 +75,13 @@ class TopKeys(Pattern):
         ValueError: a window below 1.
     """
 
-    def __init__(self, *, window: int, qk_norm: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        window: int,
+        qk_norm: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(window=window)
         self.window = window
@@ -141,7 +152,12 @@ class TopKeys(Pattern):
         B, H, N, _ = qk.q_BHND.shape
         return pieces(N, B * H * scores)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+    ) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
 
         Args:
@@ -223,7 +239,12 @@ class GrowingCache(RowCache):
         super().__init__(partial(pattern.terms, relative=relative))
         self.pattern = pattern
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         self.put_choice(qk, first)
         return super().put(qk, v_BHND, first)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from rtx.cli.options import read_words
 from rtx.data import catalog
 from rtx.data.store import Store
 from rtx.errors import UserError, nearest, printable, shorten
@@ -17,11 +18,10 @@ def main(arguments: list[str]) -> int:
         for name in words:
             catalog.remove_store(catalog.data_root(), name)
     elif word in ACTIONS:
-        from rtx.settings.compose import (
-            compose_data,
-        )  # once the action is known to be right: Hydra takes its time
+        # Imported once the action is known to be right: Hydra takes its time.
+        from rtx.settings.compose import compose_data
 
-        ACTIONS[word](compose_data(words))
+        ACTIONS[word](compose_data(read_words("data", words).overrides))
     else:
         known, said = [*ACTIONS, "list", "remove"], shorten(" ".join(["rtx data", *arguments]))
         near = "" if word in known else nearest(word, known)

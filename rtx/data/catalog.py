@@ -28,7 +28,8 @@ from rtx.data.store import (
 )
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
-from rtx.settings.fields import imported, preset
+from rtx.settings.fields import imported
+from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
 
 STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")

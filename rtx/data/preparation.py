@@ -27,6 +27,7 @@ from rtx.data.store import FORMAT, RECORD, record_sha256
 from rtx.data.tokenizers import Tokenizer, learned
 from rtx.disk import read_file, refuse_link, replace_file, write_json
 from rtx.errors import UserError
+from rtx.machine import cores
 from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def encode(
     rows: datasets.Dataset, tokenizer: Tokenizer, source: Source, processes: int | None, cache: Path
 ) -> datasets.Dataset:
     """Return the ids and sizes of rows, encoded by `processes` (None: all cores) where it pays."""
-    processes = min(processes or available_cores(), len(rows))
+    processes = min(processes or cores(), len(rows))
     is_large = rows.data.nbytes > PARALLEL_BYTES
     is_parallel = processes > 1 and is_large and tokenizer.unit != "byte"
     encoders.append(True)
@@ -206,13 +207,6 @@ def encode(
     )
     encoders.clear()
     return encoded
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def end_with_parent() -> None:

@@ -26,6 +26,7 @@ from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
 from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import SPREAD, Config, DataConfig
 from rtx.training.checkpoint import (
     Checkpoint,
@@ -34,7 +35,7 @@ from rtx.training.checkpoint import (
     load_for_use,
     load_weights,
 )
-from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
+from rtx.training.hardware import prepare_torch, resolve_hardware
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_IN = {"fp64": torch.float64, "bf16-true": torch.bfloat16}

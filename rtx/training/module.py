@@ -21,12 +21,12 @@ from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.settings.compose import flat
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config, OptimizerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.distributed import Ranks, is_part, shard, whole
-from rtx.training.hardware import precision_on
 
 
 def build_model(

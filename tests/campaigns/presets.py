@@ -48,12 +48,15 @@ from benchmarks.machine import code, machine
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import choose_micro_batch
 from rtx.cli.main import main as rtx_main
-from rtx.cli.options import check_overrides
 from rtx.data import images, text
 from rtx.data.sets import IMAGE_SETS, MADE, SETS
 from rtx.errors import UserError
 from rtx.settings.compose import compose, config_hash
-from rtx.settings.fields import conf_dir, options
+from rtx.settings.overrides import check_overrides
+from rtx.settings.presets import (
+    conf_dir,
+    options,
+)
 from rtx.settings.schema import CLUSTERED, Config
 from rtx.sweeps.cells import lay_out
 from rtx.training.callbacks import Watch

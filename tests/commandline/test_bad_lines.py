@@ -128,7 +128,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         patch.setattr(
             "rtx.cli.refusals.refuse", lambda *given: None
         )  # here words are judged, not what the run has
-        patch.setattr("rtx.runs.folder.plan_resumption", stage.resume)
+        patch.setattr("rtx.runs.resumption.plan_resumption", stage.resume)
         patch.setattr(
             rtx.sweeps.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher)
         )

@@ -14,7 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from rtx.data import sets
-from rtx.settings.fields import options
+from rtx.settings.presets import options
 from tests.helpers.made_sets import SETS, encoded, random_images
 from tests.helpers.small_runs import SIZES, Workshop, final
 

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 from rtx.commands.train import follow
 from rtx.errors import UserError
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.schema import Config
 from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rtx.model.transformer import Transformer
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.compose import load_run_config
 from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference
 

@@ -18,7 +18,7 @@ from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose
-from rtx.settings.fields import preset
+from rtx.settings.presets import preset
 from tests.helpers.bad_servers import NOBODY, Server, broken, ranged, serving
 from tests.helpers.made_sets import (
     kernel_folder,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rtx.errors import RunFailed, UserError
-from rtx.runs.folder import already_done, read_status, run_state
+from rtx.runs.resumption import already_done
+from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 from tests.helpers.disturbances import damage

@@ -30,7 +30,8 @@ from rtx.data.tokenizers import Tokenizer, learn_subwords, learn_words, load_tok
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
-from rtx.runs.folder import already_done, read_status, run_state
+from rtx.runs.resumption import already_done
+from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import load_run_config
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
 from rtx.training.inference import run_config

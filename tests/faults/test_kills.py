@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rtx.runs.folder import run_state
+from rtx.runs.status import run_state
 from tests.helpers.disturbances import damaged_bytes, newest_step
 from tests.helpers.small_runs import (
     SIZES,

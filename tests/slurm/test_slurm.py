@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.training.checkpoint import read_checkpoint
 from tests.helpers.small_runs import counted_rows
 

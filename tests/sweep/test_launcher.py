@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rtx.cli import main as cli
-from rtx.runs.folder import read_status, run_state, working_in
+from rtx.runs.lock import working_in
+from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import compose, config_hash, to_yaml
 from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 

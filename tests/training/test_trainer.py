@@ -16,7 +16,7 @@ from rtx.data.catalog import open_data
 from rtx.data.datamodule import MicroBatches
 from rtx.data.sampler import ShuffledWindows
 from rtx.evaluation.scores import score_batch
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.compose import compose, load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
