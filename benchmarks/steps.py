@@ -29,7 +29,7 @@ from rtx.data.datamodule import token_ids
 from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory
-from rtx.model.transformer import compile_loss
+from rtx.model.compiling import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal

@@ -34,6 +34,8 @@ RENAMED = (
     (r"\.attention\.shaw\.(\w+)\.", r".attention.groups.\1.tables."),
     (r"\.attention\.mix\.(\w+)\.", r".attention.groups.\1.key_mix."),
     (r"\.attention\.xl\.", ".attention.groups.recurrent.tables."),
+    (r"\bwiden\.", "project_in."),
+    (r"^narrow\.", "project_out."),
 )
 """Names of tensors in older checkpoints, and what replaces them."""
 

@@ -18,8 +18,9 @@ from rtx.data.datamodule import MicroBatches
 from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
+from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
-from rtx.model.transformer import Transformer, compile_loss
+from rtx.model.transformer import Transformer
 from rtx.settings.compose import flat
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config, OptimizerConfig
