@@ -167,7 +167,12 @@ class Blocks(TopKeys):
         block_G = torch.arange(blocks, device=position_Q.device)
         return block_G >= position_Q[:, None] // self.block
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         """Return who reads whom in the branch that chooses; `finish_by_rule` adds the other."""
         position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
         mean_BHGD = self.means(qk.k_BHND)
@@ -353,7 +358,12 @@ class BlockCache(GrowingCache):
         self.mean_v_BHGD = place(self.mean_v_BHGD, self.pattern.means(v_BHMD), begin)
         return k_BHSD, v_BHSD
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         out_BH1D = super().decode(qk, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D

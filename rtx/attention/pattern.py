@@ -101,7 +101,12 @@ class Pattern(nn.Module, ABC):
         self.attend_self = attend_self
 
     @abstractmethod
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         """Return which keys each position reads in each list of a head, `[P, N, N]`, bool.
 
         This defines the pattern, for the first sequence: it is written for the reader, not for
@@ -294,7 +299,11 @@ class Pattern(nn.Module, ABC):
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
 
-def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
+def rotated(
+    x_BHND: Tensor,
+    rotate: Rotate | None,
+    first: int,
+) -> Tensor:
     """Return the vectors, rotated by their positions from `first` on if there is a `rotate`."""
     if rotate is None:
         return x_BHND

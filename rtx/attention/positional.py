@@ -79,7 +79,12 @@ class PositionPattern(Pattern):
         """
         return None
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         N = qk.q_BHND.shape[2]
         place_N = torch.arange(N, device=qk.q_BHND.device)
         return self.pairs(head, place_N - qk.memory)[None]
@@ -141,7 +146,12 @@ class PositionPattern(Pattern):
             return parts
         return without_self(parts, B * H * N)
 
-    def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
+    def index_of_pairs(
+        self,
+        B: int,
+        H: int,
+        position_N: Tensor,
+    ) -> IndexReads:
         """Return who reads whom by `sees`, which is evaluated for every pair of positions."""
         N = len(position_N)
         device = position_N.device
@@ -331,7 +341,13 @@ class Fixed(PositionPattern):
             (block // c)) columns before the end of the block.
     """
 
-    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        block: int,
+        summary: int,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
@@ -405,7 +421,12 @@ class PositionCache(RowCache):
         super().__init__(partial(pattern.terms, relative=relative), ring)
         self.pattern = pattern
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         H, slots = k_BHSD.shape[1:3]
         filled = min(slots, position + 1)
@@ -426,7 +447,12 @@ class PositionCache(RowCache):
             return self.attend(qk, k_BHKD, v_BHKD, None, distance_HK[None, :, None])
         return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_111S)
 
-    def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
+    def slots_read(
+        self,
+        position_S: Tensor,
+        slot: int,
+        heads: int,
+    ) -> Tensor:
         """Return which slots the position in a slot reads, `[H, S]`, bool.
 
         Args:

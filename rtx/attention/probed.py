@@ -219,7 +219,12 @@ class Probed(TopKeys):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         q_ND = qk.rotated_q_BHND[0, head]
         k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)

@@ -120,7 +120,12 @@ class TopKeys(Pattern):
         """
         return product_margins(query, key)
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         query_NE = self.choice_queries(qk)[0, head]
         key_NE = self.choice_keys(qk)[0, head]
         score_NN = query_NE @ key_NE.T
@@ -252,7 +257,12 @@ class GrowingCache(RowCache):
         """Take in what the choice compares for the keys of positions from `first` on."""
         self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         slot_BH1K = self.chosen_slots(qk, position)
         slot_BHK1 = slot_BH1K.mT.clamp(min=0)
