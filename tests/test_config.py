@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rtx.cli.options import check_overrides
 from rtx.errors import UserError
 from rtx.settings.compose import (
     cell_hashes,
@@ -18,6 +17,7 @@ from rtx.settings.compose import (
     to_yaml,
     with_values,
 )
+from rtx.settings.overrides import check_overrides
 from rtx.settings.rules import resolve
 from rtx.settings.schema import Config, all_fields
 from rtx.sweeps.cells import lay_out
@@ -247,7 +247,7 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ),
         (
             "hardware.name=cpu hardware.graphs=true",
-            "hardware.graphs=true needs a GPU, not hardware=cpu",
+            "hardware.graphs=true needs a GPU; take",
         ),
         (
             "hardware.graphs=true hardware.name=ddp",
@@ -255,7 +255,7 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ),
         (
             "hardware.name=cpu hardware.loss=liger",
-            "hardware.loss=liger needs a GPU, not hardware=cpu",
+            "hardware.loss=liger needs a GPU; take",
         ),
         (
             "hardware.loss=liger data.name=recall",
