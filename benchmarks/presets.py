@@ -56,7 +56,8 @@ from rtx.cli.main import main as rtx_main  # noqa: E402
 from rtx.data import images, text  # noqa: E402
 from rtx.data.sets import IMAGE_SETS, MADE, SETS  # noqa: E402
 from rtx.errors import UserError  # noqa: E402
-from rtx.settings.compose import compose, config_hash  # noqa: E402
+from rtx.settings.compose import compose  # noqa: E402
+from rtx.settings.identity import config_hash  # noqa: E402
 from rtx.settings.overrides import check_overrides  # noqa: E402
 from rtx.settings.presets import conf_dir, options  # noqa: E402
 from rtx.settings.schema import CLUSTERED, Config  # noqa: E402

@@ -33,7 +33,8 @@ from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import make_pattern
-from rtx.settings.schema import ROUTED, Config, layer_patterns, memory_slots
+from rtx.settings.derived import ROUTED, layer_patterns, memory_slots
+from rtx.settings.schema import Config
 from rtx.training.hardware import precision_on
 
 META = torch.device("meta")

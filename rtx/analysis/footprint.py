@@ -27,16 +27,15 @@ from rtx.attention.routing import ROOM, Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import make_pattern
 from rtx.model.likelihood import most_logits
-from rtx.settings.compose import with_values
-from rtx.settings.schema import (
+from rtx.settings.derived import (
     ROUTED,
-    Config,
     clusters,
     embedding_width,
     layer_patterns,
     memory_slots,
     sizes_of,
 )
+from rtx.settings.schema import Config, with_values
 from rtx.training.hardware import precision_on
 
 FILLED, FILLED_CPU = 0.85, 0.4

@@ -159,7 +159,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def print_configuration(word: str, words: list[str]) -> int:
     """Print what the words of `rtx train` or `rtx plan` compose."""
-    from rtx.settings.compose import to_yaml
+    from rtx.settings.run_config import to_yaml
 
     print(to_yaml(composed(word, words)), end="")
     return 0
@@ -230,7 +230,7 @@ def check_first(word: str, words: list[str]) -> bool:
     """
     from rtx.cli.options import read_words, what_to_do
     from rtx.cli.refusals import refuse
-    from rtx.settings.compose import load_run_config, merge
+    from rtx.settings.run_config import load_run_config, merge
     from rtx.training.hardware import refuse_without_gpu
 
     what, words = what_to_do(word, words)
@@ -252,7 +252,7 @@ def check_first(word: str, words: list[str]) -> bool:
 def check_training(config: "Config") -> bool:
     """As `check_first`, of `rtx train`."""
     from rtx.runs.folder import given_folder, place_of, refuse_busy
-    from rtx.settings.compose import with_absolute_path
+    from rtx.settings.identity import with_absolute_path
     from rtx.training.hardware import refuse_without_gpu
 
     _, _, before = place_of(with_absolute_path(config))
@@ -268,7 +268,7 @@ def check_resumption(folder: Path, overrides: list[str]) -> bool:
     """As `check_first`, of `rtx resume`."""
     from rtx.commands.resume import changed
     from rtx.runs.folder import plan_resumption, refuse_busy
-    from rtx.settings.compose import load_run_config
+    from rtx.settings.run_config import load_run_config
     from rtx.training.hardware import refuse_without_gpu
 
     config = changed(load_run_config(folder), overrides)

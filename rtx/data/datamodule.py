@@ -24,8 +24,7 @@ from rtx.data.recall import RecallStore
 from rtx.errors import UserError
 from rtx.evaluation.protocols import Window, spans, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
-from rtx.settings.compose import flat, to_dict
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, flat, to_dict
 
 ROUNDS, PHASE, COIN = (
     6,

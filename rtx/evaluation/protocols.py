@@ -15,8 +15,7 @@ from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
-from rtx.settings.rules import TEXTS
-from rtx.settings.schema import Config
+from rtx.settings.schema import TEXTS, Config
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score

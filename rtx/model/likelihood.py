@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rtx.attention.engine.softmax import recomputed
 from rtx.errors import UserError
 from rtx.model.linear import Linear
-from rtx.settings.schema import ModelConfig, sizes_of
+from rtx.settings.derived import sizes_of
+from rtx.settings.schema import ModelConfig
 
 MAX_LOGITS, MAX_LOGITS_GPU = 1 << 24, 1 << 28
 """Logits held at once on a CPU and on a GPU, where small parts would leave most of the chip idle; beyond it they are

@@ -22,7 +22,8 @@ from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_n
 from rtx.model.linear import Linear
 from rtx.model.memory import Memory, MemoryBlock
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions, SinusoidKeys
-from rtx.settings.schema import Config, embedding_width, sizes_of
+from rtx.settings.derived import embedding_width, sizes_of
+from rtx.settings.schema import Config
 
 RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """torch's option, without a public name, by which a recomputed block gathers no statistics for a second time."""

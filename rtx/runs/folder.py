@@ -24,8 +24,10 @@ from rtx.disk import is_full, read_file, remove_leftovers, replace_file, write_j
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest, plural, printable, shorten
 from rtx.runs.checksum import is_whole, resumable
 from rtx.runs.signals import Stopped, state_after
-from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
-from rtx.settings.schema import REGISTERED, Config
+from rtx.settings.identity import may_change
+from rtx.settings.names import REGISTERED
+from rtx.settings.run_config import RUN_CONFIG, load_run_config
+from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.training.hardware import out_of_memory, started_by
 
 NAMED = 5  # runs that a message lists
@@ -52,14 +54,6 @@ EXACT = (
 FORMER = {"compile": False}
 """What a run did whose environment.json lacks the fact."""
 STATES = ("running", "done", "failed", "preempted", "interrupted")
-ALLOWED = {
-    *("trainer.steps", "trainer.max_minutes", "trainer.micro_batch_size", "trainer.log_every"),
-    *("trainer.val_every", "trainer.val_windows", "trainer.val_stride", "trainer.checkpoint_every"),
-    *("trainer.final_windows", "trainer.profile"),
-    *("optimizer.steps", "model.recompute", "model.ffn_parts"),
-    *("name", "model.name", "data.path", "data.verify", "data.processes"),
-}
-"""What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
 SAMPLED = "~ before bits: of a sample of the validation windows"
 """What explains the mark of `bits_of`, below a table."""
 Differences = dict[str, tuple[Any, Any]]
@@ -430,11 +424,6 @@ def code_commit() -> str | None:
                 ask, cwd=CHECKOUT, stderr=subprocess.DEVNULL, text=True, timeout=10
             ).strip()
     return None
-
-
-def may_change(key: str) -> bool:
-    """Tell whether a run may go on with another value of a field."""
-    return key in ALLOWED or key.startswith(("hardware.", "logger."))
 
 
 def differences(

@@ -20,7 +20,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError, refuse, shorten
 from rtx.runs.checksum import COMMENT_BYTES, TAG, is_whole, resumable
-from rtx.runs.folder import differences, may_change
+from rtx.runs.folder import differences
+from rtx.settings.identity import may_change
 from rtx.training.hardware import out_of_memory
 
 FORMAT = 3  # version of the layout; only files of this one are read

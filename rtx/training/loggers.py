@@ -20,7 +20,7 @@ from rtx.disk import read_file, write_json
 from rtx.errors import DAMAGED, UserError
 from rtx.progress import say as say_line
 from rtx.runs.folder import open_own, shown, utc_now
-from rtx.settings.rules import wandb_mode
+from rtx.settings.logger import wandb_mode
 from rtx.settings.schema import Config
 
 INIT_SECONDS, FINISH_SECONDS = (

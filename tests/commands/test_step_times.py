@@ -12,7 +12,7 @@ from small_runs import ROOT, SIZES, Workshop
 
 from rtx.analysis.cost import cost
 from rtx.report.steps import WHAT
-from rtx.settings.compose import to_config
+from rtx.settings.schema import to_config
 
 KINDS = "routing.heads=0,1"
 """A row of local heads alone, and one with a routing head."""

@@ -11,7 +11,7 @@ from small_runs import SIZES, Workshop, checkpoint_difference
 
 from rtx.errors import RunFailed, UserError
 from rtx.runs.folder import already_done, read_status, run_state
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 
 

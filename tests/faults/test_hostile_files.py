@@ -29,7 +29,7 @@ from rtx.report.contents import build, comma_separated, html, markdown
 from rtx.report.run_records import collect
 from rtx.report.tables import Column, Table
 from rtx.runs.folder import read_status, run_state, shown
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.sweeps.launcher import start
 from rtx.training.checkpoint import COMMENT_BYTES, FORMAT, TAG, CheckpointFiles, read_checkpoint
 

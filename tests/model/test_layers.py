@@ -37,7 +37,8 @@ from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import HardwareConfig, layer_patterns
+from rtx.settings.derived import layer_patterns
+from rtx.settings.schema import HardwareConfig
 
 
 def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedForward:
