@@ -35,8 +35,8 @@ from rtx.settings.derived import (
     memory_slots,
     sizes_of,
 )
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config, with_values
-from rtx.training.hardware import precision_on
 
 FILLED, FILLED_CPU = 0.85, 0.4
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a

@@ -331,7 +331,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
             refuse_foreign(reads, key)
             overrides.append(word)
     if "<run>" in reads.runs:
-        from rtx.runs.folder import find_run  # which reads configurations by this module
+        from rtx.runs.folder import find_run
 
         runs = [
             run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs

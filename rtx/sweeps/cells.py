@@ -15,8 +15,11 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from rtx.errors import UserError, refuse, written
-from rtx.runs.folder import busy, close, outputs_root, read_status, seems_running
+from rtx.machine import OUT_OF_MEMORY
+from rtx.runs.folder import outputs_root
+from rtx.runs.lock import busy
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
+from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.compose import compose_unresolved, composed, user_errors
 from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
@@ -25,7 +28,6 @@ from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
 from rtx.settings.run_config import RUN_CONFIG, load_run_config
 from rtx.settings.schema import Config, flat, to_dict
-from rtx.training.hardware import OUT_OF_MEMORY
 
 DEFINING = (
     *("model", "model.base"),

@@ -20,7 +20,7 @@ from rtx.errors import RunFailed
 from rtx.report.summary import sees_future
 from rtx.settings.names import SELECTIONS
 from rtx.settings.schema import all_fields
-from tests.model.tiny_models import (
+from tests.helpers.tiny_models import (
     KINDS,
     VOCABULARY,
     Kind,
