@@ -21,9 +21,9 @@ from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
-from rtx.settings.compose import flat
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import Config, OptimizerConfig
+from rtx.settings.identity import ranks_must_agree
+from rtx.settings.schema import Config, OptimizerConfig, flat
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
@@ -122,19 +122,8 @@ class TrainingModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
         self.ranks.connect()
-        own = (
-            "data.path",
-            "data.verify",
-            "data.processes",
-            "hardware.workers",
-            "logger.",
-            "name",
-        )  # may differ
-        begins = {
-            key: value
-            for key, value in flat(self.facts.get("config", {})).items()
-            if not key.startswith(own)
-        }
+        config = flat(self.facts.get("config", {}))
+        begins = {key: value for key, value in config.items() if ranks_must_agree(key)}
         step = getattr(getattr(self.trainer, "datamodule", None), "step", None)
         self.ranks.compare(
             {"step": step, "data": self.facts.get("data", {}).get("fingerprint"), **begins}
