@@ -6,6 +6,7 @@ nothing to save and nothing to restore; ranks, micro-batches and workers slice t
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -194,18 +195,24 @@ class RtxDataModule(pl.LightningDataModule):
         self.items, self.held_out = training_items(config, store), store.split("valid")
         self.windows = windows(len(self.held_out), *spans(flat(to_dict(config))))
 
-    def train_dataloader(self) -> Iterator[Tensor]:
-        """Yield this rank's micro-batches of the steps that are left; waiting for them is timed."""
-        last = max(self.step, self.config.trainer.steps)
-        began = time.perf_counter()
-        for batch in training_batches(self.items, self.step, last, **self.loader):
-            self.seconds += time.perf_counter() - began
-            yield batch
-            began = time.perf_counter()
+    def train_dataloader(self) -> Iterator[list[Tensor]]:
+        """Yield, for each step that is left, this rank's micro-batches; waiting for them is timed.
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Widen training ids, which travel as small as they are kept, once they are on the device."""
-        return batch.long() if isinstance(batch, Tensor) else batch
+        Their tokens are in as few bytes as the store keeps them in.
+        """
+        last_step = max(self.step, self.config.trainer.steps)
+        batches = iter(training_batches(self.items, self.step, last_step, **self.loader))
+        share = self.config.trainer.batch_size // self.loader.get("world", 1)
+        passes = share // (self.loader.get("micro_batch") or share)
+        for _ in range(self.step, last_step):
+            began = time.perf_counter()
+            micro_batches = list(itertools.islice(batches, passes))
+            self.seconds += time.perf_counter() - began
+            yield micro_batches
+
+    def first_micro_batch(self) -> Tensor:
+        """Return the first micro-batch of the run."""
+        return MicroBatches(self.items, self.loader.get("micro_batch") or 1)[0]
 
     def val_dataloader(self, count: int | None = None) -> WindowBatches:
         """Return this rank's windows of a validation during training, or `count` ones of the held-out split."""

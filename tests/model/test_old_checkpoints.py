@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from rtx.model.transformer import Transformer
 from rtx.settings.schema import OptimizerConfig
 from rtx.training.checkpoint import load_weights, renumbered, with_current_names
-from rtx.training.module import build_optimizer, decaying_and_exempt
+from rtx.training.optimizers import build_optimizer, decaying_and_exempt
 
 ATTENTION = "blocks.0.attention."
 GROUPS = f"{ATTENTION}groups."

@@ -26,8 +26,8 @@ from rtx.attention.members import normalise
 from rtx.attention.routing import Routing
 from rtx.model.block import Block
 from rtx.model.transformer import Transformer, compile_loss
+from rtx.training.first_weights import initialise_from_data
 from rtx.training.hardware import has_compiler
-from rtx.training.module import initialise_from_data
 
 
 @each_kind([kind for kind in COMMON if kind["base"] == "local"] + COMMON[45::3] + OTHERS)
