@@ -22,16 +22,18 @@ import torch
 
 from rtx.analysis.footprint import fit_to_device
 from rtx.cli.main import complain
-from rtx.cli.options import LAUNCHED, check_overrides
-from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.datamodule import MicroBatches, training_items
+from rtx.data.catalog import data_root, open_data
+from rtx.data.datamodule import MicroBatches, token_ids
+from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.runs.folder import environment, outputs_root, save, unwritable
+from rtx.runs.environment import environment
+from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config
 from rtx.sweeps.cells import lay_out
 from rtx.training.first_weights import build_model
@@ -153,13 +155,14 @@ def training_step(
 ) -> tuple[TrainingModule, Callable[[], None]]:
     """Return a model in training, and what takes its next optimizer step, that of `rtx train`."""
     hardware = resolve_hardware(config)
-    items = training_items(config, store)
-    model = build_model(config, store.vocabulary, lambda: items[0]).to(device).train()
+    sampler = store.training_sampler(config)
+    model = build_model(config, store.vocabulary, lambda: token_ids(sampler, 0))
+    model = model.to(device).train()
     module = TrainingModule(model, config, hardware, store.answers)
     module.passes.arithmetic.convert_module(model)
     optimizer = build_optimizer(model, config.optimizer)
     size = hardware.micro_batch_size
-    batches = MicroBatches(items, size)
+    batches = MicroBatches(sampler, size)
     module.passes.prepare(batches[0].to(device).long())
     steps = itertools.count(1)
 

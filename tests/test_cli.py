@@ -18,7 +18,7 @@ from rtx import progress
 from rtx.cli import main as cli
 from rtx.errors import RunFailed
 from rtx.runs.checksum import TAG
-from rtx.runs.folder import utc_now
+from rtx.runs.status import utc_now
 from rtx.settings.compose import compose, to_yaml
 
 Captured = pytest.CaptureFixture[str]

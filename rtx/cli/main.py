@@ -251,7 +251,9 @@ def check_first(word: str, words: list[str]) -> bool:
 
 def check_training(config: "Config") -> bool:
     """As `check_first`, of `rtx train`."""
-    from rtx.runs.folder import given_folder, place_of, refuse_busy
+    from rtx.runs.folder import requested_folder
+    from rtx.runs.lock import refuse_busy
+    from rtx.runs.resumption import place_of
     from rtx.settings.compose import with_absolute_path
     from rtx.settings.devices import refuse_without_driver
 
@@ -259,7 +261,7 @@ def check_training(config: "Config") -> bool:
     if before is None:
         return False
     refuse_without_driver(config.hardware)
-    if folder := given_folder():
+    if folder := requested_folder():
         refuse_busy(folder)
     return True
 
@@ -267,7 +269,8 @@ def check_training(config: "Config") -> bool:
 def check_resumption(folder: Path, overrides: list[str]) -> bool:
     """As `check_first`, of `rtx resume`."""
     from rtx.commands.resume import changed
-    from rtx.runs.folder import plan_resumption, refuse_busy
+    from rtx.runs.lock import refuse_busy
+    from rtx.runs.resumption import plan_resumption
     from rtx.settings.compose import load_run_config
     from rtx.settings.devices import refuse_without_driver
 

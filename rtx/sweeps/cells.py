@@ -14,11 +14,12 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rtx.cli.options import LAUNCHED, Override, check_overrides
 from rtx.errors import UserError, refuse, written
 from rtx.machine import OUT_OF_MEMORY
-from rtx.runs.folder import busy, close, outputs_root, read_status, seems_running
+from rtx.runs.folder import outputs_root
+from rtx.runs.lock import busy
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
+from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.compose import (
     RUN_CONFIG,
     cell_hashes,
@@ -30,7 +31,8 @@ from rtx.settings.compose import (
     to_dict,
     user_errors,
 )
-from rtx.settings.fields import CONFIG_DIRS, preset
+from rtx.settings.overrides import LAUNCHED, Override, check_overrides
+from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.rules import idle, resolve, unread
 from rtx.settings.schema import Config, flat
 

@@ -13,8 +13,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from rtx.data.catalog import Store, data_root, open_data, store_folder
+from rtx.data.catalog import data_root, open_data, store_folder
 from rtx.data.sets import Report
+from rtx.data.store import Store
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written

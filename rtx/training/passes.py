@@ -15,8 +15,9 @@ from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
 from rtx.attention.room import make_room
 from rtx.errors import UserError, shorten
 from rtx.evaluation.scores import Answers
+from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
-from rtx.model.transformer import Transformer, compile_loss
+from rtx.model.transformer import Transformer
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache

@@ -11,10 +11,10 @@ from rtx.cli.options import (
     EvalOptions,
     SampleOptions,
     SweepOptions,
-    check_overrides,
     read_words,
 )
 from rtx.settings.compose import compose, flat, to_dict
+from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import all_fields
 
 SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"

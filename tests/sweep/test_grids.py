@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rtx.cli.options import check_overrides
 from rtx.errors import UserError
 from rtx.settings.compose import compose, config_hash, former_hash
+from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import Config
 from rtx.sweeps.cells import Cell, lay_out, refuse_sweep
 
