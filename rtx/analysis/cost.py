@@ -15,7 +15,8 @@ from torch import nn
 
 from rtx.model.heads import head_size
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import ROUTED, Config, hash_buckets, layer_patterns, memory_slots
+from rtx.settings.derived import ROUTED, hash_buckets, layer_patterns, memory_slots
+from rtx.settings.schema import Config
 
 INDEXER_WIDTH = 16
 """Width of the queries and keys by which selection=indexer chooses."""

@@ -18,14 +18,8 @@ from rtx.analysis.head_memory import attention_bytes
 from rtx.analysis.planned_device import devices, on_gpu, widths_of
 from rtx.attention.routing import ROOM
 from rtx.model.likelihood import most_logits
-from rtx.settings.schema import (
-    Config,
-    ModelConfig,
-    clusters,
-    embedding_width,
-    memory_slots,
-    sizes_of,
-)
+from rtx.settings.derived import clusters, embedding_width, memory_slots, sizes_of
+from rtx.settings.schema import Config, ModelConfig
 
 WORKSPACES = 2 * 2**25
 """What cuBLAS holds on a GPU: 32 MiB for the thread of the forward pass and 32 MiB for that of the

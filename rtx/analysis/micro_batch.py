@@ -6,9 +6,8 @@ from typing import NamedTuple
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint
 from rtx.analysis.planned_device import on_gpu
-from rtx.settings.compose import with_values
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, with_values
 
 FILLED = 0.85
 """Share of a GPU's memory that a run is planned to fill; the rest is for its context, and for

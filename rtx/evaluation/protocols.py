@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
-from rtx.data.store import TokenStore
+from rtx.data.store import Store
 from rtx.errors import UserError
-from rtx.settings.rules import TEXTS
-from rtx.settings.schema import Config
+from rtx.settings.schema import TEXTS, Config
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
@@ -161,9 +159,7 @@ def memory_phrases(values: Mapping[str, Any]) -> list[str]:
     return [phrase]
 
 
-def read_as_released(
-    store: TokenStore | RecallStore, split: str, length: int
-) -> tuple[np.ndarray, str]:
+def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, and what that leaves out.
 
     Args:
@@ -172,7 +168,7 @@ def read_as_released(
     Raises:
         UserError: the released code did not read this data, or not by this tokenizer.
     """
-    if store.name not in RELEASED or isinstance(store, RecallStore):
+    if store.name not in RELEASED or store.tokenizer is None:
         names = ", ".join(RELEASED)
         raise UserError(f"protocol=released: known of {names}, not of data={store.name}")
     tokenizer, habits = RELEASED[store.name]
@@ -206,7 +202,7 @@ def without_blank_lines(tokens: np.ndarray, newline: int) -> np.ndarray:
 
 
 def measures(
-    store: TokenStore | RecallStore,
+    store: Store,
     split: str,
     score: Score,
     *,
@@ -220,8 +216,8 @@ def measures(
         released: the split was read as the released code reads it.
     """
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
-    if isinstance(store, RecallStore):
-        return result | answer_measures(store, score)
+    if store.answer_values is not None:
+        return result | answer_measures(store.answer_values, score)
     if score.far_K2 is not None and score.far_K2[:, 0].any():
         units, nats = score.far_K2.sum(0)
         result["bits_far_repeated"] = nats / units / math.log(2)
@@ -231,18 +227,18 @@ def measures(
     return result
 
 
-def answer_measures(store: RecallStore, score: Score) -> dict[str, Any]:
-    """Return the accuracies of a recall task, and what guessing scores."""
+def answer_measures(values: int, score: Score) -> dict[str, Any]:
+    """Return the accuracies of a recall task, and what guessing among `values` scores."""
     result: dict[str, Any] = {}
     for kind, accuracies in score.accuracies().items():
         result[f"accuracy_by_{kind}"] = accuracies
     result["accuracy"] = score.accuracy
-    result["chance"] = 1 / store.task.values
-    result["baselines"] = {"chance": math.log2(store.task.values)}
+    result["chance"] = 1 / values
+    result["baselines"] = {"chance": math.log2(values)}
     return result
 
 
-def text_measures(store: TokenStore, split: str, score: Score, released: bool) -> dict[str, Any]:
+def text_measures(store: Store, split: str, score: Score, released: bool) -> dict[str, Any]:
     """Return the score of a whole split of a text per byte and per word, if it has such a count."""
     result: dict[str, Any] = {}
     # Words account neither for the bytes between them nor for those within.
@@ -271,7 +267,7 @@ class Words(NamedTuple):
     """Whether published perplexities are over the same number."""
 
 
-def words_scored(store: TokenStore, split: str, units: int, released: bool) -> Words | None:
+def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
     """Return how many words a score of a whole split is over; None if it has no words."""
     published = {}
     if store.name in SETS:

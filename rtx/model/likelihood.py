@@ -19,7 +19,8 @@ from rtx.attention.engine.softmax import recomputed
 from rtx.attention.precision import widened
 from rtx.errors import UserError
 from rtx.model.linear import Linear
-from rtx.settings.schema import ModelConfig, sizes_of
+from rtx.settings.derived import sizes_of
+from rtx.settings.schema import ModelConfig
 
 MAX_LOGITS = 1 << 24
 """Logits in memory at once on a CPU. More are computed in parts, and again in the backward pass."""
