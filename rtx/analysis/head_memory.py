@@ -28,6 +28,7 @@ from rtx.attention.clusters import Random
 from rtx.attention.engine import blocks as engine_blocks
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_SCORES_CPU, MAX_SCORES_GPU
+from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
@@ -134,16 +135,16 @@ def with_scores(
     Args:
         heads: of the group, in all sequences of a micro-batch.
     """
-    if not saved.scores:
+    if not saved.pairs:
         return saved
-    scores_of_all_heads = heads * saved.scores
+    pairs_of_all_heads = heads * saved.pairs
     most = MAX_SCORES_CPU
     if gpu:
         most = MAX_SCORES_GPU
     others = saved.others
-    if scores_of_all_heads <= MAX_SCORES_CPU:
-        others += saved.scores * saved.score_saved
-    recomputed = min(most, scores_of_all_heads) * saved.score_recomputed
+    if pairs_of_all_heads <= MAX_SCORES_CPU:
+        others += saved.scores
+    recomputed = min(most, pairs_of_all_heads) * saved.score_recomputed
     return saved._replace(others=others, recomputed=recomputed)
 
 
@@ -188,8 +189,8 @@ def added(parts: list[Saved]) -> Saved:
         freed=sum(part.freed for part in parts),
         views=sum(part.views for part in parts),
         transient=max(part.transient for part in parts),
+        pairs=max(part.pairs for part in parts),
         scores=max(part.scores for part in parts),
-        score_saved=max(part.score_saved for part in parts),
         score_recomputed=max(part.score_recomputed for part in parts),
     )
 
@@ -337,16 +338,21 @@ def saved_by_index(part: TorchPart, index: IndexReads) -> Saved:
     saved = Saved(vectors=3 * N * narrow, others=INDEX * index.index_RK.numel())
     if part.is_native:
         return saved
-    # A score, two masks and a weight of each pair.
-    score_saved = wide + 3
+    # The weight of a pair, and whether it is read.
+    score_bytes = wide + 1
     if part.by_distance:
-        score_saved += INDEX + wide + 2
+        score_bytes += INDEX + wide + 2
     if part.has_dropout:
-        score_saved += wide + 2
+        score_bytes += wide + 2
+    scores = N * N
+    if not on_gpu(part.config):
+        # A CPU computes scores in pieces of a quarter of the queries, with the keys up to the last
+        # of them.
+        scores = N * (N + whole_pieces(N, 4)) // 2
     copies = SCORE_COPIES + DISTANCE_COPIES / N * distances_of(part.config)
     return saved._replace(
-        scores=N * N,
-        score_saved=score_saved,
+        pairs=N * N,
+        scores=score_bytes * scores,
         score_recomputed=wide * copies,
     )
 
