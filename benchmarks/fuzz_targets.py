@@ -21,7 +21,7 @@ from bad_lines import GOOD, VALUES
 
 from rtx import load
 from rtx.cli.main import check_first
-from rtx.cli.options import check_overrides, read_words
+from rtx.cli.options import read_words
 from rtx.commands.sweep import board
 from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import learn_subwords, learn_words
@@ -30,6 +30,7 @@ from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
 from rtx.runs.folder import already_done, read_status, run_state
 from rtx.settings.compose import compose_data, load_run_config
+from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
 from rtx.training.checkpoint import COMMENT_BYTES, TAG

@@ -53,12 +53,12 @@ import rtx.commands.train  # noqa: E402
 from rtx.analysis.cost import cost  # noqa: E402
 from rtx.analysis.footprint import choose_micro_batch  # noqa: E402
 from rtx.cli.main import main as rtx_main  # noqa: E402
-from rtx.cli.options import check_overrides  # noqa: E402
 from rtx.data import images, text  # noqa: E402
 from rtx.data.sets import IMAGE_SETS, MADE, SETS  # noqa: E402
 from rtx.errors import UserError  # noqa: E402
 from rtx.settings.compose import compose, config_hash  # noqa: E402
 from rtx.settings.fields import conf_dir, options  # noqa: E402
+from rtx.settings.overrides import check_overrides  # noqa: E402
 from rtx.settings.schema import CLUSTERED, Config  # noqa: E402
 from rtx.sweeps.cells import lay_out  # noqa: E402
 from rtx.training.callbacks import Watch  # noqa: E402

@@ -24,7 +24,6 @@ import torch
 from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
-from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError, plural
@@ -34,6 +33,7 @@ from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.runs.folder import environment, outputs_root, save, unwritable
 from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config
 from rtx.sweeps.cells import lay_out
 from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware

@@ -8,12 +8,12 @@ from rtx.analysis.cost import cost
 from rtx.analysis.footprint import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
-from rtx.cli.options import LAUNCHED, check_overrides
 from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
 from rtx.settings.compose import compose, with_values
 from rtx.settings.fields import conf_dir, options
+from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.rules import resolve
 from rtx.settings.schema import GROUPS, Config, all_fields
 from rtx.sweeps.cells import lay_out

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rtx.cli.options import check_overrides
 from rtx.errors import UserError
 from rtx.settings.compose import (
     cell_hashes,
@@ -18,6 +17,7 @@ from rtx.settings.compose import (
     to_yaml,
     with_values,
 )
+from rtx.settings.overrides import check_overrides
 from rtx.settings.rules import resolve
 from rtx.settings.schema import Config, all_fields
 from rtx.sweeps.cells import lay_out

@@ -41,6 +41,7 @@ from rtx.settings.compose import (
     with_absolute_path,
 )
 from rtx.settings.extensions import copies
+from rtx.settings.overrides import check_overrides
 from rtx.settings.rules import check_logger
 from rtx.settings.schema import Config
 from rtx.sweeps.cells import refuse_sweep
@@ -76,7 +77,7 @@ def call(overrides: Sequence[str]) -> Path:
     Whatever happens is raised: `UserError` for what is wrong with the overrides, `RunFailed` where the run fails, loses
     one of its processes, or is stopped. The caller's process does not end, and its signal handlers are put back.
     """
-    refuse_sweep(overrides)
+    refuse_sweep(check_overrides(overrides))
     config, folder, before = run_folder.place_of(with_absolute_path(compose(overrides)))
     folder = folder or run_folder.new_run_folder(config.name)
     if before is None:

@@ -22,13 +22,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.cli.options import Override, check_overrides, read_words
+from rtx.cli.options import read_words
 from rtx.data.sets import SETS, image_side
 from rtx.disk import read_file
 from rtx.errors import UserError, refuse, shorten
 from rtx.runs.signals import SWEEP_VARIABLE
 from rtx.settings.extensions import run_files
 from rtx.settings.fields import CONFIG_DIRS, conf_dir, preset, unknown, unquoted
+from rtx.settings.overrides import Override, check_overrides
 from rtx.settings.rules import data_problems, default_where_unread, idle, resolve
 from rtx.settings.schema import (
     GROUPS,

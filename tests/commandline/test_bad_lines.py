@@ -28,7 +28,7 @@ from rtx.errors import written
 from rtx.settings.compose import compose, flat, to_dict, to_yaml
 from rtx.settings.fields import Field
 from rtx.settings.schema import GROUPS, Config, all_fields
-from rtx.sweeps.cells import Outcome
+from rtx.sweeps.outcomes import Outcome
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "0"))
 DRAWN: dict[str, Any] = {

@@ -10,12 +10,12 @@ import torch
 from small_runs import SIZES, Workshop, final, read_metrics
 
 from rtx.analysis.speed import Meter
-from rtx.cli.options import LAUNCHED
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
 from rtx.runs.folder import read_status
 from rtx.settings.compose import load_run_config
 from rtx.settings.fields import options
+from rtx.settings.overrides import LAUNCHED
 from rtx.training import callbacks
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler

@@ -10,7 +10,6 @@ import yaml
 from records import IMAGES, config, write_eval, write_run
 
 from rtx.analysis.cost import cost
-from rtx.cli.options import check_overrides
 from rtx.data.catalog import vocabulary_size
 from rtx.report.contents import build
 from rtx.report.paper import SOURCES, allowed, paper_tables, table_of
@@ -19,6 +18,7 @@ from rtx.report.score_rows import rows_by_protocol
 from rtx.report.score_tables import departures
 from rtx.settings.compose import compose, flat, to_dict, with_values
 from rtx.settings.fields import conf_dir, options
+from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import all_fields
 from rtx.sweeps.cells import lay_out
 
