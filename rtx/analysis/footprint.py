@@ -28,6 +28,7 @@ from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import make_pattern
 from rtx.model.likelihood import most_logits
 from rtx.settings.compose import with_values
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import (
     ROUTED,
     Config,
@@ -37,7 +38,6 @@ from rtx.settings.schema import (
     memory_slots,
     sizes_of,
 )
-from rtx.training.hardware import precision_on
 
 FILLED, FILLED_CPU = 0.85, 0.4
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a

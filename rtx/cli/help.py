@@ -7,8 +7,9 @@ from typing import Any
 
 from rtx.cli.options import COMMANDS, READS, Command
 from rtx.errors import UserError, nearest, shorten, written
-from rtx.settings.fields import Field, preset
+from rtx.settings.fields import Field
 from rtx.settings.overrides import check_overrides
+from rtx.settings.presets import preset
 from rtx.settings.schema import GROUPS, SECTIONS, all_fields, settings
 
 MOST_PROSE = 120  # columns beyond which lines of text are hard to read

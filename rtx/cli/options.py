@@ -172,9 +172,7 @@ class Command:
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.runs.folder import (
-                may_change,
-            )  # which reads configurations by this module
+            from rtx.runs.resumption import may_change  # which reads configurations by this module
 
             return ["hardware", "logger", *filter(may_change, all_fields())]
         patterns = ("*",) if self.composes else self.keys
@@ -326,7 +324,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
             refuse_foreign(reads, key)
             overrides.append(word)
     if "<run>" in reads.runs:
-        from rtx.runs.folder import find_run  # which reads configurations by this module
+        from rtx.runs.folder import find_run
 
         runs = [
             run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs

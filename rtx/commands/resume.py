@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rtx.cli.options import read_words
-from rtx.runs.folder import as_chosen, plan_resumption
+from rtx.runs.resumption import as_chosen, plan_resumption
 from rtx.settings.compose import load_run_config, merge, with_absolute_path
 from rtx.settings.schema import Config
 

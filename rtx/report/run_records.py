@@ -17,7 +17,8 @@ from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
 from rtx.report.paper import looks_ahead
-from rtx.runs.folder import run_state, shown
+from rtx.runs.folder import shown
+from rtx.runs.status import run_state
 from rtx.settings.compose import digest, former_digest, read_values
 from rtx.settings.schema import all_fields
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from rtx.variables import PARENT_VARIABLE, SWEEP_VARIABLE, started_by_another
+
 INTERRUPTED, PREEMPTED = 130, 143
 EXIT_CODES: dict[int, int] = dict.fromkeys(
     (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED
@@ -21,10 +23,6 @@ EXIT_CODES: dict[int, int] = dict.fromkeys(
 EXIT_CODES[signal.SIGINT] = INTERRUPTED
 AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
 """From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
-PARENT_VARIABLE = "RTX_PARENT"
-"""Number of a run's first process, for the others."""
-SWEEP_VARIABLE = "RTX_SWEEP"
-"""Number of the process that started a run and without which it stops: a sweep, or a caller from Python."""
 
 
 class Stopped(BaseException):
@@ -146,13 +144,6 @@ def ignore_signals(number: int = 0) -> None:
     """Leave them all to the first process: for those that it starts (by number), which a Ctrl-C reaches, too."""
     for code in EXIT_CODES:
         signal.signal(code, signal.SIG_IGN)
-
-
-def started_by_another() -> bool:
-    """Whether the first process of a run has started this one."""
-    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(
-        os.getppid()
-    )
 
 
 def when_orphaned(parent: str, act: Callable[[], object]) -> None:

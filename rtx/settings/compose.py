@@ -22,14 +22,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.cli.options import read_words
 from rtx.data.sets import SETS, image_side
 from rtx.disk import read_file
 from rtx.errors import UserError, refuse, shorten
-from rtx.runs.signals import SWEEP_VARIABLE
 from rtx.settings.extensions import run_files
-from rtx.settings.fields import CONFIG_DIRS, conf_dir, preset, unknown, unquoted
+from rtx.settings.fields import unknown, unquoted
 from rtx.settings.overrides import Override, check_overrides
+from rtx.settings.presets import CONFIG_DIRS, conf_dir, preset
 from rtx.settings.rules import data_problems, default_where_unread, idle, resolve
 from rtx.settings.schema import (
     GROUPS,
@@ -46,6 +45,7 @@ from rtx.settings.schema import (
     reads_self,
     with_values,
 )
+from rtx.variables import SWEEP_VARIABLE
 
 RUN_CONFIG = "config.yaml"
 
@@ -59,7 +59,7 @@ def compose(overrides: Iterable[str]) -> Config:
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
     """Return the data that overrides of data alone choose, checked whatever the model; errors as of `compose`."""
-    checked = check_overrides(read_words("data", list(overrides)).overrides)
+    checked = check_overrides(overrides)
     config = compose_unresolved(checked)
     refuse([*data_problems(config), *idle(config, (entry.key for entry in checked)).values()])
     return config.data

@@ -18,8 +18,8 @@ from typing import Any
 from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
-from rtx.runs.signals import started_by_another
-from rtx.settings.fields import CONFIG_DIRS, options, unknown
+from rtx.settings.fields import unknown
+from rtx.settings.presets import CONFIG_DIRS, options
 from rtx.settings.schema import (
     BASES,
     REGISTERED,
@@ -29,6 +29,7 @@ from rtx.settings.schema import (
     name_problem,
     settings,
 )
+from rtx.variables import started_by_another
 
 FILE = re.compile(r"(.*?([\w.-]+\.py))(?:@([0-9a-f]{64}))?")
 LOADED: dict[str, tuple[Path, bytes]] = {}

@@ -13,7 +13,6 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rtx.errors import UserError, close_matches, listed, nearest, shorten, written
@@ -188,33 +187,6 @@ def docstrings(cls: type) -> dict[str, str]:
                 ):
                     found[name] = " ".join(text.split())
     return found
-
-
-@functools.cache
-def conf_dir() -> Path:
-    """Return the folder of the Hydra groups: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-CONFIG_DIRS: list[Path] = []  # folders with presets of the user's own, as `--config-dir` names them
-
-
-@functools.cache
-def options(group: str) -> tuple[str, ...]:
-    """Return the options of a group in alphabetical order."""
-    found = (
-        path.stem
-        for folder in (conf_dir(), *CONFIG_DIRS)
-        for path in (folder / group).glob("*.yaml")
-    )
-    return tuple(sorted({*found}))
-
-
-def preset(group: str, option: str) -> Path | None:
-    """Return the file of a group's option, if it has one; ours stands before one of the user's."""
-    paths = (folder / group / f"{option}.yaml" for folder in (conf_dir(), *CONFIG_DIRS))
-    return next((path for path in paths if path.is_file()), None)
 
 
 def unknown(word: str, known: Iterable[str]) -> str:

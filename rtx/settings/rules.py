@@ -11,6 +11,7 @@ from typing import Any
 
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import UserError, nearest, refuse, shorten, written
+from rtx.settings.devices import gpu_needs
 from rtx.settings.schema import (
     BASES,
     CENTROIDS,
@@ -291,8 +292,6 @@ def training_problems(config: Config) -> Iterator[str]:
     )
     devices = (hardware.devices or 1) * hardware.nodes
     micro = 1 if trainer.micro_batch_size == "auto" else int(trainer.micro_batch_size)
-    if hardware.precision == "tf32" and hardware.name == "cpu":
-        yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16, bf16-true or fp64"
     if devices > 1 and hardware.name not in SPREAD:
         yield f"hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware={hardware.name}"
     if hardware.compile is True and hardware.name == "fsdp":
@@ -320,10 +319,8 @@ def training_problems(config: Config) -> Iterator[str]:
 def gpu_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with options that only a GPU has."""
     hardware, model, data = config.hardware, config.model, config.data
-    if hardware.name == "cpu" and hardware.graphs is True:
-        yield "hardware.graphs=true needs a GPU, not hardware=cpu"
-    if hardware.name == "cpu" and hardware.loss == "liger":
-        yield "hardware.loss=liger needs a GPU, not hardware=cpu"
+    if hardware.name == "cpu":
+        yield from gpu_needs(hardware)
     if hardware.graphs is True and (hardware.name in SPREAD or model.memory):
         yield "hardware.graphs=true is not for hardware=ddp or fsdp, nor for model.memory"
     if hardware.loss != "liger":

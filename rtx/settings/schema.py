@@ -15,7 +15,8 @@ from typing import Any
 
 from rtx.data.sets import SETS, DataSet
 from rtx.errors import shorten
-from rtx.settings.fields import Field, fields_of, key_of, one_of, options, ranged
+from rtx.settings.fields import Field, fields_of, key_of, one_of, ranged
+from rtx.settings.presets import options
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""

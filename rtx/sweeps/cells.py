@@ -22,9 +22,9 @@ from rtx.settings.compose import (
     to_dict,
     user_errors,
 )
-from rtx.settings.fields import CONFIG_DIRS, preset
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
+from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.rules import idle, resolve, unread
 from rtx.settings.schema import Config, flat
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from rtx.disk import open_no_link
 from rtx.errors import UserError, printable
+from rtx.machine import cores, system_kills
 from rtx.progress import WholeLines, say
-from rtx.runs.folder import open_own, read_status
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.runs.status import read_status
 from rtx.sweeps.cells import Cell
 from rtx.sweeps.outcomes import NO_CODE, Exit, Outcome, outcome_after, outcome_before
-from rtx.training.hardware import cores, system_kills
 
 OUTPUT = "output.log"
 """What a cell prints, in its folder."""
@@ -75,7 +76,7 @@ def start(
     environment["PYTHONUNBUFFERED"] = "1"
     environment[SWEEP_VARIABLE] = str(os.getpid())
     environment["RTX_RUN"] = str(folder)
-    with open_own(folder / OUTPUT, "ab") as output:
+    with open_no_link(folder / OUTPUT, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rtx", "train", *words],
             env=environment,
@@ -161,7 +162,7 @@ class Launcher:
         printed = ""
         code = None
         # Opened for appending, so that reading begins at the end of earlier output.
-        with open_own(cell.folder / OUTPUT, "ab+") as output:
+        with open_no_link(cell.folder / OUTPUT, "ab+") as output:
             process = self.begin(cell, place)
             self.running.add(process)
             while code is None:

@@ -5,11 +5,12 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from rtx.runs.folder import busy, close, read_status, seems_running
+from rtx.machine import OUT_OF_MEMORY
+from rtx.runs.lock import busy
 from rtx.runs.signals import EXIT_CODES, state_after
+from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.compose import RUN_CONFIG, cell_hashes, load_run_config
 from rtx.sweeps.cells import Cell
-from rtx.training.hardware import OUT_OF_MEMORY
 
 NO_CODE = 999
 """The exit code of a cell that was not begun, or whose job is lost."""

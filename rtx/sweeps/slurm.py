@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rtx.disk import open_no_link
 from rtx.errors import UserError
-from rtx.runs.folder import open_own
 from rtx.sweeps.cells import Cell
 from rtx.sweeps.launcher import OUTPUT, Starter, start
 from rtx.sweeps.outcomes import NO_CODE
@@ -109,7 +109,7 @@ class Job:
             return None
         log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()
         last = log[-1] if log else "it left no word"
-        with open_own(self.folder / OUTPUT, "a") as output:
+        with open_no_link(self.folder / OUTPUT, "a") as output:
             output.write(f"rtx: its job ended: {last}\n")
         return NO_CODE
 

@@ -23,24 +23,17 @@ from omegaconf import DictConfig, flag_override
 from rtx.cli.help import terminal_width
 from rtx.cli.options import SweepOptions, read_words
 from rtx.data.catalog import check_source, data_root
+from rtx.disk import open_no_link
 from rtx.errors import RunFailed, UserError, plural, refuse, shorten
 from rtx.progress import say
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import (
-    SAMPLED,
-    bits_of,
-    open_own,
-    outputs_root,
-    read_status,
-    shown,
-    unwritable,
-    utc_now,
-)
+from rtx.runs.folder import outputs_root, shown, unwritable
 from rtx.runs.signals import EXIT_CODES
+from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
 from rtx.settings.compose import chosen, composed, to_yaml, user_errors
-from rtx.settings.fields import conf_dir
 from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
+from rtx.settings.presets import conf_dir
 from rtx.settings.rules import check_logger
 from rtx.sweeps.cells import (
     Cell,
@@ -332,7 +325,7 @@ def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
         row = {"time": time, "command": command, "cells": titles}
         make_folder(folder)
         try:
-            with open_own(folder / "sweeps.jsonl", "a") as file:
+            with open_no_link(folder / "sweeps.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise UserError(unwritable(folder, error)) from error

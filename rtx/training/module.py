@@ -18,15 +18,16 @@ from rtx.data.datamodule import MicroBatches
 from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
+from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
-from rtx.model.transformer import Transformer, compile_loss
+from rtx.model.transformer import Transformer
 from rtx.settings.compose import flat
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config, OptimizerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.distributed import Ranks, is_part, shard, whole
-from rtx.training.hardware import precision_on
 
 
 def build_model(
@@ -260,7 +261,9 @@ class TrainingModule(pl.LightningModule):
         """Return the first micro-batch."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         return (
-            MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+            MicroBatches(data.sampler, data.loader.get("micro_batch") or 1)[0]
+            .to(self.device)
+            .long()
         )
 
     def pass_once(self) -> None:

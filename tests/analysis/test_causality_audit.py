@@ -19,7 +19,7 @@ from rtx.attention.positional import Full
 from rtx.errors import RunFailed
 from rtx.report.summary import sees_future
 from rtx.settings.schema import SELECTIONS, all_fields
-from tests.model.tiny_models import (
+from tests.helpers.tiny_models import (
     KINDS,
     VOCABULARY,
     Kind,

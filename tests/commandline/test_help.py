@@ -9,7 +9,7 @@ import pytest
 from rtx.cli import help
 from rtx.cli import main as cli
 from rtx.cli.options import READS
-from rtx.settings.fields import options
+from rtx.settings.presets import options
 from rtx.settings.schema import GROUPS, all_fields
 
 

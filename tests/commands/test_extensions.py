@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Workshop
 
 from rtx.settings.schema import KINDS_OF_HEADS
+from tests.helpers.small_runs import SIZES, Workshop
 
 PAGES = "".join(
     (Path(__file__).resolve().parents[2] / "docs" / page).read_text()

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx.cli import main as cli
 from rtx.settings.compose import compose, config_hash
 from rtx.sweeps.slurm import Attempt
+from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 SCRIPTS = {
     "sbatch": """

@@ -5,7 +5,8 @@ import math
 import hypothesis.strategies as st
 from hypothesis.strategies import DrawFn
 
-from rtx.settings.fields import Field, options
+from rtx.settings.fields import Field
+from rtx.settings.presets import options
 from rtx.settings.schema import GROUPS, all_fields
 
 RUN, SWEEP = "outputs/rtx/run", "outputs/rtx"
