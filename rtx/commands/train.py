@@ -40,6 +40,7 @@ from rtx.settings.compose import compose
 from rtx.settings.extensions import copies
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.logger import check_logger
+from rtx.settings.overrides import check_overrides
 from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
 from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
@@ -75,7 +76,7 @@ def call(overrides: Sequence[str]) -> Path:
     Whatever happens is raised: `UserError` for what is wrong with the overrides, `RunFailed` where the run fails, loses
     one of its processes, or is stopped. The caller's process does not end, and its signal handlers are put back.
     """
-    refuse_sweep(overrides)
+    refuse_sweep(check_overrides(overrides))
     config, folder, before = place_of(with_absolute_path(compose(overrides)))
     folder = folder or new_run_folder(config.name)
     if before is None:
