@@ -16,7 +16,7 @@ from rtx import __version__
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
-from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
