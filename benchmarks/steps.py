@@ -32,9 +32,9 @@ from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
-from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.schema import SPREAD, Config
+from rtx.settings.schema import SPREAD, Config, to_dict
 from rtx.sweeps.cells import lay_out
 from rtx.training.first_weights import build_model
 from rtx.training.hardware import device_memory, resolve_hardware

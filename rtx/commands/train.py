@@ -39,9 +39,11 @@ from rtx.runs.lock import working_in
 from rtx.runs.resumption import place_of
 from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.runs.status import Status, run_state
-from rtx.settings.compose import RUN_CONFIG, compose, to_dict, with_absolute_path
-from rtx.settings.rules import check_logger
-from rtx.settings.schema import Config
+from rtx.settings.compose import compose
+from rtx.settings.identity import with_absolute_path
+from rtx.settings.logger import check_logger
+from rtx.settings.run_config import RUN_CONFIG
+from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
 from rtx.training.distributed import Ranks

@@ -20,8 +20,7 @@ from rtx.data.sampler import Sampler
 from rtx.data.store import Store
 from rtx.evaluation.protocols import Window, spans, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
-from rtx.settings.compose import flat, to_dict
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, flat, to_dict
 
 REPEATED = -1
 """The number of a window that another rank scores."""

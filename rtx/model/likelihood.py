@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rtx.attention.engine.softmax import recomputed
 from rtx.errors import UserError
 from rtx.model.linear import Linear
-from rtx.settings.schema import ModelConfig, sizes_of
+from rtx.settings.derived import sizes_of
+from rtx.settings.schema import ModelConfig
 
 MAX_LOGITS = 1 << 24
 """Logits in memory at once on a CPU. More are computed in parts, and again in the backward pass."""

@@ -23,7 +23,8 @@ from rtx.model.likelihood import (
 from rtx.model.linear import Linear
 from rtx.model.memory import Memory, MemoryBlock
 from rtx.model.positions import TABLE_DEVIATION, SinusoidKeys
-from rtx.settings.schema import Config, embedding_width
+from rtx.settings.derived import embedding_width
+from rtx.settings.schema import Config
 
 
 class Transformer(nn.Module):

@@ -21,7 +21,8 @@ from rtx.disk import sync_folder, write_beside
 from rtx.errors import DAMAGED, RunFailed, UserError, refuse, shorten
 from rtx.machine import out_of_memory
 from rtx.runs.checksum import COMMENT_BYTES, TAG, is_whole, resumable
-from rtx.runs.resumption import differences, may_change
+from rtx.runs.resumption import differences
+from rtx.settings.identity import may_change
 
 FORMAT = 3  # version of the layout; only files of this one are read
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -27,7 +27,7 @@ from rtx.errors import UserError
 from rtx.model.block import Block
 from rtx.runs.processes import launch
 from rtx.runs.signals import PARENT_VARIABLE, started_by_another
-from rtx.settings.compose import short_hash
+from rtx.settings.identity import short_hash
 from rtx.sharded import sharded_as, whole
 from rtx.training.hardware import Hardware
 

@@ -25,9 +25,9 @@ from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
-from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import SPREAD, Config, DataConfig
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge
+from rtx.settings.schema import SPREAD, Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,

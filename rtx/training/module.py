@@ -17,8 +17,8 @@ from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
-from rtx.settings.compose import flat
-from rtx.settings.schema import Config
+from rtx.settings.identity import ranks_must_agree
+from rtx.settings.schema import Config, flat
 from rtx.sharded import is_sharded
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, shard
@@ -30,16 +30,6 @@ from rtx.training.optimizers import (
     set_learning_rate,
 )
 from rtx.training.passes import Objective, Passes
-
-MAY_DIFFER = (
-    "data.path",
-    "data.verify",
-    "data.processes",
-    "hardware.workers",
-    "logger.",
-    "name",
-)
-"""What the keys begin with whose values the processes of a run need not share."""
 
 
 class TrainingModule(pl.LightningModule):
@@ -142,7 +132,7 @@ class TrainingModule(pl.LightningModule):
         self.ranks.connect()
         begins: dict[str, Any] = {"data": self.metadata.get("data", {}).get("fingerprint")}
         for key, value in flat(self.metadata.get("config", {})).items():
-            if not key.startswith(MAY_DIFFER):
+            if ranks_must_agree(key):
                 begins[key] = value
         data: Any = getattr(self.trainer, "datamodule", None)
         begins["step"] = getattr(data, "step", None)

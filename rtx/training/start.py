@@ -9,9 +9,9 @@ from rtx.errors import UserError
 from rtx.runs.environment import record_start
 from rtx.runs.folder import shown
 from rtx.runs.resumption import Differences, differences, refuse_changes
-from rtx.settings.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
 from rtx.settings.extensions import copies
-from rtx.settings.schema import Config
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.schema import Config, to_dict
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.session import Session
 
@@ -98,12 +98,12 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
 
 def extension_names(config: Config) -> dict[str, str]:
     """Return the names that the copies of extensions have in the run's folder, by their paths."""
-    return {str(path): name for name, (path, _) in copies(config.extensions).items()}
+    return {str(code.path): name for name, code in copies(config.extensions).items()}
 
 
 def write_config(config: Config, folder: Path) -> None:
     """Write config.yaml, and copies of the extensions, into a run's folder."""
-    for name, (_, content) in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, content=content: file.write(content))
+    for name, code in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, code=code: file.write(code.content))
     text = to_yaml(config).encode()
     replace_file(folder / RUN_CONFIG, lambda file: file.write(text))

@@ -11,7 +11,7 @@ import torch
 
 from rtx import __version__
 from rtx.runs.folder import read_status
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import is_whole
 from tests.helpers.small_runs import (
     SIZES,

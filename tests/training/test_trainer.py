@@ -17,7 +17,8 @@ from rtx.data.datamodule import MicroBatches
 from rtx.data.sampler import ShuffledWindows
 from rtx.evaluation.scores import score_batch
 from rtx.runs.status import read_status
-from rtx.settings.compose import compose, load_run_config
+from rtx.settings.compose import compose
+from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
