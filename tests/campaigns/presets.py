@@ -60,7 +60,7 @@ from rtx.settings.presets import (
 )
 from rtx.settings.schema import CLUSTERED, Config
 from rtx.sweeps.cells import lay_out
-from rtx.training.callbacks import Watch
+from rtx.training.callbacks.stop_on_signal import StopOnSignal
 from tests.helpers.made_sets import (
     encoded,
     publish_enwik8,
@@ -363,18 +363,18 @@ def training_bits(run: Path) -> dict[int, float]:
 @contextlib.contextmanager
 def stop_at(step: int) -> Iterator[None]:
     """Send this process SIGTERM behind a training step, as a scheduler may."""
-    usual = Watch.on_train_batch_end
+    usual = StopOnSignal.on_train_batch_end
 
-    def stopping(self: Watch, trainer: Any, *rest: Any) -> None:
+    def stopping(self: StopOnSignal, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         usual(self, trainer, *rest)
 
-    Watch.on_train_batch_end = stopping  # type: ignore[method-assign]
+    StopOnSignal.on_train_batch_end = stopping  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Watch.on_train_batch_end = usual  # type: ignore[method-assign]
+        StopOnSignal.on_train_batch_end = usual  # type: ignore[method-assign]
 
 
 def scored_how(told: list[str], config: Config) -> list[str]:
