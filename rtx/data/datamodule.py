@@ -96,7 +96,7 @@ class RtxDataModule(pl.LightningDataModule):
         return token_ids(self.sampler, 0)
 
     def train_dataloader(self) -> Iterator[Tensor]:
-        """Yield this rank's micro-batches of the remaining steps; the time of waiting is counted."""
+        """Yield this rank's micro-batches of the remaining steps; `seconds` counts the waiting."""
         stop = max(self.step, self.config.trainer.steps)
         began = time.perf_counter()
         for batch in training_batches(self.sampler, self.step, stop, **self.loader):
