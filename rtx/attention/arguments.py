@@ -80,7 +80,11 @@ def check_table(
         raise ValueError(f"{name} is of {table.dtype}: must be of a float type")
 
 
-def check_memory(memory: int, length: int, takes_memory: bool) -> None:
+def check_memory(
+    memory: int,
+    length: int,
+    takes_memory: bool,
+) -> None:
     """Refuse a memory longer than N positions, or any memory if a pattern takes none."""
     if takes_memory:
         check_whole("memory", memory, 0, length, f"from 0 to N={length}")
@@ -88,7 +92,11 @@ def check_memory(memory: int, length: int, takes_memory: bool) -> None:
         check_whole("memory", memory, 0, 0, "0 for this pattern")
 
 
-def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:
+def check_heads(
+    q_BHND: Tensor,
+    heads: int | None,
+    size: int | None,
+) -> None:
     """Refuse queries whose number of heads or head size is not the pattern's (None: any)."""
     _, H, _, D = q_BHND.shape
     if heads not in (None, H) or size not in (None, D):
@@ -206,7 +214,11 @@ def check_seed(seed: int) -> None:
     check_whole("seed", seed, -(1 << 63), (1 << 64) - 1, "from -2^63 to 2^64 - 1")
 
 
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+def check_choice(
+    name: str,
+    value: str,
+    allowed: Sequence[str],
+) -> None:
     """Refuse a word that is not one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")

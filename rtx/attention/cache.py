@@ -35,7 +35,12 @@ class Cache(ABC):
         """
 
     @abstractmethod
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         """Take in the next position of each stream and return its outputs `[B, H, 1, D]`."""
 
 

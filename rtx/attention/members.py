@@ -192,7 +192,11 @@ def moments(score_XCN: Tensor) -> Tensor:
     return torch.stack([sum_XC, square_sum_XC])
 
 
-def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+def best_members(
+    score_XCN: Tensor,
+    margin_XC: Tensor,
+    window: int,
+) -> Tensor:
     """Return the places in the scores of each cluster's `window` best positions, ascending.
 
     NaN is worse than every score.
@@ -210,7 +214,11 @@ def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     return place_XCW.flatten()
 
 
-def sums_of_lists(x_BHND: Tensor, lists: MemberLists, backend: str) -> Tensor:
+def sums_of_lists(
+    x_BHND: Tensor,
+    lists: MemberLists,
+    backend: str,
+) -> Tensor:
     """Return the sum of the vectors of each list's members, `[L, D]`; there are some vectors."""
     D = x_BHND.shape[-1]
     x_RD = x_BHND.reshape(-1, D)
@@ -222,6 +230,17 @@ def sums_of_lists(x_BHND: Tensor, lists: MemberLists, backend: str) -> Tensor:
 
 
 # The members of every prefix.
+
+
+class Offer(NamedTuple):
+    """What became of one position that was offered to each list."""
+
+    joins_L: Tensor
+    """Which lists take theirs."""
+    slot_L: Tensor
+    """The slot that it gets there."""
+    replaced_L: Tensor
+    """The position that it replaces; `EMPTY` or near to it: none."""
 
 
 class PrefixTopK:
@@ -250,12 +269,8 @@ class PrefixTopK:
         worst_L1 = self.score_LW.amin(-1, keepdim=True)
         return worst_L1 + self.margin_L1
 
-    def offer(self, score_L: Tensor, position_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Offer one position to each list.
-
-        Returns:
-            Which lists take theirs, the slot that it gets there, and the position that it replaces.
-        """
+    def offer(self, score_L: Tensor, position_L: Tensor) -> Offer:
+        """Offer one position to each list, and return what became of it."""
         score_L1 = score_L[:, None]
         position_L1 = position_L[:, None]
         bar_L1 = self.bar()
@@ -269,7 +284,11 @@ class PrefixTopK:
         new_position_L1 = torch.where(joins_L1, position_L1, old_position_L1)
         self.score_LW.scatter_(-1, slot_L1, new_score_L1)
         self.position_LW.scatter_(-1, slot_L1, new_position_L1)
-        return joins_L1[:, 0], slot_L1[:, 0], old_position_L1[:, 0]
+        return Offer(
+            joins_L=joins_L1[:, 0],
+            slot_L=slot_L1[:, 0],
+            replaced_L=old_position_L1[:, 0],
+        )
 
     def members(self, clusters: int, length: int) -> MemberLists:
         """Return the members of each list, in order of slots.
@@ -304,7 +323,11 @@ class Newcomers(NamedTuple):
 
 
 @torch.no_grad()
-def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
+def arrivals(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    window: int,
+) -> Arrivals:
     """Return who becomes a member of each cluster on arrival, and until when it remains one.
 
     Position i reads the members j <= i that have not left by i.
@@ -386,9 +409,11 @@ def newcomers(
         score_L1 = score_LQ.gather(1, candidate_L[:, None])
         score_L = score_L1[:, 0].masked_fill(is_over_L, -math.inf)
         position_L = candidate_L + first
-        joins_L, _, replaced_L = best.offer(score_L, position_L)
-        list_J = joins_L.nonzero()[:, 0]
-        position_J = position_L[joins_L]
-        replaced_J = replaced_L[joins_L]
-        joined.append(Newcomers(list_J, position_J, replaced_J))
+        offer = best.offer(score_L, position_L)
+        some = Newcomers(
+            list_J=offer.joins_L.nonzero()[:, 0],
+            position_J=position_L[offer.joins_L],
+            replaced_J=offer.replaced_L[offer.joins_L],
+        )
+        joined.append(some)
     return joined

@@ -114,7 +114,8 @@ def highest(score_C: list[float], margin_C: list[float]) -> int:
 def highest_clusters(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
     """Return the cluster that scores each position highest, `[X, N]`."""
     top_X1N = score_XCN.amax(-2, keepdim=True)
-    reaches_XCN = score_XCN + margin_XC[..., None] >= top_X1N
+    raised_XCN = score_XCN + margin_XC[..., None]
+    reaches_XCN = raised_XCN >= top_X1N
     return reaches_XCN.to(torch.uint8).argmax(-2)
 
 
@@ -177,5 +178,5 @@ def earliest(
     better_R1 = is_better_RN.sum(-1, keepdim=True, dtype=torch.int32)
     number_RN = is_equal_RN.cumsum(-1, dtype=torch.int32)
     is_taken_RN = is_better_RN | (is_equal_RN & (number_RN <= count - better_R1))
-    place_R = is_taken_RN.nonzero()[:, 1]
-    return place_R.view(len(score_RN), count)
+    place_M = is_taken_RN.nonzero()[:, 1]
+    return place_M.view(len(score_RN), count)

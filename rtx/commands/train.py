@@ -36,22 +36,18 @@ from rtx.runs.lock import working_in
 from rtx.runs.resumption import Differences, differences, place_of, refuse_changes
 from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.runs.status import Status, run_state
-from rtx.settings.compose import (
-    RUN_CONFIG,
-    compose,
-    load_run_config,
-    to_dict,
-    to_yaml,
-    with_absolute_path,
-)
+from rtx.settings.compose import compose
 from rtx.settings.extensions import copies
-from rtx.settings.rules import check_logger
-from rtx.settings.schema import Config
+from rtx.settings.identity import with_absolute_path
+from rtx.settings.logger import check_logger
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
+from rtx.training.first_weights import build_model
 from rtx.training.hardware import (
     Hardware,
     device_memory,
@@ -60,7 +56,8 @@ from rtx.training.hardware import (
 )
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
-from rtx.training.module import TrainingModule, build_model, learning_rate
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import learning_rate
 from rtx.training.trainer import Outcome, fit
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
@@ -228,7 +225,7 @@ def train(
             "parameters": model.count_parameters(),
         }
         known["extensions"] = {
-            str(path): name for name, (path, _) in copies(config.extensions).items()
+            str(code.path): name for name, code in copies(config.extensions).items()
         }
         if call:
             known["command"] = call
@@ -246,9 +243,7 @@ def train(
         )
         for line in opening_lines(config, hardware):
             say(line)
-    module = TrainingModule(
-        model, config, store.answers, ranks, facts, hardware.compile, hardware.graphs
-    )
+    module = TrainingModule(model, config, hardware, store.answers, ranks, facts)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
     with logging_to(
         folder if status else None, config, hyperparameters, tell, data.step
@@ -335,8 +330,8 @@ def find_start(
 
 
 def write_config(config: Config, folder: Path) -> None:
-    for name, (_, content) in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, content=content: file.write(content))
+    for name, code in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, code=code: file.write(code.content))
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 

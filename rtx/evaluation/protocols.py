@@ -14,8 +14,7 @@ import numpy as np
 from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import UserError
-from rtx.settings.rules import TEXTS
-from rtx.settings.schema import Config
+from rtx.settings.schema import TEXTS, Config
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score

@@ -18,7 +18,8 @@ from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.room import make_room
-from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
+from rtx.model.compiling import COMPILER_OPTIONS, compile_loss
+from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
 from rtx.training.hardware import has_compiler
 from tests.helpers.cases import Case, drawn, gradients, run

@@ -29,8 +29,9 @@ from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import compose_data, load_run_config
+from rtx.settings.compose import compose_data
 from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
 from rtx.training.checkpoint import COMMENT_BYTES, TAG

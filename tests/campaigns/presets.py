@@ -55,7 +55,8 @@ from rtx.cli.main import main as rtx_main
 from rtx.data import images, text
 from rtx.data.sets import IMAGE_SETS, MADE, SETS
 from rtx.errors import UserError
-from rtx.settings.compose import compose, config_hash
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import conf_dir, options
 from rtx.settings.schema import CLUSTERED, Config

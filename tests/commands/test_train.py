@@ -12,9 +12,9 @@ from rtx.analysis.speed import Meter
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
 from rtx.runs.status import read_status
-from rtx.settings.compose import load_run_config
 from rtx.settings.overrides import LAUNCHED
 from rtx.settings.presets import options
+from rtx.settings.run_config import load_run_config
 from rtx.training import callbacks
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler

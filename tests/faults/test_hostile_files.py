@@ -28,7 +28,7 @@ from rtx.report.run_records import collect
 from rtx.report.tables import Column, Table
 from rtx.runs.folder import shown
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.sweeps.launcher import start
 from rtx.training.checkpoint import COMMENT_BYTES, FORMAT, TAG, CheckpointFiles, read_checkpoint
 from tests.helpers.disturbances import asked, deadline
