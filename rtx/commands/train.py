@@ -22,7 +22,6 @@ from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
-from rtx.analysis.telemetry import read_telemetry
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
 from rtx.commands.sample import draw_image, write_text
