@@ -10,18 +10,24 @@ from rtx.settings.schema import Config
 
 
 def changed(before: Config, overrides: Sequence[str]) -> Config:
-    """Return a run's configuration with changes; its micro-batch is chosen anew where its devices change."""
-    auto = "trainer.micro_batch_size=auto"  # the old one need not divide a device's share
-    return as_chosen(with_absolute_path(merge(before, [auto, *overrides])), before)
+    """Return a run's configuration with changes.
+
+    Where its devices change, the micro-batch is chosen anew: the old one need not fit.
+    """
+    merged = merge(before, ["trainer.micro_batch_size=auto", *overrides])
+    return as_chosen(with_absolute_path(merged), before)
 
 
 def main(arguments: list[str]) -> int:
+    """Go on with the run that the command line names, and return the exit code."""
     words = read_words("resume", arguments)
     folder = words.runs[0].absolute()
     config = changed(load_run_config(folder), words.overrides)
-    if not (before := plan_resumption(folder, config)):
+    state = plan_resumption(folder, config)
+    if not state:  # nothing is left to do
         return 0
 
-    from rtx.commands.train import run  # imports torch: only after all that can be refused is
+    # It imports torch, which takes seconds, so only after all that can be refused before.
+    from rtx.commands.train import run
 
-    return run(config, folder, before)
+    return run(config, folder, reason=state)

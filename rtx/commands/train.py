@@ -72,11 +72,10 @@ def main(arguments: list[str]) -> int:
 
 
 def call(overrides: Sequence[str]) -> Path:
-    """Train for a caller from Python as `rtx train` with these overrides, and return the run's folder.
+    """Train as `rtx train` with these overrides for Python code, and return the run's folder.
 
     The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
-    what is wrong with the overrides, `RunFailed` where the run fails, loses one of its processes, or
-    is stopped.
+    wrong overrides, `RunFailed` for a run that fails, loses a process or is stopped.
     """
     refuse_sweep(overrides)
     config, folder, state = place_of(with_absolute_path(compose(overrides)))
@@ -311,7 +310,7 @@ def opening_lines(session: Session, parameters: int) -> list[str]:
 
 
 def run_meter(session: Session) -> Meter:
-    """Return what computes the share of the chip's peak; say so where no peak is known of a GPU."""
+    """Return what computes the share of the chip's peak; say so where a GPU's is unknown."""
     config = session.config
     hardware = session.hardware
     name = torch.cuda.get_device_name() if hardware.on_gpu else None
@@ -324,7 +323,7 @@ def run_meter(session: Session) -> Meter:
 
 
 def logged_facts(session: Session) -> dict[str, Any]:
-    """Return what loggers get beside the configuration: size and cost, fingerprints of code and data."""
+    """Return what loggers get beside the configuration: sizes, costs, versions of code and data."""
     total = cost(session.config, session.store.vocabulary)
     return {
         "parameters": total.parameters,
@@ -364,7 +363,7 @@ def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Log
 def print_score(
     session: Session, status: Status, outcome: Outcome, wandb: GuardedWandbLogger | None
 ) -> None:
-    """Print the closing score with its protocol, and baselines where all bytes of the split count."""
+    """Print the closing score with its protocol, and beside baselines, if it is of all bytes."""
     store = session.store
     final = status.fields["final"]
     if store.unit == "byte" and not outcome.sample:
@@ -407,7 +406,7 @@ def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) 
 
 
 def short_run(config: Config, step: int) -> list[str]:
-    """Return the lines on a run that ends before the steps that its optimizer's preset is made for."""
+    """Return lines on a run with fewer steps than its optimizer's preset is made for."""
     optimizer = config.optimizer
     share = learning_rate(config, step) / optimizer.lr
     if step < optimizer.warmup:
