@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from rtx import __version__
 from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
-from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
@@ -42,6 +42,7 @@ from rtx.runs.status import Status, run_state
 from rtx.settings.compose import compose
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.logger import check_logger
+from rtx.settings.overrides import check_overrides
 from rtx.settings.run_config import RUN_CONFIG
 from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
@@ -77,7 +78,7 @@ def call(overrides: Sequence[str]) -> Path:
     The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
     wrong overrides, `RunFailed` for a run that fails, loses a process or is stopped.
     """
-    refuse_sweep(overrides)
+    refuse_sweep(check_overrides(overrides))
     config, folder, state = place_of(with_absolute_path(compose(overrides)))
     folder = folder or new_run_folder(config.name)
     if state is None:
