@@ -196,7 +196,7 @@ def not_numbers(model: torch.nn.Module) -> list[str]:
 
 
 def stores_of(folder: Path | None, data: DataConfig) -> Path:
-    """Return the folder with the store of a run's data: `data_root()`, else what the run recorded."""
+    """Return the folder of the stores of data: `data_root()`, else the one that the run recorded."""
     root = data_root()
     if folder is None:
         return root
@@ -263,7 +263,7 @@ def score_split(
 
 
 def prepare_device(config: Config) -> torch.device:
-    """Set up torch for a command as `hardware` says, before any tensor is made; return the device."""
+    """Set up torch for a command, before any tensor is made, and return the device."""
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     return torch.device(hardware.torch_device)
