@@ -67,7 +67,7 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
     groups = composed(words)
     refuse_second_model(dict(word.split("=", 1) for word in words), groups.model.name)
     values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
-    node = OmegaConf.masked_copy(groups, [key for key in groups if key != "hydra"])
+    node = OmegaConf.masked_copy(groups, [str(key) for key in groups if key != "hydra"])
     with user_errors():
         for key, text in values.items():
             OmegaConf.update(node, key, value_of(key, text))

@@ -116,8 +116,8 @@ class DataConfig:
     """Processes that prepare a store; unset: one for each core. The store is the same for any
     number."""
     pairs: int = key(8, low=1, high=10_000, read_with=IF_RECALL)
-    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number, half
-    or a quarter of it."""
+    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number,
+    half or a quarter of it."""
     keys: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
     """Different keys, of which each sequence draws some (recall tasks)."""
     values: int = key(16, low=2, high=10_000, read_with=IF_RECALL)
