@@ -114,10 +114,14 @@ def refuse_second_model(groups: Mapping[str, str], name: str) -> None:
 
 def name_in_preset(model: str) -> str:
     """Return the model.name that the file of a model sets, or its default."""
-    path = preset("model", model)
-    values = OmegaConf.load(path) if path else OmegaConf.create()
     default = all_fields()["model.name"].default
-    return OmegaConf.select(values, "model.name") or OmegaConf.select(values, "name") or default
+    path = preset("model", model)
+    if path is None:
+        return default
+    # Hydra's directive in the first line: the file sets keys of all groups.
+    is_global = "@package _global_" in path.read_text("utf-8").partition("\n")[0]
+    key = "model.name" if is_global else "name"
+    return OmegaConf.select(OmegaConf.load(path), key) or default
 
 
 @functools.lru_cache(maxsize=64)

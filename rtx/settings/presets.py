@@ -1,4 +1,4 @@
-"""The folder `conf/` and folders of the user: groups, their options, and the file of each option."""
+"""The folder `conf/` and folders of the user: groups, options, and the file of each option."""
 
 import functools
 from collections.abc import Callable

@@ -9,11 +9,11 @@ from typing import Any
 from rtx.errors import refuse
 from rtx.settings.derived import clusters, hash_buckets, reads_self
 from rtx.settings.readers import without_effect
-from rtx.settings.rules import data, model, training
 from rtx.settings.rules.rule import RULES, problems
 from rtx.settings.schema import Config, with_values
 
-__all__ = ["check_data", "data", "model", "resolve", "training"]
+# Each adds its rules to RULES, in this order.
+from rtx.settings.rules import data, model, training  # noqa: F401 isort: skip
 
 
 def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
