@@ -24,8 +24,6 @@ from rtx.settings.hydra_words import (
 )
 from rtx.settings.schema import GROUPS, all_fields, settings
 
-EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
-"""Keys whose values an extension adds to."""
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
@@ -198,7 +196,7 @@ def read_value(field: Field, text: str, *, extended: bool) -> None:
     try:
         field.read_word(text)
     except UserError as error:
-        if extended or field.key not in EXTENSIBLE:
+        if extended or not field.extensible:
             raise
         raise UserError(f"{error}; extensions=<file>.py adds names of your own") from None
 
