@@ -20,6 +20,7 @@ from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
+from rtx.cli.request import Request
 from rtx.commands.sample import draw_image, write_text
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
@@ -38,7 +39,7 @@ from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_anothe
 from rtx.runs.status import Status, run_state
 from rtx.settings.compose import (
     RUN_CONFIG,
-    compose,
+    compose_checked,
     load_run_config,
     to_dict,
     to_yaml,
@@ -68,9 +69,9 @@ SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
 SAMPLE_UNITS = 3072  # of a sample image: all of one of 32 x 32, the upper rows of a larger one
 
 
-def main(arguments: list[str]) -> int:
-    config, folder, before = place_of(with_absolute_path(compose(arguments)))
-    return 0 if before is None else run(config, folder, before)
+def main(request: Request) -> int:
+    folder = request.run if request.runs else None
+    return run(request.config, folder, request.state)
 
 
 def call(overrides: Sequence[str]) -> Path:
@@ -79,8 +80,9 @@ def call(overrides: Sequence[str]) -> Path:
     Whatever happens is raised: `UserError` for what is wrong with the overrides, `RunFailed` where the run fails, loses
     one of its processes, or is stopped. The caller's process does not end, and its signal handlers are put back.
     """
-    refuse_sweep(check_overrides(overrides))
-    config, folder, before = place_of(with_absolute_path(compose(overrides)))
+    checked = check_overrides(overrides)
+    refuse_sweep(checked)
+    config, folder, before = place_of(with_absolute_path(compose_checked(checked)))
     folder = folder or new_run_folder(config.name)
     if before is None:
         return folder

@@ -36,6 +36,7 @@ from rtx.settings.schema import (
     OUTSIDE,
     ROUTING_SIZES,
     SECTIONS,
+    SPREAD,
     YOUNGER,
     Config,
     DataConfig,
@@ -52,14 +53,25 @@ RUN_CONFIG = "config.yaml"
 
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; `UserError` for all that is wrong with the words."""
-    checked = check_overrides(overrides)
-    told = SWEEP_VARIABLE in os.environ  # of a cell: a key that others of its sweep read
-    return resolve(compose_unresolved(checked), () if told else (entry.key for entry in checked))
+    return compose_checked(check_overrides(overrides))
+
+
+def compose_checked(checked: Sequence[Override]) -> Config:
+    """As `compose`, of overrides that have been read."""
+    keys = [entry.key for entry in checked]
+    if SWEEP_VARIABLE in os.environ:
+        # A key that this cell of a sweep does not read, others do.
+        keys = []
+    return resolve(compose_unresolved(checked), keys)
 
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
     """Return the data that overrides of data alone choose, checked whatever the model; errors as of `compose`."""
-    checked = check_overrides(overrides)
+    return compose_data_checked(check_overrides(overrides))
+
+
+def compose_data_checked(checked: Sequence[Override]) -> DataConfig:
+    """As `compose_data`, of overrides that have been read."""
     config = compose_unresolved(checked)
     refuse([*data_problems(config), *idle(config, (entry.key for entry in checked)).values()])
     return config.data
@@ -222,9 +234,14 @@ def load_run_config(run_dir: str | Path) -> Config:
 
 
 def merge(config: Config, overrides: Iterable[str]) -> Config:
-    """Return a run's configuration with overrides on top, checked; `rtx.cli.options` says which a command takes."""
+    """Return a run's configuration with overrides on top, checked; `rtx.cli.commands` says which a command takes."""
+    return merge_checked(config, check_overrides(overrides))
+
+
+def merge_checked(config: Config, checked: Iterable[Override]) -> Config:
+    """As `merge`, of overrides that have been read."""
     values: dict[str, Any] = {}
-    for entry in check_overrides(overrides):
+    for entry in checked:
         if entry.key in GROUPS:
             config = replace(config, **{entry.key: getattr(compose_unresolved([entry]), entry.key)})
         elif "${" in entry.values[0]:
@@ -234,6 +251,16 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
         else:
             values[entry.key] = all_fields()[entry.key].read_word(entry.values[0])
     return resolve(with_values(config, values), values)
+
+
+def on_one_device(config: Config, checked: Iterable[Override] = ()) -> Config:
+    """Return a run's configuration with overrides, for work on one device, not compiled.
+
+    What does not go with several devices, or compiled, may be chosen then.
+    """
+    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
+    hardware = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
+    return merge_checked(replace(config, hardware=hardware), checked)
 
 
 def config_hash(config: Config) -> str:

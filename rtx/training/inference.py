@@ -25,9 +25,17 @@ from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
-from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
+from rtx.settings.compose import (
+    RUN_CONFIG,
+    flat,
+    load_run_config,
+    merge,
+    on_one_device,
+    to_dict,
+)
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import SPREAD, Config, DataConfig
+from rtx.settings.overrides import check_overrides
+from rtx.settings.schema import Config, DataConfig
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
@@ -257,12 +265,7 @@ def prepare_device(config: Config) -> torch.device:
 
 def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return a run's configuration with overrides, for work on one device, not compiled."""
-    config = load_run_config(folder)
-    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
-    alone = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
-    return merge(
-        replace(config, hardware=alone), overrides
-    )  # what does not go with other devices, or compiled, may
+    return on_one_device(load_run_config(folder), check_overrides(overrides))
 
 
 def with_stride(config: Config, stride: int | None = None) -> Config:
