@@ -132,9 +132,10 @@ def refuse_several_devices(command: Command, word: str, key: str, text: str) -> 
 def refuse_foreign(command: Command, key: str) -> None:
     """Raise `UserError` for a key that the command does not read, with the command that does, or the nearest key."""
     known = command.known()
-    # The value that the run has belongs to the message of resume.
+    # Their messages name the value that the run has, or what to write instead.
     refused_later = command.name == "resume" and key in all_fields()
-    if key in known or refused_later or is_hydra_key(key):
+    refused_later = refused_later or "@" in key or is_hydra_key(key)
+    if key in known or refused_later:
         return
     if not any(name.endswith(f".{key}") for name in known):
         refuse_option_of_another(command, key)

@@ -132,6 +132,8 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
         if is_hydra_key(key):
             check_hydra_key(key, text, sweep=sweep)
             overrides.append(Override(key, (text,)))
+        elif "@" in key and key.partition("@")[0] in GROUPS:
+            raise UserError(f"{shorten(word)}: rtx has no packages: {key.partition('@')[0]}={text}")
         elif key not in fields:
             raise UserError(unknown(shorten(key), fields))
         else:
