@@ -20,6 +20,7 @@ from rtx.cli.options import (
 )
 from rtx.errors import UserError, nearest
 from rtx.settings.fields import Field, fields_of
+from rtx.settings.identity import may_change
 from rtx.settings.schema import all_fields, settings
 
 HELP_FLAGS = ("--help", "-h")
@@ -83,12 +84,12 @@ class Command:
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.runs.resumption import may_change
-
-            return ["hardware", "logger", *filter(may_change, all_fields())]
+            return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
         patterns = ("*",) if self.composes else self.keys
         keys = [key for key in settings() if any(fnmatchcase(key, pattern) for pattern in patterns)]
-        return [*self.own, *keys]
+        # Commands on a run get its extensions by name.
+        extensions = ["extensions"] if self.positional.needs_run else []
+        return [*self.own, *extensions, *keys]
 
     def usage(self) -> str:
         """Return the line that says how it is called."""

@@ -146,7 +146,7 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
         return importlib.import_module(f"rtx.commands.{word}").main(request)
     request = with_configuration(request)
     if preview:
-        from rtx.settings.compose import to_yaml
+        from rtx.settings.run_config import to_yaml
 
         print(to_yaml(request.config), end="")
         return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rtx.cli.commands import COMMANDS, Command, Positional
 from rtx.cli.options import KEY_OPTIONS
 from rtx.errors import UserError, listed, shorten, written
+from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import unknown, unquoted
 from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides, is_unset, split_words
@@ -65,7 +66,10 @@ def read_request(command: Command, words: Sequence[str]) -> Request:
     for word, key, text in split_words(words[len(names) :], command.own):
         if command.positional.takes_runs:
             refuse_several_devices(command, word, key, text)
-        if key in command.own:
+        if key == "extensions" and command.positional.needs_run:
+            # The code that the run was trained with.
+            load_extensions(unquoted(text.strip()))
+        elif key in command.own:
             options[key.removeprefix(command.prefix)] = command.own[key].read_word(text)
         else:
             refuse_foreign(command, key)
@@ -155,7 +159,8 @@ def refuse_option_of_another(command: Command, key: str) -> None:
 
 def with_configuration(request: Request) -> Request:
     """Return a request with its configurations, composed or read from its runs, and checked."""
-    from rtx.settings.compose import compose_checked, load_run_config, on_one_device
+    from rtx.settings.compose import compose_checked
+    from rtx.settings.run_config import load_run_config, on_one_device
 
     command = request.command
     if command.composes:
@@ -232,8 +237,8 @@ def startable_training(request: Request) -> Request | None:
     from rtx.runs.folder import requested_folder
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import place_of
-    from rtx.settings.compose import with_absolute_path
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.identity import with_absolute_path
 
     check_source(request.config.data, data_root())
     config, folder, state = place_of(with_absolute_path(request.config))

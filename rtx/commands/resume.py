@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from rtx.cli.request import Request
 from rtx.runs.resumption import as_chosen
-from rtx.settings.compose import merge_checked, with_absolute_path
+from rtx.settings.identity import with_absolute_path
 from rtx.settings.overrides import Override
+from rtx.settings.run_config import merge_checked
 from rtx.settings.schema import Config
 
 

@@ -40,19 +40,10 @@ from rtx.attention.reads import QueriesKeys
 from rtx.errors import UserError
 from rtx.model.key_mix import KeyMix
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
+from rtx.settings.derived import ROUTED, clusters, hash_buckets, memory_slots, reads_self
 from rtx.settings.fields import imported
-from rtx.settings.schema import (
-    BASES,
-    ROUTED,
-    SELECTIONS,
-    Config,
-    clusters,
-    hash_buckets,
-    how_to_register,
-    maker_problem,
-    memory_slots,
-    reads_self,
-)
+from rtx.settings.names import BASES, SELECTIONS, how_to_register, maker_problem
+from rtx.settings.schema import Config
 
 KeySource = Literal["matrix", "queries", "none"]
 """Where the keys of heads come from: a matrix, or the queries; none: the pattern has no keys."""
@@ -164,8 +155,8 @@ class HeadGroup(nn.Module):
         """Return the terms by distance as the pattern reads them."""
         if isinstance(self.tables, SinusoidKeys):
             assert isinstance(self.pattern, PositionPattern)
-            assert self.pattern.keeps is not None
-            return self.tables(self.pattern.keeps)
+            assert self.pattern.cache_size is not None
+            return self.tables(self.pattern.cache_size)
         if self.tables is not None:
             return self.tables()
         return None

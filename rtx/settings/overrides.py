@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rtx.errors import UserError, shorten
-from rtx.settings.extensions import run_files
+from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, unknown, unquoted
 from rtx.settings.hydra_words import (
     check_hydra_key,
@@ -148,7 +148,7 @@ def run_extensions(triples: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     values = {
         value for _, key, text in triples if key == "extensions" for value in split_values(text)
     }
-    return {value: run_files(unquoted(value)) for value in sorted(values - {"null"})}
+    return {value: load_extensions(unquoted(value)) for value in sorted(values - {"null"})}
 
 
 def read_override(

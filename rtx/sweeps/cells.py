@@ -14,19 +14,14 @@ from omegaconf import OmegaConf
 from rtx.errors import UserError, refuse, written
 from rtx.runs.folder import outputs_root
 from rtx.runs.signals import SWEEP_VARIABLE
-from rtx.settings.compose import (
-    compose_unresolved,
-    composed,
-    config_hash,
-    former_hash,
-    to_dict,
-    user_errors,
-)
+from rtx.settings.compose import compose_unresolved, composed, user_errors
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
+from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, preset
-from rtx.settings.rules import idle, resolve, unread
-from rtx.settings.schema import Config, flat
+from rtx.settings.readers import unread, without_effect
+from rtx.settings.rules import resolve
+from rtx.settings.schema import Config, flat, to_dict
 
 DEFINING = (
     "model",
@@ -122,7 +117,7 @@ def cells_of(
 def refuse_idle(cells: Sequence[Cell], checked: Sequence[Override]) -> None:
     """Raise `UserError` for keys of the command that no cell reads."""
     keys = [entry.key for entry in checked if not is_hydra_key(entry.key)]
-    problems = [idle(cell.config, keys) for cell in cells]
+    problems = [without_effect(cell.config, keys) for cell in cells]
     common = set(problems[0]).intersection(*problems[1:])
     refuse(line for key, line in problems[0].items() if key in common)
 
@@ -144,11 +139,10 @@ def words_of(job: Job) -> tuple[str, ...]:
 
 
 def folder_of(config: Config) -> Path:
-    """Return the folder of a cell, named by its hash, or as version 0.3 named it where that folder exists."""
+    """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
     parent = outputs_root() / config.name
-    folder = parent / config_hash(config)
-    former = parent / former_hash(config)
-    return former if former.exists() and not folder.exists() else folder
+    folders = [parent / name for name in cell_hashes(config)]
+    return next((folder for folder in folders if folder.exists()), folders[0])
 
 
 def joined(first: Cell, second: Cell) -> Cell:

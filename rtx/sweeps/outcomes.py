@@ -9,7 +9,11 @@ from rtx.machine import OUT_OF_MEMORY
 from rtx.runs.lock import busy
 from rtx.runs.signals import EXIT_CODES, state_after
 from rtx.runs.status import close, read_status, seems_running
-from rtx.settings.compose import RUN_CONFIG, cell_hashes, load_run_config
+from rtx.settings.identity import cell_hashes
+from rtx.settings.run_config import (
+    RUN_CONFIG,
+    load_run_config,
+)
 from rtx.sweeps.cells import Cell
 
 NO_CODE = 999

@@ -31,11 +31,16 @@ from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import outputs_root, shown, unwritable
 from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
-from rtx.settings.compose import chosen, composed, to_yaml, user_errors
+from rtx.settings.compose import (
+    chosen,
+    composed,
+    user_errors,
+)
 from rtx.settings.hydra_words import is_hydra_key
+from rtx.settings.logger import check_logger
 from rtx.settings.overrides import LAUNCHED, Override
 from rtx.settings.presets import conf_dir
-from rtx.settings.rules import check_logger
+from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
     Cell,
     cells_of,

@@ -26,7 +26,8 @@ from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import HardwareConfig, layer_patterns
+from rtx.settings.derived import layer_patterns
+from rtx.settings.schema import HardwareConfig
 from tests.helpers.tiny_models import (
     BY_QUERY,
     POSITIONS,
@@ -206,7 +207,7 @@ def test_blocks_alone_ask_for_no_summary_columns() -> None:
     (group, *_) = MultiheadAttention(
         tiny_config(base="fixed_block", stride=4, summary=8), layer=0
     ).head_groups()
-    assert group.pattern.keeps == 4  # type: ignore[attr-defined]
+    assert group.pattern.cache_size == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("axes", [(10,), (2, 4, 3)])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rtx.cli import main as cli
-from rtx.settings.compose import compose, config_hash
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
 from rtx.sweeps.slurm import Attempt
 from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
