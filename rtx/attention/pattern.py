@@ -215,8 +215,8 @@ class Pattern(nn.Module, ABC):
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
-            rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers select
-                by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
+            rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers
+                select by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
             streaming: make every choice from the prefix alone, as a stream does. It matters for
                 patterns that are not strictly causal.

@@ -267,9 +267,9 @@ class ContiguousPattern(PositionPattern):
 class Full(ContiguousPattern):
     """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: tables by distance,
-    and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
-    of N^2 for all heads.
+    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: tables by
+    distance, and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there
+    is a mask of N^2 for all heads.
     """
 
     reads_all_cached = True

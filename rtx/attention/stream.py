@@ -83,9 +83,8 @@ class Stream:
                 f"v_BH1D has {N} positions: decode reads one at a time, and prefill the first ones"
             )
         if self.shape_BH is not None and self.shape_BH != (B, H):
-            raise ValueError(
-                f"v_BH1D has B={B}, H={H}: this stream has B={self.shape_BH[0]}, H={self.shape_BH[1]}"
-            )
+            streams, heads = self.shape_BH
+            raise ValueError(f"v_BH1D has B={B}, H={H}: this stream has B={streams}, H={heads}")
         qk = self.inputs(q_BH1D, k_BH1D, self.position)
         out_BH1D = self.cache.decode(qk, v_BH1D, self.position)
         self.position += 1
