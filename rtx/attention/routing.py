@@ -89,7 +89,8 @@ class Routing(ClusterPattern):
             "projected": W_R (q + k) of each position, not normalised again. A position is a member
             as query and as key (the paper's first versions, of ICLR and arXiv).
         commitment: the weight, in the loss, of the mean squared distance of vectors to their
-            nearest centroids.
+            nearest centroids. Both released codes of the paper have it, at 1e-4; Roy et al. 2021
+            does not mention it.
     """
 
     def __init__(
