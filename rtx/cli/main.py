@@ -135,7 +135,7 @@ def dispatch(arguments: list[str]) -> int:
         print(help.command_page(word, words) if flags else help.completion(words))
         return 0
     if flags & {"-m", "--multirun"}:
-        from rtx.sweeps.launcher import sweep
+        from rtx.sweeps.sweep import sweep
 
         return sweep(words, preview="--cfg" in flags)
     if word not in (
@@ -159,7 +159,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def print_configuration(word: str, words: list[str]) -> int:
     """Print what the words of `rtx train` or `rtx plan` compose."""
-    from rtx.settings.compose import to_yaml
+    from rtx.settings.run_config import to_yaml
 
     print(to_yaml(composed(word, words)), end="")
     return 0
@@ -170,11 +170,12 @@ def composed(word: str, words: list[str]) -> "Config":
     from rtx.cli.options import read_words
     from rtx.data.catalog import check_source, data_root
     from rtx.settings.compose import compose
+    from rtx.settings.overrides import check_overrides
     from rtx.sweeps.cells import refuse_sweep
 
     overrides = read_words(word, words).overrides
     config = compose(overrides)
-    refuse_sweep(overrides)
+    refuse_sweep(check_overrides(overrides))
     if word == "train":
         check_source(config.data, data_root())
     return config
@@ -230,8 +231,8 @@ def check_first(word: str, words: list[str]) -> bool:
     """
     from rtx.cli.options import read_words, what_to_do
     from rtx.cli.refusals import refuse
-    from rtx.settings.compose import load_run_config, merge
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.run_config import load_run_config, merge
 
     what, words = what_to_do(word, words)
     command = f"{word} {what}".strip()
@@ -254,8 +255,8 @@ def check_training(config: "Config") -> bool:
     from rtx.runs.folder import requested_folder
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import place_of
-    from rtx.settings.compose import with_absolute_path
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.identity import with_absolute_path
 
     _, _, before = place_of(with_absolute_path(config))
     if before is None:
@@ -271,8 +272,8 @@ def check_resumption(folder: Path, overrides: list[str]) -> bool:
     from rtx.commands.resume import changed
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import plan_resumption
-    from rtx.settings.compose import load_run_config
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.run_config import load_run_config
 
     config = changed(load_run_config(folder), overrides)
     if not plan_resumption(folder, config):

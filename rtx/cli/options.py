@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rtx.errors import UserError, listed, nearest, shorten
+from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, fields_of, one_of, ranged, unknown, unquoted
+from rtx.settings.hydra_words import is_hydra_key
+from rtx.settings.identity import may_change
 from rtx.settings.overrides import LAUNCHED, split_words
 from rtx.settings.schema import SPREAD, all_fields, settings
 
@@ -168,15 +171,19 @@ class Command:
         prefix = ("plan." if self.options is PlanOptions else "sweep.") * self.composes
         return fields_of(self.options, prefix) if self.options else {}
 
+    @property
+    def loads_run(self) -> bool:
+        """Whether the command needs the code of a run's extensions, which `extensions=` names."""
+        return self.runs.startswith("<run>")
+
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.runs.resumption import may_change  # which reads configurations by this module
-
-            return ["hardware", "logger", *filter(may_change, all_fields())]
+            return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
         patterns = ("*",) if self.composes else self.keys
         return [
             *self.own,
+            *(["extensions"] if self.loads_run else []),
             *(key for key in settings() if any(fnmatchcase(key, each) for each in patterns)),
         ]
 
@@ -317,7 +324,9 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     for word, key, text in split_words(words[len(runs) :], reads.own):
         if runs and key in ("hardware", "hardware.name") and unquoted(text.strip()) in many:
             raise UserError(f"{word}: not for rtx {command}, which takes one run on this machine")
-        if key in reads.own:
+        if key == "extensions" and reads.loads_run:
+            load_extensions(unquoted(text.strip()))
+        elif key in reads.own:
             values[key.rpartition(".")[2]] = reads.own[key].read_word(text)
         else:
             refuse_foreign(reads, key)
@@ -337,11 +346,7 @@ def refuse_foreign(reads: Command, key: str) -> None:
     """Refuse a key that the command does not read; say which command reads it, or which key is near."""
     known = reads.known()
     told_later = reads.name == "resume" and key in all_fields()  # with the value that the run has
-    if (
-        key in known
-        or told_later
-        or (reads.name == "train -m" and key.startswith("hydra.launcher."))
-    ):
+    if key in known or told_later or is_hydra_key(key):
         return
     for other in () if any(name.endswith(f".{key}") for name in known) else COMMANDS:
         if (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:

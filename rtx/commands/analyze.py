@@ -37,7 +37,8 @@ from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
 from rtx.runs.status import utc_now
-from rtx.settings.compose import short_hash, with_values
+from rtx.settings.identity import short_hash
+from rtx.settings.schema import with_values
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
 

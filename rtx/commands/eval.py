@@ -19,7 +19,8 @@ from rtx.progress import clock, say
 from rtx.report.summary import protocol_line, sees_future
 from rtx.runs.folder import is_export, save, shown
 from rtx.runs.status import read_status, run_state, utc_now
-from rtx.settings.compose import flat, short_hash, to_dict
+from rtx.settings.identity import short_hash
+from rtx.settings.schema import flat, to_dict
 from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 

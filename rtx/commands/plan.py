@@ -6,16 +6,18 @@ import torch
 
 from rtx.analysis.cost import Cost, cost
 from rtx.analysis.engines import META, attention_line, gpu_here
-from rtx.analysis.footprint import choose_micro_batch, devices, footprint, on_gpu, with_choice
+from rtx.analysis.footprint import footprint
+from rtx.analysis.micro_batch import choose_micro_batch, with_choice
+from rtx.analysis.planned_device import devices, on_gpu
 from rtx.analysis.speed import expected_step, rates
 from rtx.cli.help import prose_width
 from rtx.cli.options import read_words
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.report.summary import heads_phrase, sees_future
-from rtx.settings.compose import compose, with_values
+from rtx.settings.compose import compose
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, with_values
 from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12

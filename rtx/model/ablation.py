@@ -11,7 +11,8 @@ from rtx.attention.pattern import Prepared
 from rtx.model.heads import HeadGroup, layer_seed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import ROUTED, Config, clusters
+from rtx.settings.derived import ROUTED, clusters
+from rtx.settings.schema import Config
 
 MEMBER_SEED = 1_000_003
 """Keeps swapped-in memberships apart from those that selection=random trained with."""

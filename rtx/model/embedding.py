@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from rtx.model.likelihood import Bands, make_bands
 from rtx.model.linear import Linear
 from rtx.model.positions import LearnedPositions
-from rtx.settings.schema import Config, embedding_width, sizes_of
+from rtx.settings.derived import embedding_width, sizes_of
+from rtx.settings.schema import Config
 
 
 class Embedding(nn.Module):

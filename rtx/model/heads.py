@@ -40,19 +40,10 @@ from rtx.attention.reads import QueriesKeys
 from rtx.errors import UserError
 from rtx.model.key_mix import KeyMix
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
+from rtx.settings.derived import ROUTED, clusters, hash_buckets, memory_slots, reads_self
 from rtx.settings.fields import imported
-from rtx.settings.schema import (
-    BASES,
-    ROUTED,
-    SELECTIONS,
-    Config,
-    clusters,
-    hash_buckets,
-    how_to_register,
-    maker_problem,
-    memory_slots,
-    reads_self,
-)
+from rtx.settings.names import BASES, SELECTIONS, how_to_register, maker_problem
+from rtx.settings.schema import Config
 
 KeySource = Literal["matrix", "queries", "none"]
 """Where the keys of heads come from: a matrix, or the queries; none: the pattern has no keys."""

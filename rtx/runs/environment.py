@@ -15,7 +15,7 @@ from rtx.disk import open_no_link, read_file, write_json
 from rtx.errors import DAMAGED
 from rtx.runs.resumption import Differences
 from rtx.runs.status import utc_now
-from rtx.settings.schema import REGISTERED
+from rtx.settings.names import REGISTERED
 
 CHECKOUT = Path(__file__).parents[2]
 EXACT = (

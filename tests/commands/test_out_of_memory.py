@@ -10,7 +10,7 @@ import torch
 
 from rtx.model.transformer import Transformer
 from rtx.runs.status import read_status
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference
 
 AUTO = (

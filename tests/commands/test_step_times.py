@@ -11,7 +11,7 @@ import pytest
 
 from rtx.analysis.cost import cost
 from rtx.report.steps import WHAT
-from rtx.settings.compose import to_config
+from rtx.settings.schema import to_config
 from tests.helpers.small_runs import ROOT, SIZES, Workshop
 
 KINDS = "routing.heads=0,1"

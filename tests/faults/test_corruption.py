@@ -10,7 +10,7 @@ import pytest
 from rtx.errors import RunFailed, UserError
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 from tests.helpers.disturbances import damage
 from tests.helpers.small_runs import SIZES, Workshop, checkpoint_difference

@@ -32,7 +32,7 @@ from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
 from rtx.training.inference import run_config
 from tests.helpers.disturbances import asked, deadline

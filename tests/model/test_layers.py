@@ -26,7 +26,8 @@ from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import HardwareConfig, layer_patterns
+from rtx.settings.derived import layer_patterns
+from rtx.settings.schema import HardwareConfig
 from tests.helpers.tiny_models import (
     BY_QUERY,
     POSITIONS,

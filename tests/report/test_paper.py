@@ -15,10 +15,10 @@ from rtx.report.paper import SOURCES, allowed, paper_tables, table_of
 from rtx.report.run_records import collect
 from rtx.report.score_rows import rows_by_protocol
 from rtx.report.score_tables import departures
-from rtx.settings.compose import compose, flat, to_dict, with_values
+from rtx.settings.compose import compose
 from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import conf_dir, options
-from rtx.settings.schema import all_fields
+from rtx.settings.schema import all_fields, flat, to_dict, with_values
 from rtx.sweeps.cells import lay_out
 from tests.helpers.records import IMAGES, config, write_eval, write_run
 

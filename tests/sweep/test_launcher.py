@@ -11,7 +11,9 @@ import pytest
 from rtx.cli import main as cli
 from rtx.runs.lock import working_in
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import compose, config_hash, to_yaml
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
+from rtx.settings.run_config import to_yaml
 from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 

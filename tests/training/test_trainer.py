@@ -17,17 +17,13 @@ from rtx.data.datamodule import MicroBatches
 from rtx.data.sampler import ShuffledWindows
 from rtx.evaluation.scores import score_batch
 from rtx.runs.status import read_status
-from rtx.settings.compose import compose, load_run_config
+from rtx.settings.compose import compose
+from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
-from rtx.training.module import (
-    build_model,
-    build_optimizer,
-    learning_rate,
-    seed_everything,
-    set_learning_rate,
-)
+from rtx.training.first_weights import build_model, seed_everything
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from tests.helpers.small_runs import Workshop, difference, read_metrics
 
 
@@ -71,8 +67,10 @@ def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
         "few", "trainer.steps=4", "trainer.val_windows=2", "optimizer.schedule=constant"
     )
     better = read_checkpoint(last(run))
-    assert better["callbacks"]["Watch"]["best"]["windows"] == 2
-    better["callbacks"]["Watch"]["best"]["bits"] = 0.1  # as if the few windows had been easy ones
+    assert better["callbacks"]["Validations"]["best"]["windows"] == 2
+    better["callbacks"]["Validations"]["best"]["bits"] = (
+        0.1  # as if the few windows had been easy ones
+    )
     CheckpointFiles().save_checkpoint(better, last(run))
     workshop.command("resume", str(run), "trainer.steps=8", "trainer.val_windows=null")
     best = (read_status(run) or {})["best"]
