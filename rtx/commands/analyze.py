@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
+from rtx.analysis.divergence import divergences, mean_over_layers
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
 from rtx.cli.help import prose_width
 from rtx.cli.options import (
@@ -98,11 +99,11 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     )
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
     with run.autocast(), progress_bar("layers") as show:
-        found = weights.divergences(
+        found = divergences(
             run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show
         )
     means, what = (
-        weights.over_layers(found),
+        mean_over_layers(found),
         f"Jensen-Shannon divergence on {options.split} of {store.name}",
     )
     print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")

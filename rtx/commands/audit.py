@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rtx.analysis.causality import Audit, audit_model, choice_gradients
+from rtx.analysis.causality import Audit, audit_model
+from rtx.analysis.choice_gradients import choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.attention import Pattern
 from rtx.cli.help import prose_width
