@@ -61,7 +61,7 @@ from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import conf_dir, options
 from rtx.settings.schema import CLUSTERED, Config
 from rtx.sweeps.cells import lay_out
-from rtx.training.callbacks import Watch
+from rtx.training import module
 from tests.helpers.made_sets import (
     encoded,
     publish_enwik8,
@@ -422,19 +422,18 @@ def training_bits(run: Path) -> dict[int, float]:
 
 @contextlib.contextmanager
 def stop_at(step: int) -> Iterator[None]:
-    """Send this process SIGTERM after a training step, as a scheduler may."""
-    usual = Watch.on_train_batch_end
+    """Send this process SIGTERM in a training step, as a scheduler may."""
+    original = module.after_step
+    steps = itertools.count(1)
 
-    def stopping(self: Watch, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == step:
+    def stopping(*arguments: Any) -> None:
+        original(*arguments)
+        if next(steps) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        usual(self, trainer, *rest)
 
-    Watch.on_train_batch_end = stopping  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "after_step", stopping)
         yield
-    finally:
-        Watch.on_train_batch_end = usual  # type: ignore[method-assign]
 
 
 def score_options(words: list[str], config: Config) -> list[str]:
