@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import io
 import itertools
 import json
@@ -42,10 +43,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rtx.commands.eval
-import rtx.commands.export
-import rtx.commands.plan
-import rtx.commands.resume
 import rtx.commands.train
 from benchmarks.ending import end_with_children
 from benchmarks.machine import code, machine
@@ -633,6 +630,9 @@ def prove_and_write(overrides: dict[str, list[str]], names: list[str], jobs: int
     if len(names) < len(overrides) and RESULTS.exists():
         rows = {row["preset"]: row for row in json.loads(RESULTS.read_text())}
     facts = {"machine": machine("cpu", 1), "versions": code()}
+    # Each preset's process would import these anew.
+    for name in ("eval", "export", "plan", "resume", "sample"):
+        importlib.import_module(f"rtx.commands.{name}")
     with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
         folder = Path(home)
         files = folder / "files"
