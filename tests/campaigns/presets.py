@@ -47,7 +47,7 @@ import rtx.commands.train
 from benchmarks.ending import end_with_children
 from benchmarks.machine import code, machine
 from rtx.analysis.cost import cost
-from rtx.analysis.footprint import choose_micro_batch
+from rtx.analysis.micro_batch import choose_micro_batch
 from rtx.cli.main import main as rtx_main
 from rtx.data import images, text
 from rtx.data.sets import IMAGE_SETS, MADE, SETS
