@@ -192,6 +192,9 @@ def presets() -> dict[str, list[str]]:
         found[f"experiment/{name}"] = list(
             lay_out(check_overrides([f"experiment={name}"], sweep=True))[0].overrides
         )
+    for name in options("heads"):
+        words = words_behind(header("heads", name), "train")
+        found[f"heads/{name}"] = [word for word in words if not word.startswith("data.path=")]
     return found
 
 

@@ -1,5 +1,8 @@
 """The files of `conf/`: each composes, says where its values come from, writes only what it may, and takes a step."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -9,13 +12,14 @@ from rtx.analysis.footprint import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
 from rtx.data.sets import IMAGE_SETS, MADE
+from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
-from rtx.settings.compose import compose, with_values
+from rtx.settings.compose import cell_hashes, compose, with_values
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import conf_dir, options
 from rtx.settings.rules import resolve
-from rtx.settings.schema import GROUPS, Config, all_fields
+from rtx.settings.schema import GROUPS, UNSET_GROUPS, Config, all_fields
 from rtx.sweeps.cells import lay_out
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
@@ -58,6 +62,8 @@ SPARSE = {
 BASELINES = {model for model in SAID if not model.startswith("rt")}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = ("text", "images", "hub")
+HASHES = json.loads(Path(__file__).with_name("preset_hashes.json").read_text())
+"""Both names that the folder of a cell may have, by the words of presets that runs were recorded with."""
 
 
 def header(group: str, option: str) -> list[str]:
@@ -94,23 +100,54 @@ def keys_of(group: str, option: str) -> set[str]:
 def test_every_option_composes_sets_keys_of_the_schema_and_carries_its_own_name(
     group: str, option: str
 ) -> None:
-    config = compose([f"{group}={option}", *(["data.path=here"] if option in NEEDS_A_PATH else [])])
+    words = [f"{group}={option}"]
+    if option in NEEDS_A_PATH:
+        words.append("data.path=here")
+    if group == "heads" and "/" in option:
+        words.append(f"experiment={option.partition('/')[0]}")
+    config = compose(words)
     assert resolve(config) == config
     assert keys_of(group, option) <= set(all_fields())
-    if group not in ("routing", "experiment"):
+    if group not in ("routing", *UNSET_GROUPS):
         name = getattr(config, group).name
         assert name == (
             "auto" if option in LAUNCHED else option
         )  # a job is to be the same cell wherever it runs
 
 
+def test_cells_that_were_recorded_are_found_by_their_presets() -> None:
+    found = {words: [*cell_hashes(compose(words.split()))] for words in HASHES}
+    assert found == HASHES
+
+
+def test_an_experiment_whose_name_had_its_heads_in_it_is_refused_with_the_words_for_it() -> None:
+    for words, instead in (
+        ("experiment=long_text_probed", "experiment=long_text heads=probed"),
+        ("experiment=enwik8_transformer_xl", "experiment=enwik8 heads=transformer_xl"),
+    ):
+        with pytest.raises(UserError, match=f"{words}: write {instead}"):
+            compose([words])
+
+
+def test_heads_are_those_of_the_experiment_or_of_any() -> None:
+    assert compose(["experiment=pg19", "heads=local"]).model.layers == 24
+    assert compose(["experiment=pg19_baselines", "heads=local"]).model.layers == 24
+    assert compose(["experiment=pg19", "heads=full"]).model.layers == 22
+    assert compose(["heads=full"]).model.base == "full"
+    assert compose(["experiment=mqar", "heads=null"]) == compose(["experiment=mqar"])
+    with pytest.raises(UserError, match="heads=t64: with experiment=pg19 heads is one of full,"):
+        compose(["experiment=pg19", "heads=t64"])
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(model: str) -> None:
-    assert (compose([f"model={model}", "routing=topk"]).routing.heads == 0) == (model in BASELINES)
+    assert (compose([f"model={model}"]).routing.heads == 0) == (model in BASELINES)
     keys = keys_of("model", model)
-    sizes = {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
+    sizes = {"data.length"}
+    if model not in BASELINES:
+        sizes |= {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
     assert "model.window" in keys
-    assert {key for key in keys if not key.startswith("model.")} == {"data.length", *sizes}
+    assert {key for key in keys if not key.startswith("model.")} == sizes
     lines = header("model", model)
     published = () if model in ("tiny", "recall") else ("# Score: ", "# The released code differs")
     for title in ("# Source: ", *published):
@@ -152,7 +189,30 @@ def test_a_model_of_the_paper_selects_algorithm_1_and_the_command_line_another(m
     )
 
 
-@pytest.mark.parametrize("routing", options("routing"))
+@pytest.mark.parametrize("model", MODELS)
+def test_topk_is_algorithm_1_with_every_model_and_none_has_no_routing_heads(model: str) -> None:
+    base = compose([f"model={model}"]).model.base
+    without = compose([f"model={model}", "routing=none"])
+    assert (without.routing.heads, without.routing.layers) == (0, 0)
+    words = [f"model={model}", "routing=topk"]
+    if model in BASELINES:
+        words += ["routing.heads=1", "routing.layers=1"]
+    if base == "recurrent":
+        with pytest.raises(UserError, match=r"has no place beside model\.base=recurrent"):
+            compose(words)
+        return
+    routing = compose(words).routing
+    file = OmegaConf.load(conf_dir() / "routing" / "topk.yaml")
+    assert isinstance(file, DictConfig)
+    assert {key: getattr(routing, key) for key in file} == OmegaConf.to_container(file)
+    others = (routing.keys, routing.key_shift, routing.key_conv, routing.rotary, routing.merge)
+    assert others == ("shared", 0, 1, True, "mean")
+
+
+ROUTINGS = [routing for routing in options("routing") if routing != "none"]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_it_has_others(
     routing: str,
 ) -> None:
@@ -256,7 +316,7 @@ def take_step(config: Config) -> None:
 
 
 ROUTED = [[f"model={model}"] for model in MODELS if model not in BASELINES]
-ROUTED = [[*words, f"routing={routing}"] for words in ROUTED for routing in options("routing")]
+ROUTED = [[*words, f"routing={routing}"] for words in ROUTED for routing in ROUTINGS]
 OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [
     [f"optimizer={name}"] for name in options("optimizer")
 ]
@@ -269,14 +329,7 @@ def test_presets_take_a_step(words: list[str]) -> None:
     take_step(config)
 
 
-TEXTS = {
-    name: (conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in options("experiment")
-}
-
-
-@pytest.mark.parametrize(
-    "experiment", [name for name, text in TEXTS.items() if "\n      experiment:" not in text]
-)
+@pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_cell_of_every_experiment(experiment: str) -> None:
     laid_out = [
         cell.overrides

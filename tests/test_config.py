@@ -52,7 +52,9 @@ def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() ->
 @pytest.mark.parametrize("rows", ["far_text", "mqar"])
 def test_rows_that_are_named_by_a_selection_have_it(rows: str) -> None:
     names = ("causal", "exact", "blocks", "blocks_random", "indexer", "topk", "random")
-    found = {name: compose([f"experiment={rows}_{name}"]).routing.selection for name in names}
+    found = {
+        name: compose([f"experiment={rows}", f"heads={name}"]).routing.selection for name in names
+    }
     assert found == {name: name for name in names}
 
 

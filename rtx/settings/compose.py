@@ -28,7 +28,7 @@ from rtx.errors import UserError, refuse, shorten
 from rtx.settings.extensions import run_files
 from rtx.settings.fields import unknown, unquoted
 from rtx.settings.overrides import Override, check_overrides
-from rtx.settings.presets import CONFIG_DIRS, conf_dir, preset
+from rtx.settings.presets import CONFIG_DIRS, conf_dir, options, preset
 from rtx.settings.rules import data_problems, default_where_unread, idle, resolve
 from rtx.settings.schema import (
     GROUPS,
@@ -48,6 +48,8 @@ from rtx.settings.schema import (
 from rtx.variables import SWEEP_VARIABLE
 
 RUN_CONFIG = "config.yaml"
+NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
+"""Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""
 
 
 def compose(overrides: Iterable[str]) -> Config:
@@ -100,8 +102,51 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
 
 def chosen(checked: Iterable[Override]) -> tuple[str, ...]:
     """Return the options of groups among overrides as Hydra takes them: the last of each; it knows no null."""
-    found = {entry.key: entry.values[0] for entry in checked if entry.key in GROUPS}
-    return tuple(f"{group}={option}" for group, option in found.items() if option.lower() != "null")
+    last = {entry.key: entry.values[0] for entry in checked if entry.key in GROUPS}
+    choices = {group: option for group, option in last.items() if option.lower() != "null"}
+    if "heads" in choices:
+        choices["heads"] = heads_option(choices["heads"], choices.get("experiment", ""))
+    words = [f"{group}={option}" for group, option in choices.items()]
+    if choices.get("routing") == "none":
+        # The file of a model, which is composed later, has the number of its routing heads.
+        words += ["routing.heads=0", "routing.layers=0"]
+    return tuple(words)
+
+
+def heads_option(option: str, experiment: str) -> str:
+    """Return the option of the group heads that a word chooses for an experiment.
+
+    An experiment, or one that it builds on, may have options in a folder of its name: with
+    `experiment=pg19_baselines` the word `local` chooses `pg19/local`. `UserError`: none of this name.
+    """
+    folders = lineage(experiment)
+    names = [*(f"{folder}/{option}" for folder in folders), option]
+    for name in names:
+        if preset("heads", name):
+            return name
+    known = [name for name in options("heads") if "/" not in name]
+    for name in options("heads"):
+        folder, _, short = name.rpartition("/")
+        if folder in folders:
+            known.append(short)
+    chosen_experiment = f"experiment={experiment}" if experiment else "no experiment"
+    listing = ", ".join(dict.fromkeys(known))
+    raise UserError(f"heads={option}: with {chosen_experiment} heads is one of {listing}")
+
+
+def lineage(experiment: str) -> list[str]:
+    """Return the name of an experiment and of those that its file builds on, the nearest first."""
+    path = preset("experiment", experiment)
+    if path is None:
+        return []
+    names = [experiment]
+    with user_errors(f"{path}: "):
+        node = OmegaConf.load(path)
+    defaults = node.get("defaults", []) if isinstance(node, DictConfig) else []
+    for entry in defaults:
+        if isinstance(entry, str) and entry != "_self_":
+            names += lineage(entry.removeprefix("/experiment/"))
+    return names
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,7 +162,11 @@ def composed(words: tuple[str, ...]) -> DictConfig:
         user_errors(),
         hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"),
     ):
-        return hydra.compose("config", list(words), return_hydra_config=True)
+        config = hydra.compose("config", list(words), return_hydra_config=True)
+        for group in NAMED_BY_FILE:
+            # Read while Hydra's choices, to which the name refers, are there.
+            config[group].name = config[group].name
+        return config
 
 
 def preset_routing(config: Config) -> dict[str, Any]:

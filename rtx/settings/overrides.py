@@ -13,6 +13,7 @@ from rtx.errors import UserError, shorten
 from rtx.settings.extensions import run_files
 from rtx.settings.fields import Field, unknown, unquoted
 from rtx.settings.hydra_words import COMMA, hydra_values
+from rtx.settings.presets import replacement
 from rtx.settings.schema import GROUPS, all_fields, settings
 
 EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
@@ -125,6 +126,9 @@ def refuse_hydra_values(field: Field, text: str, sweep: bool) -> None:
 
 def read_value(field: Field, text: str, *, extended: bool) -> None:
     """Check the text of a value; `extended`: the line names extensions, which may add values."""
+    instead = replacement(field.key, unquoted(text.strip()))
+    if instead:
+        raise UserError(f"{field.key}={shorten(text)}: write {instead}")
     try:
         field.read_word(text)
     except UserError as error:

@@ -17,11 +17,35 @@ def conf_dir() -> Path:
 
 @functools.cache
 def options(group: str) -> tuple[str, ...]:
-    """Return the options of a group in alphabetical order."""
+    """Return the options of a group in alphabetical order; of folders in it, such as `pg19/local`."""
     names = set()
     for folder in (conf_dir(), *CONFIG_DIRS):
-        names |= {path.stem for path in (folder / group).glob("*.yaml")}
+        paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
+        names |= {path.with_suffix("").as_posix() for path in paths}
     return tuple(sorted(names))
+
+
+def option_words(group: str) -> tuple[str, ...]:
+    """Return the words that choose an option of a group.
+
+    `heads=local` is short for `heads=pg19/local` where the experiment is pg19.
+    """
+    names = options(group)
+    if group != "heads":
+        return names
+    short = [name.rpartition("/")[2] for name in names]
+    return tuple(dict.fromkeys([*names, *short]))
+
+
+def replacement(group: str, option: str) -> str:
+    """Return the words that choose what an option was once called, such as `cifar10_full`, or ""."""
+    if group != "experiment" or option in options(group):
+        return ""
+    for experiment in options(group):
+        heads = option.removeprefix(f"{experiment}_")
+        if heads != option and heads in option_words("heads"):
+            return f"experiment={experiment} heads={heads}"
+    return ""
 
 
 def preset(group: str, option: str) -> Path | None:

@@ -259,7 +259,7 @@ def recurrent_problems(config: Config) -> Iterator[str]:
     if "recurrent" in patterns and not recurrent:
         yield f"model.base={model.base}: recurrent heads take no others beside them"
     if recurrent and routing.heads and routing.layers:
-        yield f"routing.heads={routing.heads} has no place beside model.base=recurrent; take routing.heads=0"
+        yield f"routing.heads={routing.heads} has no place beside model.base=recurrent; take routing=none"
     if recurrent and model.positions in ("learned", "axial"):
         yield f"model.positions={model.positions} has no place in model.base=recurrent; take xl, rotary, shaw or none"
     if recurrent and model.same_length and not model.memory:

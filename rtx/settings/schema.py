@@ -16,11 +16,14 @@ from typing import Any
 from rtx.data.sets import SETS, DataSet
 from rtx.errors import shorten
 from rtx.settings.fields import Field, fields_of, key_of, one_of, ranged
-from rtx.settings.presets import options
+from rtx.settings.presets import option_words
 
-GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
+SECTIONS = ("data", "routing", "optimizer", "hardware", "logger", "model", "trainer")
+"""The dataclasses of a configuration, by their keys."""
+UNSET_GROUPS = ("experiment", "heads")
+"""Groups of which no option is chosen by default."""
+GROUPS = (*SECTIONS[:-1], *UNSET_GROUPS)
 """Hydra groups in the order of composition; a later one wins."""
-SECTIONS = (*GROUPS[:-1], "trainer")
 
 BASES: dict[str, Any] = dict.fromkeys(
     (
@@ -472,9 +475,9 @@ def settings() -> dict[str, Field]:
     """The groups, whose values are the files of `conf/<group>/`, and every key."""
     doc = "a file of conf/{0}/".format
     keys, own = all_fields(), {"data": [name for name in SETS if name in REGISTERED]}
-    known = {key: (*options(key), *own.get(key, ())) for key in GROUPS}
+    known = {key: (*option_words(key), *own.get(key, ())) for key in GROUPS}
     groups = {
-        key: Field(key, str, key == "experiment", False, None, doc(key), known[key])
+        key: Field(key, str, key in UNSET_GROUPS, False, None, doc(key), known[key])
         for key in GROUPS
     }
     return groups | keys

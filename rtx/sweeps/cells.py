@@ -24,6 +24,7 @@ from rtx.settings.compose import (
     composed,
     config_hash,
     former_hash,
+    heads_option,
     load_run_config,
     to_dict,
     user_errors,
@@ -74,6 +75,8 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
         {entry.key: entry for entry in checked if not entry.key.startswith("hydra.")}.values()
     )
     grids = list(expanded(given).values())
+    for grid in grids:
+        refuse_conflicts(heads_values(grid), given)
     swept = {entry.key for grid in grids for entry in grid if len(entry.values) > 1}
     if len(grids) > 1:
         swept.add("experiment")
@@ -157,7 +160,7 @@ def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
     rest = [entry for entry in given if entry.key != "experiment"]
     chosen = next((entry.values for entry in given if entry.key == "experiment"), ("",))
     if len(chosen) > 1:
-        refuse_conflicts(chosen, rest)
+        refuse_conflicts({row: own_values("experiment", row) for row in chosen}, rest)
     grids: dict[str, list[Override]] = {}
     for name in chosen:
         axes = {axis.key: axis for axis in own_axes(name)}
@@ -171,11 +174,28 @@ def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
     return grids
 
 
-def refuse_conflicts(rows: Sequence[str], given: Sequence[Override]) -> None:
-    """Raise `UserError` for overrides that contradict what makes a row of several what its name says."""
+def heads_values(grid: Sequence[Override]) -> dict[str, dict[str, str]]:
+    """Return what the files set of several options of heads that a grid lists, by `heads=<option>`."""
+    entries = {entry.key: entry for entry in grid}
+    if "heads" not in entries or len(entries["heads"].values) < 2:
+        return {}
+    chosen = entries.get("experiment")
+    experiment = chosen.values[0] if chosen else ""
+    rows = {}
+    for word in entries["heads"].values:
+        if word.lower() != "null":
+            rows[f"heads={word}"] = own_values("heads", heads_option(word, experiment))
+    return rows
+
+
+def refuse_conflicts(rows: Mapping[str, Mapping[str, str]], given: Sequence[Override]) -> None:
+    """Raise `UserError` for overrides that contradict what makes a row of several what its name says.
+
+    `rows` has the groups and keys that the file of each row sets, by the name of the row.
+    """
     lines = []
     for entry in given:
-        keys = {row: conflicts(own_values(row), entry, given) for row in rows}
+        keys = {row: conflicts(values, entry, given) for row, values in rows.items()}
         named = [f"{row} ({' '.join(found)})" for row, found in keys.items() if found]
         if named:
             way_out = f"train such a row by a command of its own, without {entry.key}"
@@ -202,12 +222,16 @@ def hides_option(key: str, value: str, entry: Override, own: Mapping[str, str]) 
     return key.startswith(f"{entry.key}.") and not without_heads
 
 
-def own_values(experiment: str) -> dict[str, str]:
-    """Return the groups and keys that the file of an experiment sets, if it builds on another experiment; else none."""
-    path = preset("experiment", experiment)
+def own_values(group: str, option: str) -> dict[str, str]:
+    """Return the groups and keys that the file of an option sets.
+
+    An experiment that builds on no other sets none: it is no row of a table.
+    """
+    path = preset(group, option)
     node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
     defaults = node.pop("defaults", [])
-    if not any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
+    builds_on_another = any(isinstance(entry, str) and entry != "_self_" for entry in defaults)
+    if group == "experiment" and not builds_on_another:
         return {}
     found = {}
     for entry in defaults:

@@ -24,19 +24,19 @@ ROWS = {
         " model.layers=16 routing.heads=0",
         FULL,
         FAR,
-        "_adaptive_input",
-        "_transformer_xl",
+        " heads=adaptive_input",
+        " heads=transformer_xl",
     ],
-    "enwik8": [" model=rt24 routing.heads=0", FULL, SPARSE, SPANS, T64, "_transformer_xl"],
+    "enwik8": [" model=rt24 routing.heads=0", FULL, SPARSE, SPANS, T64, " heads=transformer_xl"],
     "imagenet64": [LOCAL, FULL, f"{SPARSE}-imagenet64", f"{LSH} model.lsh=reformer", LSH],
     "pg19": [
         " model.layers=24 routing.heads=0",
         FULL,
-        "_transformer_xl",
-        "_compressive_transformer",
+        " heads=transformer_xl",
+        " heads=compressive_transformer",
     ],
 }
-"""The rows beside each table's own model: overrides of it, or the rest of the name of a model of its own."""
+"""The rows beside each table's own model, as overrides of its experiment."""
 
 
 def cells(*words: str) -> list[Cell]:
@@ -80,17 +80,18 @@ def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() 
         "rtx",
         "rtx",
     ]
-    twice = "experiment=enwik8,enwik8_full,enwik8_baselines"  # which stands for six, and one of them is there already
+    twice = "experiment=enwik8,enwik8_baselines"
     assert len(cells(twice)) == 7
+    assert len(cells("experiment=enwik8", "heads=routing,full")) == 2
 
 
 def test_a_cell_is_named_by_what_is_swept() -> None:
     laid_out = cells("experiment=pg19_steps", "seed=1,2")
     assert [cell.title for cell in laid_out] == [
-        f"experiment={name} seed={seed}" for name in ("pg19_local", "pg19") for seed in (1, 2)
+        f"heads={name} seed={seed}" for name in ("local", "routing") for seed in (1, 2)
     ]
     assert laid_out[3].config == compose(["experiment=pg19", "routing.heads=2", "seed=2"])
-    assert set(laid_out[0].overrides) == {"experiment=pg19_local", "seed=1"}
+    assert set(laid_out[0].overrides) == {"experiment=pg19_steps", "heads=local", "seed=1"}
 
 
 def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None:
@@ -104,28 +105,42 @@ def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None
 
 def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_row() -> None:
     assert [
-        config.model.layers for config in configs("experiment=pg19,pg19_local", "model.layers=2")
+        config.model.layers
+        for config in configs("experiment=pg19", "heads=routing,local", "model.layers=2")
     ] == [2, 2]
     lengths = [
-        config.data.length for config in configs("experiment=enwik8,enwik8_t64", "data.length=1024")
+        config.data.length
+        for config in configs("experiment=enwik8", "heads=routing,t64", "data.length=1024")
     ]
     assert lengths == [1024, 1024]
     refused = {
         "experiment=cifar10_grid,cifar10_baselines routing.heads=2": (
-            "routing.heads=2 conflicts with cifar10_full (routing.heads=0), cifar10_local ("
+            "routing.heads=2 conflicts with heads=full (routing.heads=0), heads=local ("
         ),
         "experiment=far_text routing.window=64": (
-            "routing.window=64 conflicts with far_text_full (routing.window=2048); train such a row"
+            "routing.window=64 conflicts with heads=full (routing.window=${data.length}); train such"
         ),
-        "experiment=cifar10,cifar10_random routing=causal": "cifar10_random (routing.selection=random)",
-        "experiment=pg19,pg19_local model=rt12": "model=rt12 conflicts with pg19_local (model.layers=24)",
+        "experiment=cifar10 heads=routing,random routing=causal": (
+            "heads=random (routing.selection=random)"
+        ),
+        "experiment=pg19 heads=routing,local model=rt12": (
+            "model=rt12 conflicts with heads=local (model.layers=24)"
+        ),
     }
     for words, said in refused.items():
         with pytest.raises(UserError) as caught:
             cells(*words.split())
         assert said in str(caught.value)
     assert (
-        len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2"))
+        len(
+            cells(
+                "experiment=pg19",
+                "heads=routing,local",
+                "model=rt12",
+                "model.layers=3",
+                "routing.layers=2",
+            )
+        )
         == 2
     )  # no row keeps its own layers
 
@@ -137,9 +152,9 @@ def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell(
     titles = [cell.title for cell in laid_out]
     assert len(laid_out) == 12 + 1 + 1 + 4
     assert [len(cell.combinations) for cell in laid_out if cell.config.routing.heads == 0] == [4, 4]
-    assert {"experiment=cifar10_full", "experiment=cifar10_local"} <= {*titles} and len(
-        {*titles}
-    ) == len(titles)
+    local = "heads=local experiment=cifar10_baselines"
+    assert {local, local.replace("local", "full")} <= {*titles}
+    assert len({*titles}) == len(titles)
     both = cells("routing=exact,causal", "routing.clusters=2,4")
     assert [cell.title for cell in both] == [
         "routing=exact",
