@@ -25,7 +25,7 @@ from machine import code, machine
 from omegaconf import OmegaConf
 
 from rtx.analysis.loss_by_position import DIFFERENCES, estimate
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 
 SELECTIONS = ("topk", "causal", "random")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rtx import __version__
-from rtx.runs import folder as run_folder
+from rtx.runs.environment import code_commit
 
 CPUS = Path("/proc/cpuinfo")
 
@@ -33,7 +33,7 @@ def processor() -> str:
 
 def code() -> dict[str, str]:
     """Return the versions of rtx and torch, and the commit of a checkout (marked where files differ from it)."""
-    commit = (run_folder.code_commit() or "").replace("-dirty", " with changes")
+    commit = (code_commit() or "").replace("-dirty", " with changes")
     return (
         {"rtx": __version__} | ({"commit": commit} if commit else {}) | {"torch": torch.__version__}
     )

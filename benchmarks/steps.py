@@ -24,19 +24,22 @@ import torch
 from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
-from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.datamodule import training_items
+from rtx.data.catalog import data_root, open_data
+from rtx.data.datamodule import token_ids
+from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
-from rtx.model.transformer import compile_loss
+from rtx.machine import out_of_memory
+from rtx.model.compiling import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.runs.folder import environment, outputs_root, save, unwritable
-from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.runs.environment import environment
+from rtx.runs.folder import outputs_root, save, unwritable
+from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.schema import SPREAD, Config
+from rtx.settings.schema import SPREAD, Config, to_dict
 from rtx.sweeps.cells import lay_out
-from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
+from rtx.training.hardware import device_memory, resolve_hardware
 from rtx.training.inference import WEIGHTS_IN, prepare_device
 from rtx.training.module import (
     build_model,
@@ -158,9 +161,10 @@ def training_step(
     config: Config, store: Store, device: torch.device
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
-    hardware, items = resolve_hardware(config), training_items(config, store)
+    hardware = resolve_hardware(config)
+    sampler = store.training_sampler(config)
     steps, numbers = itertools.count(1), itertools.count()
-    model = build_model(config, store.vocabulary, lambda: items[0])
+    model = build_model(config, store.vocabulary, lambda: token_ids(sampler, 0))
     model = model.to(device, WEIGHTS_IN.get(config.hardware.precision)).train()
     optimizer = build_optimizer(model, config.optimizer)
     loss: Callable[..., Any] = training_loss(model, config, store.answers)
@@ -169,7 +173,7 @@ def training_step(
     def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):
             tokens_BN = torch.stack(
-                [items[next(numbers)] for _ in range(hardware.micro_batch_size)]
+                [token_ids(sampler, next(numbers)) for _ in range(hardware.micro_batch_size)]
             ).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
                 at = [] if store.answers is None else [store.answers(tokens_BN)[0]]

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from rtx.errors import UserError
 
@@ -37,6 +37,18 @@ def open_regular(path: Path, mode: str = "rb", *, follow: bool = True) -> Binary
         file.close()
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     return cast(BinaryIO, file)
+
+
+def open_no_link(path: Path, mode: str) -> IO[Any]:
+    """Open a file, in any mode; OSError for a link, which may lead anywhere.
+
+    A pipe is an error, too: nobody need open its other end.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+
+    return open(path, mode, opener=opener)
 
 
 def read_file(path: Path) -> bytes:

@@ -15,11 +15,12 @@ from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
-from rtx.settings.compose import cell_hashes, compose, with_values
+from rtx.settings.compose import compose
+from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import conf_dir, options
 from rtx.settings.rules import resolve
-from rtx.settings.schema import GROUPS, UNSET_GROUPS, Config, all_fields
+from rtx.settings.schema import GROUPS, UNSET_GROUPS, Config, all_fields, with_values
 from rtx.sweeps.cells import lay_out
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 

@@ -21,11 +21,11 @@ from rtx.analysis.footprint import footprint, with_choice
 from rtx.analysis.speed import meter
 from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import after_step
-from rtx.model.transformer import compile_loss
+from rtx.model.compiling import compile_loss
 from rtx.settings.compose import compose
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
 from rtx.training.cuda_graphs import RecordedLoss, without_cast_cache
-from rtx.training.hardware import precision_on
 from rtx.training.module import (
     build_model,
     build_optimizer,

@@ -31,13 +31,19 @@ def text_of(group: str) -> str:
         schema["properties"]["defaults"] = DEFAULTS
     if group == "hardware":  # a launcher's option sets keys of hydra, too
         schema = {"title": schema["title"], "anyOf": [schema, whole]}
-    return json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1) + "\n"
+    return (
+        json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1)
+        + "\n"
+    )
 
 
 def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
     fields, hints = fields_of(cls), typing.get_type_hints(cls).items()
-    inner = {name: of_field(fields[name]) if name in fields else of_section(hint, name) for name, hint in hints}
+    inner = {
+        name: of_field(fields[name]) if name in fields else of_section(hint, name)
+        for name, hint in hints
+    }
     facts = {"title": title, "description": cls.__doc__, "type": "object"}
     return {**facts, "additionalProperties": False, "properties": inner}
 
@@ -52,7 +58,7 @@ def of_field(field: Field) -> dict[str, Any]:
     bounds = {"minimum": field.low, "maximum": field.high, "exclusiveMinimum": field.above}
     value |= {word: limit for word, limit in bounds.items() if math.isfinite(limit)}
     other = [{"type": "null"}] * field.optional
-    other += [{"type": "string", "enum": [word]} for word in ("auto",) * field.auto + field.words]
+    other += [{"type": "string", "enum": [word]} for word in field.words]
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
 
 

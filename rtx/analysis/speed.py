@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rtx.analysis.cost import Cost
+from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
-from rtx.training.hardware import precision_on
 
 RATES = Path(__file__).with_name("rates.json")
 ARITHMETIC = {"bf16": "bf16", "bf16-true": "bf16", "tf32": "tf32", "fp32": "fp32"}

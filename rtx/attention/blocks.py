@@ -152,7 +152,12 @@ class Blocks(TopKeys):
         x_BHMD = x_BHND[:, :, : finished * self.block]
         return x_BHMD.unflatten(2, (finished, self.block)).mean(3)
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(
+        self,
+        q_BHQD: Tensor,
+        mean_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
         """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
         is_open_QG = self.are_open(position_Q, mean_BHGD.shape[2])
         return products(q_BHQD, mean_BHGD).masked_fill(is_open_QG, -math.inf)
@@ -162,7 +167,12 @@ class Blocks(TopKeys):
         block_G = torch.arange(blocks, device=position_Q.device)
         return block_G >= position_Q[:, None] // self.block
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         """Return who reads whom in the branch that chooses; `finish_by_rule` adds the other."""
         position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
         mean_BHGD = self.means(qk.k_BHND)
@@ -185,7 +195,12 @@ class Blocks(TopKeys):
         gate_2D = self.gate_H2D[head]
         return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+    ) -> Tensor:
         """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
 
         Args:
@@ -270,12 +285,24 @@ class RandomBlocks(Blocks):
         seed: of the draw.
     """
 
-    def __init__(self, heads: int, size: int, *, seed: int, **options: Any) -> None:
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        *,
+        seed: int,
+        **options: Any,
+    ) -> None:
         super().__init__(heads, size, **options)
         check_seed(seed)
         self.seed = seed
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(
+        self,
+        q_BHQD: Tensor,
+        mean_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
         """Return random scores, a hash of seed, head, position and block; see `Blocks.scores`."""
         B, H, _, _ = q_BHQD.shape
         blocks = mean_BHGD.shape[2]
@@ -317,7 +344,12 @@ class BlockCache(GrowingCache):
         self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
         self.open_k_BHMD = k_BHND[:, :, mean_BHGD.shape[2] * block :]
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
         block = self.pattern.block
         begin = first // block
@@ -326,7 +358,12 @@ class BlockCache(GrowingCache):
         self.mean_v_BHGD = place(self.mean_v_BHGD, self.pattern.means(v_BHMD), begin)
         return k_BHSD, v_BHSD
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         out_BH1D = super().decode(qk, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D

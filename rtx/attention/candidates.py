@@ -98,7 +98,12 @@ def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
         yield queries, positions_taken(order_XN, stop_XQC, taken_XQC, K)
 
 
-def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most: int) -> Tensor:
+def positions_taken(
+    order_XN: Tensor,
+    stop_XQC: Tensor,
+    taken_XQC: Tensor,
+    most: int,
+) -> Tensor:
     """Return the positions that queries take of their clusters, ascending, `[X, Q, K]`.
 
     Where a query takes fewer than K, the last entries are N.

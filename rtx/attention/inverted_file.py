@@ -30,11 +30,6 @@ from rtx.attention.top_keys import last_readable
 # The cluster of each key.
 
 
-def widened(x: Tensor) -> Tensor:
-    """Return vectors in float32 or wider; all choices are made in such a type."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def finite(score: Tensor) -> Tensor:
     """Return scores whose differences are numbers.
 
@@ -148,7 +143,12 @@ class Search(NamedTuple):
         return self.cluster_XN.sort(dim=-1, stable=True).indices
 
 
-def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
+def make_search(
+    centroid_XCD: Tensor,
+    q_XND: Tensor,
+    k_XND: Tensor,
+    attend_self: bool,
+) -> Search:
     """Return the files and scores of some heads.
 
     Args:

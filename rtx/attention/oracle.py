@@ -108,7 +108,11 @@ def logits(
     return logits_NN
 
 
-def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
+def weights(
+    logits_NN: Tensor,
+    mask_PNN: Tensor,
+    merge: str,
+) -> Tensor:
     """Return the weight of each key in each list for each query, `[P, N, N]`.
 
     The weights of a query sum to 1, or to 0 where it reads nothing.

@@ -101,7 +101,12 @@ class Pattern(nn.Module, ABC):
         self.attend_self = attend_self
 
     @abstractmethod
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         """Return which keys each position reads in each list of a head, `[P, N, N]`, bool.
 
         This defines the pattern, for the first sequence: it is written for the reader, not for
@@ -165,10 +170,18 @@ class Pattern(nn.Module, ABC):
     ) -> Stream:
         """Return a new stream, at position 0; the arguments are those of `forward`."""
 
-        def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
+        def inputs(
+            q_BHND: Tensor,
+            k_BHND: Tensor | None,
+            first: int,
+        ) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
-        def attend(q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+        def attend(
+            q_BHND: Tensor,
+            k_BHND: Tensor | None,
+            v_BHND: Tensor,
+        ) -> Tensor:
             options = {"rotate": rotate, "relative": relative, "streaming": True}
             out_BHND, _ = self(q_BHND, k_BHND, v_BHND, **options)
             return out_BHND
@@ -286,7 +299,11 @@ class Pattern(nn.Module, ABC):
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
 
-def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
+def rotated(
+    x_BHND: Tensor,
+    rotate: Rotate | None,
+    first: int,
+) -> Tensor:
     """Return the vectors, rotated by their positions from `first` on if there is a `rotate`."""
     if rotate is None:
         return x_BHND
@@ -295,7 +312,11 @@ def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
     return rotated_BHND
 
 
-def in_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
+def in_type(
+    dtype: torch.dtype,
+    wide_BHND: Tensor,
+    narrow_BHND: Tensor | None,
+) -> Tensor:
     """Return the vectors in a type: the narrow ones if they have it, else the wide ones rounded."""
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND

@@ -79,7 +79,12 @@ class PositionPattern(Pattern):
         """
         return None
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         N = qk.q_BHND.shape[2]
         place_N = torch.arange(N, device=qk.q_BHND.device)
         return self.pairs(head, place_N - qk.memory)[None]
@@ -141,7 +146,12 @@ class PositionPattern(Pattern):
             return parts
         return without_self(parts, B * H * N)
 
-    def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
+    def index_of_pairs(
+        self,
+        B: int,
+        H: int,
+        position_N: Tensor,
+    ) -> IndexReads:
         """Return who reads whom by `sees`, which is evaluated for every pair of positions."""
         N = len(position_N)
         device = position_N.device
@@ -162,7 +172,12 @@ class PositionPattern(Pattern):
         return PositionCache(self, relative, self.keeps)
 
 
-def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
+def ranges_of(
+    lists: PositionLists,
+    B: int,
+    H: int,
+    memory: int,
+) -> RangeReads:
     """Return who reads whom by lists of N positions, the first of which are a memory."""
     N = len(lists.since_N)
     number_X = torch.cat([lists.list_HN.flatten(), lists.key_list_HN.flatten()])
@@ -326,7 +341,13 @@ class Fixed(PositionPattern):
             (block // c)) columns before the end of the block.
     """
 
-    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        block: int,
+        summary: int,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
@@ -351,7 +372,12 @@ class Fixed(PositionPattern):
         blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
         return [blocks, self.summaries(position_N, heads, block_N * self.block)]
 
-    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+    def summaries(
+        self,
+        position_N: Tensor,
+        heads: int,
+        until_N: Tensor,
+    ) -> PositionLists:
         """Return one list of all summary columns, which a query reads up to a position."""
         first_N = torch.zeros_like(position_N)
         head_H1 = torch.arange(heads, device=position_N.device)[:, None]
@@ -395,7 +421,12 @@ class PositionCache(RowCache):
         super().__init__(partial(pattern.terms, relative=relative), ring)
         self.pattern = pattern
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         H, slots = k_BHSD.shape[1:3]
         filled = min(slots, position + 1)
@@ -416,7 +447,12 @@ class PositionCache(RowCache):
             return self.attend(qk, k_BHKD, v_BHKD, None, distance_HK[None, :, None])
         return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_111S)
 
-    def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
+    def slots_read(
+        self,
+        position_S: Tensor,
+        slot: int,
+        heads: int,
+    ) -> Tensor:
         """Return which slots the position in a slot reads, `[H, S]`, bool.
 
         Args:

@@ -74,10 +74,10 @@ from rtx.attention.inverted_file import (
     nearest_clusters,
     probed_clusters,
     query_margins,
-    widened,
 )
 from rtx.attention.key_centroids import KeyCentroids
 from rtx.attention.members import products
+from rtx.attention.precision import widened
 from rtx.attention.probed_lists import (
     collect_members,
     dynamic_lists,
@@ -130,7 +130,11 @@ def finite_number(score: float) -> float:
     return min(max(score, -LARGEST), LARGEST)
 
 
-def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
+def equal_to_best(
+    score_C: list[float],
+    margin: float,
+    clusters: list[int],
+) -> list[int]:
     """Return the clusters, ascending, that steps within the margin link to the best of some."""
     by_score = sorted(clusters, key=lambda c: -score_C[c])
     equal = by_score[:1]
@@ -215,7 +219,12 @@ class Probed(TopKeys):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         q_ND = qk.rotated_q_BHND[0, head]
         k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)
@@ -235,7 +244,12 @@ class Probed(TopKeys):
             mask_NN[i, read] = True
         return mask_NN[None]
 
-    def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_K: list[int]) -> list[int]:
+    def best_by_rule(
+        self,
+        q_D: Tensor,
+        k_ND: Tensor,
+        position_K: list[int],
+    ) -> list[int]:
         """Return the positions of a query's W best candidates."""
         k_KD = k_ND[position_K]
         logit_K = (q_D @ k_KD.T).tolist()
@@ -294,7 +308,12 @@ class Probed(TopKeys):
             parts = [*parts, self.late_part(q_BHND, k_BHND, reach)]
         return parts
 
-    def late_part(self, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
+    def late_part(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor,
+        reach: Reach,
+    ) -> RangeReads:
         """Return the lists of clusters, by torch's operations."""
         inputs = (self.centroids.centroid_HCD, q_BHND, k_BHND, reach)
         if not is_static(q_BHND, self.backend):
@@ -481,7 +500,12 @@ class ProbedCache(GrowingCache):
         newest_cluster_X1 = cluster_XN[:, -1:]
         return count_XC.scatter_add(-1, newest_cluster_X1, torch.full_like(newest_cluster_X1, -1))
 
-    def best_slots(self, q_X1D: Tensor, slot_XK: Tensor, length: int) -> Tensor:
+    def best_slots(
+        self,
+        q_X1D: Tensor,
+        slot_XK: Tensor,
+        length: int,
+    ) -> Tensor:
         """Return the slots of the query's W best candidates, `[X, 1, W]`; -1 for none.
 
         Args:

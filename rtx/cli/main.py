@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
+from rtx.machine import out_of_memory
 from rtx.runs.signals import (
     EXIT_CODES,
     INTERRUPTED,
@@ -29,7 +30,6 @@ from rtx.runs.signals import (
     started_by_another,
 )
 from rtx.settings.hydra_words import hydra_flag
-from rtx.training.hardware import out_of_memory
 
 if TYPE_CHECKING:
     from rtx.settings.schema import Config
@@ -159,7 +159,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def print_configuration(word: str, words: list[str]) -> int:
     """Print what the words of `rtx train` or `rtx plan` compose."""
-    from rtx.settings.compose import to_yaml
+    from rtx.settings.run_config import to_yaml
 
     print(to_yaml(composed(word, words)), end="")
     return 0
@@ -230,8 +230,8 @@ def check_first(word: str, words: list[str]) -> bool:
     """
     from rtx.cli.options import read_words, what_to_do
     from rtx.cli.refusals import refuse
-    from rtx.settings.compose import load_run_config, merge
-    from rtx.training.hardware import refuse_without_gpu
+    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.run_config import load_run_config, merge
 
     what, words = what_to_do(word, words)
     command = f"{word} {what}".strip()
@@ -245,21 +245,23 @@ def check_first(word: str, words: list[str]) -> bool:
         config = merge(load_run_config(run), read.overrides)
         refuse(command, config, read.options)
         if word != "export":
-            refuse_without_gpu(config.hardware)
+            refuse_without_driver(config.hardware)
     return True
 
 
 def check_training(config: "Config") -> bool:
     """As `check_first`, of `rtx train`."""
-    from rtx.runs.folder import given_folder, place_of, refuse_busy
-    from rtx.settings.compose import with_absolute_path
-    from rtx.training.hardware import refuse_without_gpu
+    from rtx.runs.folder import requested_folder
+    from rtx.runs.lock import refuse_busy
+    from rtx.runs.resumption import place_of
+    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.identity import with_absolute_path
 
     _, _, before = place_of(with_absolute_path(config))
     if before is None:
         return False
-    refuse_without_gpu(config.hardware)
-    if folder := given_folder():
+    refuse_without_driver(config.hardware)
+    if folder := requested_folder():
         refuse_busy(folder)
     return True
 
@@ -267,14 +269,15 @@ def check_training(config: "Config") -> bool:
 def check_resumption(folder: Path, overrides: list[str]) -> bool:
     """As `check_first`, of `rtx resume`."""
     from rtx.commands.resume import changed
-    from rtx.runs.folder import plan_resumption, refuse_busy
-    from rtx.settings.compose import load_run_config
-    from rtx.training.hardware import refuse_without_gpu
+    from rtx.runs.lock import refuse_busy
+    from rtx.runs.resumption import plan_resumption
+    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.run_config import load_run_config
 
     config = changed(load_run_config(folder), overrides)
     if not plan_resumption(folder, config):
         return False
-    refuse_without_gpu(config.hardware)
+    refuse_without_driver(config.hardware)
     refuse_busy(folder)
     return True
 

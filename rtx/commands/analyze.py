@@ -24,9 +24,9 @@ from rtx.cli.options import (
     read_words,
     what_to_do,
 )
-from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
+from rtx.data.store import Store
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
@@ -35,8 +35,10 @@ from rtx.report import plots
 from rtx.report.divergences import heads_name
 from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import Column, print_table
-from rtx.runs.folder import save, utc_now
-from rtx.settings.compose import short_hash, with_values
+from rtx.runs.folder import save
+from rtx.runs.status import utc_now
+from rtx.settings.identity import short_hash
+from rtx.settings.schema import with_values
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
 

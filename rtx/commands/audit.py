@@ -13,13 +13,14 @@ from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED
 from rtx.attention import Pattern
 from rtx.cli.help import prose_width
 from rtx.cli.options import AuditOptions, read_words
-from rtx.data.catalog import Store
+from rtx.data.store import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report.tables import Column, print_table
-from rtx.runs.folder import save, utc_now
+from rtx.runs.folder import save
+from rtx.runs.status import utc_now
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
 

@@ -10,16 +10,17 @@ from typing import Any
 
 from rtx.cli.help import terminal_width
 from rtx.cli.options import EvalOptions, read_words
-from rtx.data.catalog import Store
-from rtx.data.store import TokenStore
+from rtx.data.store import Store
 from rtx.errors import UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
 from rtx.progress import clock, say
 from rtx.report.summary import protocol_line, sees_future
-from rtx.runs.folder import is_export, read_status, run_state, save, shown, utc_now
-from rtx.settings.compose import flat, short_hash, to_dict
+from rtx.runs.folder import is_export, save, shown
+from rtx.runs.status import read_status, run_state, utc_now
+from rtx.settings.identity import short_hash
+from rtx.settings.schema import flat, to_dict
 from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
@@ -54,10 +55,8 @@ def main(arguments: list[str]) -> int:
         "streaming": options.mode == "streaming",
     }
     score, every = score_split(run, store, options.split, tokens, options.limit, **how)
-    partial, units = (
-        len(score.units_K) < every,
-        len(tokens) if isinstance(store, TokenStore) else store.scored(tokens),
-    )
+    partial = len(score.units_K) < every
+    units = store.scored_tokens(tokens)
     assert partial or score.units == units, f"scored {score.units} units of a split of {units}"
     counts = {"windows": len(score.units_K), "split_units": units}
     result = described(run, store, score, options, habits, partial) | counts

@@ -13,9 +13,10 @@ from rtx.cli.options import read_words
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.report.summary import heads_phrase, sees_future
-from rtx.settings.compose import compose, with_values
-from rtx.settings.schema import Config
-from rtx.training.hardware import device_memory, precision_on
+from rtx.settings.compose import compose
+from rtx.settings.devices import precision_on
+from rtx.settings.schema import Config, with_values
+from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB

@@ -12,7 +12,8 @@ from rtx.report.paper import paper_tables
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
 from rtx.report.tables import aligned, terminal
-from rtx.runs.folder import outputs_root, read_status, shown
+from rtx.runs.folder import outputs_root, shown
+from rtx.runs.status import read_status
 
 
 def main(arguments: list[str]) -> int:

@@ -7,15 +7,8 @@ from rtx.cli.options import read_words
 from rtx.errors import UserError, printable
 from rtx.report.run_records import Collection, read_object
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import (
-    SAMPLED,
-    bits_of,
-    outputs_root,
-    read_status,
-    run_state,
-    runs_below,
-    shown,
-)
+from rtx.runs.folder import outputs_root, runs_below, shown
+from rtx.runs.status import SAMPLED, bits_of, read_status, run_state
 
 HEADS = ["run", "what differs", "step", "bits", "state"]
 LEAST_DIFFERS = 12  # columns below which what differs is left out: nothing of it could be read

@@ -19,7 +19,8 @@ from rtx.errors import UserError, printable
 from rtx.progress import clock
 from rtx.report.run_records import Collection, read_lines, sweeps_of
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import SAMPLED, bits_of, outputs_root, read_status, run_state, shown
+from rtx.runs.folder import outputs_root, shown
+from rtx.runs.status import SAMPLED, bits_of, read_status, run_state
 
 ORDER = (
     "running",

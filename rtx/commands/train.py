@@ -21,38 +21,35 @@ from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
 from rtx.commands.sample import draw_image, write_text
-from rtx.data.catalog import Store, open_data
-from rtx.data.datamodule import RtxDataModule, training_items
-from rtx.data.store import TokenStore
+from rtx.data.catalog import open_data
+from rtx.data.datamodule import RtxDataModule
+from rtx.data.store import Store
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line, routing_lines
-from rtx.runs import folder as run_folder
-from rtx.runs.folder import Status, shown
+from rtx.runs.environment import code_commit, record_start
+from rtx.runs.folder import new_run_folder, shown
+from rtx.runs.lock import working_in
+from rtx.runs.resumption import Differences, differences, place_of, refuse_changes
 from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
-from rtx.settings.compose import (
-    RUN_CONFIG,
-    compose,
-    load_run_config,
-    to_dict,
-    to_yaml,
-    with_absolute_path,
-)
+from rtx.runs.status import Status, run_state
+from rtx.settings.compose import compose
 from rtx.settings.extensions import copies
-from rtx.settings.rules import check_logger
-from rtx.settings.schema import Config
+from rtx.settings.identity import with_absolute_path
+from rtx.settings.logger import check_logger
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import (
-    OUT_OF_MEMORY,
     Hardware,
     device_memory,
-    out_of_memory,
     prepare_torch,
     resolve_hardware,
 )
@@ -66,7 +63,7 @@ SAMPLE_UNITS = 3072  # of a sample image: all of one of 32 x 32, the upper rows 
 
 
 def main(arguments: list[str]) -> int:
-    config, folder, before = run_folder.place_of(with_absolute_path(compose(arguments)))
+    config, folder, before = place_of(with_absolute_path(compose(arguments)))
     return 0 if before is None else run(config, folder, before)
 
 
@@ -77,8 +74,8 @@ def call(overrides: Sequence[str]) -> Path:
     one of its processes, or is stopped. The caller's process does not end, and its signal handlers are put back.
     """
     refuse_sweep(overrides)
-    config, folder, before = run_folder.place_of(with_absolute_path(compose(overrides)))
-    folder = folder or run_folder.new_run_folder(config.name)
+    config, folder, before = place_of(with_absolute_path(compose(overrides)))
+    folder = folder or new_run_folder(config.name)
     if before is None:
         return folder
     command, hardware = shlex.join(["rtx", "train", *overrides]), resolve_hardware(config)
@@ -128,12 +125,12 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
             store = open_data(
                 config.data, root
             )  # before there is a folder for a mistake to leave behind
-            training_items(config, store)
+            store.training_sampler(config)
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
-            folder = folder or run_folder.new_run_folder(config.name)
+            folder = folder or new_run_folder(config.name)
             begin = (lambda: None) if before else partial(write_config, fitted, folder)
-            with run_folder.working_in(folder, begin) as status:
+            with working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 if choice:
                     say(choice)
@@ -142,7 +139,7 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
-            if folder and run_folder.run_state(folder) == "done":
+            if folder and run_state(folder) == "done":
                 return 0  # only an upload, or the closing lines, were cut short
             if folder:
                 print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
@@ -218,7 +215,7 @@ def train(
     }
     loader["num_workers"] = hardware.workers
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
-    model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
+    model = build_model(config, store.vocabulary, None if start else data.first_sequence)
     if status:
         known = {
             "hardware": vars(hardware),
@@ -226,16 +223,17 @@ def train(
             "parameters": model.count_parameters(),
         }
         known["extensions"] = {
-            str(path): name for name, (path, _) in copies(config.extensions).items()
+            str(code.path): name for name, code in copies(config.extensions).items()
         }
         if call:
             known["command"] = call
-        if moved := run_folder.record_start(folder, known, changed, anew=start is None):
+        if moved := record_start(folder, known, changed, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
         write_config(config, folder)  # only now: it is known to fit the checkpoint
-        if isinstance(store, TokenStore) and (name := store.tokenizer.describe().get("file")):
-            content = (store.folder / name).read_bytes()  # so that sampling needs no data
-            replace_file(folder / name, lambda file: file.write(content))
+        if store.tokenizer_file:
+            # Sampling then needs no data.
+            content = store.tokenizer_file.read_bytes()
+            replace_file(folder / store.tokenizer_file.name, lambda file: file.write(content))
         size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
         where = f"{hardware.world} x {hardware.accelerator}"
         say(
@@ -289,14 +287,14 @@ def logged_facts(config: Config, store: Store) -> dict[str, Any]:
         "parameters": costs.parameters,
         "teraflop_per_step": costs.step(config) / 1e12,
         "rtx": __version__,
-        "rtx_commit": run_folder.code_commit(),
+        "rtx_commit": code_commit(),
         "data_fingerprint": store.fingerprint,
     }
 
 
 def find_start(
     config: Config, before: str, folder: Path, store: Store, status: Status | None
-) -> tuple[Checkpoint | None, run_folder.Differences | None]:
+) -> tuple[Checkpoint | None, Differences | None]:
     """Return the checkpoint to go on from, if any, and the fields that change; `UserError` where they do not fit."""
     tell, begins = (
         say if status else (lambda line: None),
@@ -310,9 +308,9 @@ def find_start(
         return start, None
     # An editor, or a disk, may have changed config.yaml: it is compared with the checkpoint as well.
     was, now, steps = start["config"] if start else {}, to_dict(config), config.trainer.steps
-    changed = run_folder.differences(was, now, shared=True)
-    changed |= run_folder.differences(to_dict(load_run_config(folder)), now)
-    run_folder.refuse_changes(changed)
+    changed = differences(was, now, shared=True)
+    changed |= differences(to_dict(load_run_config(folder)), now)
+    refuse_changes(changed)
     if start:
         begins = f"from step {start['step']:,}"
         if "trainer.steps" in changed and steps <= (step := start["step"]):
@@ -332,8 +330,8 @@ def find_start(
 
 
 def write_config(config: Config, folder: Path) -> None:
-    for name, (_, content) in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, content=content: file.write(content))
+    for name, code in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, code=code: file.write(code.content))
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
@@ -372,7 +370,7 @@ def finish(
         wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
         if wandb:
             wandb.summarize(protocol=protocol)
-        if isinstance(store, TokenStore):
+        if store.tokenizer:
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
-from rtx.data.store import TokenStore
+from rtx.data.store import Store
 from rtx.errors import UserError
-from rtx.settings.rules import TEXTS
-from rtx.settings.schema import Config
+from rtx.settings.schema import TEXTS, Config
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
@@ -104,11 +102,9 @@ def memory_phrases(values: Mapping[str, Any]) -> list[str]:
     return [said + ", the same length for all" * bool(values.get("model.same_length"))]
 
 
-def read_as_released(
-    store: TokenStore | RecallStore, split: str, length: int
-) -> tuple[np.ndarray, str]:
+def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
-    if store.name not in RELEASED or isinstance(store, RecallStore):
+    if store.name not in RELEASED or store.tokenizer is None:
         raise UserError(
             f"protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}"
         )
@@ -135,7 +131,7 @@ def read_as_released(
 
 
 def measures(
-    store: TokenStore | RecallStore,
+    store: Store,
     split: str,
     score: Score,
     *,
@@ -144,11 +140,11 @@ def measures(
 ) -> dict[str, Any]:
     """Return a score in every measure that its text has; a sample of windows (`partial`) has bits per unit alone."""
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
-    if isinstance(store, RecallStore):
+    if store.answer_values is not None:
         result |= {f"accuracy_by_{kind}": found for kind, found in score.accuracies().items()}
         chance = {
-            "chance": 1 / store.task.values,
-            "baselines": {"chance": math.log2(store.task.values)},
+            "chance": 1 / store.answer_values,
+            "baselines": {"chance": math.log2(store.answer_values)},
         }
         return result | {"accuracy": score.accuracy, **chance}
     if score.far_K2 is not None and score.far_K2[:, 0].any():
@@ -178,7 +174,7 @@ def measures(
 
 
 def words_scored(
-    store: TokenStore, split: str, units: int, released: bool
+    store: Store, split: str, units: int, released: bool
 ) -> tuple[float, str, bool] | None:
     """Return how many words a split has, whose count that is, and whether published perplexities are over the same."""
     published = SETS[store.name].words if store.name in SETS else {}

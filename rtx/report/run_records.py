@@ -17,8 +17,10 @@ from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
 from rtx.report.paper import looks_ahead
-from rtx.runs.folder import run_state, shown
-from rtx.settings.compose import digest, former_digest, read_values
+from rtx.runs.folder import shown
+from rtx.runs.status import run_state
+from rtx.settings.identity import digests
+from rtx.settings.run_config import read_values
 from rtx.settings.schema import all_fields
 
 SIGHT = {True: "selection sees the future", False: "sees no future"}
@@ -352,7 +354,7 @@ def suspicions(cell: Cell) -> list[str]:
         return [f"{cell.name}: resumed with other values of {', '.join(dict.fromkeys(changed))}"]
     is_hash = re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config
     values = read_values(cell.folder / "config.yaml") if is_hash else {}
-    if is_hash and cell.folder.name not in (digest(values), former_digest(values)):
+    if is_hash and cell.folder.name not in digests(values):
         return [
             f"{cell.name}: its configuration changed under the sweep; its name is the hash of another"
         ]

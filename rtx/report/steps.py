@@ -24,8 +24,7 @@ from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Collection, read_object
 from rtx.report.score_rows import Row, name_rows, row_key
 from rtx.report.tables import Column, Table
-from rtx.settings.compose import flat
-from rtx.settings.schema import all_fields
+from rtx.settings.schema import all_fields, flat
 
 WHAT = "training steps in turn"  # what a record says it is
 

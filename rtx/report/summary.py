@@ -10,9 +10,10 @@ from rtx.evaluation.protocols import memory_phrases, spans
 from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol
 from rtx.report.tables import filled
-from rtx.settings.compose import preset_routing, to_dict
-from rtx.settings.rules import unread
-from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, clusters, flat
+from rtx.settings.compose import preset_routing
+from rtx.settings.derived import clusters
+from rtx.settings.readers import unread
+from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, flat, to_dict
 
 BAR = 24  # characters of the longest bar
 ABLATED = {

@@ -1,10 +1,19 @@
 """The folder `conf/` and folders of the user: groups, their options, and the file of each option."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 CONFIG_DIRS: list[Path] = []
 """Folders with presets of the user, as `--config-dir` names them."""
+CACHES: list[Callable[[], None]] = []
+"""Functions that clear what was computed from these folders and from registered names."""
+
+
+def forget() -> None:
+    """Clear what was computed from presets and names, for there are others now."""
+    for clear in CACHES:
+        clear()
 
 
 @functools.cache
@@ -23,6 +32,9 @@ def options(group: str) -> tuple[str, ...]:
         paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
         names |= {path.with_suffix("").as_posix() for path in paths}
     return tuple(sorted(names))
+
+
+CACHES.append(options.cache_clear)
 
 
 def option_words(group: str) -> tuple[str, ...]:

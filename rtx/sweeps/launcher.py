@@ -27,22 +27,18 @@ from omegaconf import OmegaConf
 from rtx.cli.help import terminal_width
 from rtx.cli.options import read_words
 from rtx.data.catalog import check_source, data_root
+from rtx.disk import open_no_link
 from rtx.errors import UserError, plural, printable, refuse, shorten
+from rtx.machine import cores, system_kills
 from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import (
-    SAMPLED,
-    bits_of,
-    open_own,
-    read_status,
-    shown,
-    unwritable,
-    utc_now,
-)
+from rtx.runs.folder import shown, unwritable
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
-from rtx.settings.compose import composed, to_yaml, user_errors
+from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
+from rtx.settings.compose import composed, user_errors
+from rtx.settings.logger import check_logger
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.rules import check_logger
+from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
     NO_CODE,
     Cell,
@@ -53,7 +49,6 @@ from rtx.sweeps.cells import (
     lay_out,
     merged_lines,
 )
-from rtx.training.hardware import cores, system_kills
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
 QUEUE_SECONDS = 5.0  # between two looks at the queue of a cluster
@@ -115,7 +110,7 @@ def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
         mine = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == root}
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with open_own(root / "sweeps.jsonl", "a") as file:
+            with open_no_link(root / "sweeps.jsonl", "a") as file:
                 file.write(json.dumps({**row, "cells": mine}) + "\n")
         except OSError as error:
             raise UserError(unwritable(root, error)) from error
@@ -179,7 +174,7 @@ def start(
     """Start the process of a cell, in a group of its own: what the keyboard sends is passed on to it, once."""
     # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
     safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
-    with open_own(folder / OUTPUT, "ab") as output:
+    with open_no_link(folder / OUTPUT, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rtx", "train", *words],
             env={**os.environ, **safe, **variables, "RTX_RUN": str(folder)},
@@ -245,7 +240,7 @@ class Launcher:
         before, kills, code, said = read_status(cell.folder), system_kills(), None, ""
         lines = WholeLines()
         cell.folder.mkdir(parents=True, exist_ok=True)
-        with open_own(cell.folder / OUTPUT, "ab+") as output:  # at its end
+        with open_no_link(cell.folder / OUTPUT, "ab+") as output:  # at its end
             mine = share(cell, place, self.at_once) if self.at_once > 1 else {}
             process = self.submit(cell) if self.submit else start(cell.overrides, cell.folder, mine)
             self.running.add(process)
@@ -348,7 +343,7 @@ class Job:
         elif time.monotonic() - self.seen < RESULT_SECONDS:
             return None
         log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()
-        with open_own(self.folder / OUTPUT, "a") as output:
+        with open_no_link(self.folder / OUTPUT, "a") as output:
             output.write(f"rtx: its job ended: {log[-1] if log else 'it left no word'}\n")
         return NO_CODE
 

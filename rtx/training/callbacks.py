@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from rtx.analysis.speed import Meter
 from rtx.errors import RunFailed
 from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
-from rtx.runs.folder import Status, shown
+from rtx.runs.folder import shown
 from rtx.runs.signals import Signals, Stopped, state_after
+from rtx.runs.status import Status
 from rtx.training.module import TrainingModule, learning_rate, seed_everything
 from rtx.training.step_clock import StepClock
 

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from rtx.errors import UserError
 from rtx.model.block import Block
+from rtx.runs.processes import launch
 from rtx.runs.signals import PARENT_VARIABLE, started_by_another
-from rtx.settings.compose import short_hash
-from rtx.training.hardware import Hardware, started_by
+from rtx.settings.identity import short_hash
+from rtx.training.hardware import Hardware
 
 PATIENCE_SECONDS = (
     10.0  # that the main thread is given to notice by itself that another process is gone
@@ -91,7 +92,7 @@ class StartedRanks(LightningEnvironment):
     creates_processes_externally = True  # type: ignore[assignment]
 
     def local_rank(self) -> int:
-        return started_by()[1]
+        return launch().rank
 
     def node_rank(self) -> int:
         return 0

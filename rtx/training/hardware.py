@@ -1,245 +1,223 @@
-"""Where a run computes: what is wished against the machine, its memory, and who started the process. No torch yet."""
+"""Where a run computes: the `hardware` options on this machine, and torch set up for them.
+
+torch is imported inside functions: what reads `Hardware` alone does not wait for it.
+"""
 
 import contextlib
 import ctypes
-import errno
 import importlib.util
 import os
 import shutil
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from rtx.errors import UserError, shorten
-from rtx.runs.signals import started_by_another
-from rtx.settings.schema import SPREAD, Config, HardwareConfig
+from rtx.errors import UserError
+from rtx.machine import cores, memory_bytes
+from rtx.runs.processes import Launch, launch
+from rtx.settings.devices import precision_on, refuse_without_gpu
+from rtx.settings.schema import SPREAD, Config, HardwareConfig, ModelConfig
 
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins
-NO_GPU = "hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto"
-NO_TF32 = "hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16, bf16-true or fp64"
-NO_GRAPHS = "hardware.graphs=true needs a GPU and there is none; take hardware.graphs=false"
-NO_LIGER = "hardware.loss=liger needs {0}; take hardware.loss=torch"
+NO_LIGER = (
+    "hardware.loss=liger needs Liger-Kernel: pip install 'rtx[liger]'; take hardware.loss=torch"
+)
 GPU_WORKERS = 2
 """Processes that prepare batches for a GPU, where hardware.workers is auto."""
-SIGNS = (
-    *(
-        "out of memory",
-        "can't allocate memory",
-        "cannot allocate memory",
-        "not enough memory",
-        "alloc_failed",
-    ),
-    *(
-        "bad_alloc",
-        "could not create a primitive",
-        "failed to map segment",
-        "can't start new thread",
-    ),
-)
-"""What Python, torch, CUDA and their libraries say then, in small letters; not all have an error of its own for it."""
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
+"""Options of glibc's mallopt, from its malloc.h."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What `hardware` means on this machine, for this process: the facts of environment.json."""
+    """What `hardware` means on this machine for this process, as environment.json records it."""
 
-    accelerator: str  # cpu or gpu
-    precision: str  # fp32, bf16, bf16-true, tf32 or fp64
-    compile: bool  # whether torch.compile is to compile the model
-    graphs: bool  # whether the passes are to be recorded as CUDA graphs
-    devices: int  # processes on this machine
-    nodes: int  # machines
-    rank: int  # this process among all
-    distributed: (
-        bool  # gradients are averaged over processes (hardware=ddp or fsdp, also with one device)
-    )
-    sharded: (
-        bool  # parameters and optimizer state are shared out among the processes (hardware=fsdp)
-    )
-    launcher: str  # who starts the processes: rtx, torchrun or srun
-    micro_batch_size: int  # sequences of a forward pass
-    accumulate: int  # forward passes of an optimizer step on each device
-    workers: int  # processes that prepare batches for each device
+    accelerator: str
+    """cpu or gpu."""
+    precision: str
+    """fp32, bf16, bf16-true, tf32 or fp64."""
+    compile: bool
+    """Whether torch.compile is to compile the model."""
+    graphs: bool
+    """Whether the passes are to be recorded as CUDA graphs."""
+    devices: int
+    """Processes on this machine."""
+    nodes: int
+    """Machines."""
+    rank: int
+    """The number of this process among all processes."""
+    distributed: bool
+    """Whether gradients are averaged over processes: hardware=ddp or fsdp, also on one device."""
+    sharded: bool
+    """Whether the processes share out parameters and optimizer state (hardware=fsdp)."""
+    launcher: str
+    """Who starts the processes: rtx, torchrun or srun."""
+    micro_batch_size: int
+    """Sequences of a forward pass."""
+    accumulate: int
+    """Forward passes of an optimizer step on each device."""
+    workers: int
+    """Processes that prepare batches for each device."""
 
     @property
     def world(self) -> int:
         return self.devices * self.nodes
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.accelerator == "gpu"
+
+    @property
+    def torch_device(self) -> str:
+        """The device's name in torch."""
+        return "cuda" if self.on_gpu else "cpu"
+
 
 def resolve_hardware(config: Config) -> Hardware:
-    """Decide where to compute; `UserError` where machine or launcher do not have what the configuration asks for."""
+    """Return where a run computes on this machine.
+
+    Raises `UserError` where the machine or the launcher lacks what the configuration needs.
+    """
     import torch
 
-    wish, gpus, batch = config.hardware, torch.cuda.device_count(), config.trainer.batch_size
-    use_gpu = gpus > 0 and wish.name != "cpu"
-    if wish.name == "gpu" and not use_gpu:
-        raise UserError(NO_GPU)
-    if wish.precision == "tf32" and not use_gpu:
-        raise UserError(NO_TF32)
-    if wish.graphs is True and not use_gpu:
-        raise UserError(NO_GRAPHS)
-    if wish.loss == "liger":
-        refuse_liger(use_gpu)
-    launcher, rank, devices, nodes = processes(wish, gpus)
+    hardware = config.hardware
+    gpus = torch.cuda.device_count()
+    use_gpu = gpus > 0 and hardware.name != "cpu"
+    if not use_gpu:
+        refuse_without_gpu(hardware)
+    if hardware.loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        raise UserError(NO_LIGER)
+    started = launch()
+    nodes = machines(hardware, started)
+    devices = devices_of_each(hardware, started, nodes, gpus)
     if use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
-    asked, world = config.trainer.micro_batch_size, devices * nodes
-    micro = (
-        asked if isinstance(asked, int) else max(1, batch // world)
-    )  # auto: all that a device has of the batch
-    if batch % (micro * world):
-        multiple = f"a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
-        raise UserError(f"trainer.batch_size={batch} must be {multiple}")
+    micro_batch = micro_batch_size(config, devices * nodes)
     return Hardware(
         accelerator="gpu" if use_gpu else "cpu",
-        precision=precision_on(wish, use_gpu),
+        precision=precision_on(hardware, use_gpu),
         compile=compiles(config, use_gpu),
         graphs=records(config, use_gpu),
         devices=devices,
         nodes=nodes,
-        rank=rank,
-        distributed=wish.name in SPREAD,
-        sharded=wish.name == "fsdp",
-        launcher=launcher,
-        micro_batch_size=micro,
-        accumulate=batch // (micro * world),
-        workers=GPU_WORKERS * use_gpu if wish.workers == "auto" else int(wish.workers),
+        rank=started.rank,
+        distributed=hardware.name in SPREAD,
+        sharded=hardware.name == "fsdp",
+        launcher=started.launcher,
+        micro_batch_size=micro_batch,
+        accumulate=config.trainer.batch_size // (micro_batch * devices * nodes),
+        workers=loader_workers(hardware, use_gpu),
     )
 
 
+def machines(hardware: HardwareConfig, started: Launch) -> int:
+    """Return the number of machines; `UserError` for several without a launcher."""
+    if hardware.nodes > 1 and started.launcher == "rtx":
+        starts = "start the run on all machines by torchrun or srun"
+        raise UserError(f"hardware.nodes={hardware.nodes}: {starts}")
+    if hardware.name in SPREAD and hardware.nodes == 1:
+        return started.nodes
+    return hardware.nodes
+
+
+def devices_of_each(hardware: HardwareConfig, started: Launch, nodes: int, gpus: int) -> int:
+    """Return the devices on each machine; `UserError` where the launcher started another number."""
+    if hardware.name not in SPREAD:
+        devices = 1
+    elif hardware.devices:
+        devices = hardware.devices
+    elif started.launcher == "rtx":
+        devices = max(1, gpus)
+    else:
+        devices = started.world // nodes
+    if started.launcher != "rtx" and started.world != devices * nodes:
+        asks = f"hardware={hardware.name} asks for {devices} on {nodes} machine(s)"
+        agree = "make them agree, by hardware=ddp or fsdp"
+        raise UserError(
+            f"{started.launcher} started {started.world} processes, but {asks}; {agree}"
+        )
+    return devices
+
+
+def micro_batch_size(config: Config, world: int) -> int:
+    """Return the sequences of a forward pass; `auto`: all that a device has of the batch."""
+    batch = config.trainer.batch_size
+    chosen = config.trainer.micro_batch_size
+    size = chosen if isinstance(chosen, int) else max(1, batch // world)
+    if batch % (size * world):
+        multiple = f"a multiple of trainer.micro_batch_size={size} times {world} device(s)"
+        raise UserError(f"trainer.batch_size={batch} must be {multiple}")
+    return size
+
+
+def loader_workers(hardware: HardwareConfig, gpu: bool) -> int:
+    """Return how many processes prepare batches for a device."""
+    if hardware.workers != "auto":
+        return int(hardware.workers)
+    return GPU_WORKERS if gpu else 0
+
+
 def compiles(config: Config, gpu: bool) -> bool:
-    """Tell whether a run compiles its model: hardware.compile, where auto is yes on a GPU that can."""
-    wish = config.hardware
-    if wish.compile != "auto":
-        return bool(wish.compile)
-    return gpu and wish.name != "fsdp" and not config.model.memory and has_gpu_compiler()
+    """Return hardware.compile, where auto is true on a GPU that has a compiler."""
+    hardware = config.hardware
+    if hardware.compile != "auto":
+        return bool(hardware.compile)
+    return gpu and hardware.name != "fsdp" and not config.model.memory and has_gpu_compiler()
 
 
 def records(config: Config, gpu: bool) -> bool:
-    """Tell whether a run records its passes as CUDA graphs: hardware.graphs, where auto is yes on one GPU."""
+    """Return hardware.graphs, where auto is true on one GPU."""
     if config.hardware.graphs != "auto":
         return bool(config.hardware.graphs)
     return gpu and config.hardware.name not in SPREAD and not config.model.memory
 
 
-def refuse_liger(gpu: bool) -> None:
-    """Raise `UserError` where Liger-Kernel cannot work out the loss."""
-    if not gpu:
-        raise UserError(NO_LIGER.format("a GPU and there is none"))
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError(NO_LIGER.format("Liger-Kernel: pip install 'rtx[liger]'"))
-
-
-def refuse_without_gpu(wish: HardwareConfig) -> None:
-    """Raise `UserError` for a GPU that is asked for where torch cannot find one; it loads no torch itself."""
-    if wish.name == "gpu" and has_no_driver():
-        raise UserError(NO_GPU)
-    if wish.precision == "tf32" and has_no_driver():
-        raise UserError(NO_TF32)
-
-
-def has_no_driver() -> bool:
-    """Tell whether this machine has no driver of a GPU for sure; whether a driver has a GPU, torch must say."""
-    if sys.platform != "linux":
-        return False
-    if Path("/dev/kfd").exists():  # AMD's
-        return False
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(name)
-            return False
-    return True
-
-
-def precision_on(wish: HardwareConfig, gpu: bool) -> str:
-    """Return the arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
-    return wish.precision if wish.precision != "auto" else ("bf16" if gpu else "fp32")
-
-
-def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:
-    """Return who started this process, its number, the processes on each machine, and the machines."""
-    (launcher, rank, world, machines), nodes, devices = started_by(), wish.nodes, 1
-    if launcher == "rtx" and wish.nodes > 1:
-        raise UserError(
-            f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun"
-        )
-    if wish.name in SPREAD:
-        nodes = nodes if nodes > 1 else machines
-        devices = wish.devices or ((gpus or 1) if launcher == "rtx" else world // nodes)
-    if launcher != "rtx" and world != devices * nodes:
-        asks = f"hardware={wish.name} asks for {devices} on {nodes} machine(s)"
-        raise UserError(
-            f"{launcher} started {world} processes, but {asks}; make them agree, by hardware=ddp or fsdp"
-        )
-    return launcher, rank, devices, nodes
-
-
-def started_by() -> tuple[str, int, int, int]:
-    """Return who started this process (torchrun, srun, else rtx), its number, of how many, and on how many machines."""
-    known = os.environ
-    if "TORCHELASTIC_RUN_ID" in known:
-        world = int(known["WORLD_SIZE"])
-        return "torchrun", int(known["RANK"]), world, world // int(known["LOCAL_WORLD_SIZE"])
-    if {"SLURM_STEP_ID", "SLURM_PROCID"} <= known.keys() and int(known.get("SLURM_NTASKS", 1)) > 1:
-        return (
-            "srun",
-            int(known["SLURM_PROCID"]),
-            int(known["SLURM_NTASKS"]),
-            int(known.get("SLURM_NNODES", 1)),
-        )
-    return "rtx", int(known["LOCAL_RANK"]) if started_by_another() else 0, 1, 1
-
-
-def cores() -> int:
-    """Return the processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def prepare_torch(config: Config, hardware: Hardware) -> None:
-    """Set threads, matrix arithmetic and determinism before any tensor is made; `UserError` without a compiler."""
+    """Set threads, matrix arithmetic and determinism; to be called before any tensor is made.
+
+    Raises `UserError` where hardware.compile=true and there is no compiler.
+    """
     import torch
 
-    wish, threads, model = config.hardware, config.hardware.threads, config.model
-    if (
-        not threads
-        and hardware.distributed
-        and hardware.launcher == "rtx"
-        and "OMP_NUM_THREADS" not in os.environ
-    ):
-        # Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
-        threads = max(1, cores() // hardware.devices)
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(
-            threads
-        )  # for the processes that rtx starts; and Lightning sets no other
-        torch.set_num_threads(threads)
-    if hardware.accelerator == "cpu":
-        own_softmax = (
-            model.positions in ("shaw", "xl")
-            or model.attention_dropout > 0
-            or "adaptive_span" in model.base
-        )
-        keep_freed_memory(of_any_size=not own_softmax)
+    set_threads(config.hardware, hardware)
+    if not hardware.on_gpu:
+        keep_freed_memory(of_any_size=not computes_softmax_itself(config.model))
     torch.set_float32_matmul_precision("high" if hardware.precision == "tf32" else "highest")
-    if wish.deterministic:
+    if config.hardware.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if wish.compile is True and hardware.accelerator == "cpu" and not has_compiler():
-        raise UserError(
-            "hardware.compile=true needs a C++ compiler (g++, clang++ or CXX); there is none on the PATH"
-        )
-    if wish.compile is True and hardware.accelerator == "gpu" and not has_gpu_compiler():
-        raise UserError(
-            "hardware.compile=true needs Triton and a C compiler (gcc, clang or CC) for a GPU"
-        )
+    if config.hardware.compile is True:
+        refuse_without_compiler(hardware)
+
+
+def set_threads(wanted: HardwareConfig, hardware: Hardware) -> None:
+    """Set the CPU threads of this process, and of those that it starts."""
+    import torch
+
+    threads = wanted.threads
+    shares_cores = hardware.distributed and hardware.launcher == "rtx"
+    if not threads and shares_cores and "OMP_NUM_THREADS" not in os.environ:
+        # Lightning would take the same number, but after the run has recorded its threads.
+        threads = max(1, cores() // hardware.devices)
+    if threads:
+        # For the processes that rtx starts; and Lightning then sets no other number.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def refuse_without_compiler(hardware: Hardware) -> None:
+    """Raise `UserError` where there is no compiler for the device."""
+    if hardware.on_gpu and not has_gpu_compiler():
+        needs = "Triton and a C compiler (gcc, clang or CC) for a GPU"
+        raise UserError(f"hardware.compile=true needs {needs}")
+    if not hardware.on_gpu and not has_compiler():
+        needs = "a C++ compiler (g++, clang++ or CXX); there is none on the PATH"
+        raise UserError(f"hardware.compile=true needs {needs}")
 
 
 def has_gpu_compiler() -> bool:
-    """Tell whether Triton is here, and the C compiler by which it builds what starts its kernels."""
-    from torch.utils._triton import (
-        has_triton,
-    )  # no public function tells whether torch can use Triton
+    """Return whether Triton is installed, and the C compiler that it calls."""
+    # No public function says whether torch can use Triton.
+    from torch.utils._triton import has_triton
 
     from rtx.attention.engine.packed_attention import HAS_COMPILER
 
@@ -247,53 +225,45 @@ def has_gpu_compiler() -> bool:
 
 
 def has_compiler() -> bool:
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
+    """Return whether there is a C++ compiler."""
+    names = (os.environ.get("CXX") or "g++", "g++", "clang++")
+    return any(shutil.which(name) for name in names)
+
+
+def computes_softmax_itself(model: ModelConfig) -> bool:
+    """Return whether attention on a CPU takes our own softmax instead of torch's."""
+    by_distance = model.positions in ("shaw", "xl") or "adaptive_span" in model.base
+    return by_distance or model.attention_dropout > 0
 
 
 def keep_freed_memory(of_any_size: bool = True) -> None:
-    """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU.
+    """Make glibc keep freed memory: to map it anew takes a tenth of a step's time on a CPU.
 
-    Our own softmax has large blocks of many sizes: kept, they would leave gaps that no other fits. There, not
-    `of_any_size`, those above 33 MiB are given back (32 MiB before glibc 2.35).
+    Our own softmax frees large blocks of many sizes. Kept, they would leave gaps that fit no other
+    block. There, without `of_any_size`, blocks above 33 MiB are given back, with glibc before 2.35
+    those above 32 MiB.
     """
-    with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
+    # Another C library is left as it is.
+    with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
-        library.mallopt(-4, 0 if of_any_size else 65536)  # M_MMAP_MAX, and its default
-        if not of_any_size and not library.mallopt(-3, 33 << 20):  # M_MMAP_THRESHOLD
-            library.mallopt(-3, 32 << 20)
-        library.mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        if of_any_size:
+            library.mallopt(M_MMAP_MAX, 0)
+        else:
+            library.mallopt(M_MMAP_MAX, 65536)  # glibc's default
+            if not library.mallopt(M_MMAP_THRESHOLD, 33 << 20):
+                library.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        library.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def device_memory(config: Config, processes: int = 0) -> int | None:
-    """Return the bytes of memory that each process of a run may fill here; None: it is for a GPU that is not there."""
+    """Return the bytes of memory that each process of a run may fill on this machine.
+
+    None: the run is for a GPU, and there is none.
+    """
     import torch
 
     if config.hardware.name != "cpu" and torch.cuda.device_count():
         return torch.cuda.get_device_properties(0).total_memory
     if config.hardware.name == "gpu":
         return None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # no container, or none with a limit: "max"
-        memory = min(memory, int(CONTAINER_LIMIT.read_text()))
-    return memory // (processes or config.hardware.devices or 1)
-
-
-def out_of_memory(error: BaseException) -> str:
-    """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    known |= isinstance(error, RuntimeError | ImportError) and any(
-        sign in str(error).lower() for sign in SIGNS
-    )
-    known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
-    said = (
-        shorten(str(error).strip().removeprefix(f"{OUT_OF_MEMORY}: "), 200) or type(error).__name__
-    )
-    return f"{OUT_OF_MEMORY}: {said}" if known else ""
-
-
-def system_kills() -> int:
-    """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/vmstat").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    return 0
+    return memory_bytes() // (processes or config.hardware.devices or 1)

@@ -13,8 +13,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from rtx.data.catalog import Store, data_root, open_data, store_folder
+from rtx.data.catalog import data_root, open_data, store_folder
 from rtx.data.sets import Report
+from rtx.data.store import Store
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written
@@ -24,8 +25,9 @@ from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
-from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
-from rtx.settings.schema import SPREAD, Config, DataConfig
+from rtx.settings.devices import precision_on
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge
+from rtx.settings.schema import SPREAD, Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
@@ -33,7 +35,7 @@ from rtx.training.checkpoint import (
     load_for_use,
     load_weights,
 )
-from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
+from rtx.training.hardware import prepare_torch, resolve_hardware
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_IN = {"fp64": torch.float64, "bf16-true": torch.bfloat16}

@@ -16,11 +16,12 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from rtx.disk import read_file, write_json
+from rtx.disk import open_no_link, read_file, write_json
 from rtx.errors import DAMAGED, UserError
 from rtx.progress import say as say_line
-from rtx.runs.folder import open_own, shown, utc_now
-from rtx.settings.rules import wandb_mode
+from rtx.runs.folder import shown
+from rtx.runs.status import utc_now
+from rtx.settings.logger import wandb_mode
 from rtx.settings.schema import Config
 
 INIT_SECONDS, FINISH_SECONDS = (
@@ -100,7 +101,7 @@ class JsonlLogger(Logger):
     def __init__(self, path: Path) -> None:
         super().__init__()
         try:
-            self.file = open_own(path, "a+b")
+            self.file = open_no_link(path, "a+b")
             self.file.truncate(
                 read_file(path).rfind(b"\n") + 1
             )  # a killed run may leave a last line without its end

@@ -18,15 +18,16 @@ from rtx.data.datamodule import MicroBatches
 from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
+from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
-from rtx.model.transformer import Transformer, compile_loss
-from rtx.settings.compose import flat
-from rtx.settings.schema import Config, OptimizerConfig
+from rtx.model.transformer import Transformer
+from rtx.settings.devices import precision_on
+from rtx.settings.identity import ranks_must_agree
+from rtx.settings.schema import Config, OptimizerConfig, flat
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import FORMAT, renumbered, tensor_problem, with_current_names
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.distributed import Ranks, is_part, shard, whole
-from rtx.training.hardware import precision_on
 
 
 def build_model(
@@ -121,19 +122,8 @@ class TrainingModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
         self.ranks.connect()
-        own = (
-            "data.path",
-            "data.verify",
-            "data.processes",
-            "hardware.workers",
-            "logger.",
-            "name",
-        )  # may differ
-        begins = {
-            key: value
-            for key, value in flat(self.facts.get("config", {})).items()
-            if not key.startswith(own)
-        }
+        config = flat(self.facts.get("config", {}))
+        begins = {key: value for key, value in config.items() if ranks_must_agree(key)}
         step = getattr(getattr(self.trainer, "datamodule", None), "step", None)
         self.ranks.compare(
             {"step": step, "data": self.facts.get("data", {}).get("fingerprint"), **begins}
@@ -260,7 +250,9 @@ class TrainingModule(pl.LightningModule):
         """Return the first micro-batch."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         return (
-            MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+            MicroBatches(data.sampler, data.loader.get("micro_batch") or 1)[0]
+            .to(self.device)
+            .long()
         )
 
     def pass_once(self) -> None:

@@ -16,10 +16,11 @@ from torch import nn
 
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
+from rtx.machine import out_of_memory
 from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
-from rtx.training.hardware import Hardware, out_of_memory, resolve_hardware
+from rtx.training.hardware import Hardware, resolve_hardware
 from rtx.training.profiling import Profile
 
 KNOWN_WARNINGS = (

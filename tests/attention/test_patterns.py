@@ -19,19 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import (
-    CASES,
-    KINDS,
-    SEES_FUTURE,
-    Case,
-    check,
-    drawn,
-    gradients,
-    make,
-    run,
-    stream,
-    tensors,
-)
 from hypothesis import HealthCheck, example, given, settings
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -55,6 +42,19 @@ from rtx.attention.engine import flex
 from rtx.attention.members import products
 from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
+from tests.helpers.cases import (
+    CASES,
+    KINDS,
+    SEES_FUTURE,
+    Case,
+    check,
+    drawn,
+    gradients,
+    make,
+    run,
+    stream,
+    tensors,
+)
 
 few = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

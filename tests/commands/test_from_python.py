@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Process, Workshop, after, children, patiently
 
 import rtx
 from rtx.errors import RunFailed, UserError
 from rtx.runs.folder import read_status
+from tests.helpers.small_runs import SIZES, Process, Workshop, after, children, patiently
 
 OWN = """
 import json, os, signal, sys

@@ -5,9 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Workshop, after, difference, read_metrics
 
-from rtx.runs.folder import read_status, run_state
+from rtx.runs.folder import read_status
+from rtx.runs.status import run_state
+from tests.helpers.small_runs import SIZES, Workshop, after, difference, read_metrics
 
 XL = (
     "model.base=recurrent",

@@ -14,15 +14,24 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from small_runs import SIZES, Process, Workshop, after, children, difference, final, read_metrics
 
 from rtx.commands.train import follow
 from rtx.errors import UserError
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from rtx.settings.schema import Config
 from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import resolve_hardware
+from tests.helpers.small_runs import (
+    SIZES,
+    Process,
+    Workshop,
+    after,
+    children,
+    difference,
+    final,
+    read_metrics,
+)
 
 TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
 """Two processes on this machine, which take the four sequences of a step in two passes."""

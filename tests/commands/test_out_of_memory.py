@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, counted_rows, difference
 
 from rtx.model.transformer import Transformer
-from rtx.runs.folder import read_status
-from rtx.settings.compose import load_run_config
+from rtx.runs.status import read_status
+from rtx.settings.run_config import load_run_config
+from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference
 
 AUTO = (
     *(word for word in SIZES if "micro_batch" not in word),

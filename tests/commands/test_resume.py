@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import (
+
+from rtx import __version__
+from rtx.runs.folder import read_status
+from rtx.settings.run_config import load_run_config
+from rtx.training.checkpoint import is_whole
+from tests.helpers.small_runs import (
     SIZES,
     Workshop,
     after,
@@ -18,11 +23,6 @@ from small_runs import (
     difference,
     read_metrics,
 )
-
-from rtx import __version__
-from rtx.runs.folder import read_status
-from rtx.settings.compose import load_run_config
-from rtx.training.checkpoint import is_whole
 
 
 @pytest.fixture(scope="module")

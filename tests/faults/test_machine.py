@@ -6,10 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
-from small_runs import SIZES, Workshop, after, difference
 
-from rtx.runs.folder import read_status, run_state
+from rtx.runs.folder import read_status
+from rtx.runs.status import run_state
+from tests.helpers.disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
+from tests.helpers.small_runs import SIZES, Workshop, after, difference
 
 LONG = "trainer.steps=40"
 

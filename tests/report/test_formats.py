@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import FULL, IMAGES, LOCAL, config, write_divergence, write_eval, write_run
 
 from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, write
 from rtx.report.run_records import collect
 from rtx.report.summary import closing_lines, protocol_line
 from rtx.report.tables import DASH, Column, Table, terminal, tex
 from rtx.settings.compose import compose
+from tests.helpers.records import (
+    FULL,
+    IMAGES,
+    LOCAL,
+    config,
+    write_divergence,
+    write_eval,
+    write_run,
+)
 
 NASTY = 'a|b <c> 50% & _x_ #1 {y} ~z^2 \\n $5 "q" [w] -- é 漢 \x1b'
 

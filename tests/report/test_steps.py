@@ -4,11 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
-from records import CAUSAL, FULL, LOCAL, config, steps_record, timed_row, write_record, write_run
 
 from rtx.cli import main as cli
 from rtx.report.run_records import Collection
 from rtx.report.steps import read_record, read_records, views
+from tests.helpers.records import (
+    CAUSAL,
+    FULL,
+    LOCAL,
+    config,
+    steps_record,
+    timed_row,
+    write_record,
+    write_run,
+)
 
 
 def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rtx.cli import main as cli
-from rtx.runs.folder import utc_now
+from rtx.runs.status import utc_now
 
 
 def cell(root: Path, name: str, *, rows: int = 0, **status: Any) -> None:

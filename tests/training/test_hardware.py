@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Workshop
 
 from rtx.errors import UserError
+from rtx.machine import out_of_memory
 from rtx.settings.compose import compose
 from rtx.settings.schema import Config, HardwareConfig, ModelConfig, TrainerConfig
 from rtx.training.hardware import (
     Hardware,
     compiles,
     device_memory,
-    out_of_memory,
     prepare_torch,
     records,
     resolve_hardware,
 )
+from tests.helpers.small_runs import Workshop
 
 VARIABLES = ("RANK", "LOCAL_RANK", "RTX_PARENT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}
@@ -100,7 +100,7 @@ def test_what_needs_a_gpu_or_a_package_that_is_not_here_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=r"hardware\.graphs=true needs a GPU"):
         resolved(graphs=True)
-    with pytest.raises(UserError, match=r"hardware\.loss=liger needs a GPU and"):
+    with pytest.raises(UserError, match=r"hardware\.loss=liger needs a GPU; take"):
         resolved(loss="liger")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert resolved(graphs=True).accelerator == "gpu"
@@ -205,7 +205,7 @@ def test_the_processes_of_a_run_share_the_memory_there(
     )
     assert device_memory(compose(["hardware=gpu"])) is None
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr("rtx.training.hardware.CONTAINER_LIMIT", limit)
+    monkeypatch.setattr("rtx.machine.CONTAINER_LIMIT", limit)
     limit.write_text("268435456\n")
     assert device_memory(compose(["hardware=cpu"])) == 2**28
     limit.write_text("max\n")

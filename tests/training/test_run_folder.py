@@ -13,15 +13,10 @@ import torch
 from torch import nn
 
 from rtx.errors import RunFailed, UserError
-from rtx.runs import folder as run_folder
-from rtx.runs.folder import (
-    Status,
-    new_run_folder,
-    read_status,
-    run_state,
-    utc_now,
-    working_in,
-)
+from rtx.runs import status as run_status
+from rtx.runs.folder import new_run_folder
+from rtx.runs.lock import working_in
+from rtx.runs.status import Status, read_status, run_state, utc_now
 from rtx.training import checkpoint as files
 from rtx.training.checkpoint import load_weights, newest_checkpoint, read_checkpoint
 
@@ -50,7 +45,7 @@ def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, year: str, state
 def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(run_status, "BEAT_SECONDS", 0.01)
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
     end = time.monotonic() + 600

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import Workshop
 
 from rtx.errors import RunFailed
 from rtx.training.checkpoint import is_whole, newest_checkpoint
+from tests.helpers.small_runs import Workshop
 
 
 def newest_step(run: Path) -> int:

@@ -1,0 +1,119 @@
+"""On what a run computes: machine, software, code and command, in environment.json; resumes.jsonl."""
+
+import contextlib
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rtx import __version__
+from rtx.disk import open_no_link, read_file, write_json
+from rtx.errors import DAMAGED
+from rtx.runs.resumption import Differences
+from rtx.runs.status import utc_now
+from rtx.settings.names import REGISTERED
+
+CHECKOUT = Path(__file__).parents[2]
+EXACT = (
+    "rtx",
+    "torch",
+    "threads",
+    "gpu",
+    "accelerator",
+    "precision",
+    "compile",
+    "devices",
+    "nodes",
+    "sharded",
+)
+"""Facts of environment.json that bits depend on."""
+FORMER = {"compile": False}
+"""What a run did whose environment.json lacks the fact."""
+PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb")
+
+
+def record_start(
+    folder: Path, facts: dict[str, Any], changed: Differences | None, anew: bool
+) -> list[str]:
+    """Record on what a run begins or goes on, and return as `name old -> new` what may change bits.
+
+    Args:
+        folder: that of the run.
+        facts: what to record beside `environment`.
+        changed: the keys with other values than before; None: the run begins.
+        anew: whether to replace environment.json.
+    """
+    path = folder / "environment.json"
+    now = environment(facts)
+    if anew or not path.exists():
+        write_json(path, now)
+    if changed is None:
+        return []
+    with open_no_link(folder / "resumes.jsonl", "a") as file:
+        file.write(json.dumps({**now, "changed": changed}) + "\n")
+    try:
+        old = exact_facts(json.loads(read_file(path)))
+    except DAMAGED:
+        return [f"{path}, which does not say on what the run began"]
+    new = exact_facts(now)
+    moved = [name for name in EXACT if old[name] != new[name]]
+    return [f"{name} {old[name]} -> {new[name]}" for name in moved]
+
+
+def exact_facts(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of an environment that bits depend on, None for those that it lacks."""
+    facts = {**FORMER, **record, **record["versions"], **record["hardware"]}
+    return {name: facts.get(name) for name in EXACT}
+
+
+def environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return software, machine, code and command of this process, and `facts`."""
+    import torch  # takes seconds; readers of environment.json need none of it
+
+    versions: dict[str, str | None] = {"rtx": __version__}
+    for name in (*PACKAGES, *filter(None, REGISTERED.values())):
+        versions[name] = version_of(name)
+    return {
+        "time": utc_now(),
+        "command": command_line(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "git": {"commit": code_commit()},
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **facts,
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def command_line() -> str:
+    """Return the command that started this process; `python -m rtx` is written as `rtx`."""
+    program, *words = sys.argv
+    if Path(program).name == "__main__.py":
+        program = "rtx"
+    return shlex.join([program, *words])
+
+
+def code_commit() -> str | None:
+    """Return the commit of this code, with `-dirty` where files differ; None outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    if not (CHECKOUT / ".git").exists():
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=10, check=True
+        )
+        return answer.stdout.strip()
+    return None

@@ -1,0 +1,40 @@
+"""What `hardware` asks of the machine: a GPU, and the arithmetic on it. No torch."""
+
+from collections.abc import Iterator
+
+from rtx.errors import UserError, refuse
+from rtx.machine import lacks_gpu_driver
+from rtx.settings.schema import HardwareConfig
+
+NO_GPU = "hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto"
+
+
+def precision_on(hardware: HardwareConfig, gpu: bool) -> str:
+    """Return the arithmetic: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
+    if hardware.precision != "auto":
+        return hardware.precision
+    return "bf16" if gpu else "fp32"
+
+
+def gpu_needs(hardware: HardwareConfig) -> Iterator[str]:
+    """Yield a line for each option that only a GPU can serve, with what to take instead."""
+    if hardware.precision == "tf32":
+        yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16, bf16-true or fp64"
+    if hardware.graphs is True:
+        yield "hardware.graphs=true needs a GPU; take hardware.graphs=false"
+    if hardware.loss == "liger":
+        yield "hardware.loss=liger needs a GPU; take hardware.loss=torch"
+
+
+def refuse_without_gpu(hardware: HardwareConfig) -> None:
+    """Raise `UserError` for options that need a GPU; to be called where torch finds none."""
+    if hardware.name == "gpu":
+        raise UserError(NO_GPU)
+    refuse(f"{line}, for torch finds no GPU on this machine" for line in gpu_needs(hardware))
+
+
+def refuse_without_driver(hardware: HardwareConfig) -> None:
+    """As `refuse_without_gpu`, before torch is imported, where there is surely no GPU."""
+    is_for_gpu = hardware.name == "gpu" or any(gpu_needs(hardware))
+    if is_for_gpu and lacks_gpu_driver():
+        refuse_without_gpu(hardware)
