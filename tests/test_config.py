@@ -116,7 +116,7 @@ def test_merge_takes_keys_and_groups_and_checks_them() -> None:
         default, ["hardware.threads=2", "hardware=cpu", "data.length=512", "logger=jsonl", "seed=3"]
     )
     assert (merged.hardware.name, merged.hardware.threads, merged.data.length) == ("cpu", 2, 512)
-    assert (merged.logger.name, merged.seed) == ("jsonl", 3)
+    assert (merged.logger.wandb, merged.seed) == (False, 3)
     assert merge(default, []) == default
     with pytest.raises(UserError, match=r"name=\$\{oc\.env:HOME\}: a run takes no references"):
         merge(default, ["name=${oc.env:HOME}"])
@@ -418,7 +418,7 @@ def test_what_fits() -> None:
         ),
         (
             "logger=jsonl logger.project=x",
-            "logger.project=x has no effect with logger.name=jsonl; it is for auto",
+            "logger.project=x has no effect with logger.wandb=false; it is for true",
         ),
     ],
 )

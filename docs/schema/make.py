@@ -29,7 +29,7 @@ def text_of(group: str) -> str:
     if group != "config":
         whole["properties"] |= {"defaults": DEFAULTS, "hydra": {}}
         schema["properties"]["defaults"] = DEFAULTS
-    if group == "hardware":  # a launcher's option sets keys of hydra, too
+    if group in ("hardware", "trainer"):  # some of their files set keys of other sections
         schema = {"title": schema["title"], "anyOf": [schema, whole]}
     return (
         json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1)

@@ -5,6 +5,7 @@ A value is taken as it is written, `~/a=b (1).txt` and all. No torch, no Hydra, 
 
 import importlib.util
 import itertools
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
             continue
         if key not in known:
             raise UserError(unknown(key, known))
+        if key == "logger" and is_list(text):
+            for name in text.strip(" []").split(","):
+                read_value(known[key], name, extended=False)
+            found.append(Override(key, (text.strip(),)))
+            continue
         refuse_hydra_values(known[key], text, sweep)
         if len(values) > 1 and not sweep:
             said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
@@ -108,6 +114,11 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
                 )
         found.append(Override(key, tuple(values)))
     return found
+
+
+def is_list(text: str) -> bool:
+    """Whether a value is a list of options, such as [csv,wandb]."""
+    return re.fullmatch(r"\[[\w, ]+\]", text.strip()) is not None
 
 
 def refuse_hydra_values(field: Field, text: str, sweep: bool) -> None:

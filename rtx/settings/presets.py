@@ -49,8 +49,14 @@ def option_words(group: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*names, *short]))
 
 
+MODES_OF_WANDB = ("auto", "online", "offline")
+"""Modes of a logger that were options of it."""
+
+
 def replacement(group: str, option: str) -> str:
     """Return the words that choose what an option was once called, such as `cifar10_full`, or ""."""
+    if group == "logger" and option in MODES_OF_WANDB:
+        return f"logger=wandb logger.mode={option}"
     if group != "experiment" or option in options(group):
         return ""
     for experiment in options(group):

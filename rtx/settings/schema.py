@@ -30,7 +30,7 @@ from rtx.settings.presets import CACHES, option_words
 
 SECTIONS = ("data", "routing", "optimizer", "hardware", "logger", "model", "trainer")
 """The dataclasses of a configuration, by their keys."""
-UNSET_GROUPS = ("experiment", "heads")
+UNSET_GROUPS = ("experiment", "heads", "trainer")
 """Groups of which no option is chosen by default."""
 GROUPS = (*SECTIONS[:-1], *UNSET_GROUPS)
 """Hydra groups in the order of composition; a later one wins."""
@@ -54,8 +54,6 @@ ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
 """Keys of routing that are sizes, not rules."""
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name with one process per device."""
-WANDB_LOGGERS = ("auto", "online", "offline")
-"""Values of logger.name that write to Weights & Biases."""
 
 # Conditions under which a run reads a key: another key, and the values of it, or parts of values.
 IF_HUB = {"data.name": ("hub",)}
@@ -68,7 +66,7 @@ IF_SPAN = {"model.base": ("adaptive_span",)}
 IF_XL = {"model.positions": ("xl",)}
 IF_BANDS = {"model.embedding": ("adaptive",)}
 IF_ADAM = {"optimizer.name": ("adam", "adamw")}
-IF_WANDB = {"logger.name": WANDB_LOGGERS}
+IF_WANDB = {"logger.wandb": ("true",)}
 
 
 @dataclass
@@ -426,13 +424,17 @@ class HardwareConfig:
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl; `logger=[csv,wandb]` chooses several."""
 
-    name: Literal["auto", "online", "offline", "jsonl", "csv", "tensorboard"] = key(
-        "auto", changes=NOTHING
-    )
-    """Weights & Biases: auto (online with a key, else offline), online, offline; csv, tensorboard;
-    jsonl: nowhere."""
+    wandb: bool = key(False, changes=NOTHING)
+    """Write to Weights & Biases."""
+    csv: bool = key(False, changes=NOTHING)
+    """Write tables, csv/version_N/metrics.csv in the run folder."""
+    tensorboard: bool = key(False, changes=NOTHING)
+    """Write TensorBoard events, tensorboard/ in the run folder."""
+    mode: Literal["auto", "online", "offline"] = key("auto", changes=NOTHING, read_with=IF_WANDB)
+    """Weights & Biases online, or offline to be uploaded later; auto: online with a key, else
+    offline."""
     project: str = key("rtx", changes=NOTHING, read_with=IF_WANDB)
     """Weights & Biases project."""
     entity: str | None = key(None, changes=NOTHING, read_with=IF_WANDB)
@@ -479,6 +481,8 @@ class TrainerConfig:
     profile: int | None = key(None, low=1, high=1000, changes=NOTHING)
     """Steps to record with torch.profiler, after the first few, in the run's trace.json.gz (for
     Perfetto)."""
+    overfit_batches: int | None = key(None, low=1, since=Since("0.4.0", None))
+    """Train on the batches of this many first steps alone, again and again; unset: on all."""
 
 
 @dataclass
