@@ -197,7 +197,8 @@ def test_topk_is_algorithm_1_with_every_model_and_none_has_no_routing_heads(mode
     assert (without.routing.heads, without.routing.layers) == (0, 0)
     words = [f"model={model}", "routing=topk"]
     if model in BASELINES:
-        words += ["routing.heads=1", "routing.layers=1"]
+        # As many as leave all patterns of model.base the same number of heads.
+        words += [f"routing.heads={base.count('+') + 1}", "routing.layers=1"]
     if base == "recurrent":
         with pytest.raises(UserError, match=r"has no place beside model\.base=recurrent"):
             compose(words)
