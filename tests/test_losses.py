@@ -33,7 +33,7 @@ from rtx.settings.schema import (
     RoutingConfig,
     TrainerConfig,
 )
-from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 STEPS = 12
 ROUTING = {

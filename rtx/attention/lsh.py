@@ -2,8 +2,8 @@
 (Kitaev et al. 2020, Reformer, section 2).
 
 Queries and keys are the same vectors; a key is its query scaled to norm 1. Each of T hash rounds
-has a fixed random matrix A, `[D, F]`. It puts the query x, before it is rotated, into the bucket
-argmax [xA, -xA] of C = 2 F. In each round a query may read some members of its bucket, up to its
+has a fixed random matrix Phi, `[D, F]`. It puts the query x, before it is rotated, into the bucket
+argmax [x Phi, -x Phi] of C = 2 F. In each round a query may read some members of its bucket, up to its
 position. It reads the keys of all rounds in one softmax, where a key that several rounds have
 counts once (Reformer corrects for this by the logarithm of the count). It reads its own key only if
 it reads no other.
@@ -25,7 +25,7 @@ query at 4 reads 1, and nothing of the chunk before, whose members are in anothe
 Shapes: B sequences or streams, H heads, X = B * H, N positions, D head size, T hash rounds, C
 buckets, F = C / 2 columns of a random matrix, O = H * T or B * H * T rounds of all heads, R = X * N
 rows, M = R members of the buckets of one round, L lists of all rounds, J lists that a query of a
-stream is a member of, S slots of a bucket, K = T * S slots that a query looks at, Q positions of a
+stream is a member of, S slots of a bucket, A = T * S slots that a query looks at, Q positions of a
 piece.
 """
 
@@ -89,8 +89,11 @@ def hashed(
 
 def earlier_members(bucket_N: list[int], i: int) -> list[int]:
     """Return the positions up to i in the bucket of position i."""
-    bucket = bucket_N[i]
-    return [j for j in range(i + 1) if bucket_N[j] == bucket]
+    members = []
+    for j in range(i + 1):
+        if bucket_N[j] == bucket_N[i]:
+            members.append(j)
+    return members
 
 
 def members_in_chunks(
@@ -104,9 +107,12 @@ def members_in_chunks(
         chunk: m.
     """
     chunk_N = chunks_of_positions(bucket_N, chunk)
-    readable = (chunk_N[i] - 1, chunk_N[i])
-    members = earlier_members(bucket_N, i)
-    return [j for j in members if chunk_N[j] in readable]
+    first_chunk = chunk_N[i] - 1
+    members = []
+    for j in earlier_members(bucket_N, i):
+        if first_chunk <= chunk_N[j] <= chunk_N[i]:
+            members.append(j)
+    return members
 
 
 def chunks_of_positions(bucket_N: list[int], chunk: int) -> list[int]:
@@ -413,11 +419,11 @@ class LshCache(ClusterCache):
         readable_JS = torch.where(is_in_reach_JS & is_filled_JS, at_JS, -1)
         # The query is in one list of each round; the rounds of a head follow one another.
         slots_of_head = self.pattern.rounds * self.slots
-        readable_XK = readable_JS.view(-1, slots_of_head)
-        position_XK = without_repeats(readable_XK)
-        is_self_XK = position_XK == position
-        is_read_XK = mask_without_self(position_XK >= 0, is_self_XK)
-        return is_read_XK.view_as(at_JS)
+        readable_XA = readable_JS.view(-1, slots_of_head)
+        position_XA = without_repeats(readable_XA)
+        is_self_XA = position_XA == position
+        is_read_XA = mask_without_self(position_XA >= 0, is_self_XA)
+        return is_read_XA.view_as(at_JS)
 
     def reach(self, list_J: Tensor) -> Tensor:
         """Return how many of a list's last members the query may read, its own key included."""
@@ -431,11 +437,11 @@ class LshCache(ClusterCache):
         return pattern.chunk + place_in_chunk_J + 1
 
 
-def without_repeats(position_XK: Tensor) -> Tensor:
+def without_repeats(position_XA: Tensor) -> Tensor:
     """Return the positions with -1 in place of all but the first of equal ones."""
-    sorted_XK, slot_XK = position_XK.sort(dim=-1, stable=True)
-    later_XI = sorted_XK[:, 1:]
-    is_repeated_XI = later_XI == sorted_XK[:, :-1]
+    sorted_XA, slot_XA = position_XA.sort(dim=-1, stable=True)
+    later_XI = sorted_XA[:, 1:]
+    is_repeated_XI = later_XI == sorted_XA[:, :-1]
     later_XI.masked_fill_(is_repeated_XI, -1)
-    first_XK = torch.empty_like(sorted_XK)
-    return first_XK.scatter_(-1, slot_XK, sorted_XK)
+    first_XA = torch.empty_like(sorted_XA)
+    return first_XA.scatter_(-1, slot_XA, sorted_XA)

@@ -61,19 +61,28 @@ def attend_padded(
     outs = []
     losses = []
     for number, group in enumerate(groups):
-        part = (queries[number], keys[number], values[number])
-        out_BHND, loss = attend(part, group.memory)
+        qkv_of_group = (queries[number], keys[number], values[number])
+        out_BHND, loss = attend(qkv_of_group, group.memory)
         # The positions of the memory have no outputs.
         out_BHND = F.pad(out_BHND, (0, 0, group.memory, 0))
-        out_BNHD = out_BHND.transpose(1, 2)
-        outs.append(out_BNHD.flatten(0, 1))
+        outs.append(by_rows(out_BHND))
         share = group.positions() / real_positions
         losses.append(loss * share)
     out_BHND = scattered(torch.cat(outs), row_S, v_BHND.shape)
     return out_BHND[:, :, memory:], torch.stack(losses).sum()
 
 
-def scattered(out_SHD: Tensor, row_S: Tensor, shape: torch.Size) -> Tensor:
+def by_rows(x_BHND: Tensor) -> Tensor:
+    """Return the vectors of one row after the other, `[B * N, H, D]`."""
+    x_BNHD = x_BHND.transpose(1, 2)
+    return x_BNHD.flatten(0, 1)
+
+
+def scattered(
+    out_SHD: Tensor,
+    row_S: Tensor,
+    shape: torch.Size,
+) -> Tensor:
     """Return the outputs at their rows, and zeros in all others, `[B, H, N, D]`.
 
     Args:
@@ -91,17 +100,23 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
     B, N = real_BN.shape
     real_UN, group_B = real_BN.unique(dim=0, return_inverse=True)
     order_B = group_B.argsort(stable=True)
-    row_BN = torch.arange(B * N, device=real_BN.device).view(B, N)
+    row_R = torch.arange(B * N, device=real_BN.device)
+    row_BN = row_R.view(B, N)
     ordered_row_BN = row_BN[order_B]
     ordered_real_BN = real_BN[order_B]
     row_S = ordered_row_BN[ordered_real_BN]
     sequences = group_B.bincount().tolist()
     lengths = real_UN.sum(1).tolist()
-    memories = real_UN[:, :memory].sum(1).tolist()
+    memory_UN = real_UN[:, :memory]
+    memories = memory_UN.sum(1).tolist()
     groups = []
     for number, length in enumerate(lengths):
-        if length:
-            group = Group(sequences[number], length, memories[number])
+        group = Group(
+            sequences=sequences[number],
+            length=length,
+            memory=memories[number],
+        )
+        if group.length:
             groups.append(group)
     if not groups:
         # An empty pass, so that outputs and loss depend on the inputs all the same.
@@ -115,9 +130,10 @@ def real_parts(
     groups: list[Group],
 ) -> list[Tensor]:
     """Return the vectors of each group's sequences at its real positions, `[B, H, N, D]` each."""
-    x_RHD = x_BHND.transpose(1, 2).flatten(0, 1)
+    x_RHD = by_rows(x_BHND)
+    x_SHD = x_RHD[row_S]
     counts = [group.positions() for group in groups]
-    pieces = x_RHD[row_S].split(counts)
+    pieces = x_SHD.split(counts)
     parts = []
     for group, piece_SHD in zip(groups, pieces, strict=True):
         x_BNHD = piece_SHD.unflatten(0, (group.sequences, group.length))

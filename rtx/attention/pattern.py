@@ -1,6 +1,6 @@
 """The base class of attention patterns: heads that choose by one rule which keys a query reads.
 
-Shapes: B sequences, H heads, N positions, D head size, P lists of a head.
+Shapes: B sequences, H heads, N positions, D head size, C lists of a head.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
+from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.stream import Stream
 
@@ -107,7 +108,7 @@ class Pattern(nn.Module, ABC):
         head: int,
         streaming: bool,
     ) -> Tensor:
-        """Return which keys each position reads in each list of a head, `[P, N, N]`, bool.
+        """Return which keys each position reads in each list of a head, `[C, N, N]`, bool.
 
         This defines the pattern, for the first sequence: it is written for the reader, not for
         speed. `rtx.attention.oracle` attends by it, and pictures draw it.
@@ -152,8 +153,7 @@ class Pattern(nn.Module, ABC):
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the auxiliary loss, zero for most patterns; `parts` is what `reads` returned."""
-        dtype = torch.promote_types(qk.q_BHND.dtype, torch.float32)
-        return qk.q_BHND.new_zeros((), dtype=dtype)
+        return qk.q_BHND.new_zeros((), dtype=wide_type(qk.q_BHND.dtype))
 
     def after_step(self) -> None:
         """Update what no optimizer updates, on every rank, after each optimizer step."""

@@ -13,7 +13,8 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 def widened(x: Tensor) -> Tensor:
     """Return the numbers in float32 or wider."""
-    return x.to(wide_type(x.dtype))
+    wide = wide_type(x.dtype)
+    return x.to(wide)
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -21,7 +22,8 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
     A caller may have switched autocast on.
     """
+    device = x.device.type
     # Tensors of shapes alone: torch has no autocast for their device.
-    if x.device.type == "meta":
+    if device == "meta":
         return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(device, enabled=False)

@@ -47,6 +47,7 @@ from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
+from rtx.training.first_weights import build_model
 from rtx.training.hardware import (
     Hardware,
     device_memory,
@@ -55,7 +56,8 @@ from rtx.training.hardware import (
 )
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
-from rtx.training.module import TrainingModule, build_model, learning_rate
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import learning_rate
 from rtx.training.trainer import Outcome, fit
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
@@ -241,9 +243,7 @@ def train(
         )
         for line in opening_lines(config, hardware):
             say(line)
-    module = TrainingModule(
-        model, config, store.answers, ranks, facts, hardware.compile, hardware.graphs
-    )
+    module = TrainingModule(model, config, hardware, store.answers, ranks, facts)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
     with logging_to(
         folder if status else None, config, hyperparameters, tell, data.step

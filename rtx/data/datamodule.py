@@ -5,6 +5,7 @@ Training batches come from a sampler (`rtx.data.sampler`), a pure function of se
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -96,18 +97,24 @@ class RtxDataModule(pl.LightningDataModule):
         """Return the first training sequence of the run, int64 `[N]`."""
         return token_ids(self.sampler, 0)
 
-    def train_dataloader(self) -> Iterator[Tensor]:
-        """Yield this rank's micro-batches of the remaining steps; the time of waiting is counted."""
-        stop = max(self.step, self.config.trainer.steps)
-        began = time.perf_counter()
-        for batch in training_batches(self.sampler, self.step, stop, **self.loader):
-            self.seconds += time.perf_counter() - began
-            yield batch
-            began = time.perf_counter()
+    def first_micro_batch(self) -> Tensor:
+        """Return the first micro-batch of the run, `[micro_batch, N]`."""
+        return MicroBatches(self.sampler, self.loader.get("micro_batch") or 1)[0]
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Convert training ids to int64 once they are on the device."""
-        return batch.long() if isinstance(batch, Tensor) else batch
+    def train_dataloader(self) -> Iterator[list[Tensor]]:
+        """Yield, for each remaining step, this rank's micro-batches; the time of waiting is counted.
+
+        Their tokens are in as few bytes as the store keeps them in.
+        """
+        stop = max(self.step, self.config.trainer.steps)
+        batches = iter(training_batches(self.sampler, self.step, stop, **self.loader))
+        share = self.config.trainer.batch_size // self.loader.get("world", 1)
+        passes = share // (self.loader.get("micro_batch") or share)
+        for _ in range(self.step, stop):
+            began = time.perf_counter()
+            micro_batches = list(itertools.islice(batches, passes))
+            self.seconds += time.perf_counter() - began
+            yield micro_batches
 
     def val_dataloader(self, count: int | None = None) -> WindowBatches:
         """Return this rank's windows of a validation, or of `count` windows of the split."""

@@ -155,8 +155,8 @@ class HeadGroup(nn.Module):
         """Return the terms by distance as the pattern reads them."""
         if isinstance(self.tables, SinusoidKeys):
             assert isinstance(self.pattern, PositionPattern)
-            assert self.pattern.keeps is not None
-            return self.tables(self.pattern.keeps)
+            assert self.pattern.cache_size is not None
+            return self.tables(self.pattern.cache_size)
         if self.tables is not None:
             return self.tables()
         return None

@@ -36,10 +36,9 @@ from rtx.training.checkpoint import (
     load_weights,
 )
 from rtx.training.hardware import prepare_torch, resolve_hardware
+from rtx.training.precision import WEIGHT_TYPES
 
 WEIGHTS = "model.safetensors"
-WEIGHTS_IN = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
-"""The type of weights by hardware.precision, where it is not float32."""
 STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
 KEPT = ("step", "config", "data", "file")  # keys of a checkpoint that export.json keeps
 
@@ -157,8 +156,10 @@ def load_run(
         raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
-    if config.hardware.precision in WEIGHTS_IN:
-        model = model.to(WEIGHTS_IN[config.hardware.precision])  # before weights are copied into it
+    if config.hardware.precision in WEIGHT_TYPES:
+        model = model.to(
+            WEIGHT_TYPES[config.hardware.precision]
+        )  # before weights are copied into it
     load_weights(model, found)
     if broken := not_numbers(model):
         holds = f"holds NaN or infinities, first in {broken[0]}"

@@ -155,7 +155,7 @@ def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> 
     assert (named / "checkpoints" / "last.ckpt").exists()
 
 
-SLOW = "rtx.training.module.TrainingModule.configure_gradient_clipping"
+SLOW = "rtx.training.module.TrainingModule.take_step"
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step(

@@ -97,13 +97,13 @@ def endless_step(step: int) -> str:
     return f"""
 import os, pathlib, time
 from rtx.training.module import TrainingModule
-real_clipping = TrainingModule.configure_gradient_clipping
-def slow(self, *arguments, **options):
-    if self.global_step + 1 == {step}:
+real_step = TrainingModule.take_step
+def slow(self, micro_batches, optimizer, step):
+    if step == {step}:
         pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
         time.sleep(600)
-    return real_clipping(self, *arguments, **options)
-TrainingModule.configure_gradient_clipping = slow
+    return real_step(self, micro_batches, optimizer, step)
+TrainingModule.take_step = slow
 """
 
 

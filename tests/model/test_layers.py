@@ -207,7 +207,7 @@ def test_blocks_alone_ask_for_no_summary_columns() -> None:
     (group, *_) = MultiheadAttention(
         tiny_config(base="fixed_block", stride=4, summary=8), layer=0
     ).head_groups()
-    assert group.pattern.keeps == 4  # type: ignore[attr-defined]
+    assert group.pattern.cache_size == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("axes", [(10,), (2, 4, 3)])

@@ -8,7 +8,7 @@ import torch
 from rtx.model.transformer import Transformer
 from rtx.settings.schema import OptimizerConfig
 from rtx.training.checkpoint import load_weights, renumbered, with_current_names
-from rtx.training.module import build_optimizer, decaying_and_exempt
+from rtx.training.optimizers import build_optimizer, decaying_and_exempt
 from tests.helpers.tiny_models import VOCABULARY, tiny_config, tiny_model
 
 ATTENTION = "blocks.0.attention."
