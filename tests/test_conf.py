@@ -69,7 +69,7 @@ HASHES = json.loads(Path(__file__).with_name("preset_hashes.json").read_text())
 
 def header(group: str, option: str) -> list[str]:
     text = (conf_dir() / group / f"{option}.yaml").read_text()
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 100
     assert "_target_" not in text and "${oc." not in text, (
         "nothing in conf/ names a class or asks the host"
     )

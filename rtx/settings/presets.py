@@ -66,6 +66,23 @@ def replacement(group: str, option: str) -> str:
     return ""
 
 
+def about(group: str, option: str) -> str:
+    """Return what the comment at the top of an option's file says first."""
+    path = preset(group, option)
+    if path is None:
+        return "of an extension"
+    parts: list[str] = []
+    for line in path.read_text("utf-8").splitlines():
+        # Hydra's directive is no description.
+        if line.startswith("# @"):
+            continue
+        is_continued = line.startswith("#  ")
+        if not line.startswith("#") or (parts and not is_continued):
+            break
+        parts.append(line.removeprefix("#").strip())
+    return " ".join(parts)
+
+
 def preset(group: str, option: str) -> Path | None:
     """Return the file of a group's option, None if it has none; ours comes before one of the user."""
     for folder in (conf_dir(), *CONFIG_DIRS):
