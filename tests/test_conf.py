@@ -140,6 +140,28 @@ def test_heads_are_those_of_the_experiment_or_of_any() -> None:
         compose(["experiment=pg19", "heads=t64"])
 
 
+def test_several_loggers_and_the_mode_of_wandb() -> None:
+    logger = compose(["logger=[csv,wandb]", "logger.mode=offline"]).logger
+    assert (logger.csv, logger.wandb, logger.tensorboard) == (True, True, False)
+    assert logger.mode == "offline"
+    assert compose([]).logger.wandb and not compose(["logger=jsonl"]).logger.wandb
+    with pytest.raises(UserError, match=r"logger=wand \(did you mean 'wandb'\?\)"):
+        compose(["logger=[csv,wand]"])
+    for mode in ("auto", "online", "offline"):
+        instead = f"logger={mode}: write logger=wandb logger.mode={mode}"
+        with pytest.raises(UserError, match=instead):
+            compose([f"logger={mode}"])
+
+
+def test_an_option_of_trainer_wins_over_an_experiment_and_the_command_line_over_it() -> None:
+    debug = compose(["experiment=enwik8", "trainer=debug", "trainer.val_every=2"])
+    assert (debug.trainer.steps, debug.trainer.val_every) == (5, 2)
+    assert (debug.hardware.compile, debug.logger.wandb) == (False, False)
+    assert debug.trainer.batch_size == compose(["experiment=enwik8"]).trainer.batch_size
+    assert compose(["trainer=overfit"]).trainer.overfit_batches == 1
+    assert compose(["trainer=profile"]).trainer.profile == 10
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(model: str) -> None:
     assert (compose([f"model={model}"]).routing.heads == 0) == (model in BASELINES)

@@ -11,7 +11,7 @@ from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.rules import resolve
 from rtx.settings.run_config import load_run_config, merge, to_yaml
-from rtx.settings.schema import Config, all_fields, to_config, to_dict, with_values
+from rtx.settings.schema import Config, LoggerConfig, all_fields, to_config, to_dict, with_values
 from rtx.sweeps.cells import lay_out
 
 HASHES = {
@@ -86,6 +86,22 @@ def test_plain_values_and_back(tmp_path: Path) -> None:
             to_yaml(default).replace("\nname: rtx\n", f"\nname: {name}\n")
         )
         assert load_run_config(tmp_path).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "logger"),
+    [
+        ("auto", LoggerConfig(wandb=True)),
+        ("offline", LoggerConfig(wandb=True, mode="offline")),
+        ("csv", LoggerConfig(csv=True)),
+        ("jsonl", LoggerConfig()),
+    ],
+)
+def test_the_logger_of_a_run_of_version_0_4(
+    tmp_path: Path, name: str, logger: LoggerConfig
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"logger:\n  name: {name}\n  project: rtx\n")
+    assert load_run_config(tmp_path).logger == logger
 
 
 @pytest.mark.parametrize(
