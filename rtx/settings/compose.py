@@ -113,18 +113,15 @@ def heads_option(option: str, experiment: str) -> str:
     `experiment=pg19_baselines` the word `local` chooses `pg19/local`. UserError: none of this name.
     """
     folders = lineage(experiment)
-    names = [*(f"{folder}/{option}" for folder in folders), option]
-    for name in names:
+    for name in (*(f"{folder}/{option}" for folder in folders), option):
         if preset("heads", name):
             return name
-    known = [name for name in options("heads") if "/" not in name]
-    for name in options("heads"):
-        folder, _, short = name.rpartition("/")
-        if folder in folders:
-            known.append(short)
+    words = [name.rpartition("/") for name in options("heads")]
+    names = dict.fromkeys(word for folder, _, word in words if folder in ("", *folders))
     chosen_experiment = f"experiment={experiment}" if experiment else "no experiment"
-    listing = ", ".join(dict.fromkeys(known))
-    raise UserError(f"heads={option}: with {chosen_experiment} heads is one of {listing}")
+    raise UserError(
+        f"heads={option}: with {chosen_experiment} heads is one of {', '.join(names)}"
+    )
 
 
 def lineage(experiment: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The folder `conf/` and folders of the user: groups, their options, and the file of each option."""
+"""The folder `conf/` and folders of the user: groups, their options, the file of an option."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def conf_dir() -> Path:
 
 @functools.cache
 def options(group: str) -> tuple[str, ...]:
-    """Return the options of a group in alphabetical order; of folders in it, such as `pg19/local`."""
+    """Return the options of a group in alphabetical order; `pg19/local` is one in a folder."""
     names = set()
     for folder in (conf_dir(), *CONFIG_DIRS):
         paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
@@ -54,7 +54,7 @@ MODES_OF_WANDB = ("auto", "online", "offline")
 
 
 def replacement(group: str, option: str) -> str:
-    """Return the words that choose what an option was once called, such as `cifar10_full`, or ""."""
+    """Return the words for an option that has another name, such as `cifar10_full`, or ""."""
     if group == "logger" and option in MODES_OF_WANDB:
         return f"logger=wandb logger.mode={option}"
     if group != "experiment" or option in options(group):
