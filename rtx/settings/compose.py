@@ -119,9 +119,7 @@ def heads_option(option: str, experiment: str) -> str:
     words = [name.rpartition("/") for name in options("heads")]
     names = dict.fromkeys(word for folder, _, word in words if folder in ("", *folders))
     chosen_experiment = f"experiment={experiment}" if experiment else "no experiment"
-    raise UserError(
-        f"heads={option}: with {chosen_experiment} heads is one of {', '.join(names)}"
-    )
+    raise UserError(f"heads={option}: with {chosen_experiment} heads is one of {', '.join(names)}")
 
 
 def lineage(experiment: str) -> list[str]:
