@@ -87,12 +87,13 @@ def keys_of(group: str, option: str) -> set[str]:
         for name in value
     }
     keys |= {str(key) for key, value in node.items() if not isinstance(value, DictConfig)}
+    keys.discard("defaults")
     keys = (
         keys
         if "# @package _global_" in header(group, option)
         else {f"{group}.{key}" for key in keys}
     )
-    return {key for key in keys if key not in ("defaults", "hydra.sweeper", "hydra.launcher")}
+    return {key for key in keys if key not in ("hydra.sweeper", "hydra.launcher")}
 
 
 @pytest.mark.parametrize(
