@@ -17,6 +17,15 @@ from rtx.settings.rules import resolve
 from rtx.settings.schema import GROUPS, SPREAD, Config, all_fields, to_config, to_dict, with_values
 
 RUN_CONFIG = "config.yaml"
+FORMER_LOGGERS = {
+    "auto": {"logger.wandb": True},
+    "online": {"logger.wandb": True, "logger.mode": "online"},
+    "offline": {"logger.wandb": True, "logger.mode": "offline"},
+    "csv": {"logger.csv": True},
+    "tensorboard": {"logger.tensorboard": True},
+    "jsonl": {},
+}
+"""What the values of logger.name, which runs up to version 0.4 have, stand for."""
 LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads every value as text."""
 
@@ -41,6 +50,8 @@ def read_values(path: Path) -> dict[str, Any]:
         raise UserError("is not the configuration of a run")
     fields = all_fields()
     values: dict[str, Any] = {}
+    if texts.get("logger.name") in FORMER_LOGGERS:
+        values |= FORMER_LOGGERS[texts.pop("logger.name")]
     for key, text in texts.items():
         field = fields.get(key)
         if field is not None and field.optional and text == "null":

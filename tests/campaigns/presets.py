@@ -209,6 +209,9 @@ def presets() -> dict[str, list[str]]:
     for name in options("experiment"):
         cells = lay_out(check_overrides([f"experiment={name}"], sweep=True))
         overrides[f"experiment/{name}"] = list(cells[0].overrides)
+    for name in options("heads"):
+        words = overrides_in(header("heads", name), "train")
+        overrides[f"heads/{name}"] = [word for word in words if not word.startswith("data.path=")]
     return overrides
 
 

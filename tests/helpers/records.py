@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @functools.cache
 def base(experiment: str) -> dict[str, Any]:
-    return to_dict(compose([f"experiment={experiment}"]))
+    return to_dict(compose(f"experiment={experiment}".split()))
 
 
 def config(experiment: str = "cifar10_grid", **values: Any) -> dict[str, Any]:
