@@ -17,6 +17,8 @@ from rtx.settings.schema import GROUPS, Config
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}
 """The value of another key, such as ${optimizer.steps}."""
+DEFAULTS = {"type": "array", "description": "Options of this and of other groups."}
+"""Hydra's list of what a file builds on."""
 
 
 def text_of(group: str) -> str:
@@ -25,16 +27,23 @@ def text_of(group: str) -> str:
     whole = of_section(Config, f"conf/{group}" if group != "config" else "config.yaml")
     schema = of_section(section, f"conf/{group}") if section and group != "model" else whole
     if group != "config":
-        whole["properties"] |= {"defaults": {"type": "array", "description": "Options of other groups."}, "hydra": {}}
-    if group == "hardware":  # a launcher's option sets keys of hydra, too
+        whole["properties"] |= {"defaults": DEFAULTS, "hydra": {}}
+        schema["properties"]["defaults"] = DEFAULTS
+    if group in ("hardware", "trainer"):  # some of their files set keys of other sections
         schema = {"title": schema["title"], "anyOf": [schema, whole]}
-    return json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1) + "\n"
+    return (
+        json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1)
+        + "\n"
+    )
 
 
 def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
     fields, hints = fields_of(cls), typing.get_type_hints(cls).items()
-    inner = {name: of_field(fields[name]) if name in fields else of_section(hint, name) for name, hint in hints}
+    inner = {
+        name: of_field(fields[name]) if name in fields else of_section(hint, name)
+        for name, hint in hints
+    }
     facts = {"title": title, "description": cls.__doc__, "type": "object"}
     return {**facts, "additionalProperties": False, "properties": inner}
 

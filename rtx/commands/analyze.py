@@ -22,9 +22,8 @@ from rtx.cli.options import (
     CoverageOptions,
     DivergenceOptions,
     PatternsOptions,
-    read_words,
-    what_to_do,
 )
+from rtx.cli.request import Request
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
 from rtx.data.store import Store
@@ -40,7 +39,7 @@ from rtx.runs.folder import save
 from rtx.runs.status import utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import with_values
-from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 
 Result = dict[str, Any]
@@ -70,19 +69,14 @@ ROWS, BINS = (
 )  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx analyze WHAT RUN [overrides]`; figures, and a picture, stand in the run's `analysis/`."""
-    what, rest = what_to_do("analyze", arguments)
-    words = read_words(f"analyze {what}", rest)
-    folder, options, config = (
-        words.runs[0],
-        words.options,
-        run_config(words.runs[0], words.overrides),
-    )
+    folder = request.run
+    options = request.options
+    config = request.config
     run, store = open_run(folder, config, options.checkpoint)
-    result = {way.__name__: way for way in (divergence, patterns, context, coverage)}[what](
-        run, store, options
-    )
+    what = request.command.name.removeprefix("analyze ")
+    result = ANALYSES[what](run, store, options)
     picture = result.pop("picture", None)
     asked = {
         "analyze": dataclasses.asdict(options),
@@ -308,3 +302,12 @@ def curves(rows: Sequence[Result]) -> bytes:
     axis.set(xscale="log", ylim=(0, 1.02))
     axis.legend(fontsize="small")
     return plots.finished("coverage", "", figure).png
+
+
+ANALYSES = {
+    "divergence": divergence,
+    "patterns": patterns,
+    "context": context,
+    "coverage": coverage,
+}
+"""What each analysis computes and prints, by its word on the command line."""

@@ -39,7 +39,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     write_run(
         folder, config(routing__heads=8), bits=None, state="failed", reason=NASTY, data=IMAGES
     )
-    write_run(folder, config("cifar10_local"), bits=2.8, data=IMAGES)
+    write_run(folder, config("cifar10 heads=local"), bits=2.8, data=IMAGES)
     write_divergence(write_run(folder, config("wikitext103"), bits=4.0))
     write_eval(write_run(folder, config("pg19"), bits=4.0), 4.1, perplexity_per_word=35.0)
     return build(collect([folder]), f"runs of {NASTY}")
@@ -212,7 +212,7 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
             bits, speed = 2 + 0.02 * at + 0.01 * (seed * at % 5), 1.0 + 0.04 * at + 0.02 * seed
             run = write_run(
                 tmp_path / "runs",
-                config("far_text_causal", seed=seed, **values),
+                config("far_text heads=causal", seed=seed, **values),
                 bits=bits,
                 speed=speed,
             )

@@ -77,7 +77,7 @@ def write_score(trainer: Trainer, kind: str, score: Score, session: Session) -> 
 
 
 def training_seconds(session: Session) -> dict[str, float]:
-    """Return the seconds of optimizer steps alone, under their name; nothing where they are unknown."""
+    """Return the seconds of optimizer steps alone, by their name in a row; {} if unknown."""
     seconds = session.clock.training_seconds
     return {} if seconds is None else {"train_seconds": seconds}
 
