@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from ending import end_with_children
@@ -52,7 +53,7 @@ Step = Callable[[], None]
 
 
 def ours(
-    args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "onednn"
+    args: argparse.Namespace, selection: str | None, backend: Any = "auto", products: Any = "onednn"
 ) -> Config:
     """Return the configuration of one of our rows; no selection: full attention."""
     base = "local" if selection else "full"

@@ -24,6 +24,7 @@ from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
+from rtx.cli.request import Request
 from rtx.commands.sample import draw_image, write_text
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
@@ -39,7 +40,7 @@ from rtx.runs.lock import working_in
 from rtx.runs.resumption import place_of
 from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.runs.status import Status, run_state
-from rtx.settings.compose import compose
+from rtx.settings.compose import compose_checked
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.logger import check_logger
 from rtx.settings.overrides import check_overrides
@@ -64,12 +65,10 @@ SAMPLE_TOKENS = 3072
 """Of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
-def main(arguments: list[str]) -> int:
-    """Train as the words of the command line say, and return the exit code."""
-    config, folder, state = place_of(with_absolute_path(compose(arguments)))
-    if state is None:  # nothing is left to do
-        return 0
-    return run(config, folder, reason=state)
+def main(request: Request) -> int:
+    """Train what a command line asks for, and return the exit code."""
+    folder = request.run if request.runs else None
+    return run(request.config, folder, reason=request.state)
 
 
 def call(overrides: Sequence[str]) -> Path:
@@ -78,8 +77,9 @@ def call(overrides: Sequence[str]) -> Path:
     The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
     wrong overrides, `RunFailed` for a run that fails, loses a process or is stopped.
     """
-    refuse_sweep(check_overrides(overrides))
-    config, folder, state = place_of(with_absolute_path(compose(overrides)))
+    checked = check_overrides(overrides)
+    refuse_sweep(checked)
+    config, folder, state = place_of(with_absolute_path(compose_checked(checked)))
     folder = folder or new_run_folder(config.name)
     if state is None:
         return folder

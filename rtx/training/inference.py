@@ -26,8 +26,9 @@ from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
 from rtx.settings.devices import precision_on
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge
-from rtx.settings.schema import SPREAD, Config, DataConfig, flat, to_dict
+from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge, on_one_device
+from rtx.settings.schema import Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
@@ -271,11 +272,7 @@ def prepare_device(config: Config) -> torch.device:
 
 def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return a run's configuration with overrides, for work on one device, not compiled."""
-    config = load_run_config(folder)
-    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
-    # Overrides may be what does not go with several devices, or compiled.
-    alone = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
-    return merge(replace(config, hardware=alone), overrides)
+    return on_one_device(load_run_config(folder), check_overrides(overrides))
 
 
 def with_stride(config: Config, stride: int | None = None) -> Config:

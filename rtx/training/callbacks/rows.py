@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.speed import Meter
+from rtx.analysis.telemetry import read_telemetry
 from rtx.evaluation.scores import Score
 from rtx.progress import peak_memory
 from rtx.training.module import TrainingModule
