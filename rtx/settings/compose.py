@@ -45,7 +45,11 @@ OWN_IMAGE_SIDE = 32
 
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; UserError for wrong overrides."""
-    checked = check_overrides(overrides)
+    return compose_checked(check_overrides(overrides))
+
+
+def compose_checked(checked: Sequence[Override]) -> Config:
+    """As `compose`, of overrides that have been read."""
     config = compose_unresolved(checked)
     if SWEEP_VARIABLE in os.environ:
         # A cell has keys that only other cells of its sweep read.
@@ -55,7 +59,11 @@ def compose(overrides: Iterable[str]) -> Config:
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
     """Return the data that overrides choose, checked whatever the model; errors as of `compose`."""
-    checked = check_overrides(overrides)
+    return compose_data_checked(check_overrides(overrides))
+
+
+def compose_data_checked(checked: Sequence[Override]) -> DataConfig:
+    """As `compose_data`, of overrides that have been read."""
     config = compose_unresolved(checked)
     check_data(config, [entry.key for entry in checked])
     return config.data
