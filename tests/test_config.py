@@ -153,11 +153,15 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
         "trainer.steps=5",
         "hardware.threads=1",
         "optimizer.lr=0.1",
+        "hardware.products=torch",
+        "model.ffn_parts=2",
     )
-    assert len({reference, *(config_hash(compose([word])) for word in others)}) == 6
+    assert len({reference, *(config_hash(compose([word])) for word in others)}) == 8
     assert (
         compose(["seed=1"]) != compose([]) == default
     )  # a later cell of the same groups knows nothing of an earlier
+    # Up to version 0.4 this key told no cells apart.
+    assert cell_hashes(compose(["hardware.products=torch"]))[1] == reference
     for words, recorded in HASHES.items():
         assert cell_hashes(compose(words.split())) == tuple(dict.fromkeys(recorded)), words
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rtx.cli.options import COMMANDS, READS, Command
+from rtx.cli.commands import BY_NAME, COMMANDS, Command
 from rtx.errors import UserError, nearest, shorten, written
 from rtx.settings.fields import Field
 from rtx.settings.overrides import check_overrides
@@ -179,19 +179,21 @@ def completion(words: Sequence[str]) -> str:
 def candidates(line: str) -> list[str]:
     """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
     _, *words, last = line.replace("--multirun", "-m").split(" ")
-    name = max((name for name in READS if {*name.split()} <= {*words}), key=len, default="")
+    name = max((name for name in BY_NAME if {*name.split()} <= {*words}), key=len, default="")
     if not name:
         later = [
-            each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words
+            each.split()[len(words) :] for each in BY_NAME if each.split()[: len(words)] == words
         ]
         return [
             f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)
         ]
-    command = READS[name]
+    command = BY_NAME[name]
     key, equals, start = last.partition("=")
     if not equals:
         runs = (
-            ["last "] if "<run" in command.runs and not any("=" in word for word in words) else []
+            ["last "]
+            if command.positional.takes_runs and not any("=" in word for word in words)
+            else []
         )
         return [
             each

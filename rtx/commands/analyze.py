@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
+from rtx.analysis.divergence import divergences, mean_over_layers
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
 from rtx.cli.help import prose_width
 from rtx.cli.options import (
@@ -21,9 +22,8 @@ from rtx.cli.options import (
     CoverageOptions,
     DivergenceOptions,
     PatternsOptions,
-    read_words,
-    what_to_do,
 )
+from rtx.cli.request import Request
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
 from rtx.data.store import Store
@@ -39,7 +39,7 @@ from rtx.runs.folder import save
 from rtx.runs.status import utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import with_values
-from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 
 Result = dict[str, Any]
@@ -69,19 +69,14 @@ ROWS, BINS = (
 )  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx analyze WHAT RUN [overrides]`; figures, and a picture, stand in the run's `analysis/`."""
-    what, rest = what_to_do("analyze", arguments)
-    words = read_words(f"analyze {what}", rest)
-    folder, options, config = (
-        words.runs[0],
-        words.options,
-        run_config(words.runs[0], words.overrides),
-    )
+    folder = request.run
+    options = request.options
+    config = request.config
     run, store = open_run(folder, config, options.checkpoint)
-    result = {way.__name__: way for way in (divergence, patterns, context, coverage)}[what](
-        run, store, options
-    )
+    what = request.command.name.removeprefix("analyze ")
+    result = ANALYSES[what](run, store, options)
     picture = result.pop("picture", None)
     asked = {
         "analyze": dataclasses.asdict(options),
@@ -104,11 +99,11 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     )
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
     with run.autocast(), progress_bar("layers") as show:
-        found = weights.divergences(
+        found = divergences(
             run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show
         )
     means, what = (
-        weights.over_layers(found),
+        mean_over_layers(found),
         f"Jensen-Shannon divergence on {options.split} of {store.name}",
     )
     print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")
@@ -307,3 +302,12 @@ def curves(rows: Sequence[Result]) -> bytes:
     axis.set(xscale="log", ylim=(0, 1.02))
     axis.legend(fontsize="small")
     return plots.finished("coverage", "", figure).png
+
+
+ANALYSES = {
+    "divergence": divergence,
+    "patterns": patterns,
+    "context": context,
+    "coverage": coverage,
+}
+"""What each analysis computes and prints, by its word on the command line."""

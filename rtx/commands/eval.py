@@ -1,7 +1,6 @@
 """`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, and say by which protocol."""
 
 import math
-import re
 import sys
 import textwrap
 import time
@@ -9,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import EvalOptions, read_words
+from rtx.cli.options import EvalOptions
+from rtx.cli.request import Request
 from rtx.data.store import Store
-from rtx.errors import UserError, printable, written
+from rtx.errors import printable
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
@@ -21,27 +21,14 @@ from rtx.runs.folder import is_export, save, shown
 from rtx.runs.status import read_status, run_state, utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import flat, to_dict
-from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
+from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
-OF_MODEL = (
-    "memory",
-    "clamp",
-    "same_length",
-)  # options that are keys of the model, and told as they are typed
 
-
-def main(arguments: list[str]) -> int:
-    words = read_words("eval", arguments)
-    folder, options, began = words.runs[0], words.options, time.monotonic()
-    own = [
-        f"model.{key}={written(getattr(options, key))}" for key in OF_MODEL if key in words.given
-    ]
-    try:
-        config = run_config(folder, [*words.overrides, *own])
-    except UserError as error:
-        raise UserError(re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))) from error
-    if "stride" in words.given or config.model.memory:
+def main(request: Request) -> int:
+    folder, options, began = request.run, request.options, time.monotonic()
+    config = request.config
+    if "stride" in request.named or config.model.memory:
         config = with_stride(config, options.stride)
     if note := note_on_end(folder):
         say(note)

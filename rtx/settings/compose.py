@@ -47,7 +47,11 @@ OWN_IMAGE_SIDE = 32
 
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; UserError for wrong overrides."""
-    checked = check_overrides(overrides)
+    return compose_checked(check_overrides(overrides))
+
+
+def compose_checked(checked: Sequence[Override]) -> Config:
+    """As `compose`, of overrides that have been read."""
     config = compose_unresolved(checked)
     if SWEEP_VARIABLE in os.environ:
         # A cell has keys that only other cells of its sweep read.
@@ -57,7 +61,11 @@ def compose(overrides: Iterable[str]) -> Config:
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
     """Return the data that overrides choose, checked whatever the model; errors as of `compose`."""
-    checked = check_overrides(overrides)
+    return compose_data_checked(check_overrides(overrides))
+
+
+def compose_data_checked(checked: Sequence[Override]) -> DataConfig:
+    """As `compose_data`, of overrides that have been read."""
     config = compose_unresolved(checked)
     check_data(config, [entry.key for entry in checked])
     return config.data
@@ -69,7 +77,7 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
     groups = composed(words)
     refuse_second_model(dict(word.split("=", 1) for word in words), groups.model.name)
     values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
-    node = OmegaConf.masked_copy(groups, [key for key in groups if key != "hydra"])
+    node = OmegaConf.masked_copy(groups, [str(key) for key in groups if key != "hydra"])
     with user_errors():
         for key, text in values.items():
             OmegaConf.update(node, key, value_of(key, text))
@@ -153,10 +161,14 @@ def refuse_second_model(groups: Mapping[str, str], name: str) -> None:
 
 
 def name_in_preset(model: str) -> str:
-    """Return the model.name that the file of a model sets, else its name."""
+    """Return the model.name that the file of a model sets, else the name of the file."""
     path = preset("model", model)
-    values = OmegaConf.load(path) if path else OmegaConf.create()
-    return OmegaConf.select(values, "model.name") or OmegaConf.select(values, "name") or model
+    if path is None:
+        return model
+    # Hydra's directive in the first line: the file sets keys of all groups.
+    is_global = "@package _global_" in path.read_text("utf-8").partition("\n")[0]
+    key = "model.name" if is_global else "name"
+    return OmegaConf.select(OmegaConf.load(path), key) or model
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,8 +26,6 @@ from rtx.settings.hydra_words import (
 from rtx.settings.presets import replacement
 from rtx.settings.schema import GROUPS, all_fields, settings
 
-EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
-"""Keys whose values an extension adds to."""
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
@@ -73,7 +71,7 @@ def split_words(
     for index, word in enumerate(words):
         key, equals, text = word.partition("=")
         key = key.lstrip("+").strip()
-        if word.startswith("~") and not word.startswith("~/"):
+        if is_unset(word):
             triples.append((word, word[1:], unset_value(word, own or {})))
             continue
         if not equals or not key or word.startswith(("-", "~")):
@@ -81,6 +79,11 @@ def split_words(
             raise UserError(f"{shorten(word)!r} is not of the form key=value{hint}")
         triples.append((word, key, text))
     return triples
+
+
+def is_unset(word: str) -> bool:
+    """Whether a word is Hydra's ~key; ~/book.txt is a path."""
+    return word.startswith("~") and not word.startswith("~/")
 
 
 def unset_value(word: str, own: Mapping[str, Field]) -> str:
@@ -129,6 +132,8 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
         if is_hydra_key(key):
             check_hydra_key(key, text, sweep=sweep)
             overrides.append(Override(key, (text,)))
+        elif "@" in key and key.partition("@")[0] in GROUPS:
+            raise UserError(f"{shorten(word)}: rtx has no packages: {key.partition('@')[0]}={text}")
         elif key not in fields:
             raise UserError(unknown(shorten(key), fields))
         else:
@@ -212,7 +217,7 @@ def read_value(field: Field, text: str, *, extended: bool) -> None:
     try:
         field.read_word(text)
     except UserError as error:
-        if extended or field.key not in EXTENSIBLE:
+        if extended or not field.extensible:
             raise
         raise UserError(f"{error}; extensions=<file>.py adds names of your own") from None
 

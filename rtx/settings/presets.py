@@ -1,4 +1,4 @@
-"""The folder `conf/` and folders of the user: groups, their options, the file of an option."""
+"""The folder `conf/` and folders of the user: groups, options, and the file of each option."""
 
 import functools
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def about(group: str, option: str) -> str:
 
 
 def preset(group: str, option: str) -> Path | None:
-    """Return the file of a group's option, None if it has none; ours comes before one of the user."""
+    """Return the file of a group's option, None if it has none; ours comes before the user's."""
     for folder in (conf_dir(), *CONFIG_DIRS):
         path = folder / group / f"{option}.yaml"
         if path.is_file():

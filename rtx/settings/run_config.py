@@ -12,9 +12,9 @@ from rtx.disk import read_file
 from rtx.errors import UserError, shorten
 from rtx.settings.compose import compose_unresolved, user_errors, value_of
 from rtx.settings.extensions import refuse_unloaded
-from rtx.settings.overrides import check_overrides
+from rtx.settings.overrides import Override, check_overrides
 from rtx.settings.rules import resolve
-from rtx.settings.schema import GROUPS, Config, all_fields, to_config, to_dict, with_values
+from rtx.settings.schema import GROUPS, SPREAD, Config, all_fields, to_config, to_dict, with_values
 
 RUN_CONFIG = "config.yaml"
 FORMER_LOGGERS = {
@@ -109,8 +109,13 @@ def load_run_config(run: str | Path) -> Config:
 
 def merge(config: Config, overrides: Iterable[str]) -> Config:
     """Return a run's configuration with overrides on top, checked."""
+    return merge_checked(config, check_overrides(overrides))
+
+
+def merge_checked(config: Config, checked: Iterable[Override]) -> Config:
+    """As `merge`, of overrides that have been read."""
     values: dict[str, Any] = {}
-    for entry in check_overrides(overrides):
+    for entry in checked:
         text = entry.values[0]
         if entry.key in GROUPS:
             section = getattr(compose_unresolved([entry]), entry.key)
@@ -121,3 +126,13 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
         else:
             values[entry.key] = value_of(entry.key, text)
     return resolve(with_values(config, values), values)
+
+
+def on_one_device(config: Config, checked: Iterable[Override] = ()) -> Config:
+    """Return a run's configuration with overrides, for work on one device, not compiled.
+
+    What does not go with several devices, or compiled, may be chosen then.
+    """
+    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
+    hardware = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
+    return merge_checked(replace(config, hardware=hardware), checked)

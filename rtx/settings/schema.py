@@ -4,7 +4,7 @@ A key is one line and a docstring: its type (`Literal`: a closed list), range, w
 (`rtx/settings/effects.py`; unset: the results), with which values of other keys a run reads it, and
 since which version it exists. Help, checks, hashes, resume, reports and the editor's schema follow
 from that (docs/extending.md, "A key"). Values are in `conf/`; what fits together is in
-`rtx/settings/rules.py`.
+`rtx/settings/rules/`.
 """
 
 import dataclasses
@@ -117,8 +117,8 @@ class DataConfig:
     """Processes that prepare a store; unset: one for each core. The store is the same for any
     number."""
     pairs: int = key(8, low=1, high=10_000, read_with=IF_RECALL)
-    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number, half
-    or a quarter of it."""
+    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number,
+    half or a quarter of it."""
     keys: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
     """Different keys, of which each sequence draws some (recall tasks)."""
     values: int = key(16, low=2, high=10_000, read_with=IF_RECALL)
@@ -377,7 +377,9 @@ class OptimizerConfig:
 class HardwareConfig:
     """Where and with what arithmetic the run computes."""
 
-    name: Literal["auto", "cpu", "gpu", "ddp", "fsdp"] = key("auto", changes=ROUNDING)
+    name: Literal["auto", "cpu", "gpu", "ddp", "fsdp"] = key(
+        "auto", changes=ROUNDING, one_device=True
+    )
     """auto: a GPU if there is one; ddp: a process per device; fsdp: weights and optimizer shared
     out, too."""
     devices: int | None = key(None, low=1, changes=ROUNDING)
@@ -388,7 +390,7 @@ class HardwareConfig:
     # More than rounding: bf16-true trains another model than fp32. A resume may still change it,
     # for a run that goes on elsewhere, and says so.
     precision: Literal["auto", "fp32", "bf16", "bf16-true", "tf32", "fp64"] = key(
-        "auto", changes=CONTINUATION
+        "auto", changes=CONTINUATION, one_device=True
     )
     """Arithmetic: bf16 (mixed), bf16-true (weights, too), fp32, tf32 (GPU), fp64; auto: bf16 on a
     GPU, else fp32."""
@@ -412,9 +414,9 @@ class HardwareConfig:
     )
     """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the
     other is measured."""
-    deterministic: bool = key(False, changes=ROUNDING)
+    deterministic: bool = key(False, changes=ROUNDING, one_device=True)
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
-    threads: int | None = key(None, low=1, high=1024, changes=ROUNDING)
+    threads: int | None = key(None, low=1, high=1024, changes=ROUNDING, one_device=True)
     """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits
     depend on it."""
     workers: int | Literal["auto"] = key("auto", low=0, high=256, changes=NOTHING)
@@ -497,8 +499,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     extensions: str | None = key(None, since=Since("0.2.0", None))
-    """Python file, or several with : between, that registers patterns or data sets: its code runs,
-    a run keeps it."""
+    """Python file or installed module, or several with : between, whose code registers patterns or
+    data sets; a run records its sha256."""
     seed: int = key(0, low=0, high=2**32 - 1, changes=REPETITION)
     """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit=
     draws."""

@@ -16,11 +16,12 @@ from rtx.runs.folder import outputs_root
 from rtx.runs.signals import SWEEP_VARIABLE
 from rtx.settings.compose import compose_unresolved, composed, heads_option, user_errors
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
-from rtx.settings.identity import cell_hashes
+from rtx.settings.identity import cell_hashes, digest
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
+from rtx.settings.run_config import RUN_CONFIG, read_values
 from rtx.settings.schema import Config, flat, to_dict
 
 DEFINING = (
@@ -142,8 +143,21 @@ def words_of(job: Job) -> tuple[str, ...]:
 def folder_of(config: Config) -> Path:
     """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
     parent = outputs_root() / config.name
-    folders = [parent / name for name in cell_hashes(config)]
-    return next((folder for folder in folders if folder.exists()), folders[0])
+    name, *former_names = cell_hashes(config)
+    if (parent / name).exists():
+        return parent / name
+    for former_name in former_names:
+        path = parent / former_name / RUN_CONFIG
+        # An earlier version gave one hash to cells that are two now.
+        if path.exists() and digest(values_in(path)) == name:
+            return path.parent
+    return parent / name
+
+
+def values_in(path: Path) -> dict[str, Any]:
+    """Return the values in a config.yaml; UserError if it is damaged."""
+    with user_errors(f"{path}: "):
+        return read_values(path)
 
 
 def joined(first: Cell, second: Cell) -> Cell:

@@ -76,7 +76,7 @@ def set_best_aside(session: Session) -> None:
 
 
 def record_beginning(session: Session, parameters: int, changed: Differences | None) -> None:
-    """Record machine, software and configuration, once it is certain that these fit the checkpoint."""
+    """Record machine, software and configuration, which by now fit the checkpoint."""
     record: dict[str, Any] = {
         "hardware": vars(session.hardware),
         "data": session.store.describe(),

@@ -14,9 +14,10 @@ from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 
 from rtx.analysis import attention_weights as weights
-from rtx.analysis import coverage
+from rtx.analysis import coverage, divergence
 from rtx.analysis import loss_by_position as losses
 from rtx.analysis.loss_by_position import RERUN, STREAMING, TEACHER_FORCED
+from rtx.analysis.telemetry import read_telemetry
 from rtx.attention import oracle
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.reads import RangeReads
@@ -100,7 +101,7 @@ def test_each_draw_is_a_mean_where_both_read(
 ) -> None:
     model, tokens_BN = tiny_model(**options), tokens(batch=2)
     monkeypatch.setattr(weights, "KEYS", 7)
-    rows = weights.divergences(model, tokens_BN, draws=3, seed=5)
+    rows = divergence.divergences(model, tokens_BN, draws=3, seed=5)
     kinds = (("local", "local"), ("local", "routed"), ("routed", "routed"))
     assert [(row["layer"], *row["kind"]) for row in rows] == [
         (0, *kinds[0]),
@@ -115,12 +116,14 @@ def test_each_draw_is_a_mean_where_both_read(
             same = row["kind"][0] == row["kind"][1]
             pairs = itertools.combinations(first, 2) if same else itertools.product(first, second)
             assert min(abs(apart(p, q) - nats) for p, q in pairs) < 1e-9
-    local = next(row for row in weights.over_layers(rows) if row["kind"] == ["local", "local"])
+    local = next(
+        row for row in divergence.mean_over_layers(rows) if row["kind"] == ["local", "local"]
+    )
     draws_LR = [row["nats_R"] for row in rows if row["kind"] == ["local", "local"]]
     assert local["mean"] == pytest.approx(np.mean(draws_LR))
     assert local["deviation"] == pytest.approx(np.mean(draws_LR, axis=0).std(ddof=1))
-    assert weights.divergences(model, tokens_BN, draws=3, seed=5) == rows
-    assert weights.divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], (
+    assert divergence.divergences(model, tokens_BN, draws=3, seed=5) == rows
+    assert divergence.divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], (
         "one head is no pair"
     )
 
@@ -137,7 +140,7 @@ def test_telemetry_counts_the_members_of_a_whole_batch(selection: str, keys: str
     }
     model = tiny_model(selection=selection, routing_keys=keys, **sizes).train()
     model.loss(tokens(batch=3, seed=1))
-    told = weights.read_telemetry(model)
+    told = read_telemetry(model)
     ((attention, x_BNE),) = weights.layer_inputs(model, tokens(batch=3, seed=1))
     times, counts = [], []
     for b in range(3):
@@ -167,7 +170,7 @@ def test_spans_are_told_in_positions_and_nothing_without_routing() -> None:
     with torch.no_grad():
         spans[0].share_H.copy_(torch.tensor([0.1, 0.7]))
         spans[1].share_H.copy_(torch.tensor([-0.2, 0.2]))
-    assert weights.read_telemetry(model) == pytest.approx({"span/mean": 2.5, "span/max": 7})
+    assert read_telemetry(model) == pytest.approx({"span/mean": 2.5, "span/max": 7})
 
 
 SIZES = [1, 4, 9, 24]

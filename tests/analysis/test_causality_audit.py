@@ -12,8 +12,8 @@ from rtx.analysis.causality import (
     Group,
     audit_model,
     audit_outputs,
-    choice_gradients,
 )
+from rtx.analysis.choice_gradients import choice_gradients
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
 from rtx.errors import RunFailed

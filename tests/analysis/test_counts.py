@@ -6,17 +6,19 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis import footprint as plan
 from rtx.analysis import head_memory, micro_batch
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
-from rtx.attention.engine import packed_attention
+from rtx.attention.engine import blocks, packed_attention
 from rtx.attention.indexer import Indexer
-from rtx.attention.positional import Fixed, Full, Local, Strided
+from rtx.attention.positional import Fixed, Full, Local, PositionPattern, Strided
 from rtx.attention.routing import ROOM, Routing
 from rtx.data.catalog import vocabulary_size
+from rtx.model import heads
 from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
@@ -104,6 +106,29 @@ def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
         + narrowed
     )
     assert low < planned / kept_for_backward(config) < high
+
+
+class Gapped(PositionPattern):
+    """Defined by pairs of positions alone, so its heads read by an index."""
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j) % 64 == 0
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_an_index_of_base_heads_saves_scores_while_its_own_heads_have_few(
+    sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*SHRUNK, *LOCAL, *PLAIN, "hardware.products=torch", f"trainer.batch_size={sequences}")
+    config = compose(words)
+    scores = sequences * config.model.heads * config.data.length**2
+    assert (scores <= blocks.MAX_SCORES_CPU) == (sequences == 1), "both cases are tested"
+    for module in (heads, head_memory):
+        monkeypatch.setattr(module, "make_pattern", lambda *_: Gapped())
+    monkeypatch.setattr(head_memory, "saved_by_key", {})
+    logits, _ = plan.logits_bytes(config, sequences * config.data.length, 256)
+    planned = plan.saved(config, sequences) + logits
+    assert 0.9 < planned / kept_for_backward(config) < 1.1
 
 
 def kept_for_backward(config: Config) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from rtx.cli import help
 from rtx.cli import main as cli
-from rtx.cli.options import READS
+from rtx.cli.commands import BY_NAME
 from rtx.settings.presets import options
 from rtx.settings.schema import GROUPS, all_fields
 
@@ -95,7 +95,7 @@ def test_pages_fit_the_terminal(
     front, error = capsys.readouterr()
     assert front == 2 * f"{help.front_page()}\n" and error == ""
     assert columns < 80 or all(len(line) <= columns for line in front.splitlines())
-    for name in READS:
+    for name in BY_NAME:
         assert f"\n  {name} " in front and cli.main([word := name.split()[0], "--help"]) == 0
         page, error = capsys.readouterr()
         assert (

@@ -8,6 +8,7 @@ from rtx.errors import UserError
 from rtx.settings.compose import compose
 from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import to_yaml
 from rtx.settings.schema import Config
 from rtx.sweeps.cells import Cell, lay_out, refuse_sweep, replaced_lines
 
@@ -168,5 +169,10 @@ def test_a_cell_that_an_earlier_version_has_trained_is_found_in_its_folder(
     config = compose(words)
     name, former_name = cell_hashes(config)
     assert cells(*words)[0].folder.name == name
-    (tmp_path / "rtx" / former_name).mkdir(parents=True)
+    former = tmp_path / "rtx" / former_name
+    former.mkdir(parents=True)
+    (former / "config.yaml").write_text(to_yaml(config))
     assert cells(*words)[0].folder.name == former_name
+    # A cell that had the same hash then, but not now, is another one.
+    (former / "config.yaml").write_text(to_yaml(compose([*words, "hardware.products=torch"])))
+    assert cells(*words)[0].folder.name == name
