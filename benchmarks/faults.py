@@ -139,7 +139,8 @@ def preparing(ordeal: Ordeal, process: Process) -> bool:
 
 def begun(ordeal: Ordeal, process: Process) -> bool:
     """Whether this process has made the run its own."""
-    return (read_status(ordeal.run) or {}).get("pid") == process.number
+    status = read_status(ordeal.run)
+    return status is not None and status.pid == process.number
 
 
 def stepping(ordeal: Ordeal, process: Process) -> bool:

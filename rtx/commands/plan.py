@@ -12,8 +12,9 @@ from rtx.cli.help import prose_width
 from rtx.cli.options import read_words
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
-from rtx.report.summary import heads_phrase, sees_future
-from rtx.settings.compose import compose, with_values
+from rtx.evaluation.protocol import sees_future
+from rtx.report.summary import heads_phrase
+from rtx.settings.compose import compose, flat, to_dict, with_values
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
 from rtx.training.hardware import device_memory
@@ -106,7 +107,7 @@ def routing_phrase(config: Config) -> str:
     phrase = heads_phrase(config)
     if config.routing.heads and config.routing.layers:
         phrase = f"routing={config.routing.selection}: {phrase}"
-    if sees_future(config, "parallel"):
+    if sees_future(flat(to_dict(config))):
         phrase += ", which see the future"
     return phrase
 

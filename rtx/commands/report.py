@@ -9,11 +9,10 @@ from rtx.cli.options import READS, read_words
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import build, list_of_tables, printed_view, write
 from rtx.report.paper import paper_tables
-from rtx.report.run_records import collect, run_folders
-from rtx.report.steps import read_records, recorded
+from rtx.report.run_records import collect
 from rtx.report.tables import aligned, terminal
-from rtx.runs.folder import outputs_root, shown
-from rtx.runs.status import read_status
+from rtx.runs.folder import last_active, outputs_root, run_folders, shown
+from rtx.runs.study import is_study, steps_files
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +23,7 @@ def main(arguments: list[str]) -> int:
             f"output={words.options.output}: which runs? usage: {READS['report'].usage()}"
         )
     for folder in words.runs:
-        if not run_folders(folder) and not recorded(folder):
+        if not is_study(folder) and not run_folders(folder) and not steps_files(folder):
             why = "no such folder"
             if folder.is_dir():
                 why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
@@ -33,12 +32,11 @@ def main(arguments: list[str]) -> int:
         print("\n".join(offered(width)))
         return 0
     found = collect(words.runs)
-    records = read_records(words.runs, found)
-    report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
+    report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)))
     others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[
         :100
     ]  # a report of one stays as it is
-    output = Path(words.options.output or words.runs[0] / f"report{others}").expanduser()
+    output = Path(words.options.output or beside(words.runs[0]) / f"report{others}").expanduser()
     try:
         files = write(report, output)
     except OSError as error:
@@ -80,6 +78,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def beside(place: Path) -> Path:
+    """Return the folder for the report of a folder, or of a study file."""
+    return place.with_suffix("") if is_study(place) else place
+
+
 def offered(width: int) -> list[str]:
     """Return what a report could be made of, in lines: the user's folders with runs, then the paper's tables."""
     root = outputs_root()
@@ -90,9 +93,7 @@ def offered(width: int) -> list[str]:
         mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
         if mine:
             scored = sum(bool(cell.final or cell.scores) for cell in mine)
-            latest = max(
-                str((read_status(cell.folder) or {}).get("heartbeat", "")) for cell in mine
-            )
+            latest = max(last_active(cell.folder) for cell in mine)
             rows.append(
                 (
                     latest,

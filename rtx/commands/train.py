@@ -26,13 +26,15 @@ from rtx.data.datamodule import RtxDataModule, training_items
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
-from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.evaluation.protocol import further_lines, protocol_of, score_record
+from rtx.evaluation.protocols import baselines, measures
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
-from rtx.report.summary import closing_lines, protocol_line, routing_lines
+from rtx.report.summary import closing_lines, routing_lines
 from rtx.runs.environment import code_commit, record_start
 from rtx.runs.folder import new_run_folder, shown
 from rtx.runs.lock import working_in
+from rtx.runs.records import DataRecord, ScoreRecord
 from rtx.runs.resumption import Differences, differences, place_of, refuse_changes
 from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.runs.status import Status, run_state
@@ -256,7 +258,7 @@ def train(
         watch = Watch(folder, module, data, signals, read_telemetry, status, speed)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
-            record_end(status, outcome, store)
+            record_end(status, outcome, config, store)
             signals.end()
             del watch, module, model  # the sample is by the checkpoint, and may need their memory
             finish(config, hardware, folder, store, outcome, status, loggers)
@@ -339,11 +341,14 @@ def write_config(config: Config, folder: Path) -> None:
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
-def record_end(status: Status, outcome: Outcome, store: Store) -> None:
+def record_end(status: Status, outcome: Outcome, config: Config, store: Store) -> None:
     """Write the closing score to the status, and that the run is done."""
+    is_sample = bool(outcome.sample)
     score = outcome.final
-    final = {"bits": score.bits, "unit": store.unit, "units": score.units, **outcome.sample}
-    final |= measures(store, "valid", score, partial=bool(outcome.sample))
+    further = measures(store, "valid", score, is_sample=is_sample)
+    data = DataRecord.model_validate(store.describe())
+    protocol = protocol_of(config, data, "valid", sample=outcome.sample.get("windows"))
+    final = score_record(config, protocol, score, further)
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
@@ -357,43 +362,54 @@ def finish(
     status: Status,
     loggers: list[Any],
 ) -> None:
-    """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
-    final, stamps = status.fields["final"], stamp_phrases(store.stamps, "valid")
-    read = {"partial": bool(outcome.sample), "stamps": stamps}
-    protocol = protocol_line(config, "valid", store.unit, outcome.final.units, **read)
-    schedule = config.optimizer.steps
-    steps = f"{outcome.step:,} steps" + " (trainer.max_minutes is up)" * outcome.time_up
+    """Print the score of a finished run beside baselines, and a sample, where memory is left."""
+    steps = f"{outcome.step:,} steps"
+    if outcome.time_up:
+        steps += " (trainer.max_minutes is up)"
+    wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
     try:
-        if store.unit == "byte" and not outcome.sample:
-            final["baselines"] = baselines(store.split("valid"))
-            status.update(write=True)
-        further = further_lines(store.unit, final)
-        if outcome.step < schedule:
+        final = with_baselines(status, store)
+        further = further_lines(final)
+        if outcome.step < config.optimizer.steps:
             further += short_run(config, outcome.step)
-        say(closing_lines(shown(folder), steps, final, protocol, further))
-        wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
+        say(closing_lines(shown(folder), steps, final, further))
         if wandb:
-            wandb.summarize(protocol=protocol)
+            wandb.summarize(protocol=final.line())
         if isinstance(store, TokenStore):
-            work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
-            length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
-            say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-            (draw_image if store.image else write_text)(
-                work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE)
-            )
-            newest = max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            path = closing_sample(config, hardware, folder, store)
             if wandb:
-                wandb.guarded(wandb.add, "sample", {}, [newest], outcome.step)
-    except (
-        RuntimeError,
-        MemoryError,
-        OSError,
-    ) as error:  # the run is done, whatever becomes of these
-        if not (
-            reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)
-        ):
+                wandb.guarded(wandb.add, "sample", {}, [path], outcome.step)
+    except (RuntimeError, MemoryError, OSError) as error:
+        # The run is done, whatever becomes of these.
+        reason = out_of_memory(error)
+        if isinstance(error, RunFailed | OSError):
+            reason = str(error)
+        if not reason:
             raise
         say(f"no sample: {reason}")
+
+
+def with_baselines(status: Status, store: Store) -> ScoreRecord:
+    """Return the closing score with the bits of simple compressors, which the status gets, too."""
+    final = status.record.final
+    assert isinstance(final, ScoreRecord)
+    if store.unit == "byte" and not final.sample:
+        final = final.model_copy(update={"baselines": baselines(store.split("valid"))})
+        status.update(final=final, write=True)
+    return final
+
+
+def closing_sample(config: Config, hardware: Hardware, folder: Path, store: TokenStore) -> Path:
+    """Let a finished run write or draw, and return the file with its sample."""
+    run = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
+    longest = SAMPLE_UNITS if store.image else SAMPLE_LENGTH
+    options = SampleOptions(min(longest, config.data.length), temperature=SAMPLE_TEMPERATURE)
+    say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
+    if store.image:
+        draw_image(run, options)
+    else:
+        write_text(run, options)
+    return max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
 
 def short_run(config: Config, step: int) -> list[str]:

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.errors import UserError
-from rtx.evaluation.protocols import Window, spans, windows
+from rtx.evaluation.protocol import spans
+from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
 from rtx.settings.compose import flat, to_dict
 from rtx.settings.schema import Config

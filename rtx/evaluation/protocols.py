@@ -6,7 +6,6 @@ import itertools
 import lzma
 import math
 import zlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
+from rtx.runs.records import Measures
 from rtx.settings.rules import TEXTS
 from rtx.settings.schema import Config
 
@@ -83,27 +83,6 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     return found_BN
 
 
-def spans(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Return length and stride of the windows of a configuration, by its dotted keys.
-
-    A model with a memory reads as many units before those that a window scores.
-    """
-    length, stride = values["data.length"], values["trainer.val_stride"] or values["data.length"]
-    memory = values.get("model.memory") or 0
-    memory += (values.get("model.compressed") or 0) * (values.get("model.compression_rate") or 1)
-    return (stride + memory if memory else length), stride
-
-
-def memory_phrases(values: Mapping[str, Any]) -> list[str]:
-    """Return how a model with a memory reads a window, in words; nothing of others. `values` as for `spans`."""
-    if not (memory := values.get("model.memory")):
-        return []
-    said = f"segments of {values['data.length']:,} with a memory of {memory:,}"
-    said += f" and {kept:,} compressed" if (kept := values.get("model.compressed")) else ""
-    said += f", distances clamped at {clamp:,}" if (clamp := values.get("model.clamp")) else ""
-    return [said + ", the same length for all" * bool(values.get("model.same_length"))]
-
-
 def read_as_released(
     store: TokenStore | RecallStore, split: str, length: int
 ) -> tuple[np.ndarray, str]:
@@ -139,42 +118,52 @@ def measures(
     split: str,
     score: Score,
     *,
-    partial: bool = False,
+    is_sample: bool = False,
     released: bool = False,
-) -> dict[str, Any]:
-    """Return a score in every measure that its text has; a sample of windows (`partial`) has bits per unit alone."""
-    result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
+) -> Measures:
+    """Return a score in the measures that its data have; a sample of windows has few of them."""
     if isinstance(store, RecallStore):
-        result |= {f"accuracy_by_{kind}": found for kind, found in score.accuracies().items()}
-        chance = {
-            "chance": 1 / store.task.values,
-            "baselines": {"chance": math.log2(store.task.values)},
-        }
-        return result | {"accuracy": score.accuracy, **chance}
-    if score.far_K2 is not None and score.far_K2[:, 0].any():
-        units, nats = score.far_K2.sum(0)
-        result |= {
-            "bits_far_repeated": nats / units / math.log(2),
-            "far_repeated": units / score.units,
-        }
-    if store.image is not None or partial:
-        return result
-    if (
-        store.unit == "subword" and not released
-    ):  # words are no account of the bytes between and in them
-        result["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
-    if (words := words_scored(store, split, score.units, released)) is not None:
-        count, note, comparable = words
-        perplexity = (
-            math.exp(score.nats / count) if score.nats / count < 700 else math.inf
-        )  # beyond float64
-        result |= {
-            "perplexity_per_word": perplexity,
-            "words": count,
-            "words_are": note,
-            "words_comparable": comparable,
-        }
-    return result
+        values = store.task.values
+        accuracies = score.accuracies()
+        return Measures(
+            accuracy=score.accuracy,
+            chance=1 / values,
+            accuracy_by_distance=accuracies["distance"],
+            accuracy_by_pairs=accuracies["pairs"],
+            baselines={"chance": math.log2(values)},
+        )
+    numbers = far_measures(score)
+    if store.image is None and not is_sample:
+        numbers |= text_measures(store, split, score, released)
+    return Measures(**numbers)
+
+
+def far_measures(score: Score) -> dict[str, Any]:
+    """Return the bits of far-repeated units and their share, where they were counted."""
+    if score.far_K2 is None or not score.far_K2[:, 0].any():
+        return {}
+    units, nats = score.far_K2.sum(0)
+    bits = float(nats / units) / math.log(2)
+    return {"bits_far_repeated": bits, "far_repeated": float(units / score.units)}
+
+
+def text_measures(store: TokenStore, split: str, score: Score, released: bool) -> dict[str, Any]:
+    """Return bits per byte and perplexity per word of a text that was scored as a whole."""
+    numbers: dict[str, Any] = {}
+    if store.unit == "subword" and not released:
+        # Words do not account for the bytes between and in them.
+        numbers["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
+    counted = words_scored(store, split, score.units, released)
+    if counted is not None:
+        count, note, comparable = counted
+        nats_per_word = score.nats / count
+        # Beyond 700 it is more than a float64 can be.
+        perplexity = math.exp(nats_per_word) if nats_per_word < 700 else math.inf
+        numbers["perplexity_per_word"] = perplexity
+        numbers["words"] = count
+        numbers["words_are"] = note
+        numbers["words_comparable"] = comparable
+    return numbers
 
 
 def words_scored(
@@ -191,45 +180,6 @@ def words_scored(
     if store.stamps.get("complete") is False:
         return max(1, store.facts[split]["words"]), "between blanks of the text scored", False
     return published[split], "the published count of the split", True
-
-
-def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
-    """Return what `measures` holds besides bits per unit, a line each."""
-    lines = []
-    if "perplexity_per_word" in result:
-        foreign = "" if result["words_comparable"] else ", not comparable"
-        over = f"exp(nats / {result['words']:,.0f} words), {result['words_are']}{foreign}"
-        lines.append(f"{result['perplexity_per_word']:.4g} perplexity per word: {over}")
-    if unit != "byte" and "bits_per_byte" in result:
-        lines.append(f"{result['bits_per_byte']:.5f} bits/byte of text")
-    if "bits_far_repeated" in result:
-        far = f"bits/{unit} on far-repeated units, {result['far_repeated']:.2%} of all"
-        lines.append(f"{result['bits_far_repeated']:.5f} {far}")
-    if "accuracy" in result:
-        lines.append(
-            f"{result['accuracy']:.2%} of the answers right (chance {result['chance']:.2%})"
-        )
-    for kind in ("distance", "pairs"):
-        found = result.get(f"accuracy_by_{kind}", {})
-        told = ", ".join(
-            f"{value}{'+' * (kind == 'distance')}: {share:.1%}"
-            for value, (share, _) in found.items()
-        )
-        lines += [f"accuracy by {kind}: {told}"] if len(found) > 1 else []
-    return lines
-
-
-def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:
-    """Return what the facts of protocol that stand on a store mean for a score on a split, in words."""
-    phrases = {
-        "newlines dropped": stamps.get("newlines") == "drop",
-        "lossy JPEG, not comparable": stamps.get("lossy"),
-        f"scaled to {stamps.get('scaled')}, not comparable": "scaled" in stamps,
-        "not the PixelRNN images, not comparable": stamps.get("variant") == "other",
-        "not the whole published set, not comparable": stamps.get("complete") is False,
-        "valid is the published test split": stamps.get("valid") == "test" and split == "valid",
-    }
-    return [phrase for phrase, holds in phrases.items() if holds]
 
 
 def baselines(held_out: np.ndarray) -> dict[str, float]:

@@ -47,7 +47,7 @@ class Score:
         """Share of answers that were right; None where every unit is scored."""
         return None if self.right_KA is None else float(self.right_KA.sum()) / self.units
 
-    def accuracies(self) -> dict[str, dict[str, list[float]]]:
+    def accuracies(self) -> dict[str, dict[str, tuple[float, int]]]:
         """Return accuracy and number of answers by distance (from a power of two on) and by pairs of a window."""
         assert self.right_KA is not None and self.back_KA is not None
         is_KA = self.back_KA > 0
@@ -58,7 +58,7 @@ class Score:
         kinds = {"distance": 2 ** np.log2(self.back_KA[is_KA]).astype(int), "pairs": pairs}
         return {
             kind: {
-                str(value): [float(right[of == value].mean()), int((of == value).sum())]
+                str(value): (float(right[of == value].mean()), int((of == value).sum()))
                 for value in np.unique(of)
             }
             for kind, of in kinds.items()

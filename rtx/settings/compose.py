@@ -176,15 +176,19 @@ def to_config(values: Mapping[str, Any]) -> Config:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the values in a run's config.yaml by dotted keys; texts, which an extension may know, are not checked.
+    """Return the values in a run's config.yaml by dotted keys, see `values_of`; OSError as read."""
+    return values_of(read_file(path).decode())
 
-    `UserError` for whatever YAML can do besides: aliases, lists, deeper or repeated keys (OSError, YAMLError: as read).
+
+def values_of(text: str) -> dict[str, Any]:
+    """Return the values in the text of a config.yaml by dotted keys.
+
+    Texts, which an extension may know, are not checked. `UserError` for whatever YAML can do
+    besides: aliases, lists, deeper or repeated keys; YAMLError for what is no YAML.
     """
     names, depth, known = [], 0, all_fields()  # names: section and key of what comes next
     found: dict[str, Any] = {}
-    for event in yaml.parse(
-        read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    ):
+    for event in yaml.parse(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)):
         match event:
             case yaml.ScalarEvent(value=text) if len(names) < depth:
                 names.append(text)

@@ -18,6 +18,7 @@ from rtx.errors import UserError, refuse, written
 from rtx.machine import OUT_OF_MEMORY
 from rtx.runs.folder import outputs_root
 from rtx.runs.lock import busy
+from rtx.runs.records import StatusRecord
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.compose import (
@@ -245,9 +246,9 @@ def refuse_sweep(arguments: Sequence[str]) -> None:
         raise UserError(f"experiment={name} is a sweep ({what}): {advice}")
 
 
-def has_score(status: dict[str, Any] | None) -> bool:
-    """Tell whether a run is done and says with what score."""
-    return bool(status and status["state"] == "done" and status.get("final"))
+def has_score(status: StatusRecord | None) -> bool:
+    """Tell whether a run is done and has a closing score."""
+    return status is not None and status.state == "done" and status.final is not None
 
 
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:
@@ -265,10 +266,9 @@ def ended_before(cell: Cell, retry: bool) -> Outcome | None:
         return Outcome(0, "done before")
     if status and seems_running(status):
         return Outcome(NO_CODE, "in use", busy(cell.folder, status))
-    if status and status["state"] == "failed" and not retry:
-        return Outcome(
-            NO_CODE, "failed before", f"{status['reason']}; sweep.retry=true runs it again"
-        )
+    if status and status.state == "failed" and not retry:
+        again = "sweep.retry=true runs it again"
+        return Outcome(NO_CODE, "failed before", f"{status.reason}; {again}")
     return None
 
 
@@ -281,10 +281,9 @@ def ending(
         return Outcome(code, "done")
     if status and code == 2 and seems_running(status):  # by one that was begun at the same time
         return Outcome(code, "in use", busy(cell.folder, status))
-    if status and status != before and status["state"] in ("failed", "interrupted", "preempted"):
-        return Outcome(
-            code, status["state"], status["reason"] if status["state"] == "failed" else ""
-        )
+    if status and status != before and status.state in ("failed", "interrupted", "preempted"):
+        reason = status.reason or "" if status.state == "failed" else ""
+        return Outcome(code, status.state, reason)
     lines = [line for line in said.splitlines() if line.strip()]
     last = next(
         (line for line in lines if line.startswith("rtx: ")), "".join(lines[-1:])

@@ -33,6 +33,7 @@ from rtx.machine import cores, system_kills
 from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import shown, unwritable
+from rtx.runs.records import SweepRow
 from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
 from rtx.settings.compose import composed, to_yaml, user_errors
@@ -103,14 +104,15 @@ def sweep(arguments: Sequence[str], preview: bool = False) -> int:
 
 def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
     """Append to sweeps.jsonl, beside the cells, the command and what each cell is; returns the folders of the sweep."""
-    row = {"time": utc_now(), "command": shlex.join(["rtx", "train", "-m", *arguments])}
+    command = shlex.join(["rtx", "train", "-m", *arguments])
     roots = list(dict.fromkeys(cell.folder.parent for cell in cells))
     for root in roots:
         mine = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == root}
         try:
             root.mkdir(parents=True, exist_ok=True)
             with open_no_link(root / "sweeps.jsonl", "a") as file:
-                file.write(json.dumps({**row, "cells": mine}) + "\n")
+                row = SweepRow(time=utc_now(), command=command, cells=mine)
+                file.write(f"{row.model_dump_json()}\n")
         except OSError as error:
             raise UserError(unwritable(root, error)) from error
     return roots
@@ -124,7 +126,7 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     width, rows = terminal_width(), []
     for cell, outcome in zip(cells, outcomes, strict=True):
         status = read_status(cell.folder) if outcome.word.startswith("done") else None
-        rows.append((cell, outcome, bits_of(status or {})))
+        rows.append((cell, outcome, bits_of(status)))
     rows.sort(key=lambda row: float(row[2].lstrip("~") or "inf"))
     beside = [[outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
     heads = ["state", "bits", "run"]

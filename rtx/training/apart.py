@@ -146,8 +146,8 @@ def tell(lines: str) -> None:
 
 def how_it_ended(code: int, folder: Path) -> str:
     """Return why a run failed that printed no reason on stderr."""
-    status = read_status(folder) or {}
-    if status.get("state") == "failed" and status.get("reason"):
-        return status["reason"]
+    status = read_status(folder)
+    if status and status.state == "failed" and status.reason:
+        return status.reason
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     return f"the first process of the run {how}; continue with: rtx resume {shown(folder)}"

@@ -257,7 +257,7 @@ class Watch(Callback):
         speed: dict[str, Any] = (
             {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
         )
-        self.write_row(trainer, "train", values | speed | self.telemetry(self.module.model))
+        self.write_row(trainer, "train/", values | speed | self.telemetry(self.module.model))
         self.record(step=trainer.global_step, steps=self.plan.steps, **speed)
         self.module.sums.zero_()
         self.row_step, self.waited, self.row_elapsed = (
@@ -272,22 +272,24 @@ class Watch(Callback):
         seconds = self.clock.seconds(trainer.global_step)
         return {} if seconds is None else {"train_seconds": seconds}
 
-    def write_score(self, trainer: Trainer, kind: str) -> None:
+    def write_score(self, trainer: Trainer, prefix: str) -> None:
         score: Any = self.module.score
         values = {
             "bits": score.bits,
             "units": score.units,
-            "se": score.standard_error,
+            "standard_error": score.standard_error,
             **self.train_seconds(trainer),
         }
         self.write_row(
-            trainer, kind, values | ({} if score.accuracy is None else {"accuracy": score.accuracy})
+            trainer,
+            prefix,
+            values | ({} if score.accuracy is None else {"accuracy": score.accuracy}),
         )
 
-    def write_row(self, trainer: Trainer, kind: str, values: dict[str, Any]) -> None:
+    def write_row(self, trainer: Trainer, prefix: str, values: dict[str, Any]) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(
-                {f"{kind}/{key}": value for key, value in values.items()}, trainer.global_step
+                {f"{prefix}{key}": value for key, value in values.items()}, trainer.global_step
             )
 
     def on_validation_start(self, *_: Any) -> None:
@@ -304,7 +306,7 @@ class Watch(Callback):
         if trainer.state.fn != "fit":
             return
         score, step, windows = pl_module.score, trainer.global_step, len(pl_module.score.units_K)
-        self.write_score(trainer, "val")
+        self.write_score(trainer, "valid/")
         if not math.isfinite(score.bits):
             raise RunFailed(f"step {step}: the validation loss is {score.bits}")
         share = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"

@@ -123,7 +123,7 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
                 watch.module.score.units_K
             ):  # of the last validation
                 trainer.validate(watch.module, watch.data.val_dataloader(count), verbose=False)
-            watch.write_score(trainer, "final")
+            watch.write_score(trainer, "valid/final_")
             sample = {"windows": count} if count < len(watch.data.windows) else {}
             return Outcome(
                 step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score, sample
