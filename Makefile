@@ -20,7 +20,7 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 presets: $(VENV)/.installed-dev
-	$(VENV)/bin/python benchmarks/presets.py
+	$(VENV)/bin/python -m tests.campaigns.presets
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict

@@ -96,8 +96,9 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     """A zip as large as enwik-8 to its store; then random batches from that store."""
     from rtx.data import text
     from rtx.data.catalog import prepare_data
-    from rtx.data.datamodule import TrainingItems, training_batches
+    from rtx.data.datamodule import training_batches
     from rtx.data.files import Remote, file_sha256
+    from rtx.data.sampler import ShuffledWindows
 
     content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
@@ -113,11 +114,11 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     rows = [
         row("enwik-8's zip to its store", time.perf_counter() - begin, "s", 5.0, bytes=len(content))
     ]
-    items = TrainingItems(store.split("train"), LENGTH, seed=0, batch_size=BATCH)
+    sampler = ShuffledWindows(store.split("train"), LENGTH, seed=0, batch_size=BATCH)
     steps = max(20, int(2_000 * args.scale))
     for batches in (
-        training_batches(items, 0, 20),
-        training_batches(items, 20, 20 + steps),
+        training_batches(sampler, 0, 20),
+        training_batches(sampler, 20, 20 + steps),
     ):  # the first ones warm up
         begin, units = time.perf_counter(), 0
         for batch in batches:

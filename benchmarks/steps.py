@@ -17,37 +17,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rtx.analysis.footprint import fit_to_device
-from rtx.attention.centroids import after_step
 from rtx.cli.main import complain
-from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.datamodule import training_items
+from rtx.data.catalog import data_root, open_data
+from rtx.data.datamodule import MicroBatches, token_ids
+from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory
-from rtx.model.transformer import compile_loss
 from rtx.progress import progress_bar
 from rtx.report.steps import timed_records, views
 from rtx.report.tables import terminal
 from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.runs.records import TIMED_STEPS, StepsRecord
-from rtx.settings.compose import config_hash, short_hash, to_dict
+from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.schema import SPREAD, Config
+from rtx.settings.schema import SPREAD, Config, to_dict
 from rtx.sweeps.cells import lay_out
+from rtx.training.first_weights import build_model
 from rtx.training.hardware import device_memory, resolve_hardware
-from rtx.training.inference import WEIGHTS_IN, prepare_device
-from rtx.training.module import (
-    build_model,
-    build_optimizer,
-    learning_rate,
-    set_learning_rate,
-    training_loss,
-)
+from rtx.training.inference import prepare_device
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import build_optimizer
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
 """Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""
@@ -139,7 +133,8 @@ def turns_of(row: Row, store: Store, asked: Mapping[str, int]) -> Iterator[float
     fitted, _ = fit_to_device(row.config, store.vocabulary, device_memory(row.config) or 0)
     hardware = dataclasses.replace(fitted.hardware, precision=resolve_hardware(fitted).precision)
     row.config = dataclasses.replace(fitted, hardware=hardware)
-    step, row.parameters = training_step(row.config, store, device)
+    module, step = training_step(row.config, store, device)
+    row.parameters = module.model.count_parameters()
     for _ in range(asked["warmup"]):
         step()
     while True:
@@ -147,46 +142,39 @@ def turns_of(row: Row, store: Store, asked: Mapping[str, int]) -> Iterator[float
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        losses = torch.stack([step() for _ in range(asked["per_turn"])])
-        if not bool(
-            losses.isfinite().all()
-        ):  # which waits for the device: the clock is read once a turn
-            raise FloatingPointError(
-                f"the loss is not a number at learning rate {row.config.optimizer.lr:g}"
-            )
+        for _ in range(asked["per_turn"]):
+            step()
+        # To read these waits for the device: so the clock is read once a turn.
+        if not bool(torch.stack([module.sums[0], module.norm.double()]).isfinite().all()):
+            rate = row.config.optimizer.lr
+            raise FloatingPointError(f"the loss is not a number at learning rate {rate:g}")
         yield 1e3 * (time.perf_counter() - began) / asked["per_turn"]
 
 
 def training_step(
     config: Config, store: Store, device: torch.device
-) -> tuple[Callable[[], torch.Tensor], int]:
-    """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
-    hardware, items = resolve_hardware(config), training_items(config, store)
-    steps, numbers = itertools.count(1), itertools.count()
-    model = build_model(config, store.vocabulary, lambda: items[0])
-    model = model.to(device, WEIGHTS_IN.get(config.hardware.precision)).train()
+) -> tuple[TrainingModule, Callable[[], None]]:
+    """Return a model in training, and what takes its next optimizer step, that of `rtx train`."""
+    hardware = resolve_hardware(config)
+    sampler = store.training_sampler(config)
+    model = build_model(config, store.vocabulary, lambda: token_ids(sampler, 0))
+    model = model.to(device).train()
+    module = TrainingModule(model, config, hardware, store.answers)
+    module.passes.arithmetic.convert_module(model)
     optimizer = build_optimizer(model, config.optimizer)
-    loss: Callable[..., Any] = training_loss(model, config, store.answers)
-    loss = compile_loss(model, loss) if hardware.compile else loss
+    size = hardware.micro_batch_size
+    batches = MicroBatches(sampler, size)
+    module.passes.prepare(batches[0].to(device).long())
+    steps = itertools.count(1)
 
-    def step() -> torch.Tensor:
-        for _ in range(hardware.accumulate):
-            tokens_BN = torch.stack(
-                [items[next(numbers)] for _ in range(hardware.micro_batch_size)]
-            ).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
-                at = [] if store.answers is None else [store.answers(tokens_BN)[0]]
-                nats, *_, auxiliary = loss(tokens_BN, *at)
-                mean = nats.mean() + auxiliary
-            (mean / hardware.accumulate).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip or float("inf"))
-        set_learning_rate(optimizer, learning_rate(config, next(steps)))
-        optimizer.step()
-        optimizer.zero_grad()
-        after_step(model)
-        return mean.detach()
+    def step() -> None:
+        number = next(steps)
+        first = (number - 1) * config.trainer.batch_size
+        firsts = range(first, first + hardware.accumulate * size, size)
+        micro_batches = [batches[index].to(device) for index in firsts]
+        module.take_step(micro_batches, optimizer, number)
 
-    return step, model.count_parameters()
+    return module, step
 
 
 def finish(

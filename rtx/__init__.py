@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rtx.settings.extensions import register_data, register_pattern
+from rtx.settings.extensions import add_pattern, load_extensions, register_data
 
 if TYPE_CHECKING:
     from rtx.training.inference import LoadedRun
@@ -14,12 +15,40 @@ __all__ = ["load", "register_data", "register_pattern", "train"]
 __version__ = "0.4.0"
 
 
-def load(run: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
-    """Load a run, or an exported model: its `model`, `tokenizer` and `config`; see `rtx.training.inference.load`."""
+def load(
+    run: str | Path,
+    checkpoint: str = "best",
+    device: str | None = None,
+    extensions: str | None = None,
+) -> LoadedRun:
+    """Load a run, or an exported model: its `model`, `tokenizer` and `config`.
+
+    See `rtx.training.inference.load`. A run that was trained with `extensions=my.py` needs the same
+    `extensions` here.
+    """
+    if extensions:
+        load_extensions(extensions)
     import rtx.progress  # noqa: F401  before others import tqdm, which has advice for notebooks
     from rtx.training import inference  # torch takes seconds, and `rtx --help` needs none of it
 
     return inference.load(run, checkpoint, device)
+
+
+def register_pattern(name: str, make: Callable[..., Any], *, selection: bool = False) -> None:
+    """Make a pattern a value of model.base.
+
+    Args:
+        make: returns the `rtx.attention.Pattern` of a group of heads. It is called as
+            `make(heads=heads, config=config, layer=layer)`: the number of heads, the resolved
+            configuration of the run, and the number of the layer, 0 for the lowest.
+        selection: make it a value of routing.selection instead.
+
+    Raises:
+        UserError: a name that is taken, or a function that does not take these arguments.
+    """
+    from rtx.model.heads import attribute_problem  # imports torch
+
+    add_pattern(name, make, selection=selection, problem=attribute_problem(name))
 
 
 def train(*overrides: str) -> LoadedRun:

@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
         "TRITON_INTERPRET", "1"
     )  # before Triton is imported, which the next line does
 
-from small_runs import (
+from tests.helpers.small_runs import (
     copy,
     forker,
     run,

@@ -19,7 +19,8 @@ from rtx.cli import main as cli
 from rtx.errors import RunFailed
 from rtx.runs.checksum import TAG
 from rtx.runs.status import utc_now
-from rtx.settings.compose import compose, to_yaml
+from rtx.settings.compose import compose
+from rtx.settings.run_config import to_yaml
 
 Captured = pytest.CaptureFixture[str]
 

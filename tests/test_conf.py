@@ -11,13 +11,13 @@ from rtx.attention.indexer import Indexer
 from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
-from rtx.settings.compose import compose, with_values
+from rtx.settings.compose import compose
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import conf_dir, options
 from rtx.settings.rules import resolve
-from rtx.settings.schema import GROUPS, Config, all_fields
+from rtx.settings.schema import GROUPS, Config, all_fields, with_values
 from rtx.sweeps.cells import lay_out
-from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 MODELS = options("model")
 XL = "model.base=recurrent model.positions=xl model.ffn=relu model.norm=post model.tie_embeddings=true"

@@ -6,20 +6,12 @@ from pathlib import Path
 import pytest
 
 from rtx.errors import UserError
-from rtx.settings.compose import (
-    cell_hashes,
-    compose,
-    config_hash,
-    load_run_config,
-    merge,
-    to_config,
-    to_dict,
-    to_yaml,
-    with_values,
-)
+from rtx.settings.compose import compose
+from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.rules import resolve
-from rtx.settings.schema import Config, all_fields
+from rtx.settings.run_config import load_run_config, merge, to_yaml
+from rtx.settings.schema import Config, all_fields, to_config, to_dict, with_values
 from rtx.sweeps.cells import lay_out
 
 HASHES = {
@@ -135,7 +127,7 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
     assert len(reference) == 12
     same = "name=other logger.group=g hardware.workers=2 model.name=mine data.verify=never"
     same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true trainer.profile=3"
-    same += " hardware.compile=false hardware.loss=liger"
+    same += " hardware.compile=false"
     assert config_hash(compose(same.split())) == reference
     others = (
         "seed=1",
@@ -149,7 +141,7 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
         compose(["seed=1"]) != compose([]) == default
     )  # a later cell of the same groups knows nothing of an earlier
     for words, recorded in HASHES.items():
-        assert cell_hashes(compose(words.split())) == recorded, words
+        assert cell_hashes(compose(words.split())) == tuple(dict.fromkeys(recorded)), words
 
 
 def test_the_hash_knows_the_folder_that_a_path_counts_from(

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import after_step
-from rtx.data.datamodule import TrainingItems
+from rtx.data.datamodule import MicroBatches
+from rtx.data.sampler import ShuffledWindows
 from rtx.data.tokenizers import Tokenizer, encode_text
 from rtx.model.transformer import Transformer
 from rtx.settings.rules import resolve
@@ -32,7 +33,7 @@ from rtx.settings.schema import (
     RoutingConfig,
     TrainerConfig,
 )
-from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 STEPS = 12
 ROUTING = {
@@ -102,12 +103,10 @@ def losses(
     model = drawn_model(config, dtype)
     # Letters whose order never repeats itself for long: no two positions are alike but for rounding.
     text = "".join(random.Random(0).choices("abcdefghijkl", k=7_500)).encode()
-    items = TrainingItems(encode_text(Tokenizer(), text), 64, 0, 2)
+    batches = MicroBatches(ShuffledWindows(encode_text(Tokenizer(), text), 64, 0, 2), 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []
     for step in range(STEPS):
-        nats_BN, auxiliary = model.loss(
-            torch.stack([items[step * items.batch_size + i] for i in range(2)])
-        )
+        nats_BN, auxiliary = model.loss(batches[2 * step])
         loss: Tensor = nats_BN.mean() + auxiliary
         set_learning_rate(optimizer, learning_rate(config, step + 1))
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rtx.data.catalog import check_source, options_of, store_folder
-from rtx.data.store import write_record
+from rtx.data.preparation import write_record
 from rtx.data.tokenizers import Tokenizer
 from rtx.settings.compose import compose_data
 

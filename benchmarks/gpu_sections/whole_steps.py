@@ -7,32 +7,25 @@ its passes recorded.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor, nn
 
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint, with_choice
 from rtx.analysis.speed import meter
-from rtx.attention.centroid_update import moved
-from rtx.attention.centroids import after_step
-from rtx.model.transformer import compile_loss
 from rtx.settings.compose import compose
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
-from rtx.training.cuda_graphs import RecordedLoss, without_cast_cache
-from rtx.training.module import (
-    build_model,
-    build_optimizer,
-    learning_rate,
-    set_learning_rate,
-    training_loss,
-)
+from rtx.training.first_weights import build_model
+from rtx.training.hardware import resolve_hardware
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import build_optimizer
 
 from .journal import Found, Row, turn
 
@@ -154,43 +147,37 @@ class Stepper:
     def __init__(self, variant: Variant, how: str, dry: bool) -> None:
         self.device = "cpu" if dry else "cuda"
         variant = variant._replace(**TINY) if dry else variant
-        self.variant, self.config = variant, composed(variant, dry)
-        self.model = build_model(self.config, VOCABULARY, None).to(self.device).train()
-        self.optimizer = build_optimizer(self.model, self.config.optimizer)
-        self.loss: Any = training_loss(self.model, self.config, None)
-        self.move: Any = moved
-        self.is_narrow = precision_on(self.config.hardware, self.device == "cuda") == "bf16"
-        if how in (COMPILED, RECORDED):
-            self.loss = compile_loss(self.model, self.loss)
-            self.move = torch.compile(moved, dynamic=False)
-        generator = torch.Generator().manual_seed(0)
-        tokens_BN = torch.randint(
-            0, VOCABULARY, (variant.batch, variant.length), generator=generator
+        self.variant = variant
+        self.config = composed(variant, dry)
+        hardware = dataclasses.replace(
+            resolve_hardware(self.config),
+            compile=how in (COMPILED, RECORDED),
+            graphs=how in (GRAPHS, RECORDED),
         )
+        model = build_model(self.config, VOCABULARY, None).to(self.device).train()
+        self.module = TrainingModule(model, self.config, hardware)
+        self.optimizer = build_optimizer(model, self.config.optimizer)
+        generator = torch.Generator().manual_seed(0)
+        shape = (variant.batch, variant.length)
+        tokens_BN = torch.randint(0, VOCABULARY, shape, generator=generator)
         self.tokens_BN = tokens_BN.to(self.device)
-        set_learning_rate(self.optimizer, learning_rate(self.config, 100))
-        if how in (GRAPHS, RECORDED):
-            self.loss = without_cast_cache(self.loss, torch.bfloat16 if self.is_narrow else None)
-            self.step()
-            self.loss = RecordedLoss(self.model, self.loss, self.tokens_BN)
+        self.module.passes.prepare(self.tokens_BN)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.module.model
 
     def backward(self) -> Tensor:
         """Compute the gradients, and return the loss."""
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.is_narrow):
-            nats_BN, auxiliary = self.loss(self.tokens_BN)
-            mean = nats_BN.mean() + auxiliary
-        mean.backward()
-        return mean.detach()
+        objective = self.module.passes(self.tokens_BN)
+        objective.loss.backward()
+        return objective.loss.detach()
 
     def step(self) -> Tensor:
-        """Take a step, and return its loss."""
-        loss = self.backward()
-        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        clip_grads_with_norm_(self.model.parameters(), self.config.trainer.clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        after_step(self.model, self.move)
-        return loss
+        """Take a step, at the learning rate of step 100, and return its mean nats."""
+        self.module.sums.zero_()
+        self.module.take_step([self.tokens_BN], self.optimizer, 100)
+        return self.module.sums[0].clone()
 
 
 def composed(variant: Variant, dry: bool) -> Config:

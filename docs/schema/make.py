@@ -49,7 +49,7 @@ def of_field(field: Field) -> dict[str, Any]:
     bounds = {"minimum": field.low, "maximum": field.high, "exclusiveMinimum": field.above}
     value |= {word: limit for word, limit in bounds.items() if math.isfinite(limit)}
     other = [{"type": "null"}] * field.optional
-    other += [{"type": "string", "enum": [word]} for word in ("auto",) * field.auto + field.words]
+    other += [{"type": "string", "enum": [word]} for word in field.words]
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
 
 

@@ -20,6 +20,7 @@ from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, Ran
 from rtx.attention.routing import Routing
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
+from rtx.sharded import whole
 
 KEYS = 256  # keys whose weights are worked out at once
 
@@ -219,8 +220,6 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
     own, keys) over W, the mean and the largest; `in_none`, `in_one`, `in_many`: share of positions whose queries belong
     to 0, 1 or more clusters. `span/*`: of heads that learn their span, in positions, the ramp left out.
     """
-    from rtx.training.distributed import whole  # imports Lightning
-
     spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     told = (
         {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())}

@@ -26,7 +26,7 @@ from rtx.attention.routing import Routing
 from rtx.errors import RunFailed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import ROUTED
+from rtx.settings.derived import ROUTED
 
 Group = tuple[Any, str]  # a layer, 0 the lowest, and the name of a group of its heads
 LOGITS: Group = ("", "logits")

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import ROUTED, Config, hash_buckets, layer_patterns, memory_slots
+from rtx.settings.derived import ROUTED, hash_buckets, layer_patterns, memory_slots
+from rtx.settings.schema import Config
 
 INDEXER_UNITS = 16  # of a head's queries and keys by which selection=indexer chooses
 

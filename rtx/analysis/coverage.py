@@ -20,8 +20,9 @@ from rtx.attention.reads import QueriesKeys
 from rtx.attention.routing import Routing
 from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
-from rtx.settings.compose import with_values
-from rtx.settings.schema import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
+from rtx.settings.derived import ROUTED, full_group
+from rtx.settings.names import SELECTIONS
+from rtx.settings.schema import Config, RoutingConfig, with_values
 
 NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")
 """Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""

@@ -33,8 +33,9 @@ from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import make_pattern
+from rtx.settings.derived import ROUTED, layer_patterns, memory_slots
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import ROUTED, Config, layer_patterns, memory_slots
+from rtx.settings.schema import Config
 
 META = torch.device("meta")
 TYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp64": torch.float64}

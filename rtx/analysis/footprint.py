@@ -27,17 +27,16 @@ from rtx.attention.routing import ROOM, Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import make_pattern
 from rtx.model.likelihood import most_logits
-from rtx.settings.compose import with_values
-from rtx.settings.devices import precision_on
-from rtx.settings.schema import (
+from rtx.settings.derived import (
     ROUTED,
-    Config,
     clusters,
     embedding_width,
     layer_patterns,
     memory_slots,
     sizes_of,
 )
+from rtx.settings.devices import precision_on
+from rtx.settings.schema import Config, with_values
 
 FILLED, FILLED_CPU = 0.85, 0.4
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a

@@ -14,6 +14,7 @@ from rtx.attention.arguments import check_number, check_positive
 from rtx.attention.cache import Cache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.positional import ContiguousPattern, PositionCache
+from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
 
 
@@ -60,13 +61,16 @@ class AdaptiveSpan(ContiguousPattern):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether m_z is above 0 for the head's span."""
         distance = i - j
-        reach = self.ramp + self.spans()[head]
-        return (distance < self.window) & (distance < reach)
+        span = self.spans()[head]
+        is_in_window = distance < self.window
+        is_in_reach = distance < self.ramp + span
+        return is_in_window & is_in_reach
 
     def spans(self) -> Tensor:
         """Return the spans in positions, `[H]`, in float32 or wider."""
-        wide = torch.promote_types(self.share_H.dtype, torch.float32)
-        return self.share_H.to(wide).clamp(0, 1) * self.window
+        share_H = widened(self.share_H)
+        share_H = share_H.clamp(0, 1)
+        return share_H * self.window
 
     @torch.no_grad()
     def reach(self) -> int:
@@ -77,8 +81,9 @@ class AdaptiveSpan(ContiguousPattern):
         if not self.share_H.is_cpu:
             return self.window
         # There may be no heads: a span of 0 is added.
-        longest = F.pad(self.spans(), (0, 1)).max()
-        reach = self.ramp + float(longest)
+        span_H1 = F.pad(self.spans(), (0, 1))
+        longest = float(span_H1.max())
+        reach = self.ramp + longest
         if reach < self.window:
             return math.ceil(reach)
         return self.window
@@ -91,21 +96,27 @@ class AdaptiveSpan(ContiguousPattern):
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms with ln m_z(distance) for each head; -inf where m_z is 0."""
-        distance_M = torch.arange(self.reach() + 1, device=self.share_H.device)
-        left_HM = self.ramp + self.spans()[:, None] - distance_M
-        mask_HM = (left_HM / self.ramp).clamp(0, 1)
-        is_read_HM = (mask_HM > 0) & (distance_M < self.window)
+        distances = self.reach() + 1
+        distance_M = torch.arange(distances, device=self.share_H.device)
+        span_H1 = self.spans()[:, None]
+        ramp_left_HM = self.ramp + span_H1 - distance_M
+        mask_HM = (ramp_left_HM / self.ramp).clamp(0, 1)
+        is_in_window_M = distance_M < self.window
+        is_read_HM = (mask_HM > 0) & is_in_window_M
         # The logarithm of 1 where nothing is read: that of 0 would turn its gradient into NaN.
-        log_HM = mask_HM.masked_fill(~is_read_HM, 1).log()
-        bias_HM = log_HM.masked_fill(~is_read_HM, -math.inf)
-        return super().terms(size, relative)._replace(bias_HM=bias_HM)
+        mask_HM = mask_HM.masked_fill(~is_read_HM, 1)
+        bias_HM = mask_HM.log().masked_fill(~is_read_HM, -math.inf)
+        terms = super().terms(size, relative)
+        return terms._replace(bias_HM=bias_HM)
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the weighted mean span in training, otherwise zero."""
         if not self.training:
             return super().loss(qk, parts)
-        heads = max(1, len(self.share_H))
-        return self.cost * self.spans().sum() / heads
+        spans = self.spans()
+        heads = max(1, len(spans))
+        total = spans.sum()
+        return self.cost * total / heads
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -114,4 +125,5 @@ class AdaptiveSpan(ContiguousPattern):
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         """See `Pattern.start`; the spans must stay the same while a stream lasts."""
-        return PositionCache(self, relative, self.reach())
+        ring = self.reach()
+        return PositionCache(self, relative, ring)

@@ -40,7 +40,11 @@ def check_call(
     check_relative(relative, q_BHND, v_BHND)
 
 
-def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
+def check_relative(
+    relative: RelativeTables | None,
+    q_BHND: Tensor,
+    v_BHND: Tensor,
+) -> None:
     """Refuse anything but tables by distance that fit queries, keys and values."""
     if relative is None:
         return
@@ -62,7 +66,12 @@ def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tens
     check_table("relative.bias_HM", relative.bias_HM, (H, M), q_BHND)
 
 
-def check_table(name: str, table: Tensor | None, shape: tuple[int, ...], q_BHND: Tensor) -> None:
+def check_table(
+    name: str,
+    table: Tensor | None,
+    shape: tuple[int, ...],
+    q_BHND: Tensor,
+) -> None:
     """Refuse a table of another shape, on another device than the queries, or of whole numbers."""
     if table is None:
         return
@@ -71,7 +80,11 @@ def check_table(name: str, table: Tensor | None, shape: tuple[int, ...], q_BHND:
         raise ValueError(f"{name} is of {table.dtype}: must be of a float type")
 
 
-def check_memory(memory: int, length: int, takes_memory: bool) -> None:
+def check_memory(
+    memory: int,
+    length: int,
+    takes_memory: bool,
+) -> None:
     """Refuse a memory longer than N positions, or any memory if a pattern takes none."""
     if takes_memory:
         check_whole("memory", memory, 0, length, f"from 0 to N={length}")
@@ -79,7 +92,11 @@ def check_memory(memory: int, length: int, takes_memory: bool) -> None:
         check_whole("memory", memory, 0, 0, "0 for this pattern")
 
 
-def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:
+def check_heads(
+    q_BHND: Tensor,
+    heads: int | None,
+    size: int | None,
+) -> None:
     """Refuse queries whose number of heads or head size is not the pattern's (None: any)."""
     _, H, _, D = q_BHND.shape
     if heads not in (None, H) or size not in (None, D):
@@ -136,7 +153,11 @@ def check_finite_call(
         check_finite_values("relative.bias_HM", relative.bias_HM)
 
 
-def check_finite_values(name: str, x: Tensor | None, counts: Tensor | None = None) -> None:
+def check_finite_values(
+    name: str,
+    x: Tensor | None,
+    counts: Tensor | None = None,
+) -> None:
     """Refuse NaN and infinity in a tensor; None passes.
 
     Args:
@@ -153,7 +174,13 @@ def check_finite_values(name: str, x: Tensor | None, counts: Tensor | None = Non
         raise ValueError(f"{name} holds NaN or infinity ({bad}): check_finite=True allows neither")
 
 
-def check_whole(name: str, value: int, least: int, most: int | None, allowed: str) -> None:
+def check_whole(
+    name: str,
+    value: int,
+    least: int,
+    most: int | None,
+    allowed: str,
+) -> None:
     """Refuse a value that is no whole number, such as True, or that is out of range.
 
     Args:
@@ -172,7 +199,12 @@ def check_positive(least: int = 1, /, **named: int) -> None:
         check_whole(name, value, least, None, f"at least {least}")
 
 
-def check_within(name: str, value: int, most: int, bound: str) -> None:
+def check_within(
+    name: str,
+    value: int,
+    most: int,
+    bound: str,
+) -> None:
     """Refuse a count that is not from 1 to another argument, whose name is `bound`."""
     check_whole(name, value, 1, most, f"from 1 to {bound}={most}")
 
@@ -182,13 +214,22 @@ def check_seed(seed: int) -> None:
     check_whole("seed", seed, -(1 << 63), (1 << 64) - 1, "from -2^63 to 2^64 - 1")
 
 
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+def check_choice(
+    name: str,
+    value: str,
+    allowed: Sequence[str],
+) -> None:
     """Refuse a word that is not one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
-def check_number(name: str, value: float, allowed: str, is_valid: Callable[[float], bool]) -> None:
+def check_number(
+    name: str,
+    value: float,
+    allowed: str,
+    is_valid: Callable[[float], bool],
+) -> None:
     """Refuse a value that is no number, such as True, or that is not valid.
 
     Args:

@@ -15,8 +15,8 @@ section 3.3, with means for its learned compression): every query also attends o
 the keys and values of all finished blocks. Gates add up both outputs, so that every block gets a
 gradient.
 
-Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, C blocks
-chosen, M positions of some blocks, Q queries of a piece, K keys of a query.
+Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, J of
+them chosen, Q queries of a piece, K keys of a query.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, place
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables, recomputed
 from rtx.attention.members import products
+from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.ties import best
 from rtx.attention.top_keys import GrowingCache, TopKeys, last_readable, numbers_in, readable_count
@@ -137,7 +138,8 @@ class Blocks(TopKeys):
 
     def max_keys(self, length: int) -> int:
         finished = min(self.count, length // self.block)
-        return (finished + 1) * self.block
+        blocks = finished + 1
+        return blocks * self.block
 
     def choice_queries(self, qk: QueriesKeys) -> Tensor:
         return qk.q_BHND
@@ -149,26 +151,48 @@ class Blocks(TopKeys):
     def means(self, x_BHND: Tensor) -> Tensor:
         """Return the mean of each finished block, `[B, H, G, D]`."""
         finished = x_BHND.shape[2] // self.block
-        x_BHMD = x_BHND[:, :, : finished * self.block]
-        return x_BHMD.unflatten(2, (finished, self.block)).mean(3)
+        stop = finished * self.block
+        x_BHGbD = x_BHND[:, :, :stop].unflatten(2, (finished, self.block))
+        return x_BHGbD.mean(3)
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(
+        self,
+        q_BHQD: Tensor,
+        mean_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
         """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
-        is_open_QG = self.are_open(position_Q, mean_BHGD.shape[2])
-        return products(q_BHQD, mean_BHGD).masked_fill(is_open_QG, -math.inf)
+        blocks = mean_BHGD.shape[2]
+        is_open_QG = self.are_open(position_Q, blocks)
+        score_BHQG = products(q_BHQD, mean_BHGD)
+        return score_BHQG.masked_fill(is_open_QG, -math.inf)
 
     def are_open(self, position_Q: Tensor, blocks: int) -> Tensor:
         """Return which of the first blocks are not finished for queries, `[Q, G]`."""
         block_G = torch.arange(blocks, device=position_Q.device)
-        return block_G >= position_Q[:, None] // self.block
+        own_block_Q = position_Q // self.block
+        return block_G >= own_block_Q[:, None]
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         """Return who reads whom in the branch that chooses; `finish_by_rule` adds the other."""
-        position_N = torch.arange(qk.q_BHND.shape[2], device=qk.q_BHND.device)
+        N = qk.q_BHND.shape[2]
+        position_N = torch.arange(N, device=qk.q_BHND.device)
         mean_BHGD = self.means(qk.k_BHND)
-        score_NG = self.scores(qk.q_BHND, mean_BHGD, position_N)[0, head]
-        margin_NG = self.tie_margins(qk.q_BHND[0, head, :, None], mean_BHGD[0, head])
-        return best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
+        score_BHNG = self.scores(qk.q_BHND, mean_BHGD, position_N)
+        q_N1D = qk.q_BHND[0, head, :, None]
+        margin_NG = self.tie_margins(q_N1D, mean_BHGD[0, head])
+        return best_blocks(
+            score_BHNG[0, head],
+            margin_NG,
+            self.block,
+            self.count,
+            self.attend_self,
+        )
 
     def finish_by_rule(
         self,
@@ -185,27 +209,34 @@ class Blocks(TopKeys):
         gate_2D = self.gate_H2D[head]
         return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+    ) -> Tensor:
         """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
 
         Args:
             key_BHNE: the means of the blocks 0, 1, ....
         """
-        position_Q = numbers_in(positions, key_BHNE.device)
-        slot_b = torch.arange(self.block, device=position_Q.device)
+        B, H, _, _ = query_BHQE.shape
+        device = key_BHNE.device
+        position_Q = numbers_in(positions, device)
+        column_b = torch.arange(self.block, device=device)
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
-        block_BHQC = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
-        finished_BHQM = (block_BHQC[..., None] * self.block + slot_b).flatten(-2)
+        block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
+        finished_BHQJb = block_BHQJ[..., None] * self.block + column_b
         open_block_Q1 = position_Q[:, None] // self.block
-        open_Qb = open_block_Q1 * self.block + slot_b
-        open_BHQb = open_Qb.expand(*finished_BHQM.shape[:2], -1, -1)
-        key_BHQK = torch.cat([finished_BHQM, open_BHQb], dim=-1)
+        open_Qb = open_block_Q1 * self.block + column_b
+        open_BHQb = open_Qb.expand(B, H, -1, -1)
+        key_BHQK = torch.cat([finished_BHQJb.flatten(-2), open_BHQb], dim=-1)
         # With no more finished blocks than a query reads, it reads all up to its position. Some of
-        # `block_BHQC` are not finished then.
-        number_K = torch.arange(key_BHQK.shape[-1], device=position_Q.device)
+        # `block_BHQJ` are not finished then.
+        number_K = torch.arange(key_BHQK.shape[-1], device=device)
         key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
-        last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
-        return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
+        last_Q = last_readable(position_Q, self.attend_self)
+        return key_BHQK.masked_fill(key_BHQK > last_Q[:, None], -1)
 
     def attend(
         self,
@@ -245,16 +276,19 @@ class Blocks(TopKeys):
             position_Q: the positions.
         """
         assert self.gate_H2D is not None
-        wide = torch.promote_types(q_BHQD.dtype, torch.float32)
-        q_BHQD = q_BHQD.to(wide)
-        scale = self.terms(q_BHQD.shape[-1], None).scale
-        score_BHQG = self.scores(q_BHQD, mean_k_BHGD.to(wide), position_Q) * scale
+        q_BHQD = widened(q_BHQD)
+        D = q_BHQD.shape[-1]
+        scale = self.terms(D, None).scale
+        score_BHQG = self.scores(q_BHQD, mean_k_BHGD.to(q_BHQD.dtype), position_Q)
+        score_BHQG = score_BHQG * scale
         # The softmax of a row of -inf is NaN.
         reads_none_Q1 = (position_Q < self.block)[:, None]
         weight_BHQG = score_BHQG.masked_fill(reads_none_Q1, 0.0).softmax(-1)
         weight_BHQG = weight_BHQG.masked_fill(reads_none_Q1, 0.0)
         other_BHQD = weight_BHQG.to(mean_v_BHGD.dtype) @ mean_v_BHGD
-        gate_BHQ2 = (q_BHQD @ self.gate_H2D.to(wide).mT).sigmoid().to(out_BHQD.dtype)
+        gate_H2D = self.gate_H2D.to(q_BHQD.dtype)
+        gate_BHQ2 = (q_BHQD @ gate_H2D.mT).sigmoid()
+        gate_BHQ2 = gate_BHQ2.to(out_BHQD.dtype)
         return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * other_BHQD
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
@@ -270,23 +304,37 @@ class RandomBlocks(Blocks):
         seed: of the draw.
     """
 
-    def __init__(self, heads: int, size: int, *, seed: int, **options: Any) -> None:
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        *,
+        seed: int,
+        **options: Any,
+    ) -> None:
         super().__init__(heads, size, **options)
         check_seed(seed)
         self.seed = seed
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(
+        self,
+        q_BHQD: Tensor,
+        mean_BHGD: Tensor,
+        position_Q: Tensor,
+    ) -> Tensor:
         """Return random scores, a hash of seed, head, position and block; see `Blocks.scores`."""
         B, H, _, _ = q_BHQD.shape
         blocks = mean_BHGD.shape[2]
-        head_H11 = torch.arange(H, device=position_Q.device)[:, None, None]
-        block_G = torch.arange(blocks, device=position_Q.device)
-        hash_HQG = position_Q[:, None] * POSITION_FACTOR + block_G * BLOCK_FACTOR
-        hash_HQG = hash_HQG + head_H11 * HEAD_FACTOR + as_int64(self.seed * SEED_FACTOR)
+        device = position_Q.device
+        head_H11 = torch.arange(H, device=device)[:, None, None]
+        block_G = torch.arange(blocks, device=device)
+        hash_QG = position_Q[:, None] * POSITION_FACTOR + block_G * BLOCK_FACTOR
+        hash_HQG = hash_QG + head_H11 * HEAD_FACTOR + as_int64(self.seed * SEED_FACTOR)
         for factor in MIXING_FACTORS:
             hash_HQG = ((hash_HQG ^ (hash_HQG >> 15)) * factor) & MASK_32
         is_open_QG = self.are_open(position_Q, blocks)
-        score_HQG = hash_HQG.to(torch.float64).masked_fill(is_open_QG, -math.inf)
+        score_HQG = hash_HQG.to(torch.float64)
+        score_HQG = score_HQG.masked_fill(is_open_QG, -math.inf)
         return score_HQG.expand(B, -1, -1, -1)
 
     def tie_margins(self, query: Tensor, key: Tensor) -> Tensor:
@@ -296,37 +344,49 @@ class RandomBlocks(Blocks):
 
 def as_int64(number: int) -> int:
     """Return the int64 whose bits are the lowest 64 of the number."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    half = 1 << 63
+    return (number + half) % (2 * half) - half
 
 
 class BlockCache(GrowingCache):
     """All keys and values so far, and the means of the keys and values of finished blocks."""
 
     pattern: Blocks
-    open_k_BHMD: Tensor | None = None
+    open_k_BHND: Tensor | None = None
     """The keys, not rotated, of the block that is not finished."""
     mean_v_BHGD: Tensor | None = None
     """The means of values; those of keys are in `choice_BHSE`."""
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
         k_BHND = qk.k_BHND
-        if self.open_k_BHMD is not None:
-            k_BHND = torch.cat([self.open_k_BHMD, k_BHND], dim=2)
+        if self.open_k_BHND is not None:
+            k_BHND = torch.cat([self.open_k_BHND, k_BHND], dim=2)
         mean_BHGD = self.pattern.means(k_BHND)
         block = self.pattern.block
         self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
-        self.open_k_BHMD = k_BHND[:, :, mean_BHGD.shape[2] * block :]
+        self.open_k_BHND = k_BHND[:, :, mean_BHGD.shape[2] * block :]
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
         block = self.pattern.block
         begin = first // block
         end = (first + v_BHND.shape[2]) // block
-        v_BHMD = v_BHSD[:, :, begin * block : end * block]
-        self.mean_v_BHGD = place(self.mean_v_BHGD, self.pattern.means(v_BHMD), begin)
+        finished_v_BHND = v_BHSD[:, :, begin * block : end * block]
+        mean_BHGD = self.pattern.means(finished_v_BHND)
+        self.mean_v_BHGD = place(self.mean_v_BHGD, mean_BHGD, begin)
         return k_BHSD, v_BHSD
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         out_BH1D = super().decode(qk, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D

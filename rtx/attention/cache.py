@@ -35,7 +35,12 @@ class Cache(ABC):
         """
 
     @abstractmethod
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         """Take in the next position of each stream and return its outputs `[B, H, 1, D]`."""
 
 
@@ -56,7 +61,12 @@ class RowCache(Cache):
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
         self.put(qk, v_BHND, 0)
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         """Take in positions from `first` on; return the keys and values of all slots."""
         k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
         self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)

@@ -4,7 +4,7 @@
 queries of some heads at a time.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
-size, R = B * H * N rows, Q queries of a piece, K candidates of a query, W keys that it reads.
+size, R = B * H * N rows, Q queries of a piece, A candidates of a query, W keys that it reads.
 """
 
 from __future__ import annotations
@@ -69,17 +69,24 @@ def candidate_index(
     index_XNW = torch.full((B * H, N, window), -1, device=device)
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
         first_row_X = torch.arange(heads.start, heads.stop, device=device) * N
-        for queries, position_XQK in candidates(search, reach.target):
+        for queries, position_XQA in candidates(search, reach.target):
             q_XQD = search.q_XND[:, queries]
-            k_XQKD = keys_at(search.k_XND, position_XQK)
-            best_XQW = best_candidates(q_XQD, k_XQKD, position_XQK, N, window, backend)
+            k_XQAD = keys_at(search.k_XND, position_XQA)
+            best_XQW = best_candidates(
+                q_XQD,
+                k_XQAD,
+                position_XQA,
+                length=N,
+                window=window,
+                backend=backend,
+            )
             row_XQW = first_row_X[:, None, None] + best_XQW
             index_XNW[heads, queries] = torch.where(best_XQW < 0, -1, row_XQW)
     return IndexReads(index_XNW.flatten(0, 1), N)
 
 
 def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the queries, and the positions of their candidates, `[X, Q, K]`.
+    """Yield slices of the queries, and the positions of their candidates, `[X, Q, A]`.
 
     The positions ascend. Where a query has fewer candidates, the last entries are N.
 
@@ -87,24 +94,32 @@ def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
         target: m.
     """
     X, N, D = search.q_XND.shape
-    K = max_probed(target, N)
+    most = max_probed(target, N)
     is_probed_XNC = search.probed_XNC(target)
     order_XN = search.order_XN()
     # For each candidate its key, its logit and some int64 numbers are in memory.
-    for queries in pieces(N, X * K * (D + 8)):
+    numbers = X * most * (D + 8)
+    for queries in pieces(N, numbers):
         readable_XQC = search.readable_XNC[:, queries]
-        taken_XQC = readable_XQC.clamp(max=target) * is_probed_XNC[:, queries]
+        is_probed_XQC = is_probed_XNC[:, queries]
+        taken_XQC = readable_XQC.clamp(max=target) * is_probed_XQC
         stop_XQC = search.first_X1C + readable_XQC
-        yield queries, positions_taken(order_XN, stop_XQC, taken_XQC, K)
+        position_XQA = positions_taken(order_XN, stop_XQC, taken_XQC, most)
+        yield queries, position_XQA
 
 
-def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most: int) -> Tensor:
-    """Return the positions that queries take of their clusters, ascending, `[X, Q, K]`.
+def positions_taken(
+    order_XN: Tensor,
+    stop_XQC: Tensor,
+    taken_XQC: Tensor,
+    most: int,
+) -> Tensor:
+    """Return the positions that queries take of their clusters, ascending, `[X, Q, A]`.
 
-    Where a query takes fewer than K, the last entries are N.
+    Where a query takes fewer than A, the last entries are N.
 
     Example, that of `rtx.attention.probed`: the order is 0, 2, 4, 1, 5, 3. The query at 5 may read
-    all keys, so its stops are 3, 5 and 6. It takes 3 keys of a, none of b and 1 of c. Of its K
+    all keys, so its stops are 3, 5 and 6. It takes 3 keys of a, none of b and 1 of c. Of its A
     slots the first three are for a, and slot 3 is for c. That is the last slot of c, so it gets the
     last of c's keys, at 6 - 1 = 5 in the order: position 3.
 
@@ -112,33 +127,37 @@ def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most:
         order_XN: the positions, cluster after cluster.
         stop_XQC: where in the order the keys of each cluster end that a query may read.
         taken_XQC: how many keys before its stop a query takes of each cluster.
-        most: K.
+        most: A.
     """
     X, N = order_XN.shape
-    Q = stop_XQC.shape[1]
+    _, Q, C = stop_XQC.shape
     end_XQC = taken_XQC.cumsum(-1)
-    slot_XQK = torch.arange(most, device=order_XN.device).expand(X, Q, most).contiguous()
-    is_none_XQK = slot_XQK >= end_XQC[..., -1:]
-    cluster_XQK = torch.searchsorted(end_XQC, slot_XQK, right=True)
-    cluster_XQK = cluster_XQK.clamp(max=end_XQC.shape[-1] - 1)
-    from_end_XQK = end_XQC.gather(-1, cluster_XQK) - slot_XQK
-    number_XQK = stop_XQC.gather(-1, cluster_XQK) - from_end_XQK
+    slot_A = torch.arange(most, device=order_XN.device)
+    slot_XQA = slot_A.expand(X, Q, most).contiguous()
+    is_none_XQA = slot_XQA >= end_XQC[..., -1:]
+    cluster_XQA = torch.searchsorted(end_XQC, slot_XQA, right=True)
+    cluster_XQA = cluster_XQA.clamp(max=C - 1)
+    from_end_XQA = end_XQC.gather(-1, cluster_XQA) - slot_XQA
+    number_XQA = stop_XQC.gather(-1, cluster_XQA) - from_end_XQA
     order_XQN = order_XN[:, None].expand(-1, Q, -1)
-    position_XQK = order_XQN.gather(-1, number_XQK.clamp(0, max(0, N - 1)))
-    return torch.where(is_none_XQK, N, position_XQK).sort(dim=-1).values
+    last = max(0, N - 1)
+    position_XQA = order_XQN.gather(-1, number_XQA.clamp(0, last))
+    position_XQA = torch.where(is_none_XQA, N, position_XQA)
+    return position_XQA.sort(dim=-1).values
 
 
-def keys_at(k_XND: Tensor, position_XQK: Tensor) -> Tensor:
-    """Return the keys at positions, `[X, Q, K, D]`; any key where the position is N."""
+def keys_at(k_XND: Tensor, position_XQA: Tensor) -> Tensor:
+    """Return the keys at positions, `[X, Q, A, D]`; any key where the position is N."""
     X, N, _ = k_XND.shape
     head_X11 = torch.arange(X, device=k_XND.device)[:, None, None]
-    return k_XND[head_X11, position_XQK.clamp(max=N - 1)]
+    position_XQA = position_XQA.clamp(max=N - 1)
+    return k_XND[head_X11, position_XQA]
 
 
 def best_candidates(
     q_XQD: Tensor,
-    k_XQKD: Tensor,
-    position_XQK: Tensor,
+    k_XQAD: Tensor,
+    position_XQA: Tensor,
     length: int,
     window: int,
     backend: str,
@@ -148,21 +167,21 @@ def best_candidates(
     Logits within the margin of the last one taken count as equal to it.
 
     Args:
-        k_XQKD: the candidates' keys.
-        position_XQK: their positions, ascending; N for none.
+        k_XQAD: the candidates' keys.
+        position_XQA: their positions, ascending; N for none.
         length: N.
         window: W.
         backend: of the pattern.
     """
-    is_none_XQK = position_XQK >= length
-    logit_XQ1K = products(q_XQD[:, :, None], k_XQKD)
-    logit_XQK = logit_XQ1K[:, :, 0].masked_fill(is_none_XQK, -math.inf)
+    is_none_XQA = position_XQA >= length
+    logit_XQ1A = products(q_XQD[:, :, None], k_XQAD)
+    logit_XQA = logit_XQ1A[:, :, 0].masked_fill(is_none_XQA, -math.inf)
 
     def margin(slot_XQ1: Tensor) -> Tensor:
-        k_XQ1D = k_XQKD.take_along_dim(slot_XQ1[..., None], dim=2)
+        k_XQ1D = k_XQAD.take_along_dim(slot_XQ1[..., None], dim=2)
         return product_margins(q_XQD[:, :, None], k_XQ1D)
 
-    count = min(window, position_XQK.shape[-1])
-    slot_XQW = best_places(logit_XQK, count, margin, backend)
-    position_XQW = position_XQK.gather(-1, slot_XQW)
+    count = min(window, position_XQA.shape[-1])
+    slot_XQW = best_places(logit_XQA, count, margin, backend)
+    position_XQW = position_XQA.gather(-1, slot_XQW)
     return torch.where(position_XQW >= length, -1, position_XQW)

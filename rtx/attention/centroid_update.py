@@ -99,11 +99,12 @@ def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
     """Return the statistics in a row `[T]`, or in a row for each layer `[Y, T]`, as views."""
     H, C, D = shape_HCD
     layers = total_T.shape[:-1]
-    sums, counts, seen, positions, sequences = total_T.split(statistics_sizes(shape_HCD), dim=-1)
+    sizes = statistics_sizes(shape_HCD)
+    sums, counts, scores, positions, sequences = total_T.split(sizes, dim=-1)
     return Statistics(
         sum_HCD=sums.unflatten(-1, (H, C, D)),
         count_HC=counts.unflatten(-1, (H, C)),
-        seen_2_3_HC=seen.unflatten(-1, (2, 3, H, C)),
+        seen_2_3_HC=scores.unflatten(-1, (2, 3, H, C)),
         positions=positions.view(layers),
         sequences=sequences.view(layers),
     )
@@ -112,12 +113,14 @@ def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
 def statistics_sizes(shape_HCD: tuple[int, int, int]) -> list[int]:
     """Return the number of numbers in a row of each field of `Statistics`; their sum is T."""
     H, C, D = shape_HCD
-    return [H * C * D, H * C, 2 * 3 * H * C, 1, 1]
+    clusters = H * C
+    return [clusters * D, clusters, 2 * 3 * clusters, 1, 1]
 
 
 def to_sphere(x_HCD: Tensor) -> Tensor:
     """Return the vectors scaled to norm sqrt(D), the norm of a normalised query."""
-    return F.normalize(x_HCD, dim=-1) * math.sqrt(x_HCD.shape[-1])
+    D = x_HCD.shape[-1]
+    return F.normalize(x_HCD, dim=-1) * math.sqrt(D)
 
 
 def moved(rule: Rule, state: State, total_YT: Tensor) -> State:
@@ -150,55 +153,87 @@ def all_finite(statistics: Statistics) -> Tensor:
     vectors_YHC = statistics.sum_HCD.isfinite().all(-1)
     scores_Y2HC = statistics.seen_2_3_HC.isfinite().all(2)
     scores_YHC = scores_Y2HC.all(1)
-    return vectors_YHC.all(-1) & scores_YHC.all(-1)
+    all_YHC = vectors_YHC & scores_YHC
+    return all_YHC.all(-1)
 
 
-def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+def moved_centroids(
+    rule: Rule,
+    old_YHCD: Tensor,
+    statistics: Statistics,
+) -> Tensor:
     """Return the centroids after a step, float64, undefined for layers that gathered nothing."""
     if rule.update == SPLIT:
         return split_centroids(rule, old_YHCD, statistics)
     if rule.update == "sum":
         return moved_by_sums(rule, old_YHCD, statistics)
+    mean_YHCD = means(statistics)
     has_mean_YHC1 = statistics.count_HC[..., None] > 0
-    mean_YHCD = statistics.sum_HCD / statistics.count_HC[..., None].clamp_min(1)
     if rule.update == "members" and not rule.threshold_rate:
         # A centroid without members might never get any, as its threshold does not fall. So it
         # moves towards the mean of the other clusters' means. In a head without any members that
         # is 0, and the centroid keeps its direction.
-        sum_YH1D = mean_YHCD.sum(2, keepdim=True)
-        others_YH1D = sum_YH1D / has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
+        count_YH11 = has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
+        others_YH1D = mean_YHCD.sum(2, keepdim=True) / count_YH11
         mean_YHCD = torch.where(has_mean_YHC1, mean_YHCD, others_YH1D)
-        return to_sphere(rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD)
-    new_YHCD = to_sphere(rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD)
+        return to_sphere(blended(rule, old_YHCD, mean_YHCD))
+    new_YHCD = to_sphere(blended(rule, old_YHCD, mean_YHCD))
     return torch.where(has_mean_YHC1, new_YHCD, old_YHCD)
 
 
-def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+def means(statistics: Statistics) -> Tensor:
+    """Return the mean of the vectors of each centroid, `[Y, H, C, D]`; 0 without vectors."""
+    count_YHC1 = statistics.count_HC[..., None]
+    return statistics.sum_HCD / count_YHC1.clamp_min(1)
+
+
+def blended(rule: Rule, old_YHCD: Tensor, target_YHCD: Tensor) -> Tensor:
+    """Return decay * old + (1 - decay) * target."""
+    old_part_YHCD = rule.decay * old_YHCD
+    return old_part_YHCD + (1 - rule.decay) * target_YHCD
+
+
+def moved_by_sums(
+    rule: Rule,
+    old_YHCD: Tensor,
+    statistics: Statistics,
+) -> Tensor:
     """Return the centroids after a step of Algorithm 1, by the mean of the sums over sequences.
 
     Algorithm 1 adds half of the queries' sum and half of the keys' sum (line 31). If queries serve
     as keys, both halves are equal, and the sum was gathered once; else both sums were gathered.
     """
-    sums_gathered = 2.0 if rule.keys == "separate" else 1.0
-    divisor_Y111 = (sums_gathered * statistics.sequences)[:, None, None, None]
-    return rule.decay * old_YHCD + (1 - rule.decay) * statistics.sum_HCD / divisor_Y111
+    sums_gathered = 1.0
+    if rule.keys == "separate":
+        sums_gathered = 2.0
+    divisor_Y = sums_gathered * statistics.sequences
+    old_part_YHCD = rule.decay * old_YHCD
+    new_part_YHCD = (1 - rule.decay) * statistics.sum_HCD
+    return old_part_YHCD + new_part_YHCD / divisor_Y[:, None, None, None]
 
 
-def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
+def split_centroids(
+    rule: Rule,
+    old_YHCD: Tensor,
+    statistics: Statistics,
+) -> Tensor:
     """Return centroids moved towards the means of their members, of any norm.
 
     A centroid without members starts anew next to another one, which `sources` names: there, with
     its numbers multiplied by 1 + SPREAD and 1 - SPREAD alternately, so that the direction differs.
     """
     count_YHC = statistics.count_HC
-    mean_YHCD = statistics.sum_HCD / count_YHC[..., None].clamp_min(1)
-    moved_YHCD = rule.decay * old_YHCD + (1 - rule.decay) * mean_YHCD
+    moved_YHCD = blended(rule, old_YHCD, means(statistics))
     source_YHC, turn_YHC = sources(count_YHC)
+    source_YHC1 = source_YHC[..., None]
+    source_YHCD = moved_YHCD.gather(-2, source_YHC1.expand_as(moved_YHCD))
     D = old_YHCD.shape[-1]
-    sign_D = 1 - 2 * (torch.arange(D, device=old_YHCD.device) % 2)
-    source_YHCD = moved_YHCD.gather(-2, source_YHC[..., None].expand(*source_YHC.shape, D))
-    split_YHCD = source_YHCD * (1 + SPREAD * turn_YHC[..., None] * sign_D)
-    return torch.where(count_YHC[..., None] > 0, moved_YHCD, split_YHCD)
+    is_odd_D = torch.arange(D, device=old_YHCD.device) % 2
+    sign_D = 1 - 2 * is_odd_D
+    distance_YHC1 = SPREAD * turn_YHC[..., None]
+    split_YHCD = source_YHCD * (1 + distance_YHC1 * sign_D)
+    has_members_YHC1 = count_YHC[..., None] > 0
+    return torch.where(has_members_YHC1, moved_YHCD, split_YHCD)
 
 
 def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,8 +251,11 @@ def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
     """
     is_empty_YHC = count_YHC == 0
     by_size_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
-    filled_YH1 = (~is_empty_YHC).sum(-1, keepdim=True).clamp_min(1)
-    number_YHC = (is_empty_YHC.cumsum(-1) - 1).clamp_min(0)
+    filled_YH1 = (~is_empty_YHC).sum(-1, keepdim=True)
+    filled_YH1 = filled_YH1.clamp_min(1)
+    # The clusters without members are numbered from 0.
+    number_YHC = is_empty_YHC.cumsum(-1) - 1
+    number_YHC = number_YHC.clamp_min(0)
     source_YHC = by_size_YHC.gather(-1, number_YHC % filled_YH1)
     return source_YHC, 1 + number_YHC // filled_YH1
 
@@ -236,20 +274,28 @@ class ScoreMoments(NamedTuple):
 def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
     """Return the moments of the scores of the first V sides."""
     seen_YV3HC = statistics.seen_2_3_HC[:, :V]
+    count_YVHC, sum_YVHC, square_sum_YVHC = seen_YV3HC.unbind(2)
     positions_Y111 = statistics.positions[:, None, None, None]
-    mean_YVHC = seen_YV3HC[:, :, 1] / positions_Y111
-    mean_square_YVHC = seen_YV3HC[:, :, 2] / positions_Y111
+    mean_YVHC = sum_YVHC / positions_Y111
+    mean_square_YVHC = square_sum_YVHC / positions_Y111
+    variance_YVHC = mean_square_YVHC - mean_YVHC.square()
     # Rounding may make a variance of 0 negative.
-    variance_YVHC = (mean_square_YVHC - mean_YVHC.square()).clamp(min=0)
+    variance_YVHC = variance_YVHC.clamp(min=0)
+    is_scored_YV2HC = seen_YV3HC[:, :, 1:] != 0
     return ScoreMoments(
-        count_YVHC=seen_YV3HC[:, :, 0],
+        count_YVHC=count_YVHC,
         mean_YVHC=mean_YVHC,
         deviation_YVHC=variance_YVHC.sqrt(),
-        scored_YV=(seen_YV3HC[:, :, 1:] != 0).flatten(2).any(-1),
+        scored_YV=is_scored_YV2HC.flatten(2).any(-1),
     )
 
 
-def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH: Tensor) -> Tensor:
+def moved_thresholds(
+    rule: Rule,
+    state: State,
+    statistics: Statistics,
+    moves_YH: Tensor,
+) -> Tensor:
     """Return thresholds after a step: higher if clusters have too many members, lower if too few.
 
     The first step of a layer sets its thresholds instead: to the score that `window` of `length`
@@ -262,11 +308,15 @@ def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH:
     old_YVHC = state.threshold_YVHC
     scores = moments_of(statistics, old_YVHC.shape[1])
     wanted_Y111 = rule.window * statistics.positions[:, None, None, None] / rule.length
-    excess_YVHC = (scores.count_YVHC / wanted_Y111 - 1).clamp(max=MAX_EXCESS)
-    new_YVHC = old_YVHC + rule.threshold_rate * excess_YVHC * scores.deviation_YVHC
+    excess_YVHC = scores.count_YVHC / wanted_Y111 - 1
+    excess_YVHC = excess_YVHC.clamp(max=MAX_EXCESS)
+    rise_YVHC = rule.threshold_rate * excess_YVHC * scores.deviation_YVHC
+    new_YVHC = old_YVHC + rise_YVHC
     if math.isfinite(rule.quantile):
         first_YVHC = scores.mean_YVHC + rule.quantile * scores.deviation_YVHC
-        is_first_Y111 = (state.steps_Y == 0)[:, None, None, None]
+        is_first_Y = state.steps_Y == 0
+        is_first_Y111 = is_first_Y[:, None, None, None]
         new_YVHC = torch.where(is_first_Y111, first_YVHC, new_YVHC)
-    moves_YVH1 = (scores.scored_YV[..., None] & moves_YH[:, None])[..., None]
-    return torch.where(moves_YVH1, new_YVHC, old_YVHC.double()).to(old_YVHC.dtype)
+    moves_YVH = scores.scored_YV[..., None] & moves_YH[:, None]
+    new_YVHC = torch.where(moves_YVH[..., None], new_YVHC, old_YVHC.double())
+    return new_YVHC.to(old_YVHC.dtype)

@@ -239,10 +239,12 @@ class Centroids(nn.Module):
         start_HCD = self.drawn_from(clustered[QUERIES][0])
         self.centroid_HCD.copy_(to_sphere(start_HCD.float()))
         if math.isfinite(self.quantile()):
+            below = 1 - self.window / self.length
             for threshold_HC, x_BHND in zip(self.thresholds(), clustered, strict=True):
                 score_HCN = products(self.centroid_HCD, x_BHND[0])
-                threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
-        self.steps.fill_(1)  # The first step would set the thresholds, which are set already.
+                threshold_HC.copy_(score_HCN.quantile(below, dim=-1))
+        # The first step would set the thresholds, which are set already.
+        self.steps.fill_(1)
         self.seed_with_next = False
 
     def drawn_from(self, x_HND: Tensor) -> Tensor:
@@ -253,7 +255,10 @@ class Centroids(nn.Module):
         H, C, _ = self.centroid_HCD.shape
         N = x_HND.shape[1]
         generator = torch.Generator().manual_seed(0)
-        draws = [torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)]
+        draws = []
+        for _ in range(H):
+            draw = torch.randperm(max(N, C), generator=generator)
+            draws.append(draw[:C] % N)
         position_HC = torch.stack(draws).to(x_HND.device)
         head_H1 = torch.arange(H, device=x_HND.device)[:, None]
         return x_HND[head_H1, position_HC]
@@ -266,7 +271,8 @@ def is_rate(x: float) -> bool:
 
 def orthonormal(heads: int, size: int) -> Tensor:
     """Return a random orthonormal matrix for each head, `[H, D, D]`; all are equally likely."""
-    q_HDD, r_HDD = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float32))
+    normal_HDD = torch.randn(heads, size, size, dtype=torch.float32)
+    q_HDD, r_HDD = torch.linalg.qr(normal_HDD)
     sign_HD = r_HDD.diagonal(dim1=-2, dim2=-1).sign()
     return q_HDD * sign_HD[:, None]
 
@@ -307,7 +313,11 @@ def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
     return groups
 
 
-def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
+def move_together(
+    rule: Rule,
+    layers: list[Centroids],
+    move: Move,
+) -> None:
     """Move the layers of one rule by the statistics of all ranks, and forget these.
 
     The CPU reads no number back.

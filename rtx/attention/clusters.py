@@ -1,7 +1,8 @@
 """Patterns of clusters, whatever puts positions into them; and clusters of random members.
 
 Shapes: B sequences or streams, H heads, C clusters, N positions, D head size, W attention window,
-S slots of a cluster, L = B * H * C lists (the clusters of all heads), J some of these lists.
+S slots of a cluster, L = B * H * C lists (the clusters of all heads), M members of the lists of one
+head or of all, J some lists or members, I repeats, R = B * H * N rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,15 @@ from rtx.attention.engine.softmax import RelativeTables, soft_attend
 from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
 from rtx.attention.pattern import Pattern, Prepared
+from rtx.attention.precision import wide_type
 from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
 
 
-def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
+def last_members(
+    query_CN: Tensor,
+    key_CN: Tensor,
+    window: int,
+) -> Tensor:
     """Return the mask `[C, N, N]` by which a query of a cluster reads its last `window` keys.
 
     Args:
@@ -35,11 +41,23 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     C, N = query_CN.shape
     mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_CN.device)
     for c in range(C):
-        keys = key_CN[c].nonzero()[:, 0].tolist()
-        for i in query_CN[c].nonzero()[:, 0].tolist():
+        queries = query_CN[c].nonzero().flatten().tolist()
+        keys = key_CN[c].nonzero().flatten().tolist()
+        for i in queries:
             past = [j for j in keys if j <= i]
-            mask_CNN[c, i, past[-window:]] = True
+            last = past[-window:]
+            mask_CNN[c, i, last] = True
     return mask_CNN
+
+
+class Joins(NamedTuple):
+    """Which clusters the next query and the next key of each stream join, `[B, H, C]`, bool."""
+
+    query_BHC: Tensor
+    key_BHC: Tensor
+    """The same object as `query_BHC` if they join the same clusters."""
+    slot_BHC: Tensor | None = None
+    """The slot that the key takes in each cluster; None: that of the oldest key there."""
 
 
 class ClusterPattern(Pattern):
@@ -90,9 +108,11 @@ class ClusterPattern(Pattern):
         """
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        N = qk.q_BHND.shape[2]
         lists = self.lists(qk)
-        length = qk.q_BHND.shape[2]
-        return [members_read(lists[0], lists[-1], length, self.window, self.attend_self)]
+        queries = lists[0]
+        keys = lists[-1]
+        return [members_read(queries, keys, N, self.window, self.attend_self)]
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
@@ -107,27 +127,30 @@ class ClusterPattern(Pattern):
         qk: QueriesKeys,
         position: int,
         cache: ClusterCache,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return which clusters the next query and the next key of each stream join.
-
-        Both are `[B, H, C]`, bool. The third result is the slot that the key takes in each cluster;
-        None: that of the oldest key there.
-        """
+    ) -> Joins:
+        """Return which clusters the next query and the next key of each stream join."""
 
 
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
+def random_positions(
+    heads: int,
+    clusters: int,
+    length: int,
+    window: int,
+    seed: int,
+) -> Tensor:
     """Return `window` random positions below `length` for each cluster, ascending, `[H, C, W]`.
 
     They depend on the arguments alone. If the window exceeds `length`, they are all positions.
     """
     generator = torch.Generator().manual_seed(seed)
     window = min(window, length)
-    position_HCW = torch.zeros(heads, clusters, window, dtype=torch.int64, device="cpu")
-    for position_W in position_HCW.view(-1, window):
+    drawn = [torch.zeros(0, window, dtype=torch.int64, device="cpu")]
+    for _ in range(heads * clusters):
         # One draw for each cluster: members do not depend on the number of clusters after it.
         draw_N = torch.rand(length, generator=generator, device="cpu")
-        position_W.copy_(draw_N.topk(window).indices.sort().values)
-    return position_HCW
+        position_W = draw_N.topk(window).indices
+        drawn.append(position_W.sort().values[None])
+    return torch.cat(drawn).view(heads, clusters, window)
 
 
 class Random(ClusterPattern):
@@ -167,11 +190,18 @@ class Random(ClusterPattern):
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        position_N = torch.arange(qk.q_BHND.shape[2], device=self.position_HCW.device)
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
+        N = qk.q_BHND.shape[2]
+        position_N = torch.arange(N, device=self.position_HCW.device)
         clusters = []
         for drawn_W in self.position_HCW[head]:
-            clusters.append(torch.isin(position_N % self.length, drawn_W))
+            is_member_N = torch.isin(position_N % self.length, drawn_W)
+            clusters.append(is_member_N)
         member_CN = torch.stack(clusters)
         return last_members(member_CN, member_CN, self.window)
 
@@ -180,9 +210,16 @@ class Random(ClusterPattern):
         options = (self.clusters, self.length, self.seed, self.window, self.attend_self)
         form = (type(self), options, B, H, N)
         make = partial(self.make_reads, B, H, N)
-        return [*made_once(form, qk.q_BHND.device, make)]
+        device = qk.q_BHND.device
+        return [*made_once(form, device, make)]
 
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
+    def make_reads(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        device: torch.device,
+    ) -> list[RangeReads]:
         """Return who reads whom in B sequences of N positions."""
         members = self.members(B, H, N, device)
         return [members_read(members, members, N, self.window, self.attend_self)]
@@ -191,28 +228,40 @@ class Random(ClusterPattern):
         B, H, N, _ = qk.q_BHND.shape
         return [self.members(B, H, N, qk.q_BHND.device)]
 
-    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
+    def members(
+        self,
+        B: int,
+        H: int,
+        N: int,
+        device: torch.device,
+    ) -> MemberLists:
         """Return the members of every cluster in B sequences of N positions."""
         # Drawn anew: a CPU would have to wait for a buffer on a GPU.
         drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)
+        drawn_HC1W = drawn_HCW.to(device)[:, :, None]
+        # Longer sequences repeat the drawn positions.
         repeats = math.ceil(N / self.length)
-        repeat_T1 = torch.arange(repeats, device=device)[:, None]
-        position_HCTW = repeat_T1 * self.length + drawn_HCW.to(device)[:, :, None]
-        position_HCM = position_HCTW.flatten(2)
-        is_inside_BHCM = (position_HCM < N).expand(B, *position_HCM.shape)
+        repeat_I1 = torch.arange(repeats, device=device)[:, None]
+        position_HCIW = repeat_I1 * self.length + drawn_HC1W
+        position_HCM = position_HCIW.flatten(2)
         head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
         row_BHCM = head_BH11 * N + position_HCM
-        return MemberLists(row_BHCM[is_inside_BHCM], is_inside_BHCM.sum(-1).flatten())
+        is_inside_HCM = position_HCM < N
+        is_inside_BHCM = is_inside_HCM.expand(row_BHCM.shape)
+        count_BHC = is_inside_BHCM.sum(-1)
+        return MemberLists(row_BHCM[is_inside_BHCM], count_BHC.flatten())
 
     def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
         cache: ClusterCache,
-    ) -> tuple[Tensor, Tensor, None]:
-        joins_HC = (self.position_HCW == position % self.length).any(-1)
-        joins_BHC = joins_HC.expand(len(qk.q_BHND), *joins_HC.shape)
-        return joins_BHC, joins_BHC, None
+    ) -> Joins:
+        B = len(qk.q_BHND)
+        is_drawn_HCW = self.position_HCW == position % self.length
+        joins_HC = is_drawn_HCW.any(-1)
+        joins_BHC = joins_HC.expand(B, *joins_HC.shape)
+        return Joins(query_BHC=joins_BHC, key_BHC=joins_BHC)
 
 
 class ClusterCache(Cache):
@@ -243,15 +292,22 @@ class ClusterCache(Cache):
         self.key_LSD: Tensor | None = None
         """None: nothing has been read."""
 
-    def allocate(self, k_BHND: Tensor, v_BHND: Tensor, clusters: int) -> None:
+    def allocate(
+        self,
+        k_BHND: Tensor,
+        v_BHND: Tensor,
+        clusters: int,
+    ) -> None:
         """Make empty slots for all streams, on the device and of the types of keys and values."""
         B, H, _, D = k_BHND.shape
+        value_size = v_BHND.shape[-1]
         lists = B * H * clusters
+        slots = self.slots
         device = k_BHND.device
         self.clusters = clusters
-        self.key_LSD = k_BHND.new_zeros(lists, self.slots, D)
-        self.value_LSD = v_BHND.new_zeros(lists, self.slots, v_BHND.shape[-1])
-        self.position_LS = torch.full((lists, self.slots), -1, device=device)
+        self.key_LSD = k_BHND.new_zeros(lists, slots, D)
+        self.value_LSD = v_BHND.new_zeros(lists, slots, value_size)
+        self.position_LS = torch.full((lists, slots), -1, device=device)
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
@@ -263,12 +319,15 @@ class ClusterCache(Cache):
         list_M = lists.list_M()
         number_M = torch.arange(len(list_M), device=list_M.device)
         rank_M = number_M - lists.first_L()[list_M]
-        remains_M = rank_M >= lists.count_L[list_M] - self.slots
+        left_M = lists.count_L[list_M] - rank_M
+        remains_M = left_M <= self.slots
+        list_J = list_M[remains_M]
         row_J = lists.row_M[remains_M]
-        slots = (list_M[remains_M], rank_M[remains_M] % self.slots)
+        slot_J = rank_M[remains_M] % self.slots
         k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
-        self.allocate(k_BHND, v_BHND, len(lists.count_L) // (B * H))
-        self.write(slots, k_BHND, v_BHND, row_J, row_J % N)
+        clusters = len(lists.count_L) // (B * H)
+        self.allocate(k_BHND, v_BHND, clusters)
+        self.write((list_J, slot_J), k_BHND, v_BHND, row_J, row_J % N)
         self.joined_L = lists.count_L.clone()
 
     def put(
@@ -283,7 +342,7 @@ class ClusterCache(Cache):
         k_BH1D = qk.rotated_k_BHND.to(v_BH1D.dtype)
         if self.key_LSD is None:
             self.allocate(k_BH1D, v_BH1D, joins_BHC.shape[-1])
-        list_J = joins_BHC.flatten().nonzero()[:, 0]
+        list_J = joins_BHC.flatten().nonzero().flatten()
         if slot_BHC is None:
             slot_J = self.joined_L[list_J] % self.slots
         else:
@@ -312,18 +371,24 @@ class ClusterCache(Cache):
         self.value_LSD[slots] = v_BHND.flatten(0, 2)[row_J]
         self.position_LS[slots] = position_J
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        query_BHC, key_BHC, slot_BHC = self.pattern.clusters_of_next(qk, position, self)
-        self.put(qk, v_BH1D, key_BHC, slot_BHC, position)
-        is_read_L = query_BHC.flatten()
-        if query_BHC is not key_BHC:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
+        joins = self.pattern.clusters_of_next(qk, position, self)
+        self.put(qk, v_BH1D, joins.key_BHC, joins.slot_BHC, position)
+        is_read_L = joins.query_BHC.flatten()
+        if joins.query_BHC is not joins.key_BHC:
             # A list that the query joins may have no key yet; if queries serve as keys, it has one.
             is_read_L = is_read_L & (self.joined_L > 0)
-        list_J = is_read_L.nonzero()[:, 0]
+        list_J = is_read_L.nonzero().flatten()
         if not len(list_J):
             return torch.zeros_like(v_BH1D)
         partial_J = self.attend_lists(qk, list_J, position, v_BH1D.dtype)
-        out_RD = combine([partial_J], rows=v_BH1D[..., 0].numel())
+        rows = v_BH1D.shape[:3].numel()
+        out_RD = combine([partial_J], rows)
         return out_RD.to(v_BH1D.dtype).view_as(v_BH1D)
 
     def attend_lists(
@@ -362,12 +427,17 @@ class ClusterCache(Cache):
                 terms,
             )
             out_JD = out_J11D[:, 0, 0]
-            sum_J = out_JD.new_zeros(len(list_J), dtype=torch.promote_types(dtype, torch.float32))
+            sum_J = torch.zeros(len(list_J), dtype=wide_type(dtype), device=out_JD.device)
         if self.pattern.merge == "mean":
             sum_J = torch.zeros_like(sum_J)
         return Partial(row_J, out_JD, sum_J)
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def seen(
+        self,
+        at_JS: Tensor,
+        list_J: Tensor,
+        position: int,
+    ) -> Tensor:
         """Return which slots of some lists a position reads, `[J, S]`, bool.
 
         Args:

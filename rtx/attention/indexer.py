@@ -1,12 +1,12 @@
 """The indexer: a small product of learned projections chooses the keys of each query (DeepSeek-AI
 2025, DeepSeek-V3.2, arXiv 2512.02556, section 2.1, here for each head and without its gates).
 
-With A and B of shape `[D, E]`, learned for each head, the score of key j for query i is
+With two matrices of shape `[D, E]`, learned for each head, the score of key j for query i is
 
-    (q_i A) . (k_j B) / sqrt(E),
+    (q_i W_q) . (k_j W_k) / sqrt(E),
 
 and the query reads the W keys, up to its position, with the largest scores. The choice has no
-gradient, so A and B learn by an auxiliary loss: the mean over all queries of
+gradient, so W_q and W_k learn by an auxiliary loss: the mean over all queries of
 
     KL(attention over the keys that are read || softmax of their scores),
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive
 from rtx.attention.engine.softmax import recomputed
+from rtx.attention.precision import widened
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
 from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
 
@@ -64,8 +65,11 @@ class Indexer(TopKeys):
         self.heads = heads
         self.size = size
         self.warmup = warmup
-        self.query_HDE = nn.Parameter(torch.randn(heads, size, units) * size**-0.5)
-        self.key_HDE = nn.Parameter(torch.randn(heads, size, units) * size**-0.5)
+        deviation = size**-0.5
+        self.query_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
+        """W_q."""
+        self.key_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
+        """W_k."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
         self.step_count: int | None = 0
@@ -74,11 +78,14 @@ class Indexer(TopKeys):
         self.register_load_state_dict_post_hook(Indexer.forget_step_count)
 
     def choice_queries(self, qk: QueriesKeys) -> Tensor:
-        scaled_HDE = self.query_HDE * self.query_HDE.shape[-1] ** -0.5
-        return qk.q_BHND.detach() @ scaled_HDE.to(qk.q_BHND.dtype)
+        q_BHND = qk.q_BHND.detach()
+        E = self.query_HDE.shape[-1]
+        scaled_HDE = self.query_HDE * E**-0.5
+        return q_BHND @ scaled_HDE.to(q_BHND.dtype)
 
     def choice_keys(self, qk: QueriesKeys) -> Tensor:
-        return qk.k_BHND.detach() @ self.key_HDE.to(qk.k_BHND.dtype)
+        k_BHND = qk.k_BHND.detach()
+        return k_BHND @ self.key_HDE.to(k_BHND.dtype)
 
     def after_step(self) -> None:
         """Count the training step."""
@@ -122,7 +129,8 @@ class Indexer(TopKeys):
         # One list of all positions: an index would have N^2 entries for each head.
         B, H, N, _ = qk.q_BHND.shape
         row_M = torch.arange(B * H * N, device=qk.q_BHND.device)
-        lists = MemberLists(row_M, row_M.new_full((B * H,), N))
+        count_L = row_M.new_full((B * H,), N)
+        lists = MemberLists(row_M, count_L)
         return [members_read(lists, lists, N, N, self.attend_self)]
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
@@ -130,10 +138,11 @@ class Indexer(TopKeys):
         if not self.training or not qk.q_BHND.numel():
             return super().loss(qk, parts)
         B, H, N, _ = qk.q_BHND.shape
-        query_BHNE = self.choice_queries(qk)
-        inputs = [self.choice_keys(qk)]
-        inputs.append(qk.rotated_q_BHND.detach())
-        inputs.append(qk.rotated_k_BHND.detach())
+        inputs = [
+            self.choice_keys(qk),
+            qk.rotated_q_BHND.detach(),
+            qk.rotated_k_BHND.detach(),
+        ]
         # The scores and logits of all keys are in memory at once, and copies of those that count.
         scores = 4 * N
         (part,) = parts
@@ -141,12 +150,15 @@ class Indexer(TopKeys):
             index_BHNK = part.index_RK.unflatten(0, (B, H, N))
             inputs.append(index_BHNK)
             scores = 2 * N + 8 * index_BHNK.shape[-1]
-        positions = self.query_pieces(qk, scores)
-        queries = query_BHNE.split(positions[0].stop, dim=2)
+        pieces = self.query_pieces(qk, scores)
+        positions_of_piece = pieces[0].stop
+        queries = self.choice_queries(qk).split(positions_of_piece, dim=2)
         sums = []
-        for piece, query_BHQE in zip(positions, queries, strict=True):
-            sums.append(recomputed(self.divergence, piece, query_BHQE, *inputs))
-        return torch.stack(sums).sum() / (B * H * N)
+        for positions, query_BHQE in zip(pieces, queries, strict=True):
+            divergence = recomputed(self.divergence, positions, query_BHQE, *inputs)
+            sums.append(divergence)
+        total = torch.stack(sums).sum()
+        return total / (B * H * N)
 
     def divergence(
         self,
@@ -165,30 +177,42 @@ class Indexer(TopKeys):
             index_BHNK: the rows of the keys that each query reads; None: all that it may read.
         """
         stop = positions.stop
+        device = q_BHND.device
+        q_BHQD = q_BHND[:, :, positions].contiguous()
         score_BHQK = query_BHQE @ key_BHNE[:, :, :stop].mT
-        logit_BHQK = q_BHND[:, :, positions].contiguous() @ k_BHND[:, :, :stop].mT
+        logit_BHQK = q_BHQD @ k_BHND[:, :, :stop].mT
         if index_BHNK is None:
-            position_Q = numbers_in(positions, q_BHND.device)
-            last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
-            is_unread = torch.arange(stop, device=q_BHND.device) > last_Q1
+            position_Q = numbers_in(positions, device)
+            last_Q = last_readable(position_Q, self.attend_self)
+            is_unread = torch.arange(stop, device=device) > last_Q[:, None]
         else:
-            index_BHQK = index_BHNK[:, :, positions]
-            is_unread = index_BHQK < 0
-            key_BHQK = (index_BHQK % index_BHNK.shape[2]).masked_fill(is_unread, 0)
+            N = index_BHNK.shape[2]
+            row_BHQK = index_BHNK[:, :, positions]
+            is_unread = row_BHQK < 0
+            key_BHQK = (row_BHQK % N).masked_fill(is_unread, 0)
             score_BHQK = score_BHQK.gather(-1, key_BHQK)
             logit_BHQK = logit_BHQK.gather(-1, key_BHQK)
-        scale = self.terms(q_BHND.shape[-1], None).scale
+        D = q_BHND.shape[-1]
+        scale = self.terms(D, None).scale
         return summed_divergence(score_BHQK, logit_BHQK * scale, is_unread)
 
 
-def summed_divergence(score: Tensor, logit: Tensor, is_unread: Tensor) -> Tensor:
+def summed_divergence(
+    score: Tensor,
+    logit: Tensor,
+    is_unread: Tensor,
+) -> Tensor:
     """Return the sum over all queries of KL(softmax(logit) || softmax(score)).
 
     Args:
         score, logit: `[..., K]`.
         is_unread: which keys count in neither softmax, of a shape that broadcasts to theirs.
     """
-    wide = torch.promote_types(score.dtype, torch.float32)
-    log_score = score.to(wide).masked_fill(is_unread, UNREAD).log_softmax(-1)
-    log_weight = logit.to(wide).masked_fill(is_unread, UNREAD).log_softmax(-1)
-    return F.kl_div(log_score, log_weight, reduction="sum", log_target=True)
+    score = widened(score).masked_fill(is_unread, UNREAD)
+    logit = widened(logit).masked_fill(is_unread, UNREAD)
+    return F.kl_div(
+        input=score.log_softmax(-1),
+        target=logit.log_softmax(-1),
+        reduction="sum",
+        log_target=True,
+    )

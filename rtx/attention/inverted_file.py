@@ -30,11 +30,6 @@ from rtx.attention.top_keys import last_readable
 # The cluster of each key.
 
 
-def widened(x: Tensor) -> Tensor:
-    """Return vectors in float32 or wider; all choices are made in such a type."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def finite(score: Tensor) -> Tensor:
     """Return scores whose differences are numbers.
 
@@ -46,7 +41,8 @@ def finite(score: Tensor) -> Tensor:
 
 def largest_norm(centroid_XCD: Tensor) -> Tensor:
     """Return the largest norm of each head's centroids, `[X, 1, 1]`."""
-    return centroid_XCD.norm(dim=-1, keepdim=True).amax(1, keepdim=True)
+    norm_XC1 = centroid_XCD.norm(dim=-1, keepdim=True)
+    return norm_XC1.amax(1, keepdim=True)
 
 
 def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
@@ -55,23 +51,40 @@ def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
     The nearest centroid c has the largest k . c - |c|^2 / 2. Scores are equal to the largest within
     64 units in the last place of (|k| + r) r, where r is the largest norm of a centroid.
     """
-    half_square_X1C = centroid_XCD.square().sum(-1)[:, None] / 2
-    score_XNC = finite(products(k_XND, centroid_XCD) - half_square_X1C)
+    square_XC = centroid_XCD.square().sum(-1)
+    score_XNC = products(k_XND, centroid_XCD) - square_XC[:, None] / 2
+    score_XNC = finite(score_XNC)
     largest_X11 = largest_norm(centroid_XCD)
     norm_XN1 = k_XND.norm(dim=-1, keepdim=True) + largest_X11
-    margin_XN1 = tie_margin(norm_XN1, largest_X11, k_XND.dtype).nan_to_num(0.0, 0.0)
-    least_XN1 = score_XNC.amax(-1, keepdim=True) - margin_XN1
-    return (score_XNC >= least_XN1).to(torch.uint8).argmax(-1)
+    margin_XN1 = finite_margin(norm_XN1, largest_X11, k_XND.dtype)
+    top_XN1 = score_XNC.amax(-1, keepdim=True)
+    is_nearest_XNC = score_XNC >= top_XN1 - margin_XN1
+    return is_nearest_XNC.to(torch.uint8).argmax(-1)
+
+
+def finite_margin(
+    norm: Tensor,
+    other_norm: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return `tie_margin`, or 0 where it is not a number or infinite."""
+    margin = tie_margin(norm, other_norm, dtype)
+    return margin.nan_to_num(0.0, 0.0)
 
 
 def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
     """Return the cluster of each key, `[B, H, N]`, by the scores of some heads at a time."""
     B, H, N, _ = k_BHND.shape
-    centroid_XCD = centroid_HCD.to(k_BHND.dtype).repeat(B, 1, 1)
+    C = centroid_HCD.shape[1]
+    centroid_HCD = centroid_HCD.to(k_BHND.dtype)
+    centroid_XCD = centroid_HCD.repeat(B, 1, 1)
     k_XND = k_BHND.flatten(0, 1)
     clusters = [k_XND.new_empty(0, N, dtype=torch.int64)]
-    for heads in pieces(B * H, N * centroid_HCD.shape[1]):
-        clusters.append(nearest_clusters(centroid_XCD[heads], k_XND[heads]))
+    scores_of_head = N * C
+    for heads in pieces(B * H, scores_of_head):
+        some_centroid_XCD = centroid_XCD[heads]
+        some_k_XND = k_XND[heads]
+        clusters.append(nearest_clusters(some_centroid_XCD, some_k_XND))
     return torch.cat(clusters).view(B, H, N)
 
 
@@ -81,8 +94,8 @@ def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
 def query_margins(centroid_XCD: Tensor, q_XND: Tensor) -> Tensor:
     """Return within which margin a query's products with centroids are equal, `[X, N, 1]`."""
     norm_XN1 = q_XND.norm(dim=-1, keepdim=True)
-    margin_XN1 = tie_margin(norm_XN1, largest_norm(centroid_XCD), q_XND.dtype)
-    return margin_XN1.nan_to_num(0.0, 0.0)
+    largest_X11 = largest_norm(centroid_XCD)
+    return finite_margin(norm_XN1, largest_X11, q_XND.dtype)
 
 
 def probed_clusters(
@@ -109,15 +122,21 @@ def probed_clusters(
         target: m.
     """
     C = score_XNC.shape[-1]
-    score_XNC = finite(score_XNC).masked_fill(readable_XNC == 0, -math.inf)
+    score_XNC = finite(score_XNC)
+    score_XNC = score_XNC.masked_fill(readable_XNC == 0, -math.inf)
     sorted_XNC, cluster_XNC = score_XNC.sort(dim=-1, descending=True, stable=True)
     step_XNC = sorted_XNC[..., :-1] - sorted_XNC[..., 1:]
-    group_XNC = F.pad((step_XNC > margin_XN1).cumsum(-1), (1, 0))
-    cluster_XNC = (group_XNC * C + cluster_XNC).sort(dim=-1).values % C
-    taken_XNC = readable_XNC.clamp(max=target).gather(-1, cluster_XNC)
+    is_cut_XNC = step_XNC > margin_XN1
+    group_XNC = F.pad(is_cut_XNC.cumsum(-1), (1, 0))
+    number_XNC = group_XNC * C + cluster_XNC
+    cluster_XNC = number_XNC.sort(dim=-1).values % C
+    takeable_XNC = readable_XNC.clamp(max=target)
+    taken_XNC = takeable_XNC.gather(-1, cluster_XNC)
     taken_before_XNC = taken_XNC.cumsum(-1) - taken_XNC
-    is_probed_XNC = (taken_XNC > 0) & (taken_before_XNC < target)
-    return torch.zeros_like(is_probed_XNC).scatter(-1, cluster_XNC, is_probed_XNC)
+    needs_more_XNC = taken_before_XNC < target
+    is_taken_XNC = (taken_XNC > 0) & needs_more_XNC
+    is_probed_XNC = torch.zeros_like(is_taken_XNC)
+    return is_probed_XNC.scatter(-1, cluster_XNC, is_taken_XNC)
 
 
 # Both, for some heads at a time.
@@ -148,15 +167,23 @@ class Search(NamedTuple):
         return self.cluster_XN.sort(dim=-1, stable=True).indices
 
 
-def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
+def make_search(
+    centroid_XCD: Tensor,
+    q_XND: Tensor,
+    k_XND: Tensor,
+    attend_self: bool,
+) -> Search:
     """Return the files and scores of some heads.
 
     Args:
         attend_self: whether a query may read its own key.
     """
-    position_N = torch.arange(q_XND.shape[1], device=q_XND.device)
+    N = q_XND.shape[1]
+    C = centroid_XCD.shape[1]
+    position_N = torch.arange(N, device=q_XND.device)
+    last_N = last_readable(position_N, attend_self)
     cluster_XN = nearest_clusters(centroid_XCD, k_XND)
-    cluster_C = torch.arange(centroid_XCD.shape[1], device=q_XND.device)
+    cluster_C = torch.arange(C, device=q_XND.device)
     is_member_XNC = cluster_XN[..., None] == cluster_C
     count_XNC = is_member_XNC.cumsum(1, dtype=torch.int32)
     total_X1C = is_member_XNC.sum(1, keepdim=True)
@@ -165,7 +192,7 @@ def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self:
         k_XND=k_XND,
         cluster_XN=cluster_XN,
         first_X1C=total_X1C.cumsum(-1) - total_X1C,
-        readable_XNC=count_XNC[:, last_readable(position_N, attend_self)],
+        readable_XNC=count_XNC[:, last_N],
         score_XNC=products(q_XND, centroid_XCD),
         margin_XN1=query_margins(centroid_XCD, q_XND),
     )
@@ -182,9 +209,18 @@ def searches(
     centroid_HCD = centroid_HCD.to(q_BHND.dtype)
     q_XND = q_BHND.flatten(0, 1)
     k_XND = k_BHND.flatten(0, 1)
-    for heads in pieces(B * H, N * centroid_HCD.shape[1]):
-        head_X = torch.arange(heads.start, heads.stop, device=q_BHND.device) % H
-        yield heads, make_search(centroid_HCD[head_X], q_XND[heads], k_XND[heads], attend_self)
+    C = centroid_HCD.shape[1]
+    head_of_all_X = torch.arange(B * H, device=q_BHND.device) % H
+    scores_of_head = N * C
+    for heads in pieces(B * H, scores_of_head):
+        head_X = head_of_all_X[heads]
+        search = make_search(
+            centroid_HCD[head_X],
+            q_XND[heads],
+            k_XND[heads],
+            attend_self,
+        )
+        yield heads, search
 
 
 def early_count(reach: Reach, length: int) -> int:

@@ -2,8 +2,8 @@
 (Kitaev et al. 2020, Reformer, section 2).
 
 Queries and keys are the same vectors; a key is its query scaled to norm 1. Each of T hash rounds
-has a fixed random matrix R, `[D, F]`. It puts the query x, before it is rotated, into the bucket
-argmax [xR, -xR] of C = 2 F. In each round a query may read some members of its bucket, up to its
+has a fixed random matrix Phi, `[D, F]`. It puts the query x, before it is rotated, into the bucket
+argmax [x Phi, -x Phi] of C = 2 F. In each round a query may read some members of its bucket, up to its
 position. It reads the keys of all rounds in one softmax, where a key that several rounds have
 counts once (Reformer corrects for this by the logarithm of the count). It reads its own key only if
 it reads no other.
@@ -23,8 +23,10 @@ has 1 and 4. With "causal" and W = 3 the query at 5 may read 2, 3 and 5, so it r
 query at 4 reads 1, and nothing of the chunk before, whose members are in another bucket.
 
 Shapes: B sequences or streams, H heads, X = B * H, N positions, D head size, T hash rounds, C
-buckets, F = C / 2 columns of R, R = X * N rows, M = R members of the buckets of one round, J lists
-that a query of a stream is a member of, S slots of a bucket, K = T * S, P positions of a piece.
+buckets, F = C / 2 columns of a random matrix, O = H * T or B * H * T rounds of all heads, R = X * N
+rows, M = R members of the buckets of one round, L lists of all rounds, J lists that a query of a
+stream is a member of, S slots of a bucket, A = T * S slots that a query looks at, Q positions of a
+piece.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, mask_without_self
-from rtx.attention.clusters import ClusterCache, ClusterPattern
+from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pattern import Prepared
-from rtx.attention.pieces import piece_size
+from rtx.attention.pieces import piece_size, pieces
+from rtx.attention.precision import no_autocast, wide_type, widened
 from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
 
 CAUSAL = "causal"
@@ -49,7 +51,12 @@ REFORMER = "reformer"
 VARIANTS = (CAUSAL, REFORMER)
 
 
-def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Tensor:
+def hashed(
+    bucket_TN: Tensor,
+    window: int,
+    variant: str,
+    streaming: bool,
+) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool.
 
     Args:
@@ -60,39 +67,66 @@ def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Ten
     """
     rounds = bucket_TN.tolist()
     N = bucket_TN.shape[1]
+    chunk = max(1, window // 2)
     mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
     for i in range(N):
-        length = i + 1 if streaming else N
+        length = N
+        if streaming:
+            length = i + 1
         read: set[int] = set()
         for bucket_N in rounds:
             if variant == CAUSAL:
-                read.update(earlier_members(bucket_N, i)[-window:])
+                members = earlier_members(bucket_N, i)
+                read.update(members[-window:])
             else:
-                read.update(members_in_chunks(bucket_N[:length], i, max(1, window // 2)))
-        others = sorted(read - {i})
-        mask_NN[i, others or [i]] = True
+                read.update(members_in_chunks(bucket_N[:length], i, chunk))
+        others = read - {i}
+        if not others:
+            others = {i}
+        mask_NN[i, sorted(others)] = True
     return mask_NN[None]
 
 
 def earlier_members(bucket_N: list[int], i: int) -> list[int]:
     """Return the positions up to i in the bucket of position i."""
-    return [j for j in range(i + 1) if bucket_N[j] == bucket_N[i]]
+    members = []
+    for j in range(i + 1):
+        if bucket_N[j] == bucket_N[i]:
+            members.append(j)
+    return members
 
 
-def members_in_chunks(bucket_N: list[int], i: int, chunk: int) -> list[int]:
+def members_in_chunks(
+    bucket_N: list[int],
+    i: int,
+    chunk: int,
+) -> list[int]:
     """Return those of `earlier_members` that are in the chunk of position i or the chunk before.
 
     Args:
         chunk: m.
     """
+    chunk_N = chunks_of_positions(bucket_N, chunk)
+    first_chunk = chunk_N[i] - 1
+    members = []
+    for j in earlier_members(bucket_N, i):
+        if first_chunk <= chunk_N[j] <= chunk_N[i]:
+            members.append(j)
+    return members
 
-    def bucket_and_position(j: int) -> tuple[int, int]:
-        return bucket_N[j], j
 
-    chunks: dict[int, int] = {}
-    for number, j in enumerate(sorted(range(len(bucket_N)), key=bucket_and_position)):
-        chunks[j] = number // chunk
-    return [j for j in earlier_members(bucket_N, i) if chunks[j] in (chunks[i] - 1, chunks[i])]
+def chunks_of_positions(bucket_N: list[int], chunk: int) -> list[int]:
+    """Return the chunk of each position: they are sorted by bucket, then by position, and cut.
+
+    Args:
+        chunk: m.
+    """
+    # Python's sort keeps the order of positions in equal buckets.
+    in_order = sorted(range(len(bucket_N)), key=lambda j: bucket_N[j])
+    chunk_N = [0 for _ in bucket_N]
+    for number, j in enumerate(in_order):
+        chunk_N[j] = number // chunk
+    return chunk_N
 
 
 class Lsh(ClusterPattern):
@@ -122,7 +156,10 @@ class Lsh(ClusterPattern):
         variant: str = CAUSAL,
         **options: Any,
     ) -> None:
-        merge = "mean" if rounds == 1 else "lse"
+        # A query may read keys in several rounds: one softmax spans them.
+        merge = "lse"
+        if rounds == 1:
+            merge = "mean"
         super().__init__(has_keys=False, attend_self=False, merge=merge, **options)
         check_choice("variant", variant, VARIANTS)
         check_positive(0, heads=heads)
@@ -137,35 +174,46 @@ class Lsh(ClusterPattern):
         self.variant = variant
         self.strictly_causal = variant == CAUSAL
         self.chunk = max(1, self.window // 2)
-        self.slots = self.window if variant == CAUSAL else 2 * self.chunk
+        self.slots = self.window
         """The number of a bucket's last members that a query may read at most, its own included."""
-        generator = torch.Generator().manual_seed(seed)
-        rotation_HTDF = torch.empty(heads, rounds, size, buckets // 2, device="cpu")
-        # One draw for each head, so that it does not depend on the number of heads.
-        for rotation_TDF in rotation_HTDF:
-            rotation_TDF.normal_(generator=generator)
+        if variant == REFORMER:
+            self.slots = 2 * self.chunk
+        rotation_HTDF = random_rotations(heads, (rounds, size, buckets // 2), seed)
         self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
         self.rotation_HTDF: Tensor
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
         """Return the queries, and as keys the same at norm 1; those far below 1e-3 stay short."""
-        wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
+        wide_BHND = widened(q_BHND)
         square_BHN1 = wide_BHND.square().sum(-1, keepdim=True)
-        return Prepared(q_BHND, wide_BHND / (square_BHN1 + 1e-6).sqrt())
+        norm_BHN1 = (square_BHN1 + 1e-6).sqrt()
+        return Prepared(q_BHND, wide_BHND / norm_BHN1)
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         q_ND = qk.q_BHND[0, head]
         rotation_TDF = self.rotation_HTDF[head].to(q_ND.dtype)
-        product_TNF = torch.stack([q_ND @ rotation_DF for rotation_DF in rotation_TDF])
-        bucket_TN = torch.cat([product_TNF, -product_TNF], dim=-1).argmax(-1)
+        rounds = []
+        for rotation_DF in rotation_TDF:
+            product_NF = q_ND @ rotation_DF
+            score_NC = torch.cat([product_NF, -product_NF], dim=-1)
+            rounds.append(score_NC.argmax(-1))
+        bucket_TN = torch.stack(rounds)
         return hashed(bucket_TN, self.window, self.variant, streaming)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         """Return one part for each round, with holes for the pairs of earlier rounds."""
         bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
+        N = bucket_TBHN.shape[-1]
         rounds = [self.hash_round(bucket_BHN, streaming) for bucket_BHN in bucket_TBHN]
-        member_TR = torch.stack([one.member_R for one in rounds])
-        first_TR = torch.stack([one.first_M[one.member_R] for one in rounds])
+        members = [hash_round.member_R for hash_round in rounds]
+        firsts = [hash_round.first_R() for hash_round in rounds]
+        member_TR = torch.stack(members)
+        first_TR = torch.stack(firsts)
         # A query that reads no other key in any round reads its own in the first round.
         reads_itself_R = (first_TR == member_TR).all(0)
         parts: list[Reads] = []
@@ -175,44 +223,56 @@ class Lsh(ClusterPattern):
             start_M = hash_round.first_M
             stop_M = torch.arange(len(row_M), device=row_M.device)
             if t == 0:
-                stop_M = stop_M + reads_itself_R[row_M].long()
+                reads_itself_M = reads_itself_R[row_M]
+                stop_M = stop_M + reads_itself_M.long()
             # In an earlier round a row reads the members from its first one to the one before it.
-            before_XM = member_TR[:t, row_M]
-            holes: Holes | None = Holes(before_XM, first_TR[:t, row_M], before_XM)
+            first_XM = first_TR[:t, row_M]
+            member_XM = member_TR[:t, row_M]
+            holes = Holes(value_XM=member_XM, low_XP=first_XM, high_XP=member_XM)
             if streaming and self.variant == REFORMER:
                 start_M, holes = with_ascending_starts(start_M, holes)
-            if not len(holes.value_XM):
-                holes = None
-            length = bucket_TBHN.shape[-1]
-            parts.append(RangeReads(lists, lists, start_M, stop_M, length, holes))
+            part = RangeReads(lists, lists, start_M, stop_M, N)
+            if len(holes.value_XM):
+                part = part._replace(holes=holes)
+            parts.append(part)
         return parts
 
     def hash_round(self, bucket_BHN: Tensor, streaming: bool) -> HashRound:
         """Return the buckets of one round, and what their members may read."""
         lists = pack(bucket_BHN, self.buckets, complete=True)
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
-        first_of_list_M = lists.first_L()[lists.list_M()]
+        first_of_list_L = lists.first_L()
+        first_of_list_M = first_of_list_L[lists.list_M()]
         first_in_reach_M = self.first_in_reach(bucket_BHN, lists, streaming)
+        member_R = torch.empty_like(number_M)
         return HashRound(
             lists=lists,
             first_M=first_of_list_M.maximum(first_in_reach_M),
-            member_R=torch.empty_like(number_M).scatter(0, lists.row_M, number_M),
+            member_R=member_R.scatter(0, lists.row_M, number_M),
         )
 
-    def first_in_reach(self, bucket_BHN: Tensor, lists: MemberLists, streaming: bool) -> Tensor:
+    def first_in_reach(
+        self,
+        bucket_BHN: Tensor,
+        lists: MemberLists,
+        streaming: bool,
+    ) -> Tensor:
         """Return the first member that each member could read if its bucket began early enough."""
         N = bucket_BHN.shape[2]
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
         if self.variant == CAUSAL:
             return number_M + 1 - self.window
+        chunk = self.chunk
         if streaming:
-            place_XN = sorted_places(bucket_BHN.flatten(0, 1), self.buckets)
-            place_M = place_XN.flatten()[lists.row_M]
-            return number_M - self.chunk - place_M % self.chunk
+            bucket_XN = bucket_BHN.flatten(0, 1)
+            place_R = sorted_places(bucket_XN, self.buckets).flatten()
+            place_in_chunk_M = place_R[lists.row_M] % chunk
+            return number_M - chunk - place_in_chunk_M
         # Members are numbered in the order that chunks are cut from, N for each head.
-        first_of_head_M = number_M // max(1, N) * N
-        chunk_M = (number_M - first_of_head_M) // self.chunk
-        return first_of_head_M + (chunk_M - 1) * self.chunk
+        head_M = number_M // max(1, N)
+        first_of_head_M = head_M * N
+        chunk_M = (number_M - first_of_head_M) // chunk
+        return first_of_head_M + (chunk_M - 1) * chunk
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)
@@ -222,9 +282,13 @@ class Lsh(ClusterPattern):
         bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
         T, B, H, N = bucket_TBHN.shape
         bucket_BHTN = bucket_TBHN.permute(1, 2, 0, 3)
-        lists = pack(bucket_BHTN.reshape(B, H * T, N), self.buckets, complete=True)
+        bucket_BON = bucket_BHTN.reshape(B, H * T, N)
+        lists = pack(bucket_BON, self.buckets, complete=True)
         # `pack` took each round of a head for a head.
-        row_M = lists.row_M // (T * N) * N + lists.row_M % N
+        rows_of_head = T * N
+        head_M = lists.row_M // rows_of_head
+        position_M = lists.row_M % N
+        row_M = head_M * N + position_M
         return [MemberLists(row_M, lists.count_L)]
 
     def clusters_of_next(
@@ -232,11 +296,26 @@ class Lsh(ClusterPattern):
         qk: QueriesKeys,
         position: int,
         cache: ClusterCache,
-    ) -> tuple[Tensor, Tensor, None]:
-        bucket_TBH = hash_positions(qk.q_BHND, self.rotation_HTDF)[..., 0]
-        joins_BHTC = F.one_hot(bucket_TBH.permute(1, 2, 0), self.buckets).bool()
-        joins_BHC = joins_BHTC.flatten(2)
-        return joins_BHC, joins_BHC, None
+    ) -> Joins:
+        bucket_TBH1 = hash_positions(qk.q_BHND, self.rotation_HTDF)
+        bucket_BHT = bucket_TBH1[..., 0].permute(1, 2, 0)
+        joins_BHTC = F.one_hot(bucket_BHT, self.buckets).bool()
+        joins_BHL = joins_BHTC.flatten(2)
+        return Joins(query_BHC=joins_BHL, key_BHC=joins_BHL)
+
+
+def random_rotations(
+    heads: int,
+    shape_TDF: tuple[int, int, int],
+    seed: int,
+) -> Tensor:
+    """Return normal random matrices for the rounds of each head, `[H, T, D, F]`."""
+    generator = torch.Generator().manual_seed(seed)
+    rotation_HTDF = torch.empty(heads, *shape_TDF, device="cpu")
+    # One draw for each head, so that it does not depend on the number of heads.
+    for rotation_TDF in rotation_HTDF:
+        rotation_TDF.normal_(generator=generator)
+    return rotation_HTDF
 
 
 class HashRound(NamedTuple):
@@ -248,23 +327,34 @@ class HashRound(NamedTuple):
     member_R: Tensor
     """The member that each row is."""
 
+    def first_R(self) -> Tensor:
+        """Return the first member that each row reads."""
+        return self.first_M[self.member_R]
+
 
 @torch.no_grad()
 def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
     """Return the bucket of each position in each round, `[T, B, H, N]`; the first of equal ones."""
     B, H, _, _ = q_BHND.shape
-    wide = torch.promote_types(q_BHND.dtype, torch.float32)
-    positions = piece_size(B * H * rotation_HTDF.shape[-1])
+    columns = rotation_HTDF.shape[-1]
+    positions = piece_size(B * H * columns)
+    rotation_HTDF = rotation_HTDF.to(wide_type(q_BHND.dtype))
     rounds = []
     with no_autocast(q_BHND):
-        for rotation_HDF in rotation_HTDF.to(wide).unbind(1):
+        for rotation_HDF in rotation_HTDF.unbind(1):
             buckets = []
-            for q_BHPD in q_BHND.split(positions, dim=2):
-                product_BHPF = q_BHPD.to(wide) @ rotation_HDF
-                score_BHPC = torch.cat([product_BHPF, -product_BHPF], dim=-1)
-                buckets.append(score_BHPC.argmax(-1))
-            rounds.append(torch.cat(buckets, dim=2))
+            for q_BHQD in q_BHND.split(positions, dim=2):
+                product_BHQF = widened(q_BHQD) @ rotation_HDF
+                buckets.append(buckets_of(product_BHQF))
+            bucket_BHN = torch.cat(buckets, dim=2)
+            rounds.append(bucket_BHN)
     return torch.stack(rounds)
+
+
+def buckets_of(product_BHQF: Tensor) -> Tensor:
+    """Return the buckets by the products with one random matrix, `[B, H, Q]`."""
+    score_BHQC = torch.cat([product_BHQF, -product_BHQF], dim=-1)
+    return score_BHQC.argmax(-1)
 
 
 def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]:
@@ -273,14 +363,13 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
     Each start becomes the least of itself and all later ones. Example: the starts 0, 3, 2 become
     0, 2, 2, and the second query gets a hole at key 2.
     """
-    least_M = start_M.flip(0).cummin(0).values.flip(0)
+    from_last_M = start_M.flip(0).cummin(0).values
+    least_M = from_last_M.flip(0)
     number_M = torch.arange(len(start_M), device=start_M.device)
-    more_holes = Holes(
-        value_XM=torch.cat([holes.value_XM, number_M[None]]),
-        low_XP=torch.cat([holes.low_XP, least_M[None]]),
-        high_XP=torch.cat([holes.high_XP, start_M[None]]),
-    )
-    return least_M, more_holes
+    value_XM = torch.cat([holes.value_XM, number_M[None]])
+    low_XM = torch.cat([holes.low_XP, least_M[None]])
+    high_XM = torch.cat([holes.high_XP, start_M[None]])
+    return least_M, Holes(value_XM, low_XM, high_XM)
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
@@ -292,19 +381,21 @@ def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
     Args:
         buckets: C.
     """
-    place_XN = torch.empty_like(bucket_XN)
-    count_XC = torch.zeros(len(bucket_XN), buckets, dtype=torch.int64, device=bucket_XN.device)
-    positions = piece_size(count_XC.numel())
-    pairs = zip(place_XN.split(positions, 1), bucket_XN.split(positions, 1), strict=True)
-    for place_XP, bucket_XP in pairs:
-        is_member_XPC = F.one_hot(bucket_XP, buckets)
-        count_XPC = count_XC[:, None] + is_member_XPC.cumsum(1)
+    X, N = bucket_XN.shape
+    count_XC = bucket_XN.new_zeros(X, buckets)
+    places = [bucket_XN.new_zeros(X, 0)]
+    for positions in pieces(N, X * buckets):
+        bucket_XQ = bucket_XN[:, positions]
+        is_member_XQC = F.one_hot(bucket_XQ, buckets)
+        new_count_XQC = is_member_XQC.cumsum(1)
+        count_XQC = count_XC[:, None] + new_count_XQC
         # A position comes last in its bucket.
-        up_to_bucket_XPC = count_XPC.cumsum(2)
-        place_XP.copy_(up_to_bucket_XPC.gather(2, bucket_XP[..., None])[..., 0] - 1)
-        if count_XPC.shape[1]:
-            count_XC = count_XPC[:, -1]
-    return place_XN
+        up_to_bucket_XQC = count_XQC.cumsum(2)
+        count_XQ1 = up_to_bucket_XQC.gather(2, bucket_XQ[..., None])
+        place_XQ = count_XQ1[..., 0] - 1
+        places.append(place_XQ)
+        count_XC = count_XQC[:, -1]
+    return torch.cat(places, dim=1)
 
 
 class LshCache(ClusterCache):
@@ -312,15 +403,27 @@ class LshCache(ClusterCache):
 
     pattern: Lsh
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def seen(
+        self,
+        at_JS: Tensor,
+        list_J: Tensor,
+        position: int,
+    ) -> Tensor:
         """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
-        newest_J1 = self.joined_L[list_J, None] - 1
-        members_since_JS = (newest_J1 - slot_S) % self.slots
-        is_in_reach_JS = members_since_JS < self.reach(list_J)[:, None]
-        readable_JS = torch.where(is_in_reach_JS & (at_JS >= 0), at_JS, -1)
-        read_XK = without_repeats(readable_JS.view(-1, self.pattern.rounds * self.slots))
-        return mask_without_self(read_XK >= 0, read_XK == position).view_as(at_JS)
+        newest_J = self.joined_L[list_J] - 1
+        members_since_JS = (newest_J[:, None] - slot_S) % self.slots
+        reach_J = self.reach(list_J)
+        is_in_reach_JS = members_since_JS < reach_J[:, None]
+        is_filled_JS = at_JS >= 0
+        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, at_JS, -1)
+        # The query is in one list of each round; the rounds of a head follow one another.
+        slots_of_head = self.pattern.rounds * self.slots
+        readable_XA = readable_JS.view(-1, slots_of_head)
+        position_XA = without_repeats(readable_XA)
+        is_self_XA = position_XA == position
+        is_read_XA = mask_without_self(position_XA >= 0, is_self_XA)
+        return is_read_XA.view_as(at_JS)
 
     def reach(self, list_J: Tensor) -> Tensor:
         """Return how many of a list's last members the query may read, its own key included."""
@@ -328,13 +431,17 @@ class LshCache(ClusterCache):
         if pattern.variant == CAUSAL:
             return torch.full_like(list_J, pattern.window)
         # The query comes last in its bucket, among the positions so far.
-        place_L = self.joined_L.view(-1, pattern.buckets).cumsum(-1).flatten() - 1
-        return pattern.chunk + place_L[list_J] % pattern.chunk + 1
+        joined_OC = self.joined_L.view(-1, pattern.buckets)
+        place_L = joined_OC.cumsum(-1).flatten() - 1
+        place_in_chunk_J = place_L[list_J] % pattern.chunk
+        return pattern.chunk + place_in_chunk_J + 1
 
 
-def without_repeats(position_XK: Tensor) -> Tensor:
+def without_repeats(position_XA: Tensor) -> Tensor:
     """Return the positions with -1 in place of all but the first of equal ones."""
-    sorted_XK, slot_XK = position_XK.sort(dim=-1, stable=True)
-    is_repeated = sorted_XK[:, 1:] == sorted_XK[:, :-1]
-    sorted_XK[:, 1:].masked_fill_(is_repeated, -1)
-    return torch.empty_like(sorted_XK).scatter_(-1, slot_XK, sorted_XK)
+    sorted_XA, slot_XA = position_XA.sort(dim=-1, stable=True)
+    later_XI = sorted_XA[:, 1:]
+    is_repeated_XI = later_XI == sorted_XA[:, :-1]
+    later_XI.masked_fill_(is_repeated_XI, -1)
+    first_XA = torch.empty_like(sorted_XA)
+    return first_XA.scatter_(-1, slot_XA, sorted_XA)

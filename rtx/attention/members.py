@@ -10,7 +10,7 @@ is differentiated. `ties.py` says which scores are equal.
 At C = N / W clusters the scores of a head take 4 N^2 / W bytes, which are in memory at once.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
-size, W attention window, L = B * H * C lists, M members of all lists together, J of some; T
+size, W attention window, L = B * H * C lists, M members of all lists together, J of some; Q
 positions of a piece.
 """
 
@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.autocast import no_autocast
 from rtx.attention.engine import native, norm
 from rtx.attention.engine.static_selection import memberships
 from rtx.attention.pieces import piece_size, pieces
+from rtx.attention.precision import no_autocast, wide_type, widened
 from rtx.attention.reads import MemberLists
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, centroid_margin, highest_clusters
@@ -36,9 +36,10 @@ EMPTY = 1 << 40
 
 def normalise(x_BHND: Tensor) -> Tensor:
     """Return LayerNorm(x) without scale or bias, in float32 or wider (Algorithm 1, line 7)."""
-    x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+    x_BHND = widened(x_BHND)
     # With a scale of 1, torch takes its vectorised loop, which is twice as fast on a CPU.
-    one_D = x_BHND.new_ones(x_BHND.shape[-1:])
+    D = x_BHND.shape[-1]
+    one_D = x_BHND.new_ones(D)
     return F.layer_norm(x_BHND, one_D.shape, one_D, eps=norm.EPSILON)
 
 
@@ -47,8 +48,8 @@ def normalise_twice(x_BHND: Tensor, backend: str) -> tuple[Tensor, Tensor | None
 
     They do on a GPU, and on a CPU with `backend="triton"`; else the second result is None.
     """
-    by_kernel = backend != "torch" and is_static(x_BHND, backend) and norm.can_normalise(x_BHND)
-    if not by_kernel:
+    is_for_kernel = backend != "torch" and is_static(x_BHND, backend)
+    if not is_for_kernel or not norm.can_normalise(x_BHND):
         return normalise(x_BHND), None
     wide_BHND, narrow_BHND = norm.normalise(x_BHND)
     if x_BHND.dtype == wide_BHND.dtype:
@@ -61,12 +62,14 @@ def products(query: Tensor, key: Tensor) -> Tensor:
 
     In narrow types far too many are equal.
     """
-    wide = torch.promote_types(key.dtype, torch.float32)
+    wide = wide_type(key.dtype)
+    query = query.to(wide)
+    key = key.to(wide)
     with no_autocast(key):
-        return query.to(wide) @ key.to(wide).transpose(-1, -2)
+        return query @ key.transpose(-1, -2)
 
 
-# Of whole sequences.
+# The members by whole sequences.
 
 
 def choose_members(
@@ -82,11 +85,18 @@ def choose_members(
 
     By the compiled kernel, if the backend takes it, else by `by_scores`.
     """
-    choose = by_scores
+    N = x_BHND.shape[2]
     fits_kernel = x_BHND.is_cpu and x_BHND.dtype == torch.float32
-    if fits_kernel and native.wanted(backend, x_BHND.shape[2]):
+    choose = by_scores
+    if fits_kernel and native.wanted(backend, N):
         choose = native.select
-    return choose(centroid_HCD, x_BHND, threshold_HC, window=window, nearest=nearest)
+    return choose(
+        centroid_HCD,
+        x_BHND,
+        threshold_HC,
+        window=window,
+        nearest=nearest,
+    )
 
 
 def by_scores(
@@ -100,27 +110,37 @@ def by_scores(
     """Return what `native.select` does, by torch's operations, for some heads at a time."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
+    device = x_BHND.device
     margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
-    places = [torch.zeros(0, dtype=torch.int64, device=x_BHND.device)]
-    nearest_XN = places[0].new_zeros(B * H, N)
-    moment_2XC = places[0].new_zeros(2, B * H, C, dtype=torch.float64)
-    for some, head_X, score_XCN in scores_of_heads(centroid_HCD, x_BHND):
+    places = [torch.zeros(0, dtype=torch.int64, device=device)]
+    nearest_XN = torch.zeros(B * H, N, dtype=torch.int64, device=device)
+    moment_2XC = torch.zeros(2, B * H, C, dtype=torch.float64, device=device)
+    for heads, head_X, score_XCN in scores_of_heads(centroid_HCD, x_BHND):
         margin_XC = margin_HC[head_X]
-        first_place = some.start * C * N
+        first_place = heads.start * C * N
         if threshold_HC is not None:
             joins_XCN = memberships(score_XCN, threshold_HC[head_X], margin_XC)
-            places.append(joins_XCN.flatten().nonzero()[:, 0] + first_place)
-            moment_2XC[:, some] = moments(score_XCN)
+            place_J = joins_XCN.flatten().nonzero()[:, 0]
+            places.append(place_J + first_place)
+            moment_2XC[:, heads] = moments(score_XCN)
         elif window:
-            places.append(best_members(score_XCN, margin_XC, window) + first_place)
+            place_J = best_members(score_XCN, margin_XC, window)
+            places.append(place_J + first_place)
         if nearest:
-            nearest_XN[some] = highest_clusters(score_XCN, margin_XC)
+            nearest_XN[heads] = highest_clusters(score_XCN, margin_XC)
     lists = lists_of_places(torch.cat(places), B * H, C, N)
-    selection = native.Selection(lists.row_M, lists.count_L, None, None)
+    selection = native.Selection(
+        row_M=lists.row_M,
+        count_L=lists.count_L,
+        nearest_BHN=None,
+        moment_2BHC=None,
+    )
     if nearest:
-        selection = selection._replace(nearest_BHN=nearest_XN.view(B, H, N))
+        nearest_BHN = nearest_XN.view(B, H, N)
+        selection = selection._replace(nearest_BHN=nearest_BHN)
     if threshold_HC is not None:
-        selection = selection._replace(moment_2BHC=moment_2XC.view(2, B, H, C))
+        moment_2BHC = moment_2XC.view(2, B, H, C)
+        selection = selection._replace(moment_2BHC=moment_2BHC)
     return selection
 
 
@@ -137,17 +157,28 @@ def scores_of_heads(
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     x_XND = x_BHND.flatten(0, 1)
-    for some in pieces(B * H, C * N):
-        head_X = torch.arange(some.start, some.stop, device=x_BHND.device) % H
-        yield some, head_X, products(centroid_HCD[head_X], x_XND[some])
+    head_of_all_X = torch.arange(B * H, device=x_BHND.device) % H
+    for heads in pieces(B * H, C * N):
+        head_X = head_of_all_X[heads]
+        centroid_XCD = centroid_HCD[head_X]
+        yield heads, head_X, products(centroid_XCD, x_XND[heads])
 
 
-def lists_of_places(place_M: Tensor, heads: int, clusters: int, length: int) -> MemberLists:
+def lists_of_places(
+    place_M: Tensor,
+    heads: int,
+    clusters: int,
+    length: int,
+) -> MemberLists:
     """Return the lists of members by the places of their scores in all scores `[X, C, N]`."""
-    list_M = place_M // max(1, length)
-    position_M = place_M % max(1, length)
-    row_M = list_M // clusters * length + position_M
-    return MemberLists(row_M, torch.bincount(list_M, minlength=heads * clusters))
+    # Without positions there are no places to divide.
+    length = max(1, length)
+    list_M = place_M // length
+    position_M = place_M % length
+    head_M = list_M // clusters
+    row_M = head_M * length + position_M
+    count_L = torch.bincount(list_M, minlength=heads * clusters)
+    return MemberLists(row_M, count_L)
 
 
 def moments(score_XCN: Tensor) -> Tensor:
@@ -155,11 +186,17 @@ def moments(score_XCN: Tensor) -> Tensor:
 
     A float32 sum of squares would lose the deviation of scores that hardly differ.
     """
-    wide_XCN = score_XCN.double()
-    return torch.stack([wide_XCN.sum(-1), wide_XCN.square().sum(-1)])
+    score_XCN = score_XCN.double()
+    sum_XC = score_XCN.sum(-1)
+    square_sum_XC = score_XCN.square().sum(-1)
+    return torch.stack([sum_XC, square_sum_XC])
 
 
-def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+def best_members(
+    score_XCN: Tensor,
+    margin_XC: Tensor,
+    window: int,
+) -> Tensor:
     """Return the places in the scores of each cluster's `window` best positions, ascending.
 
     NaN is worse than every score.
@@ -169,22 +206,41 @@ def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     def margin(_: Tensor) -> Tensor:
         return margin_XC[..., None]
 
-    sound_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
-    position_XCW = best_places(sound_XCN, window, margin).sort(dim=-1).values
-    first_place_XC1 = torch.arange(X * C, device=score_XCN.device).view(X, C, 1) * N
-    return (position_XCW + first_place_XC1).flatten()
+    score_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
+    position_XCW = best_places(score_XCN, window, margin)
+    position_XCW = position_XCW.sort(dim=-1).values
+    cluster_XC1 = torch.arange(X * C, device=score_XCN.device).view(X, C, 1)
+    place_XCW = cluster_XC1 * N + position_XCW
+    return place_XCW.flatten()
 
 
-def sums_of_lists(x_BHND: Tensor, lists: MemberLists, backend: str) -> Tensor:
+def sums_of_lists(
+    x_BHND: Tensor,
+    lists: MemberLists,
+    backend: str,
+) -> Tensor:
     """Return the sum of the vectors of each list's members, `[L, D]`; there are some vectors."""
-    x_RD = x_BHND.reshape(-1, x_BHND.shape[-1])
+    D = x_BHND.shape[-1]
+    x_RD = x_BHND.reshape(-1, D)
     if is_static(x_BHND, backend):
-        list_sums = selection_functions(x_BHND, backend).list_sums
-        return list_sums(x_RD, lists.row_M, lists.count_L)
-    return F.embedding_bag(lists.row_M, x_RD, lists.first_L(), mode="sum")
+        functions = selection_functions(x_BHND, backend)
+        return functions.list_sums(x_RD, lists.row_M, lists.count_L)
+    first_L = lists.first_L()
+    return F.embedding_bag(lists.row_M, x_RD, first_L, mode="sum")
 
 
-# Of every prefix.
+# The members of every prefix.
+
+
+class Offer(NamedTuple):
+    """What became of one position that was offered to each list."""
+
+    joins_L: Tensor
+    """Which lists take theirs."""
+    slot_L: Tensor
+    """The slot that it gets there."""
+    replaced_L: Tensor
+    """The position that it replaces; `EMPTY` or near to it: none."""
 
 
 class PrefixTopK:
@@ -199,34 +255,40 @@ class PrefixTopK:
     """
 
     def __init__(self, margin_L: Tensor, window: int) -> None:
+        lists = len(margin_L)
         self.margin_L1 = margin_L[:, None]
-        self.score_LW = margin_L.new_full((len(margin_L), window), -math.inf)
+        self.score_LW = margin_L.new_full((lists, window), -math.inf)
         # Empty slots count as members that came late, slot 0 as the latest. So they are taken
         # first, and in order.
-        position_W = EMPTY - torch.arange(window, device=margin_L.device)
-        self.position_LW = position_W.expand(self.score_LW.shape).clone()
+        slot_W = torch.arange(window, device=margin_L.device)
+        position_W = EMPTY - slot_W
+        self.position_LW = position_W.expand(lists, window).clone()
 
     def bar(self) -> Tensor:
         """Return the score that a newcomer has to exceed, `[L, 1]`; it never falls."""
-        return self.score_LW.amin(-1, keepdim=True) + self.margin_L1
+        worst_L1 = self.score_LW.amin(-1, keepdim=True)
+        return worst_L1 + self.margin_L1
 
-    def offer(self, score_L: Tensor, position_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Offer one position to each list.
-
-        Returns:
-            Which lists take theirs, the slot that it gets there, and the position that it replaces.
-        """
+    def offer(self, score_L: Tensor, position_L: Tensor) -> Offer:
+        """Offer one position to each list, and return what became of it."""
+        score_L1 = score_L[:, None]
+        position_L1 = position_L[:, None]
         bar_L1 = self.bar()
-        joins_L1 = score_L[:, None] > bar_L1
-        replaceable_LW = torch.where(self.score_LW <= bar_L1, self.position_LW, -1)
+        joins_L1 = score_L1 > bar_L1
+        is_replaceable_LW = self.score_LW <= bar_L1
+        replaceable_LW = torch.where(is_replaceable_LW, self.position_LW, -1)
         slot_L1 = replaceable_LW.argmax(-1, keepdim=True)
         old_score_L1 = self.score_LW.gather(-1, slot_L1)
         old_position_L1 = self.position_LW.gather(-1, slot_L1)
-        new_score_L1 = torch.where(joins_L1, score_L[:, None], old_score_L1)
-        new_position_L1 = torch.where(joins_L1, position_L[:, None], old_position_L1)
+        new_score_L1 = torch.where(joins_L1, score_L1, old_score_L1)
+        new_position_L1 = torch.where(joins_L1, position_L1, old_position_L1)
         self.score_LW.scatter_(-1, slot_L1, new_score_L1)
         self.position_LW.scatter_(-1, slot_L1, new_position_L1)
-        return joins_L1[:, 0], slot_L1[:, 0], old_position_L1[:, 0]
+        return Offer(
+            joins_L=joins_L1[:, 0],
+            slot_L=slot_L1[:, 0],
+            replaced_L=old_position_L1[:, 0],
+        )
 
     def members(self, clusters: int, length: int) -> MemberLists:
         """Return the members of each list, in order of slots.
@@ -234,9 +296,11 @@ class PrefixTopK:
         Args:
             clusters, length: C and N, by which rows are numbered.
         """
-        list_M, slot_M = (self.position_LW < length).nonzero(as_tuple=True)
-        row_M = list_M // clusters * length + self.position_LW[list_M, slot_M]
-        return MemberLists(row_M, torch.bincount(list_M, minlength=len(self.position_LW)))
+        is_filled_LW = self.position_LW < length
+        list_M, slot_M = is_filled_LW.nonzero(as_tuple=True)
+        head_M = list_M // clusters
+        row_M = head_M * length + self.position_LW[list_M, slot_M]
+        return MemberLists(row_M, is_filled_LW.sum(-1))
 
 
 class Arrivals(NamedTuple):
@@ -259,7 +323,11 @@ class Newcomers(NamedTuple):
 
 
 @torch.no_grad()
-def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
+def arrivals(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    window: int,
+) -> Arrivals:
     """Return who becomes a member of each cluster on arrival, and until when it remains one.
 
     Position i reads the members j <= i that have not left by i.
@@ -267,46 +335,85 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
-    best = PrefixTopK(margin_HC.repeat(B, 1, 1).flatten(), window)
+    margin_L = margin_HC.repeat(B, 1, 1).flatten()
+    best = PrefixTopK(margin_L, window)
     none_J = torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
     joined = [Newcomers(none_J, none_J, none_J)]
     most = piece_size(B * H * C)
     first = 0
     while first < N:
         # At most a quarter of the prefix: if scores are normal, about W / 4 of it may still join.
-        end = min(N, first + most, first + max(window, first // 4))
-        score_BHCT = products(centroid_HCD, x_BHND[:, :, first:end])
-        joined += newcomers(best, score_BHCT.flatten(0, 2), first)
-        first = end
-    arrived = Newcomers(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
+        count = min(most, max(window, first // 4))
+        stop = min(N, first + count)
+        x_BHQD = x_BHND[:, :, first:stop]
+        score_BHCQ = products(centroid_HCD, x_BHQD)
+        score_LQ = score_BHCQ.flatten(0, 2)
+        joined += newcomers(best, score_LQ, first)
+        first = stop
+    lists, leaves_M = arrival_lists(joined, B * H, C, N)
+    return Arrivals(lists, leaves_M, best)
+
+
+def arrival_lists(
+    joined: list[Newcomers],
+    heads: int,
+    clusters: int,
+    length: int,
+) -> tuple[MemberLists, Tensor]:
+    """Return the lists of all newcomers, and the position at which each is replaced (N: never).
+
+    Args:
+        heads, clusters, length: X, C and N.
+    """
+    list_J = torch.cat([some.list_J for some in joined])
+    position_J = torch.cat([some.position_J for some in joined])
+    replaced_J = torch.cat([some.replaced_J for some in joined])
     # Numbers list * N + position ascend from list to list, and with the positions within a list.
-    number_M, order_M = (arrived.list_J * N + arrived.position_J).sort()
-    has_replaced_J = arrived.replaced_J < N
-    replaced_number_J = (arrived.list_J * N + arrived.replaced_J)[has_replaced_J]
-    leaves_M = torch.full_like(number_M, N)
-    leaves_M[torch.searchsorted(number_M, replaced_number_J)] = arrived.position_J[has_replaced_J]
-    row_M = (arrived.list_J // C * N + arrived.position_J)[order_M]
-    count_L = torch.bincount(arrived.list_J, minlength=B * H * C)
-    return Arrivals(MemberLists(row_M, count_L), leaves_M, best)
+    first_number_J = list_J * length
+    number_M, order_M = (first_number_J + position_J).sort()
+    has_replaced_J = replaced_J < length
+    replaced_number_J = first_number_J + replaced_J
+    replaced_member_J = torch.searchsorted(number_M, replaced_number_J[has_replaced_J])
+    leaves_M = torch.full_like(number_M, length)
+    leaves_M[replaced_member_J] = position_J[has_replaced_J]
+    head_J = list_J // clusters
+    row_J = head_J * length + position_J
+    count_L = torch.bincount(list_J, minlength=heads * clusters)
+    return MemberLists(row_J[order_M], count_L), leaves_M
 
 
-def newcomers(best: PrefixTopK, score_LT: Tensor, first: int) -> list[Newcomers]:
+def newcomers(
+    best: PrefixTopK,
+    score_LQ: Tensor,
+    first: int,
+) -> list[Newcomers]:
     """Offer the positions of a piece, from position `first` on, and return those that join.
 
     The bar never falls. So a score that does not exceed the bar before the piece is not offered,
     and in each turn every list is offered the next of its other scores.
     """
-    list_S, at_S = (score_LT > best.bar()).nonzero(as_tuple=True)
-    count_L = torch.bincount(list_S, minlength=len(score_LT))
+    may_join_LQ = score_LQ > best.bar()
+    count_L = may_join_LQ.sum(-1)
     first_L = count_L.cumsum(0) - count_L
-    turns = int(count_L.max()) if len(count_L) else 0
+    # The candidates of all lists, list after list.
+    candidate_J = may_join_LQ.nonzero()[:, 1]
+    turns = 0
+    if len(count_L):
+        turns = int(count_L.max())
     joined = []
     for turn in range(turns):
-        has_more_L = turn < count_L
-        at_L = at_S[(first_L + turn).clamp(max=len(at_S) - 1)]
-        score_L = score_LT.gather(1, at_L[:, None])[:, 0]
-        score_L = score_L.masked_fill(~has_more_L, -math.inf)
-        joins_L, _, replaced_L = best.offer(score_L, at_L + first)
-        list_J = joins_L.nonzero()[:, 0]
-        joined.append(Newcomers(list_J, at_L[joins_L] + first, replaced_L[joins_L]))
+        # A list without further candidates is offered any position, with a score that never joins.
+        is_over_L = turn >= count_L
+        number_L = (first_L + turn).clamp(max=len(candidate_J) - 1)
+        candidate_L = candidate_J[number_L]
+        score_L1 = score_LQ.gather(1, candidate_L[:, None])
+        score_L = score_L1[:, 0].masked_fill(is_over_L, -math.inf)
+        position_L = candidate_L + first
+        offer = best.offer(score_L, position_L)
+        some = Newcomers(
+            list_J=offer.joins_L.nonzero()[:, 0],
+            position_J=position_L[offer.joins_L],
+            replaced_J=offer.replaced_L[offer.joins_L],
+        )
+        joined.append(some)
     return joined

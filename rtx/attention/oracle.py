@@ -1,10 +1,10 @@
 """The oracle: softmax attention by the rule of a pattern, written to be read, not to be fast.
 
 Tests compare the outputs, gradients and streams of every pattern with it in float64. A rule is a
-mask `[P, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
+mask `[C, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
 position is the mean over the lists in which it reads something, or one softmax over all of them.
 
-Shapes: B sequences, H heads, N positions, D head size, P lists of a head, M distances.
+Shapes: B sequences, H heads, N positions, D head size, C lists of a head, M distances.
 """
 
 from math import inf
@@ -34,40 +34,41 @@ def attend(
         k_1HND = None if k_BHND is None else k_BHND[b : b + 1]
         qk = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
         for h in range(H):
-            mask_PNN = pattern.rule(qk, h, streaming)
+            mask_CNN = pattern.rule(qk, h, streaming)
             if not pattern.attend_self:
-                mask_PNN = others_if_any(mask_PNN)
+                mask_CNN = others_if_any(mask_CNN)
             q_ND = qk.rotated_q_BHND[0, h]
             k_ND = qk.rotated_k_BHND[0, h]
             v_ND = v_BHND[b, h]
-            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_PNN, terms, h, pattern.merge)
+            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, h, pattern.merge)
             outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, h, terms))
     if not outs:
         return torch.zeros_like(v_BHND)
     return torch.stack(outs).view(v_BHND.shape)
 
 
-def others_if_any(mask_PNN: Tensor) -> Tensor:
+def others_if_any(mask_CNN: Tensor) -> Tensor:
     """Return the mask without pairs of a position with itself, where the position reads others."""
-    N = mask_PNN.shape[-1]
-    is_self_NN = torch.eye(N, dtype=torch.bool, device=mask_PNN.device)
-    others_PNN = mask_PNN & ~is_self_NN
-    return torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
+    N = mask_CNN.shape[-1]
+    is_self_NN = torch.eye(N, dtype=torch.bool, device=mask_CNN.device)
+    others_CNN = mask_CNN & ~is_self_NN
+    has_others_CN1 = others_CNN.any(-1, keepdim=True)
+    return torch.where(has_others_CN1, others_CNN, mask_CNN)
 
 
 def dense(
     q_ND: Tensor,
     k_ND: Tensor,
     v_ND: Tensor,
-    mask_PNN: Tensor,
+    mask_CNN: Tensor,
     terms: LogitTerms,
     head: int = 0,
     merge: str = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[N, D]` of one head of one sequence, and its weights `[P, N, N]`.
+    """Return the outputs `[N, D]` of one head of one sequence, and its weights `[C, N, N]`.
 
     Args:
-        mask_PNN: which keys each position reads in each list.
+        mask_CNN: which keys each position reads in each list.
         terms: what else enters logits and weights; its dropout is left out.
         head: the number of the head, for terms by head.
         merge: "mean": a position gets the mean over the lists in which it reads something. "lse":
@@ -77,13 +78,14 @@ def dense(
     position_N = torch.arange(N, device=q_ND.device)
     distance_NN = (position_N[:, None] - position_N).clamp(min=0)
     logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
-    weight_PNN = weights(logits_NN, mask_PNN, merge)
-    out_ND = weight_PNN.sum(0) @ v_ND
+    weight_CNN = weights(logits_NN, mask_CNN, merge)
+    out_ND = weight_CNN.sum(0) @ v_ND
     relative = terms.relative
     if relative is not None and relative.values_MD is not None:
-        values_NND = relative.values_MD[distance_NN.clamp(max=len(relative.values_MD) - 1)]
-        out_ND = out_ND + torch.einsum("pnm,nmd->nd", weight_PNN, values_NND)
-    return out_ND, weight_PNN
+        last = len(relative.values_MD) - 1
+        values_NND = relative.values_MD[distance_NN.clamp(max=last)]
+        out_ND = out_ND + torch.einsum("cnm,nmd->nd", weight_CNN, values_NND)
+    return out_ND, weight_CNN
 
 
 def logits(
@@ -108,19 +110,25 @@ def logits(
     return logits_NN
 
 
-def weights(logits_NN: Tensor, mask_PNN: Tensor, merge: str) -> Tensor:
-    """Return the weight of each key in each list for each query, `[P, N, N]`.
+def weights(
+    logits_NN: Tensor,
+    mask_CNN: Tensor,
+    merge: str,
+) -> Tensor:
+    """Return the weight of each key in each list for each query, `[C, N, N]`.
 
     The weights of a query sum to 1, or to 0 where it reads nothing.
     """
-    mask_PNN = mask_PNN & (logits_NN > -inf)
+    mask_CNN = mask_CNN & (logits_NN > -inf)
     over: tuple[int, ...] = (-1,)
     if merge == "lse":
         over = (0, -1)
-    reads_PN1 = mask_PNN.any(over, keepdim=True)
+    reads_some_CN1 = mask_CNN.any(over, keepdim=True)
     # A query that reads nothing gets a softmax over all keys, as one over none would be NaN; the
     # product with the mask then makes it zero.
-    logits_PNN = torch.where(mask_PNN | ~reads_PN1, logits_NN, -inf)
-    logits_PNN = logits_PNN.nan_to_num(0.0, neginf=-inf)
-    softmax_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp()
-    return softmax_PNN * mask_PNN / reads_PN1.sum(0).clamp(min=1)
+    logits_CNN = torch.where(mask_CNN | ~reads_some_CN1, logits_NN, -inf)
+    logits_CNN = logits_CNN.nan_to_num(0.0, neginf=-inf)
+    log_sum_CN1 = logits_CNN.logsumexp(over, keepdim=True)
+    softmax_CNN = (logits_CNN - log_sum_CN1).exp()
+    lists_N1 = reads_some_CN1.sum(0).clamp(min=1)
+    return softmax_CNN * mask_CNN / lists_N1

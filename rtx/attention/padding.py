@@ -4,7 +4,7 @@ Windows, distances and rotary angles are then those of the real positions alone.
 sequences of the positions 0 to 3 the first is real at 0, 1 and 3. It is attended as a sequence of
 three positions; its outputs return to 0, 1 and 3, and position 2 gets zero.
 
-Shapes: B sequences, H heads, N positions, D head size, G groups of sequences that are padded alike,
+Shapes: B sequences, H heads, N positions, D head size, U groups of sequences that are padded alike,
 S real positions of all sequences, group after group; a row is a position of a sequence, b * N + n.
 """
 
@@ -53,48 +53,87 @@ def attend_padded(
     groups, row_S = groups_padded_alike(real_BN, memory)
     # One gather and one write for all groups, so that gradients are added up once.
     queries = real_parts(q_BHND, row_S, groups)
-    keys = [None] * len(groups) if k_BHND is None else real_parts(k_BHND, row_S, groups)
+    keys: list[Tensor] | list[None] = [None for _ in groups]
+    if k_BHND is not None:
+        keys = real_parts(k_BHND, row_S, groups)
     values = real_parts(v_BHND, row_S, groups)
+    real_positions = max(1, len(row_S))
     outs = []
     losses = []
     for number, group in enumerate(groups):
-        part = (queries[number], keys[number], values[number])
-        out_BHND, loss = attend(part, group.memory)
-        with_memory_BHND = F.pad(out_BHND, (0, 0, group.memory, 0))
-        outs.append(with_memory_BHND.transpose(1, 2).flatten(0, 1))
-        share = group.positions() / max(1, len(row_S))
+        qkv_of_group = (queries[number], keys[number], values[number])
+        out_BHND, loss = attend(qkv_of_group, group.memory)
+        # The positions of the memory have no outputs.
+        out_BHND = F.pad(out_BHND, (0, 0, group.memory, 0))
+        outs.append(by_rows(out_BHND))
+        share = group.positions() / real_positions
         losses.append(loss * share)
-    B, H, N, D = v_BHND.shape
-    out_RHD = v_BHND.new_zeros(B * N, H, D)
-    out_RHD = out_RHD.index_copy(0, row_S, torch.cat(outs))
-    out_BHND = out_RHD.view(B, N, H, D).transpose(1, 2)
+    out_BHND = scattered(torch.cat(outs), row_S, v_BHND.shape)
     return out_BHND[:, :, memory:], torch.stack(losses).sum()
+
+
+def by_rows(x_BHND: Tensor) -> Tensor:
+    """Return the vectors of one row after the other, `[B * N, H, D]`."""
+    x_BNHD = x_BHND.transpose(1, 2)
+    return x_BNHD.flatten(0, 1)
+
+
+def scattered(
+    out_SHD: Tensor,
+    row_S: Tensor,
+    shape: torch.Size,
+) -> Tensor:
+    """Return the outputs at their rows, and zeros in all others, `[B, H, N, D]`.
+
+    Args:
+        shape: `[B, H, N, D]`.
+    """
+    B, H, N, D = shape
+    out_RHD = out_SHD.new_zeros(B * N, H, D)
+    out_RHD = out_RHD.index_copy(0, row_S, out_SHD)
+    out_BNHD = out_RHD.view(B, N, H, D)
+    return out_BNHD.transpose(1, 2)
 
 
 def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tensor]:
     """Return the groups that have real positions, and the rows of these positions, `[S]`."""
     B, N = real_BN.shape
-    real_GN, group_B = real_BN.unique(dim=0, return_inverse=True)
+    real_UN, group_B = real_BN.unique(dim=0, return_inverse=True)
     order_B = group_B.argsort(stable=True)
-    row_BN = torch.arange(B * N, device=real_BN.device).view(B, N)
-    row_S = row_BN[order_B][real_BN[order_B]]
-    counts = (
-        group_B.bincount().tolist(),
-        real_GN.sum(1).tolist(),
-        real_GN[:, :memory].sum(1).tolist(),
-    )
-    groups = [Group(*numbers) for numbers in zip(*counts, strict=True)]
-    groups = [group for group in groups if group.length]
+    row_R = torch.arange(B * N, device=real_BN.device)
+    row_BN = row_R.view(B, N)
+    ordered_row_BN = row_BN[order_B]
+    ordered_real_BN = real_BN[order_B]
+    row_S = ordered_row_BN[ordered_real_BN]
+    sequences = group_B.bincount().tolist()
+    lengths = real_UN.sum(1).tolist()
+    memory_UN = real_UN[:, :memory]
+    memories = memory_UN.sum(1).tolist()
+    groups = []
+    for number, length in enumerate(lengths):
+        group = Group(
+            sequences=sequences[number],
+            length=length,
+            memory=memories[number],
+        )
+        if group.length:
+            groups.append(group)
     if not groups:
         # An empty pass, so that outputs and loss depend on the inputs all the same.
         groups = [Group(sequences=B, length=0, memory=0)]
     return groups, row_S
 
 
-def real_parts(x_BHND: Tensor, row_S: Tensor, groups: list[Group]) -> list[Tensor]:
+def real_parts(
+    x_BHND: Tensor,
+    row_S: Tensor,
+    groups: list[Group],
+) -> list[Tensor]:
     """Return the vectors of each group's sequences at its real positions, `[B, H, N, D]` each."""
-    x_SHD = x_BHND.transpose(1, 2).flatten(0, 1)[row_S]
-    pieces = x_SHD.split([group.positions() for group in groups])
+    x_RHD = by_rows(x_BHND)
+    x_SHD = x_RHD[row_S]
+    counts = [group.positions() for group in groups]
+    pieces = x_SHD.split(counts)
     parts = []
     for group, piece_SHD in zip(groups, pieces, strict=True):
         x_BNHD = piece_SHD.unflatten(0, (group.sequences, group.length))

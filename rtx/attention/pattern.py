@@ -1,6 +1,6 @@
 """The base class of attention patterns: heads that choose by one rule which keys a query reads.
 
-Shapes: B sequences, H heads, N positions, D head size, P lists of a head.
+Shapes: B sequences, H heads, N positions, D head size, C lists of a head.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
+from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.stream import Stream
 
@@ -101,8 +102,13 @@ class Pattern(nn.Module, ABC):
         self.attend_self = attend_self
 
     @abstractmethod
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        """Return which keys each position reads in each list of a head, `[P, N, N]`, bool.
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
+        """Return which keys each position reads in each list of a head, `[C, N, N]`, bool.
 
         This defines the pattern, for the first sequence: it is written for the reader, not for
         speed. `rtx.attention.oracle` attends by it, and pictures draw it.
@@ -147,8 +153,7 @@ class Pattern(nn.Module, ABC):
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the auxiliary loss, zero for most patterns; `parts` is what `reads` returned."""
-        dtype = torch.promote_types(qk.q_BHND.dtype, torch.float32)
-        return qk.q_BHND.new_zeros((), dtype=dtype)
+        return qk.q_BHND.new_zeros((), dtype=wide_type(qk.q_BHND.dtype))
 
     def after_step(self) -> None:
         """Update what no optimizer updates, on every rank, after each optimizer step."""
@@ -165,10 +170,18 @@ class Pattern(nn.Module, ABC):
     ) -> Stream:
         """Return a new stream, at position 0; the arguments are those of `forward`."""
 
-        def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
+        def inputs(
+            q_BHND: Tensor,
+            k_BHND: Tensor | None,
+            first: int,
+        ) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
-        def attend(q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+        def attend(
+            q_BHND: Tensor,
+            k_BHND: Tensor | None,
+            v_BHND: Tensor,
+        ) -> Tensor:
             options = {"rotate": rotate, "relative": relative, "streaming": True}
             out_BHND, _ = self(q_BHND, k_BHND, v_BHND, **options)
             return out_BHND
@@ -286,7 +299,11 @@ class Pattern(nn.Module, ABC):
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
 
-def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
+def rotated(
+    x_BHND: Tensor,
+    rotate: Rotate | None,
+    first: int,
+) -> Tensor:
     """Return the vectors, rotated by their positions from `first` on if there is a `rotate`."""
     if rotate is None:
         return x_BHND
@@ -295,7 +312,11 @@ def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
     return rotated_BHND
 
 
-def in_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
+def in_type(
+    dtype: torch.dtype,
+    wide_BHND: Tensor,
+    narrow_BHND: Tensor | None,
+) -> Tensor:
     """Return the vectors in a type: the narrow ones if they have it, else the wide ones rounded."""
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND

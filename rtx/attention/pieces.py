@@ -10,7 +10,8 @@ def piece_size(scores: int) -> int:
     Args:
         scores: of each item.
     """
-    return max(1, MAX_SCORES // max(1, scores))
+    scores = max(1, scores)
+    return max(1, MAX_SCORES // scores)
 
 
 def pieces(count: int, scores: int) -> list[slice]:
@@ -20,4 +21,8 @@ def pieces(count: int, scores: int) -> list[slice]:
         scores: of each item.
     """
     size = piece_size(scores)
-    return [slice(first, min(count, first + size)) for first in range(0, count, size)]
+    slices = []
+    for first in range(0, count, size):
+        stop = min(count, first + size)
+        slices.append(slice(first, stop))
+    return slices

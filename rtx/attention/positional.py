@@ -1,7 +1,7 @@
 """Patterns that choose by position: full, local, recurrent, strided and fixed heads.
 
-A pattern states who reads whom pair by pair (`sees`), and for speed once more in lists (`spreads`).
-Tests compare the two.
+A pattern defines who reads whom pair by pair (`sees`), and for speed once more in lists
+(`position_lists`). Tests compare the two.
 
 Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
@@ -49,6 +49,13 @@ class PositionLists(NamedTuple):
     since_N: Tensor
     until_N: Tensor
 
+    def count(self) -> int:
+        """Return the number of lists of a head, one at least."""
+        number = torch.cat([self.list_HN.flatten(), self.key_list_HN.flatten()])
+        if not len(number):
+            return 1
+        return int(number.max()) + 1
+
 
 class PositionPattern(Pattern):
     """A pattern that chooses by position alone, defined in three steps; the first is enough.
@@ -56,14 +63,19 @@ class PositionPattern(Pattern):
     1. `sees` defines which pairs of positions are read. Forward passes, gradients, padding,
        streams, the oracle and pictures follow from it. Once for each shape it is evaluated for all
        pairs, which takes N^2 memory for each head; an index of each query's keys stays in memory.
-    2. `spreads` adds speed: the same in lists, whose memory is linear in N.
-    3. `keeps` bounds the cache of a stream, which otherwise holds all keys and values.
+    2. `position_lists` adds speed: the same in lists, whose memory is linear in N.
+    3. `cache_size` bounds the cache of a stream, which otherwise holds all keys and values.
     """
 
-    keeps: int | None = None
-    """No query reads a key this many positions before it, or farther; None: no bound."""
+    cache_size: int | None = None
+    """How many of the last keys and values a stream keeps; None: all.
+
+    No query reads a key this many positions before it, or farther.
+    """
     reads_all_cached = False
     """Whether every position reads all keys in the cache of a stream, which then needs no mask."""
+    last_form: Hashable | None = None
+    """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
 
     @abstractmethod
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
@@ -72,17 +84,23 @@ class PositionPattern(Pattern):
         i and j are tensors that broadcast; results for j > i are ignored.
         """
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists] | None:
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists] | None:
         """Return who reads whom in lists, at some positions in any order.
 
         No pair of positions is in several of the lists. None: `sees` alone decides.
         """
         return None
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         N = qk.q_BHND.shape[2]
-        place_N = torch.arange(N, device=qk.q_BHND.device)
-        return self.pairs(head, place_N - qk.memory)[None]
+        position_N = torch.arange(N, device=qk.q_BHND.device) - qk.memory
+        mask_NN = self.pairs(head, position_N)
+        return mask_NN[None]
 
     def pairs(self, head: int, position_N: Tensor) -> Tensor:
         """Return which positions read which by `sees`, `[N, N]`, bool."""
@@ -99,9 +117,6 @@ class PositionPattern(Pattern):
             return [*make(device)]
         key = (type(self), form, B, H, N, qk.memory)
         return [*made_once(key, device, make)]
-
-    last_form: Hashable | None = None
-    """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
 
     def form(self) -> Hashable | None:
         """Return what decides who reads whom besides shapes; None if a tensor may decide, too."""
@@ -133,15 +148,20 @@ class PositionPattern(Pattern):
     ) -> Sequence[Reads]:
         """Return who reads whom in B sequences and H heads of N positions, the memory included."""
         position_N = torch.arange(-memory, N - memory, device=device)
-        spreads = self.spreads(position_N, H)
-        if spreads is None:
+        all_lists = self.position_lists(position_N, H)
+        if all_lists is None:
             return [self.index_of_pairs(B, H, position_N)]
-        parts = [ranges_of(lists, B, H, memory) for lists in spreads]
+        parts = [ranges_of(lists, B, H, memory) for lists in all_lists]
         if self.attend_self:
             return parts
         return without_self(parts, B * H * N)
 
-    def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
+    def index_of_pairs(
+        self,
+        B: int,
+        H: int,
+        position_N: Tensor,
+    ) -> IndexReads:
         """Return who reads whom by `sees`, which is evaluated for every pair of positions."""
         N = len(position_N)
         device = position_N.device
@@ -149,33 +169,46 @@ class PositionPattern(Pattern):
         for head in range(H):
             read_HNN[head] = self.pairs(head, position_N)
         if not self.attend_self:
-            read_HNN = mask_without_self(read_HNN, torch.eye(N, dtype=torch.bool, device=device))
-        keys = int(read_HNN.sum(-1).max()) if H * N else 0
+            is_self_NN = torch.eye(N, dtype=torch.bool, device=device)
+            read_HNN = mask_without_self(read_HNN, is_self_NN)
+        most = 0
+        if H * N:
+            count_HN = read_HNN.sum(-1)
+            most = int(count_HN.max())
         # The places of the keys, in ascending order; N instead where a query reads fewer.
         place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
-        place_HNK = place_HNN.topk(keys, largest=False).values
+        place_HNK = place_HNN.topk(most, largest=False).values
         head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        row_BHNK = torch.where(place_HNK < N, head_BH11 * N + place_HNK, -1)
+        row_BHNK = head_BH11 * N + place_HNK
+        row_BHNK = torch.where(place_HNK < N, row_BHNK, -1)
         return IndexReads(row_BHNK.flatten(0, 2), N)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
-        return PositionCache(self, relative, self.keeps)
+        return PositionCache(self, relative, self.cache_size)
 
 
-def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
+def ranges_of(
+    lists: PositionLists,
+    B: int,
+    H: int,
+    memory: int,
+) -> RangeReads:
     """Return who reads whom by lists of N positions, the first of which are a memory."""
     N = len(lists.since_N)
-    number_X = torch.cat([lists.list_HN.flatten(), lists.key_list_HN.flatten()])
-    count = int(number_X.max()) + 1 if N else 1
+    count = lists.count()
     list_HN = lists.list_HN
     if memory:
         reads_nothing_N = torch.arange(N, device=list_HN.device) < memory
         list_HN = list_HN.masked_fill(reads_nothing_N, -1)
-    keys = pack(lists.key_list_HN.expand(B, H, N), count)
+    key_list_BHN = lists.key_list_HN.expand(B, H, N)
+    keys = pack(key_list_BHN, count)
     queries = keys
     if list_HN is not lists.key_list_HN:
-        queries = pack(list_HN.expand(B, H, N), count)
-    return bounded_read(queries, keys, N, lists.since_N + memory, lists.until_N + memory)
+        list_BHN = list_HN.expand(B, H, N)
+        queries = pack(list_BHN, count)
+    since_N = lists.since_N + memory
+    until_N = lists.until_N + memory
+    return bounded_read(queries, keys, N, since_N, until_N)
 
 
 class ContiguousPattern(PositionPattern):
@@ -193,7 +226,7 @@ class ContiguousPattern(PositionPattern):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return j >= self.since(i)
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         list_N = torch.zeros_like(position_N)
         return [PositionLists(list_N, list_N, self.since(position_N), position_N + 1)]
 
@@ -212,7 +245,9 @@ class ContiguousPattern(PositionPattern):
         (part,) = parts
         assert isinstance(part, RangeReads)
         count_P = part.stop_P - part.start_P
-        most = int(count_P.max()) if len(count_P) else 0
+        most = 0
+        if len(count_P):
+            most = int(count_P.max())
         part = part._replace(most=most)
         has_one_list = len(part.query.count_L) == B * H
         if has_one_list and self.is_window(most, memory, N - memory):
@@ -222,15 +257,17 @@ class ContiguousPattern(PositionPattern):
     def is_window(self, keys: int, memory: int, length: int) -> bool:
         """Return whether `length` positions after a memory each read the last `keys` positions."""
         position_N = torch.arange(length)
-        read_N = position_N + 1 - self.since(position_N).clamp(min=-memory)
-        window_N = (position_N + 1 + memory).clamp(max=keys)
+        first_N = self.since(position_N).clamp(min=-memory)
+        read_N = position_N + 1 - first_N
+        readable_N = position_N + 1 + memory
+        window_N = readable_N.clamp(max=keys)
         return torch.equal(read_N, window_N)
 
 
 class Full(ContiguousPattern):
     """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: terms by distance,
+    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: tables by distance,
     and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
     of N^2 for all heads.
     """
@@ -251,7 +288,7 @@ class Local(ContiguousPattern):
         super().__init__(**options)
         check_positive(window=window)
         self.window = window
-        self.keeps = window
+        self.cache_size = window
 
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.window
@@ -279,12 +316,17 @@ class Recurrent(ContiguousPattern):
     ) -> None:
         super().__init__(**options)
         check_positive(length=length)
-        least = 1 if same_length else 0
+        least = 0
+        if same_length:
+            # The memory has the position itself.
+            least = 1
         check_positive(least, memory=memory)
         self.length = length
         self.memory = memory
         self.same_length = same_length
-        self.keeps = memory if same_length else length + memory
+        self.cache_size = length + memory
+        if same_length:
+            self.cache_size = memory
 
     def since(self, i: Tensor) -> Tensor:
         if self.same_length:
@@ -307,7 +349,7 @@ class Strided(PositionPattern):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return (i - j) % self.stride == 0
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         """Return a list for each remainder."""
         list_N = position_N % self.stride
         first_N = torch.zeros_like(position_N)
@@ -326,7 +368,13 @@ class Fixed(PositionPattern):
             (block // c)) columns before the end of the block.
     """
 
-    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        block: int,
+        summary: int,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
@@ -339,23 +387,31 @@ class Fixed(PositionPattern):
 
     def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
         """Return whether j is a summary column of its block."""
-        sub_block = head % (self.block // self.summary)
+        sub_blocks = self.block // self.summary
+        sub_block = head % sub_blocks
         stop = self.block - self.summary * sub_block
+        start = stop - self.summary
         column = j % self.block
-        return (column >= stop - self.summary) & (column < stop)
+        return (column >= start) & (column < stop)
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         """Return a list for each block, and one list of the summary columns of earlier blocks."""
         block_N = position_N // self.block
         first_N = torch.zeros_like(position_N)
         blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
         return [blocks, self.summaries(position_N, heads, block_N * self.block)]
 
-    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+    def summaries(
+        self,
+        position_N: Tensor,
+        heads: int,
+        until_N: Tensor,
+    ) -> PositionLists:
         """Return one list of all summary columns, which a query reads up to a position."""
         first_N = torch.zeros_like(position_N)
         head_H1 = torch.arange(heads, device=position_N.device)[:, None]
-        key_list_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
+        is_summary_HN = self.is_summary(head_H1, position_N)
+        key_list_HN = torch.where(is_summary_HN, 0, -1)
         return PositionLists(first_N, key_list_HN, first_N, until_N)
 
 
@@ -366,7 +422,7 @@ class FixedBlock(Recurrent):
         check_positive(block=block)
         super().__init__(length=block, memory=0, **options)
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         """Return a list for each block, so that engines compute whole triangles."""
         block_N = position_N // self.length
         first_N = torch.zeros_like(position_N)
@@ -379,7 +435,7 @@ class FixedSummary(Fixed):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return self.is_summary(head, j)
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         return [self.summaries(position_N, heads, position_N + 1)]
 
 
@@ -395,7 +451,12 @@ class PositionCache(RowCache):
         super().__init__(partial(pattern.terms, relative=relative), ring)
         self.pattern = pattern
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         H, slots = k_BHSD.shape[1:3]
         filled = min(slots, position + 1)
@@ -406,17 +467,25 @@ class PositionCache(RowCache):
         distance_111S = distance_S[None, None, None]
         if self.pattern.reads_all_cached and self.pattern.attend_self:
             return self.attend(qk, k_BHSD, v_BHSD, None, distance_111S)
-        read_HS = self.slots_read(position - distance_S, position % slots, H)
+        position_S = position - distance_S
+        read_HS = self.slots_read(position_S, position % slots, H)
         if self.ring is None and has_equal_counts(read_HS):
             # Most slots are not read: attend over copies of those that are.
             slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
-            k_BHKD = k_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
-            v_BHKD = v_BHSD.take_along_dim(slot_HK[None, :, :, None], 2)
-            distance_HK = distance_S[slot_HK]
-            return self.attend(qk, k_BHKD, v_BHKD, None, distance_HK[None, :, None])
-        return self.attend(qk, k_BHSD, v_BHSD, read_HS[None, :, None], distance_111S)
+            slot_1HK1 = slot_HK[None, :, :, None]
+            k_BHKD = k_BHSD.take_along_dim(slot_1HK1, 2)
+            v_BHKD = v_BHSD.take_along_dim(slot_1HK1, 2)
+            distance_1H1K = distance_S[slot_HK][None, :, None]
+            return self.attend(qk, k_BHKD, v_BHKD, None, distance_1H1K)
+        read_1H1S = read_HS[None, :, None]
+        return self.attend(qk, k_BHSD, v_BHSD, read_1H1S, distance_111S)
 
-    def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
+    def slots_read(
+        self,
+        position_S: Tensor,
+        slot: int,
+        heads: int,
+    ) -> Tensor:
         """Return which slots the position in a slot reads, `[H, S]`, bool.
 
         Args:
@@ -424,12 +493,12 @@ class PositionCache(RowCache):
             slot: the slot of the newest position.
         """
         read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=position_S.device)
-        spreads = self.pattern.spreads(position_S, heads)
-        if spreads is None:
+        all_lists = self.pattern.position_lists(position_S, heads)
+        if all_lists is None:
             for head in range(heads):
                 read_HS[head] = self.pattern.sees(head, position_S[slot], position_S)
         else:
-            for lists in spreads:
+            for lists in all_lists:
                 is_from_S = position_S >= lists.since_N[slot]
                 is_until_S = position_S < lists.until_N[slot]
                 is_in_list_HS = lists.key_list_HN == lists.list_HN[..., slot, None]

@@ -47,7 +47,8 @@ a compiled kernel makes both (engine/probing.cpp). On a GPU our kernels make the
 Torch's operations make all else; on a GPU they are many times slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
-a cache, K keys that a query probes, W keys that it reads, M keys of all lists, L = B * H * C lists.
+a cache, A keys that a query probes, K keys that it reads, at most W of A with `candidates`, M keys of
+all lists, L = B * H * C lists.
 """
 
 from __future__ import annotations
@@ -57,7 +58,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive, check_within
@@ -74,10 +74,10 @@ from rtx.attention.inverted_file import (
     nearest_clusters,
     probed_clusters,
     query_margins,
-    widened,
 )
 from rtx.attention.key_centroids import KeyCentroids
-from rtx.attention.members import products
+from rtx.attention.members import products, sums_of_lists
+from rtx.attention.precision import widened
 from rtx.attention.probed_lists import (
     collect_members,
     dynamic_lists,
@@ -120,6 +120,14 @@ def probed_positions(
     return sorted(positions)
 
 
+def positions_by_cluster(cluster_N: list[int]) -> dict[int, list[int]]:
+    """Return the positions in each cluster, ascending."""
+    members: dict[int, list[int]] = {}
+    for position, cluster in enumerate(cluster_N):
+        members.setdefault(cluster, []).append(position)
+    return members
+
+
 def finite_number(score: float) -> float:
     """Return the score, or the number closest to an infinite one, or the least one for NaN.
 
@@ -130,7 +138,11 @@ def finite_number(score: float) -> float:
     return min(max(score, -LARGEST), LARGEST)
 
 
-def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
+def equal_to_best(
+    score_C: list[float],
+    margin: float,
+    clusters: list[int],
+) -> list[int]:
     """Return the clusters, ascending, that steps within the margin link to the best of some."""
     by_score = sorted(clusters, key=lambda c: -score_C[c])
     equal = by_score[:1]
@@ -182,10 +194,10 @@ class Probed(TopKeys):
         self.centroids = KeyCentroids(heads, clusters, size, decay=decay)
         self.room_factor = 2
         """See `room`; `rtx.attention.room.make_room` doubles it if members are lost."""
-        self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
+        none_lost = torch.zeros(1, dtype=torch.int64)
+        self.register_buffer("lost_members", none_lost, persistent=False)
         self.lost_members: Tensor
-        """How many query members were left out of lists for want of room, in training, since `make_room`
-        looked."""
+        """How many query members had no room in lists, in training, since `make_room` looked."""
         self.files: triton_probing.Files | None = None
         """The files that `gather` made of a pass's keys, for `reads` to use."""
 
@@ -205,7 +217,9 @@ class Probed(TopKeys):
 
     def reach(self, length: int) -> Reach:
         """Return how far a query probes in N positions; its target is m, or N if that is less."""
-        m = self.window if self.candidates is None else self.candidates
+        m = self.window
+        if self.candidates is not None:
+            m = self.candidates
         return Reach(min(m, length), self.attend_self)
 
     def max_keys(self, length: int) -> int:
@@ -215,32 +229,44 @@ class Probed(TopKeys):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         q_ND = qk.rotated_q_BHND[0, head]
         k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)
-        centroid_1CD = self.centroids.centroid_HCD[head, None].to(q_ND.dtype)
-        cluster_N = nearest_clusters(centroid_1CD, k_ND[None])[0].tolist()
-        score_NC = (q_ND @ centroid_1CD[0].T).tolist()
-        margin_N = query_margins(centroid_1CD, q_ND[None]).flatten().tolist()
+        centroid_CD = self.centroids.centroid_HCD[head].to(q_ND.dtype)
+        cluster_1N = nearest_clusters(centroid_CD[None], k_ND[None])
+        margin_1N1 = query_margins(centroid_CD[None], q_ND[None])
+        cluster_N = cluster_1N[0].tolist()
+        margin_N = margin_1N1[0, :, 0].tolist()
+        score_NC = (q_ND @ centroid_CD.T).tolist()
         target = self.reach(N).target
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i in range(N):
-            members: dict[int, list[int]] = {}
-            for j in range(readable_count(i, self.attend_self)):
-                members.setdefault(cluster_N[j], []).append(j)
+            readable = readable_count(i, self.attend_self)
+            members = positions_by_cluster(cluster_N[:readable])
             read = probed_positions(score_NC[i], margin_N[i], members, target)
             if not self.reads_all:
                 read = self.best_by_rule(q_ND[i], k_ND, read)
             mask_NN[i, read] = True
         return mask_NN[None]
 
-    def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_K: list[int]) -> list[int]:
+    def best_by_rule(
+        self,
+        q_D: Tensor,
+        k_ND: Tensor,
+        position_A: list[int],
+    ) -> list[int]:
         """Return the positions of a query's W best candidates."""
-        k_KD = k_ND[position_K]
-        logit_K = (q_D @ k_KD.T).tolist()
-        margin_K = self.tie_margins(q_D, k_KD).tolist()
-        return [position_K[slot] for slot in best(logit_K, margin_K, self.window)]
+        k_AD = k_ND[position_A]
+        logit_A = q_D @ k_AD.T
+        margin_A = self.tie_margins(q_D, k_AD)
+        best_of_A = best(logit_A.tolist(), margin_A.tolist(), self.window)
+        return [position_A[number] for number in best_of_A]
 
     # The batch form.
 
@@ -253,15 +279,19 @@ class Probed(TopKeys):
 
     def by_native(self, k_BHND: Tensor) -> bool:
         """Return whether the compiled kernel for CPUs makes the batch form."""
-        if k_BHND.dtype != torch.float32 or not k_BHND.is_cpu or is_static(k_BHND, self.backend):
+        N = k_BHND.shape[2]
+        if k_BHND.dtype != torch.float32 or not k_BHND.is_cpu:
             return False
-        return native.wanted(self.backend, k_BHND.shape[2])
+        if is_static(k_BHND, self.backend):
+            return False
+        return native.wanted(self.backend, N)
 
     def by_triton(self, k_BHND: Tensor) -> bool:
         """Return whether our kernels for GPUs make the batch form."""
         if self.has_index or self.clusters > triton_probing.MAX_CLUSTERS:
             return False
-        if k_BHND.shape[2] > triton_probing.MAX_LENGTH or not is_static(k_BHND, self.backend):
+        N = k_BHND.shape[2]
+        if N > triton_probing.MAX_LENGTH or not is_static(k_BHND, self.backend):
             return False
         return selection_functions(k_BHND, self.backend) is triton_selection
 
@@ -273,7 +303,14 @@ class Probed(TopKeys):
         window = self.max_keys(N)
         if N and self.by_native(k_BHND):
             return native_index(centroid_HCD, q_BHND, k_BHND, reach, window)
-        return candidate_index(centroid_HCD, q_BHND, k_BHND, reach, window, self.backend)
+        return candidate_index(
+            centroid_HCD,
+            q_BHND,
+            k_BHND,
+            reach=reach,
+            window=window,
+            backend=self.backend,
+        )
 
     def lists_read(self, q_BHND: Tensor, k_BHND: Tensor) -> list[Reads]:
         """Return the lists of early positions and of clusters."""
@@ -294,7 +331,12 @@ class Probed(TopKeys):
             parts = [*parts, self.late_part(q_BHND, k_BHND, reach)]
         return parts
 
-    def late_part(self, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
+    def late_part(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor,
+        reach: Reach,
+    ) -> RangeReads:
         """Return the lists of clusters, by torch's operations."""
         inputs = (self.centroids.centroid_HCD, q_BHND, k_BHND, reach)
         if not is_static(q_BHND, self.backend):
@@ -340,9 +382,11 @@ class Probed(TopKeys):
         """
         m = max(1, self.reach(length).target)
         N = max(1, length)
-        probed = min(1 + m * self.clusters / N * math.log(N / m), self.clusters)
-        room = self.room_factor * math.ceil(heads * length * probed)
-        return min(room, heads * length * self.clusters)
+        rows = heads * length
+        probed = 1 + m * self.clusters / N * math.log(N / m)
+        probed = min(probed, self.clusters)
+        room = self.room_factor * math.ceil(rows * probed)
+        return min(room, rows * self.clusters)
 
     def room_lacking(self, count_1: Tensor, room: int) -> int:
         """Return how much room the lists need beyond `room`.
@@ -382,7 +426,7 @@ class Probed(TopKeys):
             QUERIES,
             k_BHND,
             member_count_L=keys.count_L,
-            sum_LD=self.list_sums(k_BHND, keys),
+            sum_LD=sums_of_lists(k_BHND, keys, self.backend),
             count_L=keys.count_L,
             moment_2BHC=None,
         )
@@ -395,14 +439,6 @@ class Probed(TopKeys):
             return self.files.packed()
         cluster_BHN = clusters_of(self.centroids.centroid_HCD, k_BHND)
         return pack(cluster_BHN, self.clusters, complete=True)
-
-    def list_sums(self, k_BHND: Tensor, keys: MemberLists) -> Tensor:
-        """Return the sum of the keys of each list, `[L, D]`."""
-        k_RD = k_BHND.flatten(0, 2)
-        if is_static(k_BHND, self.backend):
-            functions = selection_functions(k_BHND, self.backend)
-            return functions.list_sums(k_RD, keys.row_M, keys.count_L)
-        return F.embedding_bag(keys.row_M, k_RD, keys.first_L(), mode="sum")
 
     # The stream.
 
@@ -431,12 +467,12 @@ class ProbedCache(GrowingCache):
         """
         pattern = self.pattern
         k_BHND = widened(qk.rotated_k_BHND)
-        B, H, _, _ = k_BHND.shape
-        if self.count_BHC is None:
-            shape = (B, H, pattern.clusters)
-            self.count_BHC = torch.zeros(shape, dtype=torch.int64, device=k_BHND.device)
         cluster_BHN = clusters_of(pattern.centroids.centroid_HCD, k_BHND)
-        rank_BHN, self.count_BHC = ranked(cluster_BHN, self.count_BHC)
+        if self.count_BHC is None:
+            B, H, _ = cluster_BHN.shape
+            self.count_BHC = cluster_BHN.new_zeros(B, H, pattern.clusters)
+        rank_BHN, new_count_BHC = ranked(cluster_BHN, self.count_BHC)
+        self.count_BHC = new_count_BHC
         filed_BHN2 = torch.stack([cluster_BHN, rank_BHN], dim=-1)
         self.filed_BHS2 = place(self.filed_BHS2, filed_BHN2, first)
         if not pattern.reads_all:
@@ -446,30 +482,39 @@ class ProbedCache(GrowingCache):
         q_X1D = widened(qk.rotated_q_BHND).flatten(0, 1)
         N = position + 1
         slot_N = torch.arange(N, device=q_X1D.device)
-        slot_XN = torch.where(self.probed_keys(q_X1D, N), slot_N, N)
+        is_probed_XN = self.probed_keys(q_X1D, N)
+        slot_XN = torch.where(is_probed_XN, slot_N, N)
         most = max_probed(self.pattern.reach(N).target, N)
-        slot_XK = slot_XN.topk(most, largest=False, sorted=True).values
+        slot_XA = slot_XN.topk(most, largest=False, sorted=True).values
         if self.pattern.reads_all:
-            slot_X1K = torch.where(slot_XK < N, slot_XK, -1)[:, None]
+            slot_XK = torch.where(slot_XA < N, slot_XA, -1)
+            slot_X1K = slot_XK[:, None]
         else:
-            slot_X1K = self.best_slots(q_X1D, slot_XK, N)
-        return slot_X1K.unflatten(0, qk.rotated_q_BHND.shape[:2])
+            slot_X1K = self.best_slots(q_X1D, slot_XA, N)
+        streams_and_heads = qk.rotated_q_BHND.shape[:2]
+        return slot_X1K.unflatten(0, streams_and_heads)
 
     def probed_keys(self, q_X1D: Tensor, length: int) -> Tensor:
         """Return which of the first N keys the newest query probes, `[X, N]`, bool."""
         pattern = self.pattern
         assert self.filed_BHS2 is not None
-        cluster_XN, rank_XN = self.filed_BHS2[:, :, :length].flatten(0, 1).unbind(-1)
+        filed_XN2 = self.filed_BHS2[:, :, :length].flatten(0, 1)
+        cluster_XN, rank_XN = filed_XN2.unbind(-1)
         readable_XC = self.readable_counts(cluster_XN)
         streams = len(self.filed_BHS2)
-        centroid_XCD = pattern.centroids.centroid_HCD.to(q_X1D.dtype).repeat(streams, 1, 1)
-        score_X1C = products(q_X1D, centroid_XCD)
-        margin_X11 = query_margins(centroid_XCD, q_X1D)
+        centroid_HCD = pattern.centroids.centroid_HCD.to(q_X1D.dtype)
+        centroid_XCD = centroid_HCD.repeat(streams, 1, 1)
         m = pattern.reach(length).target
-        is_probed_X1C = probed_clusters(score_X1C, margin_X11, readable_XC[:, None], m)
+        is_probed_X1C = probed_clusters(
+            score_XNC=products(q_X1D, centroid_XCD),
+            margin_XN1=query_margins(centroid_XCD, q_X1D),
+            readable_XNC=readable_XC[:, None],
+            target=m,
+        )
+        is_in_probed_XN = is_probed_X1C[:, 0].gather(-1, cluster_XN)
         stop_XN = readable_XC.gather(-1, cluster_XN)
         is_last_XN = (rank_XN >= stop_XN - m) & (rank_XN < stop_XN)
-        return is_probed_X1C[:, 0].gather(-1, cluster_XN) & is_last_XN
+        return is_in_probed_XN & is_last_XN
 
     def readable_counts(self, cluster_XN: Tensor) -> Tensor:
         """Return how many keys of each cluster the newest query may read, `[X, C]`."""
@@ -479,21 +524,34 @@ class ProbedCache(GrowingCache):
         if readable_count(N - 1, self.pattern.attend_self) == N:
             return count_XC
         newest_cluster_X1 = cluster_XN[:, -1:]
-        return count_XC.scatter_add(-1, newest_cluster_X1, torch.full_like(newest_cluster_X1, -1))
+        minus_one_X1 = torch.full_like(newest_cluster_X1, -1)
+        return count_XC.scatter_add(-1, newest_cluster_X1, minus_one_X1)
 
-    def best_slots(self, q_X1D: Tensor, slot_XK: Tensor, length: int) -> Tensor:
+    def best_slots(
+        self,
+        q_X1D: Tensor,
+        slot_XA: Tensor,
+        length: int,
+    ) -> Tensor:
         """Return the slots of the query's W best candidates, `[X, 1, W]`; -1 for none.
 
         Args:
-            slot_XK: those of the candidates, ascending; N for none.
+            slot_XA: those of the candidates, ascending; N for none.
             length: N.
         """
         pattern = self.pattern
         assert self.choice_BHSE is not None
-        slot_XK1 = slot_XK.clamp(max=length - 1)[..., None]
-        k_XKD = widened(self.choice_BHSE.flatten(0, 1).take_along_dim(slot_XK1, 1))
-        inputs = (q_X1D, k_XKD[:, None], slot_XK[:, None])
-        return best_candidates(*inputs, length, pattern.window, pattern.backend)
+        k_XSD = self.choice_BHSE.flatten(0, 1)
+        real_slot_XA = slot_XA.clamp(max=length - 1)
+        k_XAD = k_XSD.take_along_dim(real_slot_XA[..., None], 1)
+        return best_candidates(
+            q_X1D,
+            widened(k_XAD)[:, None],
+            slot_XA[:, None],
+            length=length,
+            window=pattern.window,
+            backend=pattern.backend,
+        )
 
 
 def ranked(cluster_BHN: Tensor, count_BHC: Tensor) -> tuple[Tensor, Tensor]:
@@ -507,5 +565,7 @@ def ranked(cluster_BHN: Tensor, count_BHC: Tensor) -> tuple[Tensor, Tensor]:
     first_rank_L = count_BHC.flatten() - lists.first_L()
     number_M = torch.arange(len(lists.row_M), device=cluster_BHN.device)
     rank_M = number_M + first_rank_L[lists.list_M()]
-    rank_R = torch.empty_like(rank_M).scatter(0, lists.row_M, rank_M)
-    return rank_R.view(cluster_BHN.shape), count_BHC + lists.count_L.view(B, H, C)
+    rank_R = torch.empty_like(rank_M)
+    rank_R.scatter_(0, lists.row_M, rank_M)
+    new_BHC = lists.count_L.view(B, H, C)
+    return rank_R.view(cluster_BHN.shape), count_BHC + new_BHC

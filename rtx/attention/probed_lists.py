@@ -33,7 +33,11 @@ from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, pa
 from rtx.attention.top_keys import last_readable
 
 
-def early_lists(shape: torch.Size, reach: Reach, device: torch.device) -> list[Reads]:
+def early_lists(
+    shape: torch.Size,
+    reach: Reach,
+    device: torch.device,
+) -> list[Reads]:
     """Return the lists of early positions; from a cache, if it has lists of this shape.
 
     Args:
@@ -221,7 +225,12 @@ def collect_members(
     return Members(number_P1[:room], torch.cat(counts), count_1, keys)
 
 
-def lists_with_room(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
+def lists_with_room(
+    members: Members,
+    clusters: int,
+    length: int,
+    reach: Reach,
+) -> RangeReads:
     """Return lists with room, and what kernels read of them.
 
     Query members after the last real one belong to no row. Their ranges are empty, and start after

@@ -38,7 +38,7 @@ class QueriesKeys(NamedTuple):
     rotated_k_BHND: Tensor
     """As the logits read them: rotated, with rotary positions."""
     memory: int = 0
-    """The number of positions at the start that are read but read nothing: those of earlier segments."""
+    """The number of positions at the start that are read but read nothing, of earlier segments."""
     narrow_q_BHND: Tensor | None = None
     """`rotated_q_BHND` in the type of the layer's queries, if it exists already."""
     narrow_k_BHND: Tensor | None = None
@@ -58,13 +58,16 @@ class MemberLists(NamedTuple):
 
     def list_M(self) -> Tensor:
         """Return the list of every member."""
+        members = len(self.row_M)
         number_L = torch.arange(len(self.count_L), device=self.row_M.device)
-        return torch.repeat_interleave(number_L, self.count_L, output_size=len(self.row_M))
+        return torch.repeat_interleave(number_L, self.count_L, output_size=members)
 
-    def keep(self, kept_R: Tensor) -> MemberLists:
-        """Return the lists with those members alone whose row is true in `kept_R`, bool."""
-        remains_M = kept_R[self.row_M]
-        count_L = torch.bincount(self.list_M()[remains_M], minlength=len(self.count_L))
+    def keep(self, remains_R: Tensor) -> MemberLists:
+        """Return the lists with those members alone whose row is true in `remains_R`, bool."""
+        lists = len(self.count_L)
+        remains_M = remains_R[self.row_M]
+        list_J = self.list_M()[remains_M]
+        count_L = torch.bincount(list_J, minlength=lists)
         return MemberLists(self.row_M[remains_M], count_L)
 
 
@@ -106,21 +109,27 @@ class RangeReads(NamedTuple):
     length: int
     """N."""
     holes: Holes | None = None
-    """Key members within the ranges that are not read. Where outputs are means over lists, they must
-    not hide a whole range, because `times_R` would still count it."""
+    """Key members within the ranges that are not read.
+
+    Where outputs are means over lists, they must not hide a whole range, because `times_R` would
+    still count it.
+    """
     most: int | None = None
     """A bound on the number of keys in a range that follows from shapes; None without one."""
     window: Window | None = None
     """Set where the lists are whole sequences with a window, and nothing is hidden."""
     derived: dict[str, Any] | None = None
-    """What engines derive from the lists, by name: a dictionary where lists serve several passes
-    (`rtx.attention.once` fills it), or where it is made together with the lists. None: engines
-    derive it anew for every pass."""
+    """What engines derive from the lists, by name.
+
+    A dictionary where lists serve several passes (`rtx.attention.once` fills it), or where it is made
+    together with the lists. None: engines derive it anew for every pass.
+    """
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row has a range that is not empty."""
+        reads_some_P = self.stop_P > self.start_P
         times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
-        return times_R.index_add_(0, self.query.row_M, (self.stop_P > self.start_P).long())
+        return times_R.index_add_(0, self.query.row_M, reads_some_P.long())
 
 
 class IndexReads(NamedTuple):
@@ -138,7 +147,11 @@ class IndexReads(NamedTuple):
 Reads = RangeReads | IndexReads
 
 
-def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
+def pack(
+    list_BHN: Tensor,
+    lists: int,
+    complete: bool = False,
+) -> MemberLists:
     """Return packed lists, where every position belongs to one list of its head, or to none.
 
     Args:
@@ -148,24 +161,42 @@ def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
             CPU does not wait for a GPU.
     """
     B, H, N = list_BHN.shape
-    head_X1 = torch.arange(B * H, device=list_BHN.device)[:, None]
+    device = list_BHN.device
     list_XN = list_BHN.reshape(B * H, N)
-    # Positions of no list are counted as a last one of their head, and cut off. Short numbers are
-    # sorted faster.
-    number_R = (torch.where(list_XN < 0, lists, list_XN) + head_X1 * (lists + 1)).flatten()
-    numbers = B * H * (lists + 1)
-    dtype = torch.int16 if numbers < 1 << 15 else torch.int64
-    number_M, row_M = number_R.to(dtype).sort(stable=True)
-    bound_L = torch.arange(numbers + 1, device=list_BHN.device, dtype=dtype)
-    count_XL = torch.searchsorted(number_M, bound_L).diff().view(B * H, lists + 1)
-    if not complete and bool((list_XN < 0).any()):
-        row_M = row_M[(list_XN >= 0).flatten()[row_M]]
-    return MemberLists(row_M, count_XL[:, :lists].flatten())
+    # Each head has one more list, for the positions of no list; it is cut off in the end.
+    lists_of_head = lists + 1
+    numbers = B * H * lists_of_head
+    # Short numbers are sorted faster.
+    dtype = torch.int64
+    if numbers < 1 << 15:
+        dtype = torch.int16
+    head_X1 = torch.arange(B * H, device=device)[:, None]
+    has_none_XN = list_XN < 0
+    number_XN = head_X1 * lists_of_head + torch.where(has_none_XN, lists, list_XN)
+    number_R = number_XN.flatten().to(dtype)
+    number_M, row_M = number_R.sort(stable=True)
+    bound = torch.arange(numbers + 1, device=device, dtype=dtype)
+    first = torch.searchsorted(number_M, bound)
+    count_XC = first.diff().view(B * H, lists_of_head)
+    if not complete and bool(has_none_XN.any()):
+        has_list_R = ~has_none_XN.flatten()
+        row_M = row_M[has_list_R[row_M]]
+    return MemberLists(row_M, count_XC[:, :lists].flatten())
 
 
 def order(members: MemberLists, length: int) -> Tensor:
     """Return list * N + position of each member, `[M]`, which ascends from member to member."""
-    return members.list_M() * length + members.row_M % max(1, length)
+    position_M = positions(members, length)
+    return members.list_M() * length + position_M
+
+
+def positions(members: MemberLists, length: int) -> Tensor:
+    """Return the position of each member in its sequence, `[M]`.
+
+    Args:
+        length: N; without positions there are no members.
+    """
+    return members.row_M % max(1, length)
 
 
 def members_read(
@@ -188,12 +219,20 @@ def members_read(
         key_order_M = order(keys, length)
         query_order_P = order(queries, length)
         stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
-    start_P = keys.first_L()[queries.list_M()].maximum(stop_P - window)
+    first_of_list_P = keys.first_L()[queries.list_M()]
+    start_P = first_of_list_P.maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
     if not attend_self and len(keys.row_M):
-        last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
-        stop_P = stop_P - (last_is_self_P & (stop_P - start_P > 1)).long()
+        is_self_P = last_is_self(queries, keys, stop_P)
+        has_others_P = stop_P - start_P > 1
+        stop_P = stop_P - (is_self_P & has_others_P).long()
     return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+
+
+def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Tensor:
+    """Return whether the last key before each stop is of the query's row; there are keys."""
+    last_P = (stop_P - 1).clamp(min=0)
+    return keys.row_M[last_P] == queries.row_M
 
 
 def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
@@ -205,15 +244,17 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     """
     read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
     for part in parts:
-        read_R.index_add_(0, part.query.row_M, part.stop_P - part.start_P)
+        count_P = part.stop_P - part.start_P
+        read_R.index_add_(0, part.query.row_M, count_P)
     others = []
     for part in parts:
-        row_P = part.query.row_M
         leaves_out_P = part.stop_P > part.start_P
         if len(part.key.row_M):
-            last_is_self_P = part.key.row_M[(part.stop_P - 1).clamp(min=0)] == row_P
-            leaves_out_P = leaves_out_P & last_is_self_P & (read_R[row_P] > 1)
-        others.append(part._replace(stop_P=part.stop_P - leaves_out_P.long()))
+            is_self_P = last_is_self(part.query, part.key, part.stop_P)
+            has_others_P = read_R[part.query.row_M] > 1
+            leaves_out_P = leaves_out_P & is_self_P & has_others_P
+        stop_P = part.stop_P - leaves_out_P.long()
+        others.append(part._replace(stop_P=stop_P))
     return others
 
 
@@ -232,8 +273,10 @@ def bounded_read(
         length: N.
     """
     key_order_M = order(keys, length)
-    base_P = queries.list_M() * length
-    position_P = queries.row_M % max(1, length)
-    start_P = torch.searchsorted(key_order_M, base_P + since_N[position_P].clamp(0, length))
-    stop_P = torch.searchsorted(key_order_M, base_P + until_N[position_P].clamp(0, length))
+    first_order_P = queries.list_M() * length
+    position_P = positions(queries, length)
+    since_P = since_N[position_P].clamp(0, length)
+    until_P = until_N[position_P].clamp(0, length)
+    start_P = torch.searchsorted(key_order_M, first_order_P + since_P)
+    stop_P = torch.searchsorted(key_order_M, first_order_P + until_P)
     return RangeReads(queries, keys, start_P, stop_P.maximum(start_P), length)

@@ -8,12 +8,13 @@ members up to itself (`ClusterPattern`). Three classes differ in who is a member
     Thresholds   all positions whose score reaches the threshold of the cluster
     Nearest      all positions that score higher here than in any other cluster
 
-Sides. If the queries serve as keys, a position has one membership for both, and there is one
-*side*. With `keys="separate"` the memberships of queries and keys differ, and there are two sides,
-`QUERIES` and `KEYS`.
+Sides. If the queries serve as keys, a position is a member of the same clusters as a query and as a
+key: there is one *side*. With `keys="separate"` queries and keys join clusters by their own scores:
+there are two sides, `QUERIES` and `KEYS`. Every side has scores, thresholds and lists of members.
 
 The batch form has two kinds. On a CPU, lists are as long as the scores make them
-(`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits.
+(`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits; lists
+then have room for a fixed number of members (room.py).
 
 Statistics. `reads` changes nothing. In training, the forward pass calls `observe` instead, which
 also gathers what the centroids move by (centroids.py).
@@ -32,21 +33,22 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_number
-from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
-from rtx.attention.clusters import ClusterCache, ClusterPattern, last_members
+from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins, last_members
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.engine.static_selection import Selected, memberships, separate_lists
 from rtx.attention.members import (
+    Arrivals,
     PrefixTopK,
     arrivals,
     choose_members,
     products,
     sums_of_lists,
 )
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     Holes,
     MemberLists,
@@ -90,25 +92,36 @@ class Routing(ClusterPattern):
             nearest centroids.
     """
 
-    def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        centroids: Centroids,
+        *,
+        commitment: float = 0.0,
+        **options: Any,
+    ) -> None:
         has_keys = centroids.keys != "shared"
         super().__init__(has_keys=has_keys, window=centroids.window, **options)
         check_number("commitment", commitment, "finite and at least 0", is_rate)
+        H, _, D = centroids.centroid_HCD.shape
+        self.heads = H
+        self.size = D
         self.centroids = centroids
         self.commitment = commitment
-        self.heads, _, self.size = centroids.centroid_HCD.shape
         self.seen: tuple[list[MemberLists], int] | None = None
         """The lists of each side in the last training batch, and its B * H * N, for telemetry."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return the vectors of each side, `[B, H, N, D]`."""
+        q_BHND = qk.q_BHND
+        k_BHND = qk.k_BHND
         if self.centroids.keys == "separate":
-            return [qk.q_BHND, qk.k_BHND]
+            return [q_BHND, k_BHND]
         if self.centroids.projection_HDD is None:
-            return [qk.q_BHND]
-        with no_autocast(qk.q_BHND):
-            projection_HDD = self.centroids.projection_HDD.to(qk.q_BHND.dtype)
-            return [(qk.q_BHND + qk.k_BHND) @ projection_HDD.transpose(-1, -2)]
+            return [q_BHND]
+        projection_HDD = self.centroids.projection_HDD.to(q_BHND.dtype)
+        with no_autocast(q_BHND):
+            projected_BHND = (q_BHND + k_BHND) @ projection_HDD.transpose(-1, -2)
+        return [projected_BHND]
 
     def margins(self, x: Tensor) -> Tensor:
         """Return within which margin scores of a cluster are equal, `[H, C]`, by their type."""
@@ -116,28 +129,47 @@ class Routing(ClusterPattern):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         members = []
         for side, score_CN in enumerate(self.scores_of_head(qk, head)):
             margin_C = self.margins(score_CN)[head]
-            members.append(self.members_by_rule(score_CN, margin_C, side, head))
-        return last_members(members[0], members[-1], self.window)
+            member_CN = self.members_by_rule(score_CN, margin_C, side, head)
+            members.append(member_CN)
+        query_CN = members[0]
+        key_CN = members[-1]
+        return last_members(query_CN, key_CN, self.window)
 
     def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
         """Return the scores of the first sequence in one head, `[C, N]` for each side."""
         centroid_CD = self.centroids.centroid_HCD[head]
-        vectors = [x_BHND[0, head] for x_BHND in self.clustered(qk)]
-        return [centroid_CD.to(x_ND.dtype) @ x_ND.T for x_ND in vectors]
+        scores = []
+        for x_BHND in self.clustered(qk):
+            x_ND = x_BHND[0, head]
+            score_CN = centroid_CD.to(x_ND.dtype) @ x_ND.T
+            scores.append(score_CN)
+        return scores
 
     @abstractmethod
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         """Return which positions are members of which cluster of a head, `[C, N]`, bool."""
 
     # The batch form.
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        N = qk.q_BHND.shape[2]
         members = self.select(self.clustered(qk))
-        return [self.reads_of(members, qk.q_BHND.shape[2])]
+        return [self.reads_of(members, N)]
 
     @torch.no_grad()
     def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[SideMembers]:
@@ -150,13 +182,19 @@ class Routing(ClusterPattern):
         members = []
         for side, x_BHND in enumerate(vectors):
             if is_static(x_BHND, self.backend):
-                members.append(static_members(self.select_static(x_BHND, side)))
+                selected = self.select_static(x_BHND, side)
+                members.append(side_members(selected))
             else:
                 members.append(self.select_dynamic(x_BHND, side, with_nearest))
         return members
 
     @abstractmethod
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
         """Return the members of one side, in lists as long as the scores make them."""
 
     @abstractmethod
@@ -198,30 +236,38 @@ class Routing(ClusterPattern):
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         self.seed(qk)
         # Statistics are of the members by whole sequences.
-        has_others = streaming and not self.strictly_causal
-        if has_others or not self.training or gathering.is_paused:
+        has_other_members = streaming and not self.strictly_causal
+        if has_other_members or not self.training or gathering.is_paused:
             return self.reads(qk, streaming)
         vectors = self.clustered(qk)
         members = self.select(vectors, self.follows_nearest)
-        rows = qk.q_BHND.shape[:3].numel()
+        B, H, N, _ = qk.q_BHND.shape
+        rows = B * H * N
         if rows:
             for side, x_BHND in enumerate(vectors):
                 self.add_statistics(members[side], x_BHND, side)
-            self.seen = ([of_side.lists for of_side in members], rows)
-        return [self.reads_of(members, qk.q_BHND.shape[2])]
+            lists = [members_of_side.lists for members_of_side in members]
+            self.seen = (lists, rows)
+        return [self.reads_of(members, N)]
 
     def seed(self, qk: QueriesKeys) -> None:
         """Let the centroids start at vectors of this batch, if they wait for one."""
-        store = self.centroids
-        if store.seed_with_next and store.training:
-            store.seed_from([x_BHND.detach() for x_BHND in self.clustered(qk)])
+        centroids = self.centroids
+        if centroids.seed_with_next and centroids.training:
+            vectors = [x_BHND.detach() for x_BHND in self.clustered(qk)]
+            centroids.seed_from(vectors)
 
     @property
     def follows_nearest(self) -> bool:
         """Whether centroids follow other positions than their members: those nearest to them."""
         return self.centroids.update_rule != "members"
 
-    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
+    def add_statistics(
+        self,
+        members: SideMembers,
+        x_BHND: Tensor,
+        side: int,
+    ) -> None:
         """Let the centroids gather statistics of one side; members without room are in no mean."""
         followed = members.lists
         if self.follows_nearest:
@@ -237,15 +283,21 @@ class Routing(ClusterPattern):
             moment_2BHC=members.moment_2BHC,
         )
 
-    # What selections have in common.
+    # How the subclasses select.
 
-    def members_by_scores(
+    def dynamic_members(
         self,
         x_BHND: Tensor,
         threshold_HC: Tensor | None,
         with_nearest: bool,
     ) -> SideMembers:
-        """Return members by thresholds, or without these the W best of each cluster."""
+        """Return the members of one side, in lists as long as the scores make them.
+
+        Args:
+            threshold_HC: the scores that members reach; None: the members of a cluster are the W
+                positions that score highest.
+            with_nearest: set `SideMembers.nearest`, too.
+        """
         selection = choose_members(
             self.centroids.centroid_HCD,
             x_BHND,
@@ -260,14 +312,21 @@ class Routing(ClusterPattern):
         lists = MemberLists(selection.row_M, selection.count_L)
         return SideMembers(lists, lists.count_L, nearest, selection.moment_2BHC)
 
-    def members_by_thresholds(
+    def static_members(
         self,
         x_BHND: Tensor,
         threshold_HC: Tensor | None,
         room: int,
     ) -> Selected:
-        """Return members by thresholds, or without these by nearest clusters, in static shapes."""
-        return selection_functions(x_BHND, self.backend).by_thresholds(
+        """Return the members of one side in static shapes.
+
+        Args:
+            threshold_HC: the scores that members reach; None: a position is a member of the cluster
+                that scores it highest.
+            room: of the lists, in members.
+        """
+        functions = selection_functions(x_BHND, self.backend)
+        return functions.by_thresholds(
             self.centroids.centroid_HCD,
             x_BHND,
             threshold_HC=threshold_HC,
@@ -280,7 +339,8 @@ class Routing(ClusterPattern):
     def nearest_members(self, x_BHND: Tensor) -> MemberLists:
         """Return lists in which each position is a member of its nearest cluster alone."""
         if not is_static(x_BHND, self.backend):
-            return self.pack_clusters(self.nearest_clusters(x_BHND))
+            cluster_BHN = self.nearest_clusters(x_BHND)
+            return self.pack_clusters(cluster_BHN)
         functions = selection_functions(x_BHND, self.backend)
         margin_HC = self.margins(x_BHND)
         return functions.nearest_members(self.centroids.centroid_HCD, x_BHND, margin_HC)
@@ -296,7 +356,8 @@ class Routing(ClusterPattern):
         if is_static(x_BHND, self.backend):
             functions = selection_functions(x_BHND, self.backend)
             margin_HC = self.margins(x_BHND)
-            return functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC).long()
+            cluster_BHN = functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC)
+            return cluster_BHN.long()
         selection = choose_members(
             centroid_HCD,
             x_BHND,
@@ -312,27 +373,39 @@ class Routing(ClusterPattern):
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the weighted commitment loss, zero outside of training."""
-        if not self.training or not self.commitment or not qk.q_BHND.numel():
+        has_loss = self.training and self.commitment > 0
+        if not has_loss or not qk.q_BHND.numel():
             return super().loss(qk, parts)
         distances = [self.distance(x_BHND) for x_BHND in self.clustered(qk)]
-        return self.commitment * torch.stack(distances).mean()
+        mean = torch.stack(distances).mean()
+        return self.commitment * mean
 
     def distance(self, x_BHND: Tensor) -> Tensor:
         """Return the mean of (x - nearest centroid)^2, with the centroids on the sphere."""
         with torch.no_grad():
             nearest_BHN = self.nearest_clusters(x_BHND)
-        centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
-        head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
-        return (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean()
+        H = x_BHND.shape[1]
+        head_H1 = torch.arange(H, device=x_BHND.device)[:, None]
+        centroid_HCD = to_sphere(self.centroids.centroid_HCD)
+        centroid_HCD = centroid_HCD.to(x_BHND.dtype)
+        nearest_BHND = centroid_HCD[head_H1, nearest_BHN]
+        return (x_BHND - nearest_BHND).square().mean()
 
 
-def static_members(selected: Selected) -> SideMembers:
-    """Return members that were selected in static shapes."""
-    lists = MemberLists(selected.row_M, selected.bound_L1.diff())
+def side_members(selected: Selected) -> SideMembers:
+    """Return the members of a side that were selected in static shapes."""
+    lists = MemberLists(
+        row_M=selected.row_M,
+        count_L=selected.bound_L1.diff(),
+    )
     return SideMembers(lists, selected.count_L, selected=selected)
 
 
-def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+def best_of_prefixes(
+    score_CN: Tensor,
+    margin_C: Tensor,
+    window: int,
+) -> Tensor:
     """Return the members of each cluster at every position, `[C, N, N]`, as `PrefixTopK` has them.
 
     This is the rule, one position after the other. A full cluster takes a position that beats the
@@ -342,12 +415,15 @@ def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     C, N = score_CN.shape
     member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
     for c, score_N in enumerate(score_CN.tolist()):
+        margin = float(margin_C[c])
         members: list[int] = []
         for i, score in enumerate(score_N):
             if len(members) == window:
-                bar = min(score_N[j] for j in members) + float(margin_C[c])
+                worst = min(score_N[j] for j in members)
+                bar = worst + margin
                 if score > bar:
-                    members.remove(max(j for j in members if score_N[j] <= bar))
+                    replaceable = [j for j in members if score_N[j] <= bar]
+                    members.remove(max(replaceable))
             if len(members) < window:
                 members.append(i)
             member_CNN[c, i, members] = True
@@ -388,23 +464,37 @@ class TopK(Routing):
 
     # The rule.
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         if not streaming:
             return super().rule(qk, head, streaming)
         members = []
         for score_CN in self.scores_of_head(qk, head):
             margin_C = self.margins(score_CN)[head]
-            members.append(best_of_prefixes(score_CN, margin_C, self.window))
+            member_CNN = best_of_prefixes(score_CN, margin_C, self.window)
+            members.append(member_CNN)
         query_CNN = members[0]
         key_CNN = members[-1]
         joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
         return key_CNN & joins_CN[:, :, None]
 
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         for c, score_N in enumerate(score_CN.tolist()):
-            margin_N = [float(margin_C[c])] * len(score_N)
-            member_CN[c, best(score_N, margin_N, self.window)] = True
+            margin = float(margin_C[c])
+            margin_N = [margin for _ in score_N]
+            members = best(score_N, margin_N, self.window)
+            member_CN[c, members] = True
         return member_CN
 
     # The batch form.
@@ -414,30 +504,39 @@ class TopK(Routing):
             return [self.prefix_reads(qk)]
         return super().reads(qk, streaming)
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
-        return self.members_by_scores(x_BHND, None, with_nearest)
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
+        return self.dynamic_members(x_BHND, None, with_nearest)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         B, H, N, _ = x_BHND.shape
-        L = B * H * self.centroids.centroid_HCD.shape[1]
+        C = self.centroids.centroid_HCD.shape[1]
+        L = B * H * C
         W = min(self.window, N)
+        device = x_BHND.device
         functions = selection_functions(x_BHND, self.backend)
         position_XCW = self.best_positions(x_BHND)
         lists = functions.top_lists(position_XCW, N, W, self.attend_self)
         return Selected(
             row_M=lists.query_row_P,
-            count_L=torch.full((L,), W, device=x_BHND.device),
+            count_L=torch.full((L,), W, device=device),
             lists=lists,
-            bound_L1=torch.arange(L + 1, device=x_BHND.device) * W,
-            lost=torch.zeros(1, dtype=torch.int64, device=x_BHND.device),
+            bound_L1=torch.arange(L + 1, device=device) * W,
+            lost=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
     def best_positions(self, x_BHND: Tensor) -> Tensor:
         """Return the W best positions of each cluster, or all if there are fewer, `[X, C, W]`."""
         B, _, N, _ = x_BHND.shape
+        W = min(self.window, N)
         centroid_HCD = self.centroids.centroid_HCD
         functions = selection_functions(x_BHND, self.backend)
-        size = max(1, functions.MAX_SCORES // max(1, centroid_HCD.shape[1] * N))
+        scores_of_head = max(1, centroid_HCD.shape[1] * N)
+        size = max(1, functions.MAX_SCORES // scores_of_head)
         pieces = zip(
             centroid_HCD.repeat(B, 1, 1).split(size),
             x_BHND.flatten(0, 1).split(size),
@@ -447,7 +546,8 @@ class TopK(Routing):
         positions = []
         for centroid_XCD, x_XND, margin_XC in pieces:
             score_XCN = products(centroid_XCD, x_XND)
-            positions.append(functions.top_members(score_XCN, margin_XC, min(self.window, N)))
+            position_XCW = functions.top_members(score_XCN, margin_XC, W)
+            positions.append(position_XCW)
         return torch.cat(positions)
 
     def prefix_reads(self, qk: QueriesKeys) -> RangeReads:
@@ -457,16 +557,27 @@ class TopK(Routing):
         With W = 1 a position that joins has no other member to read, so it reads itself.
         """
         N = qk.q_BHND.shape[2]
-        centroid_HCD = self.centroids.centroid_HCD
-        sides = [arrivals(centroid_HCD, x_BHND, self.window) for x_BHND in self.clustered(qk)]
+        sides = self.arrivals_of_sides(qk)
         queries = sides[0]
         keys = sides[-1]
         attend_self = self.attend_self or self.window == 1
         part = members_read(queries.lists, keys.lists, N, N, attend_self)
         position_1P = part.query.row_M[None] % max(1, N)
         # Queries at positions from leaves_M[m] on do not read key member m.
-        holes = Holes(keys.leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
+        holes = Holes(
+            value_XM=keys.leaves_M[None],
+            low_XP=torch.zeros_like(position_1P),
+            high_XP=position_1P + 1,
+        )
         return part._replace(holes=holes)
+
+    def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
+        """Return the members of every prefix, of each side."""
+        centroid_HCD = self.centroids.centroid_HCD
+        sides = []
+        for x_BHND in self.clustered(qk):
+            sides.append(arrivals(centroid_HCD, x_BHND, self.window))
+        return sides
 
     # The stream.
 
@@ -474,22 +585,27 @@ class TopK(Routing):
         return TopKCache(self, self.window, relative)
 
     def lists_to_cache(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
-        centroid_HCD = self.centroids.centroid_HCD
-        sides = [arrivals(centroid_HCD, x_BHND, self.window) for x_BHND in self.clustered(qk)]
+        N = qk.q_BHND.shape[2]
+        C = self.centroids.centroid_HCD.shape[1]
+        sides = self.arrivals_of_sides(qk)
         cache.best = [side.best for side in sides]
-        return cache.best[-1].members(centroid_HCD.shape[1], qk.q_BHND.shape[2])
+        best_keys = cache.best[-1]
+        return best_keys.members(C, N)
 
     def clusters_of_next(
         self,
         qk: QueriesKeys,
         position: int,
         cache: TopKCache,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Joins:
+        centroid_HCD = self.centroids.centroid_HCD
         scores = []
         for x_BH1D in self.clustered(qk):
-            scores.append(products(self.centroids.centroid_HCD, x_BH1D)[..., 0])
+            score_BHC1 = products(centroid_HCD, x_BH1D)
+            scores.append(score_BHC1[..., 0])
         if cache.best is None:
-            margin_L = self.margins(scores[0]).expand_as(scores[0]).flatten()
+            margin_HC = self.margins(scores[0])
+            margin_L = margin_HC.expand_as(scores[0]).flatten()
             cache.best = [PrefixTopK(margin_L, self.window) for _ in scores]
         return cache.offer(scores, position)
 
@@ -500,24 +616,26 @@ class TopKCache(ClusterCache):
     best: list[PrefixTopK] | None = None
     """The W best of each side, with their scores. A key is in the slot that it has there."""
 
-    def offer(self, scores: list[Tensor], position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Offer a position to all clusters.
+    def offer(self, scores: list[Tensor], position: int) -> Joins:
+        """Offer a position to all clusters, and return which ones its query and its key join.
 
         Args:
             scores: its scores `[B, H, C]` on each side.
-
-        Returns:
-            Which clusters its query and its key join, and the slots that its key takes there.
         """
         assert self.best is not None
         offers = []
         for best_of_side, score_BHC in zip(self.best, scores, strict=True):
-            position_L = torch.full_like(score_BHC, position, dtype=torch.int64).flatten()
-            offers.append(best_of_side.offer(score_BHC.flatten(), position_L))
-        query_joins_L, _, _ = offers[0]
-        key_joins_L, slot_L, _ = offers[-1]
+            score_L = score_BHC.flatten()
+            position_L = torch.full_like(score_L, position, dtype=torch.int64)
+            offers.append(best_of_side.offer(score_L, position_L))
+        query = offers[0]
+        key = offers[-1]
         shape = scores[0].shape
-        return query_joins_L.view(shape), key_joins_L.view(shape), slot_L.view(shape)
+        return Joins(
+            query_BHC=query.joins_L.view(shape),
+            key_BHC=key.joins_L.view(shape),
+            slot_BHC=key.slot_L.view(shape),
+        )
 
 
 ROOM = 4
@@ -540,12 +658,19 @@ class Thresholds(Routing):
     def __init__(self, centroids: Centroids, **options: Any) -> None:
         super().__init__(centroids, **options)
         self.room_factor = ROOM
-        self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
+        none_lost = torch.zeros(1, dtype=torch.int64)
+        self.register_buffer("lost_members", none_lost, persistent=False)
         self.lost_members: Tensor
 
     # The rule.
 
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         threshold_C = self.centroids.thresholds()[side][head]
         above_CN = score_CN - threshold_C[:, None]
@@ -559,9 +684,14 @@ class Thresholds(Routing):
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
         threshold_HC = self.centroids.thresholds()[side]
-        return self.members_by_scores(x_BHND, threshold_HC, with_nearest)
+        return self.dynamic_members(x_BHND, threshold_HC, with_nearest)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """See `Routing.select_static`. In training, members without room are left out.
@@ -570,24 +700,31 @@ class Thresholds(Routing):
         """
         threshold_HC = self.centroids.thresholds()[side].to(x_BHND.dtype)
         room = self.room(x_BHND)
-        selected = self.members_by_thresholds(x_BHND, threshold_HC, room)
+        selected = self.static_members(x_BHND, threshold_HC, room)
         if self.training:
             return selected
         lost = int(selected.lost)
         if not lost:
             return selected
-        return self.members_by_thresholds(x_BHND, threshold_HC, room + lost)
+        return self.static_members(x_BHND, threshold_HC, room + lost)
 
     def room(self, x_BHND: Tensor) -> int:
         """Return the room of the lists: `room_factor` times the members that they should have."""
         B, H, N, _ = x_BHND.shape
         C = self.centroids.centroid_HCD.shape[1]
         share = min(1.0, self.window / self.centroids.length)
+        members_of_cluster = math.ceil(share * N)
         # Each position joins one cluster at least.
-        expected = max(N, C * math.ceil(share * N))
-        return B * H * min(self.room_factor * expected, N * C)
+        expected = max(N, C * members_of_cluster)
+        room_of_head = min(self.room_factor * expected, C * N)
+        return B * H * room_of_head
 
-    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
+    def add_statistics(
+        self,
+        members: SideMembers,
+        x_BHND: Tensor,
+        side: int,
+    ) -> None:
         if members.selected is not None:
             self.lost_members.add_(members.selected.lost)
             functions = selection_functions(x_BHND, self.backend)
@@ -602,14 +739,15 @@ class Thresholds(Routing):
         qk: QueriesKeys,
         position: int,
         cache: ClusterCache,
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> Joins:
         joins = []
         for side, x_BH1D in enumerate(self.clustered(qk)):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
             threshold_HC = self.centroids.thresholds()[side]
-            joins_BHC1 = memberships(score_BHC1, threshold_HC, self.margins(score_BHC1))
+            margin_HC = self.margins(score_BHC1)
+            joins_BHC1 = memberships(score_BHC1, threshold_HC, margin_HC)
             joins.append(joins_BHC1[..., 0])
-        return joins[0], joins[-1], None
+        return Joins(query_BHC=joins[0], key_BHC=joins[-1])
 
 
 class Nearest(Routing):
@@ -617,21 +755,35 @@ class Nearest(Routing):
 
     # The rule.
 
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(
+        self,
+        score_CN: Tensor,
+        margin_C: Tensor,
+        side: int,
+        head: int,
+    ) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
+        margins = margin_C.tolist()
         for i, score_C in enumerate(score_CN.T.tolist()):
-            member_CN[highest(score_C, margin_C.tolist()), i] = True
+            cluster = highest(score_C, margins)
+            member_CN[cluster, i] = True
         return member_CN
 
     # The batch form.
 
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
-        lists = self.pack_clusters(self.nearest_clusters(x_BHND))
+    def select_dynamic(
+        self,
+        x_BHND: Tensor,
+        side: int,
+        with_nearest: bool,
+    ) -> SideMembers:
+        cluster_BHN = self.nearest_clusters(x_BHND)
+        lists = self.pack_clusters(cluster_BHN)
         return SideMembers(lists, lists.count_L)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         rows = x_BHND.shape[:3].numel()
-        return self.members_by_thresholds(x_BHND, None, room=rows)
+        return self.static_members(x_BHND, None, room=rows)
 
     @property
     def follows_nearest(self) -> bool:
@@ -645,14 +797,15 @@ class Nearest(Routing):
         qk: QueriesKeys,
         position: int,
         cache: ClusterCache,
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> Joins:
         joins = []
         for x_BH1D in self.clustered(qk):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
-            cluster_BH1 = highest_clusters(score_BHC1, self.margins(score_BHC1))
-            joins_BHC = torch.zeros_like(score_BHC1[..., 0], dtype=torch.bool)
-            joins.append(joins_BHC.scatter(-1, cluster_BH1, True))
-        return joins[0], joins[-1], None
+            margin_HC = self.margins(score_BHC1)
+            cluster_BH1 = highest_clusters(score_BHC1, margin_HC)
+            none_BHC = torch.zeros_like(score_BHC1[..., 0], dtype=torch.bool)
+            joins.append(none_BHC.scatter(-1, cluster_BH1, True))
+        return Joins(query_BHC=joins[0], key_BHC=joins[-1])
 
 
 ROUTING_CLASSES: dict[str, type[Routing]] = {

@@ -21,7 +21,7 @@ scores belongs to cluster 0. No score equals an infinite one.
 
 Functions for lists of numbers define the choice; those for tensors compute it.
 
-Shapes: H heads, C clusters, D head size, N positions, X any dimensions.
+Shapes: H heads, X of any sequences, C clusters, D head size, N positions, R rows of scores.
 """
 
 import math
@@ -30,51 +30,73 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rtx.attention.precision import wide_type
+
 UNITS = 64
 """A margin in units in the last place. Dot products that should be equal, of vectors that came out
 of matrix products, were seen to differ by a few units. Up to D = 128 a margin is below 1e-4 of the
 scores' deviation."""
 
 
-def tie_margin(norm: Tensor, other_norm: Tensor | float, dtype: torch.dtype) -> Tensor:
+def tie_margin(
+    norm: Tensor,
+    other_norm: Tensor | float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return within which margin dot products are equal, by the norms of the two factors.
 
     Args:
         dtype: the type of the vectors; products of narrow types are float32.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    return UNITS * torch.finfo(wide).eps * norm.to(wide) * other_norm
+    wide = wide_type(dtype)
+    relative_margin = UNITS * torch.finfo(wide).eps
+    return relative_margin * norm.to(wide) * other_norm
 
 
 def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the margins `[H, C]` of centroids' scores of normalised vectors, of norm sqrt(D)."""
-    wide = torch.promote_types(dtype, torch.float32)
+    D = centroid_HCD.shape[-1]
+    wide = wide_type(dtype)
     norm_HC = centroid_HCD.to(wide).norm(dim=-1)
-    return tie_margin(norm_HC, math.sqrt(centroid_HCD.shape[-1]), wide)
+    return tie_margin(norm_HC, math.sqrt(D), wide)
 
 
-# The choices by lists of numbers, for the rules of patterns.
+# The choices among lists of numbers define them; the rules of patterns call these.
 
 
-def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
+def best(
+    score_N: list[float],
+    margin_N: list[float],
+    count: int,
+) -> list[int]:
     """Return the places of the `count` best scores, or of all if there are fewer.
 
     Args:
         margin_N: within which margin of each score others are equal to it.
     """
-    sound_N = [-math.inf if math.isnan(score) else score for score in score_N]
-    by_score = sorted(range(len(sound_N)), key=lambda place: -sound_N[place])
+    score_N = [nan_to_least(score) for score in score_N]
+    by_score = sorted(range(len(score_N)), key=lambda n: -score_N[n])
     if len(by_score) <= count:
         return by_score
     last = by_score[count - 1]
+    last_score = score_N[last]
+    margin = margin_N[last]
     better = []
     equal = []
-    for place, score in enumerate(sound_N):
-        if score > sound_N[last] + margin_N[last]:
-            better.append(place)
-        elif place == last or abs(score - sound_N[last]) <= margin_N[last]:
-            equal.append(place)
-    return (better + equal)[:count]
+    for n, score in enumerate(score_N):
+        if score > last_score + margin:
+            better.append(n)
+        elif n == last or abs(score - last_score) <= margin:
+            equal.append(n)
+    best_first = better + equal
+    return best_first[:count]
+
+
+def nan_to_least(score: float) -> float:
+    """Return the score, or -inf for NaN."""
+    if math.isnan(score):
+        return -math.inf
+    return score
 
 
 def highest(score_C: list[float], margin_C: list[float]) -> int:
@@ -92,11 +114,16 @@ def highest(score_C: list[float], margin_C: list[float]) -> int:
 def highest_clusters(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
     """Return the cluster that scores each position highest, `[X, N]`."""
     top_X1N = score_XCN.amax(-2, keepdim=True)
-    reaches_XCN = score_XCN + margin_XC[..., None] >= top_X1N
+    raised_XCN = score_XCN + margin_XC[..., None]
+    reaches_XCN = raised_XCN >= top_X1N
     return reaches_XCN.to(torch.uint8).argmax(-2)
 
 
-def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
+def best_places(
+    score: Tensor,
+    count: int,
+    margin: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Return the places of the `count` best scores along the last dimension, in any order.
 
     All places, if there are fewer. The CPU waits for a GPU here; in static shapes there is
@@ -109,34 +136,47 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     N = score.shape[-1]
     if count >= N:
         return torch.arange(N, device=score.device).expand(score.shape)
-    best_score, place = score.topk(count + 1, dim=-1, sorted=False)
-    # The two lowest of the best: the first score that is left out, then the last one taken.
-    edge, edge_slot = best_score.topk(2, dim=-1, largest=False)
+    # One more than are taken, in any order.
+    candidate_score, candidate = score.topk(count + 1, dim=-1, sorted=False)
+    # The two lowest candidates: the first score that is left out, then the last one taken.
+    edge, edge_slot = candidate_score.topk(2, dim=-1, largest=False)
     left_out, last = edge.split(1, dim=-1)
     slot_left_out, slot_last = edge_slot.split(1, dim=-1)
-    last_margin = margin(place.gather(-1, slot_last))
-    # The place in the last slot moves into the slot of the one left out.
-    place = place.scatter(-1, slot_left_out, place[..., count:])[..., :count]
-    is_tied = (left_out >= last - last_margin) & left_out.isfinite() & last.isfinite()
+    last_margin = margin(candidate.gather(-1, slot_last))
+    # The last candidate moves into the slot of the one left out.
+    final_candidate = candidate[..., count:]
+    candidate = candidate.scatter(-1, slot_left_out, final_candidate)
+    place = candidate[..., :count]
+    is_tied = left_out >= last - last_margin
+    is_tied = is_tied & left_out.isfinite() & last.isfinite()
     if bool(is_tied.any()):
-        row = is_tied[..., 0]
-        margin_X1 = last_margin.expand(last.shape)[row]
-        place[row] = earliest(score[row], last[row], margin_X1, count)
+        is_tied_row = is_tied[..., 0]
+        margin_R1 = last_margin.expand(last.shape)[is_tied_row]
+        score_RN = score[is_tied_row]
+        last_R1 = last[is_tied_row]
+        place[is_tied_row] = earliest(score_RN, last_R1, margin_R1, count)
     return place
 
 
-def earliest(score_XN: Tensor, last_X1: Tensor, margin_X1: Tensor, count: int) -> Tensor:
-    """Return the places `[X, count]` of the best scores, of equal ones the earliest.
+def earliest(
+    score_RN: Tensor,
+    last_R1: Tensor,
+    margin_R1: Tensor,
+    count: int,
+) -> Tensor:
+    """Return the places `[R, count]` of the best scores, of equal ones the earliest.
 
     Args:
-        last_X1: the lowest score that is taken.
-        margin_X1: within which margin of that scores are equal to it.
+        last_R1: the lowest score that is taken.
+        margin_R1: within which margin of that scores are equal to it.
     """
     # NaN is not at most any number, so it is better.
-    better_XN = ~(score_XN <= last_X1 + margin_X1)
-    equal_XN = (score_XN >= last_X1 - margin_X1) & ~better_XN
+    is_better_RN = ~(score_RN <= last_R1 + margin_R1)
+    is_near_RN = score_RN >= last_R1 - margin_R1
+    is_equal_RN = is_near_RN & ~is_better_RN
     # Sums of int64 take ten times as long on a CPU.
-    room_X1 = count - better_XN.sum(-1, keepdim=True, dtype=torch.int32)
-    turn_XN = equal_XN.cumsum(-1, dtype=torch.int32)
-    takes_XN = better_XN | (equal_XN & (turn_XN <= room_X1))
-    return takes_XN.nonzero()[:, 1].view(len(score_XN), count)
+    better_R1 = is_better_RN.sum(-1, keepdim=True, dtype=torch.int32)
+    number_RN = is_equal_RN.cumsum(-1, dtype=torch.int32)
+    is_taken_RN = is_better_RN | (is_equal_RN & (number_RN <= count - better_R1))
+    place_M = is_taken_RN.nonzero()[:, 1]
+    return place_M.view(len(score_RN), count)

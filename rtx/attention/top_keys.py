@@ -27,12 +27,18 @@ from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.members import normalise_twice, products
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.pieces import pieces
+from rtx.attention.precision import wide_type
 from rtx.attention.reads import IndexReads, QueriesKeys, Reads
 from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
 
 
-def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool) -> Tensor:
+def best_keys(
+    score_NN: Tensor,
+    margin_NN: Tensor,
+    window: int,
+    attend_self: bool,
+) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool: the best ones up to its position.
 
     Args:
@@ -41,11 +47,15 @@ def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: boo
         window: the number of keys that a query reads at most.
         attend_self: see `readable_count`.
     """
-    mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
+    mask_NN = torch.zeros_like(score_NN, dtype=torch.bool)
+    scores = score_NN.tolist()
     margins = margin_NN.tolist()
-    for i, score_N in enumerate(score_NN.tolist()):
+    for i in range(len(scores)):
         readable = readable_count(i, attend_self)
-        mask_NN[i, best(score_N[:readable], margins[i][:readable], window)] = True
+        score_of_readable = scores[i][:readable]
+        margin_of_readable = margins[i][:readable]
+        keys = best(score_of_readable, margin_of_readable, window)
+        mask_NN[i, keys] = True
     return mask_NN[None]
 
 
@@ -70,7 +80,13 @@ class TopKeys(Pattern):
         ValueError: a window below 1.
     """
 
-    def __init__(self, *, window: int, qk_norm: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        window: int,
+        qk_norm: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         check_positive(window=window)
         self.window = window
@@ -109,27 +125,37 @@ class TopKeys(Pattern):
         """
         return product_margins(query, key)
 
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+    def rule(
+        self,
+        qk: QueriesKeys,
+        head: int,
+        streaming: bool,
+    ) -> Tensor:
         query_NE = self.choice_queries(qk)[0, head]
         key_NE = self.choice_keys(qk)[0, head]
         score_NN = query_NE @ key_NE.T
         margin_NN = self.tie_margins(query_NE[:, None], key_NE)
-        return best_keys(score_NN, margin_NN, self.max_keys(len(key_NE)), self.attend_self)
+        most = self.max_keys(len(key_NE))
+        return best_keys(score_NN, margin_NN, most, self.attend_self)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
         query_BHNE = self.choice_queries(qk)
         key_BHNE = self.choice_keys(qk)
-        K = self.max_keys(N)
+        most = self.max_keys(N)
         device = qk.q_BHND.device
-        first_row_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1) * N
-        index_BHNK = torch.full((B, H, N, K), -1, device=device)
+        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
+        first_row_BH11 = head_BH11 * N
+        index_BHNK = torch.full((B, H, N, most), -1, device=device)
         # An entry of the index is wider than a score, and several copies of it exist at once.
-        for positions in self.query_pieces(qk, key_BHNE.shape[2] + 8 * K):
+        scores = key_BHNE.shape[2] + 8 * most
+        for positions in self.query_pieces(qk, scores):
             query_BHQE = query_BHNE[:, :, positions].contiguous()
             chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions)
-            row_BHQK = (chosen_BHQK + first_row_BH11).masked_fill(chosen_BHQK < 0, -1)
-            index_BHNK[:, :, positions, : row_BHQK.shape[-1]] = row_BHQK
+            row_BHQK = chosen_BHQK + first_row_BH11
+            row_BHQK = row_BHQK.masked_fill(chosen_BHQK < 0, -1)
+            count = row_BHQK.shape[-1]
+            index_BHNK[:, :, positions, :count] = row_BHQK
         return [IndexReads(index_BHNK.flatten(0, 2), N)]
 
     def query_pieces(self, qk: QueriesKeys, scores: int) -> list[slice]:
@@ -141,19 +167,27 @@ class TopKeys(Pattern):
         B, H, N, _ = qk.q_BHND.shape
         return pieces(N, B * H * scores)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+    ) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
 
         Args:
             key_BHNE: the keys at the positions 0, 1, ...; those after the last query are not read.
             positions: of the queries.
         """
+        device = key_BHNE.device
         key_BHNE = key_BHNE[:, :, : positions.stop]
         N = key_BHNE.shape[2]
-        position_Q = numbers_in(positions, key_BHNE.device)
-        last_Q1 = last_readable(position_Q, self.attend_self)[:, None]
-        is_unreadable_QN = torch.arange(N, device=key_BHNE.device) > last_Q1
-        score_BHQN = products(query_BHQE, key_BHNE).masked_fill_(is_unreadable_QN, -math.inf)
+        position_Q = numbers_in(positions, device)
+        last_Q = last_readable(position_Q, self.attend_self)
+        last_Q1 = last_Q[:, None]
+        is_unreadable_QN = torch.arange(N, device=device) > last_Q1
+        score_BHQN = products(query_BHQE, key_BHNE)
+        score_BHQN.masked_fill_(is_unreadable_QN, -math.inf)
         key_BHQK = self.best_of_keys(score_BHQN, query_BHQE, key_BHNE, self.max_keys(N))
         # A query that may read fewer than K keys gets some that it may not read as well.
         return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
@@ -173,7 +207,8 @@ class TopKeys(Pattern):
 
         def margin(place_BHQ1: Tensor) -> Tensor:
             key_BHQE = key_BHNE.take_along_dim(place_BHQ1, dim=2)
-            return self.tie_margins(query_BHQE, key_BHQE)[..., None]
+            margin_BHQ = self.tie_margins(query_BHQE, key_BHQE)
+            return margin_BHQ[..., None]
 
         return best_places(score_BHQN, count, margin, self.backend)
 
@@ -187,7 +222,7 @@ def product_margins(query: Tensor, key: Tensor) -> Tensor:
     Args:
         query, key: `[..., E]`, in shapes that broadcast.
     """
-    wide = torch.promote_types(key.dtype, torch.float32)
+    wide = wide_type(key.dtype)
     query_norm = query.to(wide).norm(dim=-1)
     key_norm = key.to(wide).norm(dim=-1)
     return tie_margin(query_norm, key_norm, wide)
@@ -220,24 +255,38 @@ class GrowingCache(RowCache):
     """What the choice compares, one vector in each slot; see `put_choice`."""
 
     def __init__(self, pattern: TopKeys, relative: RelativeTables | None = None) -> None:
-        super().__init__(partial(pattern.terms, relative=relative))
+        terms = partial(pattern.terms, relative=relative)
+        super().__init__(terms)
         self.pattern = pattern
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
         self.put_choice(qk, first)
         return super().put(qk, v_BHND, first)
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
         """Take in what the choice compares for the keys of positions from `first` on."""
-        self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(qk), first)
+        key_BHNE = self.pattern.choice_keys(qk)
+        self.choice_BHSE = place(self.choice_BHSE, key_BHNE, first)
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+    def decode(
+        self,
+        qk: QueriesKeys,
+        v_BH1D: Tensor,
+        position: int,
+    ) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         slot_BH1K = self.chosen_slots(qk, position)
         slot_BHK1 = slot_BH1K.mT.clamp(min=0)
         k_BHKD = k_BHSD.take_along_dim(slot_BHK1, 2)
         v_BHKD = v_BHSD.take_along_dim(slot_BHK1, 2)
-        return self.attend(qk, k_BHKD, v_BHKD, slot_BH1K >= 0, position - slot_BH1K)
+        is_read_BH1K = slot_BH1K >= 0
+        distance_BH1K = position - slot_BH1K
+        return self.attend(qk, k_BHKD, v_BHKD, is_read_BH1K, distance_BH1K)
 
     def chosen_slots(self, qk: QueriesKeys, position: int) -> Tensor:
         """Return the slots that the query at a position reads, `[B, H, 1, K]`; -1 names no slot."""

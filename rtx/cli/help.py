@@ -87,7 +87,8 @@ def command_page(word: str, words: Sequence[str]) -> str:
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
     """Return what overrides make of a configuration: the value of every key, and the option of every group."""
-    from rtx.settings.compose import chosen, compose_unresolved, composed, flat, to_dict
+    from rtx.settings.compose import chosen, compose_unresolved, composed
+    from rtx.settings.schema import flat, to_dict
 
     checked = check_overrides([text for text in words if "=" in text])
     choices = composed(chosen(checked)).hydra.runtime.choices
@@ -201,6 +202,6 @@ def candidates(line: str) -> list[str]:
         ]
     if not (field := command.own.get(key) or settings().get(key)):
         return []
-    values = (*("auto",) * field.auto, *("true", "false") * (field.kind is bool), *field.values)
+    values = (*field.words, *("true", "false") * (field.kind is bool), *field.values)
     listed = start[: start.rfind(",") + 1]  # of a sweep
     return [f"{listed}{value} " for value in values if f"{listed}{value}".startswith(start)]

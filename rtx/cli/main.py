@@ -21,15 +21,9 @@ from typing import TYPE_CHECKING
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.machine import out_of_memory
-from rtx.runs.signals import (
-    EXIT_CODES,
-    INTERRUPTED,
-    PREEMPTED,
-    Stopped,
-    ignore_signals,
-    started_by_another,
-)
+from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
+from rtx.variables import started_by_another
 
 if TYPE_CHECKING:
     from rtx.settings.schema import Config
@@ -159,7 +153,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def print_configuration(word: str, words: list[str]) -> int:
     """Print what the words of `rtx train` or `rtx plan` compose."""
-    from rtx.settings.compose import to_yaml
+    from rtx.settings.run_config import to_yaml
 
     print(to_yaml(composed(word, words)), end="")
     return 0
@@ -230,8 +224,8 @@ def check_first(word: str, words: list[str]) -> bool:
     """
     from rtx.cli.options import read_words, what_to_do
     from rtx.cli.refusals import refuse
-    from rtx.settings.compose import load_run_config, merge
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.run_config import load_run_config, merge
 
     what, words = what_to_do(word, words)
     command = f"{word} {what}".strip()
@@ -254,8 +248,8 @@ def check_training(config: "Config") -> bool:
     from rtx.runs.folder import requested_folder
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import place_of
-    from rtx.settings.compose import with_absolute_path
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.identity import with_absolute_path
 
     _, _, before = place_of(with_absolute_path(config))
     if before is None:
@@ -271,8 +265,8 @@ def check_resumption(folder: Path, overrides: list[str]) -> bool:
     from rtx.commands.resume import changed
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import plan_resumption
-    from rtx.settings.compose import load_run_config
     from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.run_config import load_run_config
 
     config = changed(load_run_config(folder), overrides)
     if not plan_resumption(folder, config):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rtx.errors import UserError, listed, nearest, shorten
+from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, fields_of, one_of, ranged, unknown, unquoted
+from rtx.settings.identity import may_change
 from rtx.settings.overrides import LAUNCHED, split_words
 from rtx.settings.schema import SPREAD, all_fields, settings
 
@@ -168,15 +170,19 @@ class Command:
         prefix = ("plan." if self.options is PlanOptions else "sweep.") * self.composes
         return fields_of(self.options, prefix) if self.options else {}
 
+    @property
+    def loads_run(self) -> bool:
+        """Whether the command needs the code of a run's extensions, which `extensions=` names."""
+        return self.runs.startswith("<run>")
+
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.runs.resumption import may_change  # which reads configurations by this module
-
-            return ["hardware", "logger", *filter(may_change, all_fields())]
+            return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
         patterns = ("*",) if self.composes else self.keys
         return [
             *self.own,
+            *(["extensions"] if self.loads_run else []),
             *(key for key in settings() if any(fnmatchcase(key, each) for each in patterns)),
         ]
 
@@ -317,7 +323,9 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     for word, key, text in split_words(words[len(runs) :], reads.own):
         if runs and key in ("hardware", "hardware.name") and unquoted(text.strip()) in many:
             raise UserError(f"{word}: not for rtx {command}, which takes one run on this machine")
-        if key in reads.own:
+        if key == "extensions" and reads.loads_run:
+            load_extensions(unquoted(text.strip()))
+        elif key in reads.own:
             values[key.rpartition(".")[2]] = reads.own[key].read_word(text)
         else:
             refuse_foreign(reads, key)

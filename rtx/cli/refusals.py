@@ -13,7 +13,8 @@ from rtx.cli.options import (
 )
 from rtx.data.sets import MADE, SETS
 from rtx.errors import UserError
-from rtx.settings.schema import Config, full_group
+from rtx.settings.derived import full_group
+from rtx.settings.schema import Config
 
 
 def refuse(command: str, config: Config, options: Any) -> None:

@@ -24,9 +24,9 @@ from rtx.cli.options import (
     read_words,
     what_to_do,
 )
-from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
+from rtx.data.store import Store
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocol import protocol_of, sees_future, selection_words
 from rtx.evaluation.protocols import Window, windows
@@ -38,7 +38,8 @@ from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
 from rtx.runs.records import DataRecord
 from rtx.runs.status import utc_now
-from rtx.settings.compose import flat, short_hash, to_dict, with_values
+from rtx.settings.identity import short_hash
+from rtx.settings.schema import flat, to_dict, with_values
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
 

@@ -13,7 +13,7 @@ from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED
 from rtx.attention import Pattern
 from rtx.cli.help import prose_width
 from rtx.cli.options import AuditOptions, read_words
-from rtx.data.catalog import Store
+from rtx.data.store import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import read_windows, sample_windows

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rtx.cli.options import read_words
 from rtx.data import catalog
-from rtx.data.recall import RecallStore
+from rtx.data.store import Store
 from rtx.errors import UserError, nearest, printable, shorten
 from rtx.settings.schema import DataConfig
 
@@ -31,21 +31,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def show(store: catalog.Store) -> None:
-    """Print what is in a store: where it is from, its stamps, and the sizes of its splits."""
-    if isinstance(store, RecallStore):
-        each = ", ".join(
-            f"{store.scored(tokens):,} answers in {name}" for name, tokens in store.held_out.items()
-        )
-        print(f"data={store.name}: made on the fly; {each}; {store.vocabulary} ids")
-    else:
-        print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")
-        for name in ("source", "tokenizer", "stamps"):
-            facts = ", ".join(f"{key} {value}" for key, value in store.describe()[name].items())
-            print(printable(f"  {name:<12} {facts or 'none'}"))
-        for name, of in store.facts.items():
-            sizes = ", ".join(f"{of[kind]:,} {kind}" for kind in ("documents", "bytes", "words"))
-            print(f"  {name:<12} {of['units']:,} {store.unit}s, {sizes}")
+def show(store: Store) -> None:
+    """Print what a store contains: its source, stamps, and the sizes of its splits."""
+    for line in store.summary():
+        print(printable(line))
     print(f"  fingerprint  {store.fingerprint}")
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rtx.cli.help import terminal_width
 from rtx.cli.options import EvalOptions, Words, read_words
-from rtx.data.catalog import Store
-from rtx.data.store import TokenStore
+from rtx.data.store import Store
 from rtx.errors import UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.protocol import further_lines, memory_phrases, protocol_of, score_record
@@ -19,8 +18,8 @@ from rtx.progress import clock, say
 from rtx.runs.folder import is_export, save, shown
 from rtx.runs.records import CheckpointRecord, DataRecord, EvaluationRecord
 from rtx.runs.status import read_status, state_of, utc_now
-from rtx.settings.compose import flat, short_hash, to_dict
-from rtx.settings.schema import Config
+from rtx.settings.identity import short_hash
+from rtx.settings.schema import Config, flat, to_dict
 from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> int:
         batch_size=options.batch_size,
         streaming=is_streaming,
     )
-    units = len(tokens) if isinstance(store, TokenStore) else store.scored(tokens)
+    units = store.scored_tokens(tokens)
     is_sample = len(score.units_K) < all_windows
     assert is_sample or score.units == units, f"scored {score.units} units of a split of {units}"
     record = evaluation_of(run, store, score, options, habits, is_sample)

@@ -8,8 +8,9 @@ from rtx.errors import UserError
 from rtx.report.run_records import collect
 from rtx.report.summary import card
 from rtx.runs.folder import is_export, shown
-from rtx.settings.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
 from rtx.settings.extensions import copies
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.schema import to_dict
 from rtx.training.checkpoint import check_config, load_for_use
 from rtx.training.inference import run_tokenizer, write_export
 
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     model, kept = checkpoint["model"], ("centroid_HCD", "threshold_HC")
     centroids = sum(tensor.numel() for name, tensor in model.items() if name.endswith(kept))
     page = card(collect([folder]).cells[0], config, checkpoint, centroids)
-    files = {name: content for name, (_, content) in copies(config.extensions).items()}
+    files = {name: code.content for name, code in copies(config.extensions).items()}
     files |= {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
     if described := checkpoint["data"].get("tokenizer"):
         tokenizer = run_tokenizer(folder, described)

@@ -14,9 +14,9 @@ from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.evaluation.protocol import sees_future
 from rtx.report.summary import heads_phrase
-from rtx.settings.compose import compose, flat, to_dict, with_values
+from rtx.settings.compose import compose
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12

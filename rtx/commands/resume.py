@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rtx.cli.options import read_words
 from rtx.runs.resumption import as_chosen, plan_resumption
-from rtx.settings.compose import load_run_config, merge, with_absolute_path
+from rtx.settings.identity import with_absolute_path
+from rtx.settings.run_config import load_run_config, merge
 from rtx.settings.schema import Config
 
 

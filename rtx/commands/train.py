@@ -21,9 +21,9 @@ from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
 from rtx.commands.sample import draw_image, write_text
-from rtx.data.catalog import Store, open_data
-from rtx.data.datamodule import RtxDataModule, training_items
-from rtx.data.store import TokenStore
+from rtx.data.catalog import open_data
+from rtx.data.datamodule import RtxDataModule
+from rtx.data.store import Store
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocol import further_lines, protocol_of, score_record
@@ -36,24 +36,20 @@ from rtx.runs.folder import new_run_folder, shown
 from rtx.runs.lock import working_in
 from rtx.runs.records import DataRecord, ScoreRecord
 from rtx.runs.resumption import Differences, differences, place_of, refuse_changes
-from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
+from rtx.runs.signals import Signals, Stopped, ignore_signals, state_after
 from rtx.runs.status import Status, run_state
-from rtx.settings.compose import (
-    RUN_CONFIG,
-    compose,
-    load_run_config,
-    to_dict,
-    to_yaml,
-    with_absolute_path,
-)
+from rtx.settings.compose import compose
 from rtx.settings.extensions import copies
-from rtx.settings.rules import check_logger
-from rtx.settings.schema import Config
+from rtx.settings.identity import with_absolute_path
+from rtx.settings.logger import check_logger
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
+from rtx.training.first_weights import build_model
 from rtx.training.hardware import (
     Hardware,
     device_memory,
@@ -62,8 +58,10 @@ from rtx.training.hardware import (
 )
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
-from rtx.training.module import TrainingModule, build_model, learning_rate
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import learning_rate
 from rtx.training.trainer import Outcome, fit
+from rtx.variables import started_by_another
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
 SAMPLE_UNITS = 3072  # of a sample image: all of one of 32 x 32, the upper rows of a larger one
@@ -132,7 +130,7 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
             store = open_data(
                 config.data, root
             )  # before there is a folder for a mistake to leave behind
-            training_items(config, store)
+            store.training_sampler(config)
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
             folder = folder or new_run_folder(config.name)
@@ -222,7 +220,7 @@ def train(
     }
     loader["num_workers"] = hardware.workers
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
-    model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
+    model = build_model(config, store.vocabulary, None if start else data.first_sequence)
     if status:
         known = {
             "hardware": vars(hardware),
@@ -230,16 +228,17 @@ def train(
             "parameters": model.count_parameters(),
         }
         known["extensions"] = {
-            str(path): name for name, (path, _) in copies(config.extensions).items()
+            str(code.path): name for name, code in copies(config.extensions).items()
         }
         if call:
             known["command"] = call
         if moved := record_start(folder, known, changed, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
         write_config(config, folder)  # only now: it is known to fit the checkpoint
-        if isinstance(store, TokenStore) and (name := store.tokenizer.describe().get("file")):
-            content = (store.folder / name).read_bytes()  # so that sampling needs no data
-            replace_file(folder / name, lambda file: file.write(content))
+        if store.tokenizer_file:
+            # Sampling then needs no data.
+            content = store.tokenizer_file.read_bytes()
+            replace_file(folder / store.tokenizer_file.name, lambda file: file.write(content))
         size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
         where = f"{hardware.world} x {hardware.accelerator}"
         say(
@@ -247,9 +246,7 @@ def train(
         )
         for line in opening_lines(config, hardware):
             say(line)
-    module = TrainingModule(
-        model, config, store.answers, ranks, facts, hardware.compile, hardware.graphs
-    )
+    module = TrainingModule(model, config, hardware, store.answers, ranks, facts)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
     with logging_to(
         folder if status else None, config, hyperparameters, tell, data.step
@@ -336,8 +333,8 @@ def find_start(
 
 
 def write_config(config: Config, folder: Path) -> None:
-    for name, (_, content) in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, content=content: file.write(content))
+    for name, code in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, code=code: file.write(code.content))
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
@@ -375,7 +372,7 @@ def finish(
         say(closing_lines(shown(folder), steps, final, further))
         if wandb:
             wandb.summarize(protocol=final.line())
-        if isinstance(store, TokenStore):
+        if store.tokenizer:
             path = closing_sample(config, hardware, folder, store)
             if wandb:
                 wandb.guarded(wandb.add, "sample", {}, [path], outcome.step)
@@ -399,7 +396,7 @@ def with_baselines(status: Status, store: Store) -> ScoreRecord:
     return final
 
 
-def closing_sample(config: Config, hardware: Hardware, folder: Path, store: TokenStore) -> Path:
+def closing_sample(config: Config, hardware: Hardware, folder: Path, store: Store) -> Path:
     """Let a finished run write or draw, and return the file with its sample."""
     run = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
     longest = SAMPLE_UNITS if store.image else SAMPLE_LENGTH

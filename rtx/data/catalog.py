@@ -1,4 +1,4 @@
-"""The data sets by name, and their stores: open (preparing on demand), verify, list, remove."""
+"""The stores of data sets by name: open (and prepare on demand), verify, list and remove."""
 
 import contextlib
 import hashlib
@@ -9,17 +9,19 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from rtx.data.files import disk_errors
+from rtx.data.files import disk_errors, disk_size
+from rtx.data.preparation import build_store
 from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
 from rtx.data.store import (
     FORMAT,
     DamagedStore,
+    Store,
     TokenStore,
-    build_store,
     is_verified,
     open_store,
     read_record,
@@ -30,91 +32,94 @@ from rtx.settings.fields import imported
 from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
 
-Store = TokenStore | RecallStore
-STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else is ever removed
+STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
+"""Names of stores; nothing else is ever removed."""
 
 
 def data_root() -> Path:
-    """Return the folder of all stores: RTX_DATA, or `data` below the current folder.
+    """Return the folder of all stores: RTX_DATA, or `data` in the current folder.
 
-    UserError where it is a file, or a link that leads nowhere.
+    UserError where it is a file, or a link to nothing.
     """
     root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
-    if (root.exists() or root.is_symlink()) and not root.is_dir():
-        raise UserError(
-            f"RTX_DATA={root}: is not a folder; set RTX_DATA to a folder that you may write"
-        )
+    is_there = root.exists() or root.is_symlink()
+    if is_there and not root.is_dir():
+        advice = "set RTX_DATA to a folder that you may write"
+        raise UserError(f"RTX_DATA={root}: is not a folder; {advice}")
     return root
 
 
 def check_source(data: DataConfig, root: Path, report: Report = print) -> Source | None:
-    """Return what a store is made from (None: of recall tasks); UserError where that is missing or unreadable."""
+    """Return what a store is made from; None for recall tasks.
+
+    UserError where the source is missing or unreadable.
+    """
     if data.name in MADE:
         return None
     source = imported(SETS[data.name].origin)(data, root, report)
     if bool(source.image) != SETS[data.name].image:
-        raise UserError(
-            f"data={data.name}: side= of register_data is for images, whose Source says image="
-        )
-    if source.image and data.length != (dims := 3 * source.image[0] * source.image[1]):
-        raise UserError(
-            f"data.length={data.length}: expected {dims}, for one image is one sequence"
-        )
+        rule = "side= of register_data is for images, whose Source says image="
+        raise UserError(f"data={data.name}: {rule}")
+    if source.image:
+        height, width = source.image
+        length = 3 * height * width
+        if data.length != length:
+            rule = "for one image is one sequence"
+            raise UserError(f"data.length={data.length}: expected {length}, {rule}")
     return source
 
 
 def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:
     """Return `store`; UserError where its training split is shorter than one sequence."""
-    if (units := len(store.split("train"))) < data.length:
-        wanted = f"expected at least one sequence of data.length={data.length} units in the training split"
+    tokens = len(store.split("train"))
+    if tokens < data.length:
         raise UserError(
-            f"data={data.name}: {wanted}, found {units:,}; give more text or data.length={units}"
+            f"data={data.name}: expected at least one sequence of data.length={data.length} "
+            f"tokens in the training split, found {tokens:,}; give more text or "
+            f"data.length={tokens}"
         )
     return store
 
 
 def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> Path:
-    """Return where the store of `data` lies below `root`: its name tells source, tokenizer and version of the files."""
+    """Return the folder of a store; its name depends on source, tokenizer and file version."""
     source = source or check_source(data, root)
     if source is None:
         raise UserError(f"data={data.name}: made on the fly, nothing on disk")
-    subwords = [data.vocabulary, data.tokenizer_sample] if data.tokenizer == "sentencepiece" else []
-    tokenizer = ["bytes", "dim"] if source.image else [data.tokenizer, *subwords]
+    if source.image:
+        tokenizer: list[Any] = ["bytes", "dim"]
+    elif data.tokenizer == "sentencepiece":
+        tokenizer = [data.tokenizer, data.vocabulary, data.tokenizer_sample]
+    else:
+        tokenizer = [data.tokenizer]
     key = json.dumps([FORMAT, source.name, source.identity, tokenizer, source.stamps, source.image])
     return root / f"{source.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def options_of(data: DataConfig) -> str:
-    """Return the command-line options that ask for a store, for messages: what conf/data does not say."""
+    """Return the command-line options of a store, for messages: what differs from conf/data."""
     path = preset("data", data.name)
-    usual = DataConfig(
-        **(yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults or {})
-    )
-    left_out = [
-        "name",
-        "verify",
-        "processes",
-        *([] if data.tokenizer == "sentencepiece" else ["vocabulary"]),
-    ]
-    left_out += [] if SETS[data.name].image else ["length"]
-    said = {
-        key: value
-        for key, value in vars(data).items()
-        if key not in left_out and value != getattr(usual, key)
-    }
-    return " ".join(
-        [
-            f"data={data.name}",
-            *(f"data.{key}={shlex.quote(str(value))}" for key, value in said.items()),
-        ]
-    )
+    defaults = yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults
+    default = DataConfig(**(defaults or {}))
+    hidden = {"name", "verify", "processes"}
+    if data.tokenizer != "sentencepiece":
+        hidden.add("vocabulary")
+    if not SETS[data.name].image:
+        hidden.add("length")
+    options = [f"data={data.name}"]
+    for key, value in vars(data).items():
+        if key not in hidden and value != getattr(default, key):
+            options.append(f"data.{key}={shlex.quote(str(value))}")
+    return " ".join(options)
 
 
 def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Return the store of `data` below `root`, prepared where it is missing; safe in several processes at once.
+    """Return the store of `data` below `root`; a missing store is prepared.
 
-    Bytes are checked as data.verify asks: `once` in a store that was moved, copied or changed since it was last read.
-    Raises UserError for a bad source, too little of it, or a damaged store; RunFailed for a download or a full disk.
+    Several processes may call this at once. Checksums are compared as data.verify says; `once`
+    compares those of a store that was moved, copied or changed since they were compared. Raises
+    UserError for a bad source, too little data, or a damaged store; RunFailed for a failed download
+    or a full disk.
     """
     source = check_source(data, root, report)
     if source is None:
@@ -122,56 +127,71 @@ def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     folder = store_folder(data, root, source)
     if not folder.exists():
         return prepare_data(data, root, report, source)
-    verify = data.verify == "always" or (data.verify == "once" and not is_verified(folder))
+    verify = data.verify == "always"
+    if data.verify == "once":
+        verify = not is_verified(folder)
     return long_enough(open_store(folder, options_of(data), verify), data)
 
 
 def prepare_data(
     data: DataConfig, root: Path, report: Report = print, source: Source | None = None
 ) -> Store:
-    """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_data does."""
+    """Return the store of `data`, written anew where it is missing or damaged.
+
+    Raises as `open_data`.
+    """
     source = source or check_source(data, root, report)
     if source is None:
         return RecallStore(data)
-    folder, options = store_folder(data, root, source), options_of(data)
+    folder = store_folder(data, root, source)
+    options = options_of(data)
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         with locked(folder, options, report):
-            problem = ""
-            try:
-                open_store(folder, options, verify=True)
-            except UserError as error:
-                problem = (
-                    f"{error.what}; rebuilding the store:"
-                    if isinstance(error, DamagedStore)
-                    else "preparing"
-                )
-            if problem:
-                report(f"{problem} {options} -> {folder}")
+            reason = reason_to_build(folder, options)
+            if reason:
+                report(f"{reason} {options} -> {folder}")
                 build_store(folder, source, data, options, report)
-            return long_enough(open_store(folder, options, verify=bool(problem)), data)
+            return long_enough(open_store(folder, options, verify=bool(reason)), data)
+
+
+def reason_to_build(folder: Path, options: str) -> str:
+    """Return why a store is built, for the user; "" for a whole one, all of which is compared."""
+    try:
+        open_store(folder, options, verify=True)
+    except DamagedStore as error:
+        return f"{error.damage}; rebuilding the store:"
+    except UserError:
+        return "preparing"
+    return ""
 
 
 def find_data(data: DataConfig, root: Path) -> Store:
-    """Return the store of `data` that is there; UserError where there is none."""
+    """Return the store of `data`, which must exist; UserError where it does not."""
     if data.name in MADE:
         return RecallStore(data)
     return open_store(store_folder(data, root), options_of(data))
 
 
 def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Compare every byte of the store of `data` with its recorded checksums; UserError where there is none."""
+    """Compare every byte of a store with its recorded checksums; UserError for a missing store."""
     store = open_store(store_folder(data, root), options_of(data), verify=True)
     report(f"{store.folder}: every byte as recorded; fingerprint {store.fingerprint}")
     return store
 
 
 def vocabulary_size(data: DataConfig) -> int:
-    """Return the number of different units of `data`; UserError for words of a text whose store is not prepared."""
+    """Return the number of different tokens; UserError for words of a text without a store."""
     kinds = SETS[data.name].kinds
-    if data.name in MADE or (data.tokenizer == "words" and kinds is None):
+    if data.name in MADE:
+        return RecallStore(data).vocabulary
+    if data.tokenizer == "bytes":
+        return 256
+    if data.tokenizer == "sentencepiece":
+        return data.vocabulary
+    if kinds is None:
         return find_data(data, data_root()).vocabulary
-    return {"words": kinds or 0, "sentencepiece": data.vocabulary, "bytes": 256}[data.tokenizer]
+    return kinds
 
 
 @contextlib.contextmanager
@@ -190,54 +210,56 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # who waits for it sees that it is gone, and makes another
+        # A waiting process notices that the file is gone, and creates another one.
+        path.unlink(missing_ok=True)
         lock.release()
 
 
 def listing(root: Path) -> list[str]:
-    """Return a line for each store, unfinished preparation and download below `root`: size, name, what it is."""
-    said = dict.fromkeys(
-        root.glob(".*.work"), "unfinished; the same rtx data prepare goes on with it"
-    )
-    said |= {
-        path: "unfinished" if path.suffix == ".part" else "download"
-        for path in root.glob("downloads/*")
-    }
-    for path in filter(lambda path: STORE.fullmatch(path.name), root.glob("*-*")):
-        try:
-            said[path] = read_record(path, "")["options"]
-        except (DamagedStore, RunFailed) as error:
-            said[path] = str(getattr(error, "what", error))
-    lines = [
-        printable(f"{disk_size(path):>9}  {path.relative_to(root)}  {said[path]}")
-        for path in sorted(said)
-    ]
+    """Return a line for each store, unfinished preparation and download: size, name, what it is."""
+    notes: dict[Path, str] = {}
+    for path in root.glob(".*.work"):
+        notes[path] = "unfinished; the same rtx data prepare goes on with it"
+    for path in root.glob("downloads/*"):
+        notes[path] = "unfinished" if path.suffix == ".part" else "download"
+    for path in root.glob("*-*"):
+        if STORE_NAME.fullmatch(path.name):
+            notes[path] = store_note(path)
+    lines = []
+    for path in sorted(notes):
+        line = f"{disk_size(path):>9}  {path.relative_to(root)}  {notes[path]}"
+        lines.append(printable(line))
     return lines or [f"{root}: no data yet"]
 
 
-def disk_size(path: Path) -> str:
-    """Return the bytes of a file, or of all files below a folder, for people: 36.4MB."""
-    from tqdm import tqdm
-
-    return tqdm.format_sizeof(
-        sum(file.lstat().st_size for file in [path, *path.rglob("*")] if file.is_file()), "B"
-    )
+def store_note(folder: Path) -> str:
+    """Return the options of a store, or why its record cannot be read."""
+    try:
+        return read_record(folder, "")["options"]
+    except DamagedStore as error:
+        return error.damage
+    except RunFailed as error:
+        return str(error)
 
 
 def remove_store(root: Path, name: str, report: Report = print) -> None:
-    """Remove the store that `name`, as `rtx data list` has it, means, and an unfinished preparation of it."""
+    """Remove the store `name`, as `rtx data list` prints it, and its unfinished preparation."""
     plain = name.removeprefix(".").removesuffix(".work")
-    both = (root / plain, root / f".{plain}.work")
-    candidates = both if STORE.fullmatch(plain) else ()
-    there = [path for path in candidates if path.is_dir() or path.is_symlink()]
-    for path in there:
+    paths = stored_paths(root, plain)
+    for path in paths:
         refuse_link(path)
-    if not there:
-        known = [path.name for path in root.glob("*-*")]
-        raise UserError(
-            f"{name}: no store of this name in {root}{nearest(plain, known)}; rtx data list names them"
-        )
+    if not paths:
+        near = nearest(plain, [path.name for path in root.glob("*-*")])
+        raise UserError(f"{name}: no store of this name in {root}{near}; rtx data list names them")
     with disk_errors(root), locked(root / plain, plain, report):
-        for path in there:
+        for path in paths:
             report(f"{path}: removed, {disk_size(path)}")
             shutil.rmtree(path)
+
+
+def stored_paths(root: Path, name: str) -> list[Path]:
+    """Return the folders of a store and of its unfinished preparation that exist, links included."""
+    if not STORE_NAME.fullmatch(name):
+        return []
+    candidates = (root / name, root / f".{name}.work")
+    return [path for path in candidates if path.is_dir() or path.is_symlink()]

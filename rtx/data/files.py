@@ -496,3 +496,11 @@ def with_newline(table: pa.Table) -> list[bytes]:
     return [
         text if text.endswith(b"\n") or not text else text + b"\n" for text in column_text(table)
     ]
+
+
+def disk_size(path: Path) -> str:
+    """Return the size of a file, or of all files below a folder, as text: 36.4MB."""
+    from tqdm import tqdm
+
+    files = [file for file in [path, *path.rglob("*")] if file.is_file()]
+    return tqdm.format_sizeof(sum(file.lstat().st_size for file in files), "B")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtx.data.files import Remote, column_of, identity_of, table_rows, walk
+from rtx.data.sampler import permuted
 from rtx.data.sets import FACTS, SETS, SPLITS, Report, Source
 from rtx.data.text import Files, origin, row_count
 from rtx.errors import UserError
@@ -154,8 +155,6 @@ def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
 
 def held_images(images: int, held_out: int) -> np.ndarray:
     """Return the numbers of the held-out training images, int64 `[held_out]`: the first of a fixed permutation."""
-    from rtx.data.datamodule import permuted
-
     return np.sort(
         np.array([permuted(k, images, HELD_KEY) for k in range(held_out)], dtype=np.int64)
     )

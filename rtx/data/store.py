@@ -1,64 +1,117 @@
-"""A token store: a folder with the ids of each split in a raw file, where documents start, tokenizer and record.
+"""Stores: what a run trains on and is scored on.
 
-`<root>/<name>-<key>` is made in `<root>/.<name>-<key>.work` and renamed once it is whole; the key names source and
-settings, the fingerprint content, tokenizer and stamps alone. Both are the same for any number of processes.
+A token store is a folder `<root>/<name>-<key>` with the token ids of each split in a raw file, the
+starts of documents, the tokenizer and a record. The key names source and settings; the fingerprint
+depends on content, tokenizer and protocol stamps alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
 import os
-import shutil
-import signal
 import stat
-import sys
-import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtx.data.files import disk_errors, file_sha256
-from rtx.data.sets import SPLITS, Report, Source
-from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
-from rtx.disk import read_file, refuse_link, replace_file, write_json
+from rtx.data.files import disk_size, file_sha256
+from rtx.data.sampler import ContiguousStreams, Sampler, ShuffledWindows
+from rtx.data.tokenizers import Tokenizer, load_tokenizer
+from rtx.disk import read_file, replace_file
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
-from rtx.machine import cores
-from rtx.settings.schema import DataConfig
+from rtx.settings.schema import Config
 
 if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
+    from torch import Tensor
 
-FORMAT = 3  # version of what is written for the same settings; raise it whenever that changes
+    Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Maps ids `[B, N]` to positions of answers, or -1, and distances to their pairs `[B, A]`."""
+
+FORMAT = 3
+"""Version of what is written for the same settings; raise it whenever that changes."""
 RECORD = "store.json"
-PAYS = (
-    1 << 23
-)  # bytes of a split from which on several processes pay; where bytes are copied they never do
-forking: list[bool] = []  # something, while processes that are forked work for this one alone
+
+
+class Store(ABC):
+    """Splits of token ids, and how they are sampled, scored and recorded."""
+
+    name: str
+    """The data set's name."""
+    fingerprint: str
+    """Equal fingerprints mean equal data."""
+    stamps: Mapping[str, Any]
+    """Deviations from the published data, which every result records."""
+    image: tuple[int, int] | None = None
+    """Height and width of every image; None for text."""
+    facts: Mapping[str, Mapping[str, Any]] = {}
+    """Numbers of tokens ("units"), documents, bytes and words of each split, where recorded."""
+    tokenizer: Tokenizer | None
+    """The mapping between bytes and token ids; None for synthetic data."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of different token ids."""
+
+    @property
+    @abstractmethod
+    def unit(self) -> str:
+        """What a score is an average over: byte, word, subword, dim (a sub-pixel) or answer."""
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file of a learned tokenizer; None where the tokenizer has none."""
+        return None
+
+    @property
+    def answers(self) -> Answers | None:
+        """How to find the tokens that alone are scored; None where all tokens are scored."""
+        return None
+
+    @property
+    def answer_values(self) -> int | None:
+        """Number of values that an answer may have; None where all tokens are scored."""
+        return None
+
+    def scored_tokens(self, tokens: np.ndarray) -> int:
+        """Return how many tokens of a split a score is over."""
+        return len(tokens)
+
+    @abstractmethod
+    def split(self, name: str) -> np.ndarray:
+        """Return the token ids of a split `[tokens]`; UserError where the store lacks it."""
+
+    @abstractmethod
+    def training_sampler(self, config: Config) -> Sampler:
+        """Return the training sequences; UserError where the data do not fit `config`."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what a run records of its data, as JSON values."""
+
+    @abstractmethod
+    def summary(self) -> list[str]:
+        """Return lines for `rtx data info`."""
 
 
 class DamagedStore(UserError):
-    """A store on disk that is not what its record says, or has no record that can be read."""
+    """A store on disk whose files or record are not as recorded, or cannot be read."""
 
-    def __init__(self, options: str, path: Path | str, expected: str, found: object) -> None:
-        self.what = f"{path}: damaged: expected {expected}, found {found}"
-        super().__init__(f"{self.what}; to rebuild the store: rtx data prepare {options}")
+    def __init__(self, options: str, path: Path | str, expected: str, actual: object) -> None:
+        self.damage = f"{path}: damaged: expected {expected}, found {actual}"
+        super().__init__(f"{self.damage}; to rebuild the store: rtx data prepare {options}")
 
 
 @dataclass(frozen=True)
-class TokenStore:
-    """An open store: splits as read-only memory maps of unsigned integers `[units]`.
-
-    `stamps` are facts of protocol that stand on every result, `image` height and width of every image (None: text),
-    `facts` units, documents, bytes (of images: sub-pixels) and words of each split. `answers`: see RecallStore.
-    """
+class TokenStore(Store):
+    """An open store on disk: splits are read-only memory maps of unsigned integers `[tokens]`."""
 
     name: str
     folder: Path
@@ -68,101 +121,191 @@ class TokenStore:
     source: dict[str, Any]
     stamps: dict[str, Any] = field(default_factory=dict)
     image: tuple[int, int] | None = None
-    answers: None = None
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
-        """Number of different token ids."""
         return self.tokenizer.vocabulary
 
     @property
     def unit(self) -> str:
-        """What one token is, in words: byte, word, subword or dim."""
         return self.tokenizer.unit
 
+    @property
+    def tokenizer_file(self) -> Path | None:
+        name = self.tokenizer.file
+        return self.folder / name if name else None
+
     def split(self, name: str) -> np.ndarray:
-        """Return the tokens of split train, valid or test; UserError where there is no such split."""
         if name not in self.splits:
-            allowed = ", ".join(self.splits)
-            raise UserError(
-                f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}"
-            )
+            allowed = f"one of {', '.join(self.splits)}{nearest(name, self.splits)}"
+            raise UserError(f"{self.name} has no split {name!r}: {allowed}")
         return self.splits[name]
 
+    def training_sampler(self, config: Config) -> Sampler:
+        tokens = self.split("train")
+        length = config.data.length
+        batch_size = config.trainer.batch_size
+        is_image = self.image is not None
+        # Recurrent models without a memory read streams, too: runs then differ by the memory alone.
+        if is_image or config.model.base != "recurrent":
+            return ShuffledWindows(tokens, length, config.seed, batch_size, aligned=is_image)
+        check_streams(config, len(tokens))
+        return ContiguousStreams(tokens, length, config.seed, batch_size)
+
     def describe(self) -> dict[str, Any]:
-        """Return what a run records of its data, as JSON values."""
-        keys = ("name", "fingerprint", "vocabulary", "unit", "stamps", "source")
-        described: dict[str, Any] = {key: getattr(self, key) for key in keys}
-        described["splits"] = {name: len(tokens) for name, tokens in self.splits.items()}
-        image = {"image": list(self.image)} if self.image else {}
-        return {
-            **described,
+        described = {
+            "name": self.name,
+            "fingerprint": self.fingerprint,
+            "vocabulary": self.vocabulary,
+            "unit": self.unit,
+            "stamps": self.stamps,
+            "source": self.source,
+            "splits": {name: len(tokens) for name, tokens in self.splits.items()},
             "tokenizer": self.tokenizer.describe(),
             "folder": str(self.folder.absolute()),
-            **image,
         }
+        if self.image is not None:
+            described["image"] = list(self.image)
+        return described
+
+    def summary(self) -> list[str]:
+        lines = [f"{self.folder}: {self.name}, {disk_size(self.folder)} on disk"]
+        described = {
+            "source": self.source,
+            "tokenizer": self.tokenizer.describe(),
+            "stamps": self.stamps,
+        }
+        for name, values in described.items():
+            text = ", ".join(f"{key} {value}" for key, value in values.items())
+            lines.append(f"  {name:<12} {text or 'none'}")
+        for name, facts in self.facts.items():
+            kinds = ("documents", "bytes", "words")
+            sizes = ", ".join(f"{facts[kind]:,} {kind}" for kind in kinds)
+            lines.append(f"  {name:<12} {facts['units']:,} {self.unit}s, {sizes}")
+        return lines
+
+
+def check_streams(config: Config, tokens: int) -> None:
+    """Raise UserError where the training split is too short for parallel streams."""
+    streams = config.trainer.batch_size
+    length = config.data.length
+    if streams * length > tokens:
+        expected = f"{streams} streams of at least data.length={length} tokens"
+        raise UserError(
+            f"trainer.batch_size={streams}: expected {expected}, "
+            f"found {tokens:,} in the training split"
+        )
+    stream_length = tokens // streams
+    if config.model.memory > stream_length:
+        raise UserError(
+            f"model.memory={config.model.memory} must be at most {stream_length:,}, "
+            "the tokens of a stream of text"
+        )
 
 
 def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
-    """Open the store in `folder`, checking the sizes of its splits, and with `verify` every byte of all its files.
+    """Open the store in `folder`; `verify` compares every byte with the recorded checksums.
 
-    `options` of the command line stand in messages. Raises DamagedStore, or UserError where there is no store.
+    The sizes of the splits are always compared. `options`, of the command line, are part of error
+    messages. Raises DamagedStore, or UserError where there is no store.
     """
-    record, splits = read_record(folder, options), {}
+    record = read_record(folder, options)
     try:
-        dtype = np.dtype(record["dtype"])
-        for name, facts in record["splits"].items():
-            path, size = folder / f"{name}.bin", facts["units"] * dtype.itemsize
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise DamagedStore(options, path, f"{size:,} bytes", "no regular file")
-            if status.st_size != size:
-                raise DamagedStore(options, path, f"{size:,} bytes", f"{status.st_size:,}")
-            splits[name] = np.memmap(path, dtype, mode="r")
-            for kind, sha256 in facts["sha256"].items() if verify else ():
-                if (found := file_sha256(path := folder / f"{name}.{kind}")) != sha256:
-                    raise DamagedStore(options, path, f"sha256 {sha256}", found)
-        tokenizer = load_tokenizer(record["tokenizer"], folder)  # compared with its sha256
-        kept = {key: record[key] for key in ("name", "fingerprint", "source", "stamps")}
-        kept["image"] = tuple(map(int, record["image"])) if record["image"] else None
-        bytes.fromhex(record["fingerprint"])  # names of files have a part of it
+        store = store_of_record(folder, record, options)
+        if verify:
+            check_checksums(folder, record, options)
     except (OSError, RuntimeError, *DAMAGED) as error:
-        raise unreadable(folder, options, "what its record says", error) from error
+        raise open_failure(folder, options, "what its record says", error) from error
     if verify:
-        note, look = note_of(folder)
-        with contextlib.suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(note, lambda file: file.write(look.encode()), durable=False)
+        write_note(folder)
+    return store
+
+
+def store_of_record(folder: Path, record: dict[str, Any], options: str) -> TokenStore:
+    """Return the store that a record describes; many kinds of errors where its values are wrong."""
+    dtype = np.dtype(record["dtype"])
+    splits = {}
+    for name, facts in record["splits"].items():
+        path = folder / f"{name}.bin"
+        check_size(path, facts["units"] * dtype.itemsize, options)
+        splits[name] = np.memmap(path, dtype, mode="r")
+    # A part of the fingerprint becomes part of file names.
+    bytes.fromhex(record["fingerprint"])
+    image = None
+    if record["image"]:
+        height, width = record["image"]
+        image = (int(height), int(width))
     return TokenStore(
-        **kept, folder=folder, splits=splits, tokenizer=tokenizer, facts=record["splits"]
+        name=record["name"],
+        folder=folder,
+        splits=splits,
+        # This compares the tokenizer's file with its sha256.
+        tokenizer=load_tokenizer(record["tokenizer"], folder),
+        fingerprint=record["fingerprint"],
+        source=record["source"],
+        stamps=record["stamps"],
+        image=image,
+        facts=record["splits"],
     )
+
+
+def check_size(path: Path, size: int, options: str) -> None:
+    """Raise DamagedStore where a file of a store has another size, or is no regular file."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedStore(options, path, f"{size:,} bytes", "no regular file")
+    if status.st_size != size:
+        raise DamagedStore(options, path, f"{size:,} bytes", f"{status.st_size:,}")
+
+
+def check_checksums(folder: Path, record: dict[str, Any], options: str) -> None:
+    """Raise DamagedStore where a file of a split differs from its recorded sha256."""
+    for name, facts in record["splits"].items():
+        for kind, sha256 in facts["sha256"].items():
+            path = folder / f"{name}.{kind}"
+            actual = file_sha256(path)
+            if actual != sha256:
+                raise DamagedStore(options, path, f"sha256 {sha256}", actual)
 
 
 def is_verified(folder: Path) -> bool:
-    """Tell whether every byte was compared here since the files were written, moved or copied.
+    """Return whether every byte was compared since the files were written, moved or copied.
 
     A note that is a link or no regular file counts as none.
     """
-    path, look = note_of(folder)
+    path = note_path(folder)
     with contextlib.suppress(OSError):
-        return not path.is_symlink() and read_file(path) == look.encode()
+        return not path.is_symlink() and read_file(path) == note_of(folder)
     return False
 
 
-def note_of(folder: Path) -> tuple[Path, str]:
-    """Return where it is noted that a store is right, and the note: sizes, times and inodes, which no copy shares."""
-    paths = sorted(folder.glob("[!.]*"))
-    # A link may lead nowhere.
-    files = {path.name: path.stat(follow_symlinks=path.exists()) for path in paths}
-    look = {
-        name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()
-    }
+def write_note(folder: Path) -> None:
+    """Record that every byte of a store was compared; nothing happens where that is impossible."""
+    path = note_path(folder)
+    note = note_of(folder)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write(note), durable=False)
+
+
+def note_path(folder: Path) -> Path:
+    """Return where the note on a verified store is: in the store if it is writable, else cached."""
+    if os.access(folder, os.W_OK):
+        return folder / ".verified"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    elsewhere = (
-        cache / "rtx" / "verified" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    )
-    return folder / ".verified" if os.access(folder, os.W_OK) else elsewhere, json.dumps(look)
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    return cache / "rtx" / "verified" / name
+
+
+def note_of(folder: Path) -> bytes:
+    """Return sizes, times and inodes of a store's files as JSON; no copy has the same."""
+    values = {}
+    for path in sorted(folder.glob("[!.]*")):
+        # The target of a link may not exist.
+        status = path.stat(follow_symlinks=path.exists())
+        values[path.name] = [status.st_size, status.st_mtime_ns, status.st_ino]
+    return json.dumps(values).encode()
 
 
 def read_record(folder: Path, options: str) -> dict[str, Any]:
@@ -175,12 +318,21 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
             raise ValueError("by its format or sha256")
     except (OSError, *DAMAGED) as error:
         expected = f"a record of format {FORMAT} with its own sha256"
-        raise unreadable(folder / RECORD, options, expected, error) from error
+        raise open_failure(folder / RECORD, options, expected, error) from error
     return record
 
 
-def unreadable(path: Path, options: str, expected: str, error: Exception) -> Exception:
-    """Return what to raise for a store that cannot be opened: damaged, unless the system alone would not read it."""
+def record_sha256(record: dict[str, Any]) -> str:
+    """Return the sha256 of a record without its entry `sha256`."""
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def open_failure(path: Path, options: str, expected: str, error: Exception) -> Exception:
+    """Return what to raise for a store that cannot be opened.
+
+    It is DamagedStore, unless the operating system refuses to read a file that may be whole.
+    """
     if isinstance(error, UserError):
         return error
     if not isinstance(error, OSError):
@@ -191,195 +343,3 @@ def unreadable(path: Path, options: str, expected: str, error: Exception) -> Exc
     return RunFailed(
         f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
     )
-
-
-def record_sha256(record: dict[str, Any]) -> str:
-    """Return the sha256 of all that a record says."""
-    said = {key: value for key, value in record.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def build_store(
-    folder: Path, source: Source, data: DataConfig, options: str, report: Report
-) -> None:
-    """Write the store at `folder`, whose lock the caller holds.
-
-    All errors but UserError leave what is finished. UserError, before anything is written, where
-    the folder or the one to work in is none, or one of them or what is in the latter is a link.
-    """
-    work = folder.with_name(f".{folder.name}.work")
-    for path in (folder, work):
-        refuse_link(path)
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{path}: is no folder; remove it, then again")
-    for path in (*work.glob("*"), *work.glob("cache/*")):
-        refuse_link(path)
-    try:
-        with disk_errors(folder.parent):
-            if not (work / RECORD).exists():
-                fill(work, source, data, options, report)
-            shutil.rmtree(work / "cache", ignore_errors=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(work, folder)
-    except UserError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-def fill(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Write all files of the store into `work`, its record last; splits that are finished there stay."""
-    import datasets
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    cache, splits, loaded = work / "cache", {}, {}
-    cache.mkdir(parents=True, exist_ok=True)
-    for leftover in cache.glob("tmp*"):
-        leftover.unlink()
-    for read in (*SPLITS, "tables"):  # by a preparation that was killed: it is read anew
-        shutil.rmtree(cache / read, ignore_errors=True)
-    tokenizer: Tokenizer = Tokenizer("dim" if source.image else "byte")
-    if data.tokenizer != "bytes":
-
-        def texts() -> Iterator[bytes]:
-            loaded["train"] = rows = source.load("train", work)
-            for batch in rows.with_format("arrow").iter(rows_at_once(rows)):
-                yield from source.read(batch)
-
-        tokenizer = learned(data, texts(), work, options, report)
-    for split in SPLITS:
-        finished = cache / f"{split}.json"
-        if not finished.is_file():
-            rows = loaded.pop(split) if split in loaded else source.load(split, work)
-            report(
-                f"{options}: split {split}, {len(rows):,} rows, {rows.data.nbytes / 1e6:,.1f} MB"
-            )
-            encoded = encode(rows, tokenizer, source, data.processes, cache / f"{split}.arrow")
-            write_json(finished, write_split(encoded, work / split, tokenizer, options))
-            for path in cache.glob(f"{split}*.arrow"):
-                path.unlink()
-            shutil.rmtree(cache / split, ignore_errors=True)
-        splits[split] = json.loads(read_file(finished))
-    write_record(work, source, tokenizer, options, splits)
-
-
-def write_record(
-    work: Path, source: Source, tokenizer: Tokenizer, options: str, splits: dict[str, Any]
-) -> None:
-    """Write the record of a store, with fingerprint, time and its own sha256."""
-    content = {"tokenizer": tokenizer.describe(), "dtype": tokenizer.dtype.name}
-    content |= {"stamps": source.stamps, "image": source.image}
-    sizes = {split: [facts["units"], facts["sha256"]] for split, facts in splits.items()}
-    fingerprint = hashlib.sha256(
-        json.dumps([FORMAT, *content.values(), sizes], sort_keys=True).encode()
-    ).hexdigest()
-    record = {
-        "format": FORMAT,
-        "name": source.name,
-        "options": options,
-        "source": source.place,
-        "splits": splits,
-    }
-    record |= {
-        **content,
-        "fingerprint": fingerprint,
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    write_json(work / RECORD, {**record, "sha256": record_sha256(record)})
-
-
-def rows_at_once(rows: datasets.Dataset) -> int:
-    """Return how many rows make about 4 MiB: so many are encoded at once."""
-    return max(1, min(1_000, (1 << 22) * len(rows) // max(1, rows.data.nbytes)))
-
-
-def encode(
-    rows: datasets.Dataset, tokenizer: Tokenizer, source: Source, processes: int | None, cache: Path
-) -> datasets.Dataset:
-    """Return the ids and sizes of rows, encoded by `processes` (unset: one for each core) where it pays."""
-    processes = min(processes or cores(), len(rows))
-    several = processes > 1 and rows.data.nbytes > PAYS and tokenizer.unit != "byte"
-    forking.append(True)
-    encoded = rows.with_format("arrow").map(
-        encode_rows,
-        fn_kwargs={"tokenizer": tokenizer, "source": source},
-        batched=True,
-        batch_size=rows_at_once(rows),
-        writer_batch_size=rows_at_once(rows),
-        remove_columns=rows.column_names,
-        num_proc=processes if several else None,
-        cache_file_name=str(cache),
-        new_fingerprint=f"{cache.parents[1].name}-{cache.stem}",
-        desc=f"{source.name} {cache.stem}",
-    )
-    forking.clear()
-    return encoded
-
-
-def end_with_parent() -> None:
-    """End this process, forked while rows are encoded, with the one that forked it, also where that is killed."""
-    if forking and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-os.register_at_fork(after_in_child=end_with_parent)
-
-
-def encode_rows(table: pa.Table, tokenizer: Tokenizer, source: Source) -> pa.Table:
-    """Return columns ids, bytes, words and first of some rows."""
-    import pyarrow as pa
-
-    read = list(source.read(table))
-    ids = [tokenizer.encode(text) for text in read]
-    ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    values = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
-    columns: dict[str, Any] = {
-        "ids": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))
-    }
-    columns["bytes"] = pa.array(map(len, read), pa.int64())
-    columns["words"] = pa.array(
-        [0 if source.image else len(text.split()) for text in read], pa.int64()
-    )
-    columns["first"] = (
-        table["first"] if "first" in table.column_names else pa.array([True] * len(read))
-    )
-    return pa.table(columns)
-
-
-def write_split(
-    encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str
-) -> dict[str, Any]:
-    """Write `<path>.bin`, the ids of all rows, and of text where documents start; return sizes and checksums."""
-    digest, lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
-
-    def write(file: BinaryIO) -> None:
-        for chunk in encoded.data.column("ids").chunks if len(encoded) else ():
-            ids = chunk.flatten().to_numpy()
-            file.write(ids.data)
-            digest.update(ids.data)
-            lengths.append(np.diff(chunk.offsets))
-
-    replace_file(path.with_suffix(".bin"), write)
-    ends = np.cumsum(np.concatenate(lengths))
-    if not len(ends) or not ends[-1]:
-        raise UserError(
-            f"{options}: expected at least one unit in split {path.name}, found none; give more"
-        )
-    sizes, words, first = (
-        np.asarray(encoded.data.column(name)) for name in ("bytes", "words", "first")
-    )
-    starts = (ends - np.concatenate(lengths))[first & (sizes > 0)]
-    facts = {
-        "units": int(ends[-1]),
-        "bytes": int(sizes.sum()),
-        "words": int(words.sum()),
-        "documents": len(starts),
-    }
-    checksums = {"bin": digest.hexdigest()}
-    if tokenizer.unit != "dim":
-        table = path.with_suffix(".starts.npy")
-        replace_file(
-            table, lambda file: np.save(file, np.append(starts, ends[-1]), allow_pickle=False)
-        )
-        checksums["starts.npy"] = file_sha256(table)
-    return {**facts, "sha256": checksums}

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rtx.data.sets import MADE, stamp_phrases
 from rtx.runs.older import FOREIGN
 from rtx.runs.records import DataRecord, Measures, OlderFinal, Protocol, ScoreRecord
-from rtx.settings.compose import to_dict
-from rtx.settings.schema import Config, flat
+from rtx.settings.schema import Config, flat, to_dict
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
-from rtx.data.store import TokenStore
+from rtx.data.store import Store
 from rtx.errors import UserError
 from rtx.runs.records import Measures
-from rtx.settings.rules import TEXTS
-from rtx.settings.schema import Config
+from rtx.settings.schema import TEXTS, Config
 
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
@@ -83,11 +81,9 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     return found_BN
 
 
-def read_as_released(
-    store: TokenStore | RecallStore, split: str, length: int
-) -> tuple[np.ndarray, str]:
+def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
-    if store.name not in RELEASED or isinstance(store, RecallStore):
+    if store.name not in RELEASED or store.tokenizer is None:
         raise UserError(
             f"protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}"
         )
@@ -114,7 +110,7 @@ def read_as_released(
 
 
 def measures(
-    store: TokenStore | RecallStore,
+    store: Store,
     split: str,
     score: Score,
     *,
@@ -122,8 +118,8 @@ def measures(
     released: bool = False,
 ) -> Measures:
     """Return a score in the measures that its data have; a sample of windows has few of them."""
-    if isinstance(store, RecallStore):
-        values = store.task.values
+    values = store.answer_values
+    if values is not None:
         accuracies = score.accuracies()
         return Measures(
             accuracy=score.accuracy,
@@ -147,7 +143,7 @@ def far_measures(score: Score) -> dict[str, Any]:
     return {"bits_far_repeated": bits, "far_repeated": float(units / score.units)}
 
 
-def text_measures(store: TokenStore, split: str, score: Score, released: bool) -> dict[str, Any]:
+def text_measures(store: Store, split: str, score: Score, released: bool) -> dict[str, Any]:
     """Return bits per byte and perplexity per word of a text that was scored as a whole."""
     numbers: dict[str, Any] = {}
     if store.unit == "subword" and not released:
@@ -167,7 +163,7 @@ def text_measures(store: TokenStore, split: str, score: Score, released: bool) -
 
 
 def words_scored(
-    store: TokenStore, split: str, units: int, released: bool
+    store: Store, split: str, units: int, released: bool
 ) -> tuple[float, str, bool] | None:
     """Return how many words a split has, whose count that is, and whether published perplexities are over the same."""
     published = SETS[store.name].words if store.name in SETS else {}

@@ -1,4 +1,4 @@
-"""Trained models whose routing heads are silenced, or read positions that do not depend on content."""
+"""Trained models without routing: their heads are silenced, or read positions by position."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,8 @@ from rtx.attention.pattern import Prepared
 from rtx.model.heads import HeadGroup, layer_seed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import ROUTED, Config, clusters
+from rtx.settings.derived import ROUTED, clusters
+from rtx.settings.schema import Config
 
 MEMBER_SEED = 1_000_003
 """Keeps swapped-in memberships apart from those that selection=random trained with."""
@@ -20,7 +21,7 @@ MEMBER_SEED = 1_000_003
 def ablate(model: Transformer, config: Config, how: str) -> None:
     """Take routing out of a model in place, as option `ablate` says; `none` changes nothing.
 
-    routing: the outputs of the routing heads count for nothing. local: they read the last
+    routing: the outputs of the routing heads are ignored. local: they read the last
     `routing.window` positions. random: they read `routing.window` random members of each cluster.
     In both swaps queries and keys are normalised and scaled as before, so that only the choice of
     positions differs. A model without routing heads stays as it is.
@@ -40,12 +41,11 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
 
 @torch.no_grad()
 def silence(group: HeadGroup, attention: MultiheadAttention) -> None:
-    """Let the outputs of a group of heads count for nothing."""
-    widths = [other.width for other in attention.head_groups()]
+    """Zero the columns of the output matrix that read a group of heads."""
+    groups = attention.head_groups()
+    widths = [other.width for other in groups]
     columns = attention.out.weight.split(widths, dim=1)
-    for other, weight_EF in zip(attention.head_groups(), columns, strict=True):
-        if other is group:
-            weight_EF.zero_()
+    columns[groups.index(group)].zero_()
 
 
 def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pattern:
@@ -72,7 +72,8 @@ def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pa
             **options,
         )
     window = routing.window
-    if how == "routing":  # the outputs count for nothing: the cheapest ones
+    if how == "routing":
+        # The outputs are ignored: the cheapest ones will do.
         window = 1
     return LocalSubstitute(routed, window=window, **options)
 

@@ -3,6 +3,8 @@
 Shapes: B sequences or streams, N positions, R = B * N rows, E hidden width, F feed-forward width.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,31 +24,50 @@ class FeedForward(nn.Module):
         self.activation = config.ffn
         self.dropout = config.ffn_dropout
         self.parts = config.ffn_parts
-        gates = 2 if config.ffn == "geglu" else 1
-        self.inner = Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
-        self.outer = Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
+        inner_width = config.ffn_hidden
+        has_bias = True
+        if config.ffn == "geglu":
+            inner_width = 2 * config.ffn_hidden
+            has_bias = False
+        self.inner = Linear(config.hidden, inner_width, bias=has_bias)
+        self.outer = Linear(config.ffn_hidden, config.hidden, bias=has_bias)
 
     def forward(self, x_BNE: Tensor) -> Tensor:
-        """Return the layer's output `[B, N, E]`; in parts, the wide units of one of them are held at a time."""
+        """Return the layer's output `[B, N, E]`.
+
+        It is computed in parts: the hidden units of one part are in memory at a time, and the
+        backward pass computes them again.
+        """
         if self.parts == 1:
             return self.whole(x_BNE)
         rows_RE = x_BNE.reshape(-1, x_BNE.shape[-1])
-        parts = rows_RE.split(-(-len(rows_RE) // self.parts))
-        return torch.cat([recomputed(self.whole, part_RE) for part_RE in parts]).view(x_BNE.shape)
+        rows_of_a_part = math.ceil(len(rows_RE) / self.parts)
+        outputs = []
+        for part_RE in rows_RE.split(rows_of_a_part):
+            outputs.append(recomputed(self.whole, part_RE))
+        return torch.cat(outputs).view(x_BNE.shape)
 
     def whole(self, x_BNE: Tensor) -> Tensor:
         """Return the output of all rows at once; any leading shape."""
-        x_BNF = self.inner(x_BNE)
+        x_BNF = self.activate(self.inner(x_BNE))
+        x_BNF = F.dropout(x_BNF, self.dropout, self.training)
+        return self.outer(x_BNF)
+
+    def activate(self, x_BNF: Tensor) -> Tensor:
+        """Return the hidden units, from twice as many numbers for geglu."""
         if self.activation == "geglu":
             x_BNF, gate_BNF = x_BNF.chunk(2, dim=-1)
-            x_BNF = F.gelu(gate_BNF, approximate="tanh") * x_BNF
-        else:
-            x_BNF = F.relu(x_BNF) if self.activation == "relu" else F.gelu(x_BNF)
-        return self.outer(F.dropout(x_BNF, self.dropout, self.training))
+            return F.gelu(gate_BNF, approximate="tanh") * x_BNF
+        if self.activation == "relu":
+            return F.relu(x_BNF)
+        return F.gelu(x_BNF)
 
 
 class Block(nn.Module):
-    """Two residual branches f, with dropout: pre-norm, x + f(norm(x)), or post-norm, norm(x + f(x))."""
+    """Two residual branches f with dropout.
+
+    Pre-norm is x + f(norm(x)), and post-norm is norm(x + f(x)).
+    """
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -73,14 +94,21 @@ class Block(nn.Module):
         return x_BNE
 
     def after_attention(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:
-        """Return the block's output from its input and its attention's output; any leading shape."""
-        x_BNE = x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
+        """Return the block's output from its input and the output of its attention.
+
+        Both have the shape `[..., E]`.
+        """
+        x_BNE = x_BNE + self.drop(branch_BNE)
         if self.pre:
             branch_BNE = self.feed_forward(self.feed_forward_norm(x_BNE))
-            return x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
+            return x_BNE + self.drop(branch_BNE)
         x_BNE = self.attention_norm(x_BNE)
         branch_BNE = self.feed_forward(x_BNE)
-        return self.feed_forward_norm(x_BNE + F.dropout(branch_BNE, self.dropout, self.training))
+        return self.feed_forward_norm(x_BNE + self.drop(branch_BNE))
+
+    def drop(self, branch_BNE: Tensor) -> Tensor:
+        """Return the output of a branch after dropout."""
+        return F.dropout(branch_BNE, self.dropout, self.training)
 
     def prefill(self, x_BNE: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the block's output `[B, N, E]` at the first N positions of new streams."""

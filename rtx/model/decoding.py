@@ -1,6 +1,6 @@
-"""Streaming: one unit at a time, with the KV cache that each pattern needs.
+"""Streaming: one token at a time, with the KV cache that each pattern needs.
 
-Shapes: B streams, V vocabulary.
+Shapes: B streams, P positions of a prompt, E hidden width, V vocabulary.
 """
 
 import copy
@@ -15,75 +15,93 @@ from rtx.model.transformer import Transformer
 
 
 class Decoder:
-    """A batch of streams through a model, from position 0 on; earlier outputs are never revised."""
+    """A batch of streams through a model, from position 0 on; earlier outputs never change."""
 
     def __init__(self, model: Transformer, batch: int = 1) -> None:
-        self.model, self.batch = model, batch
+        self.model = model
+        self.batch = batch
         self.position = 0
+        """The number of positions that the streams have read."""
         self.streams = [block.attention.streams() for block in model.blocks]  # type: ignore[union-attr,operator]
-        self.memory = Memory(model.config) if model.config.compressed else None
-        self.segment_BN: Tensor | None = (
-            None  # units of the segment that is not finished, of a model that compresses
-        )
+        self.memory: Memory | None = None
+        """For a model that compresses, which reads a stream by segments and has no `streams`."""
+        if model.config.compressed:
+            self.memory = Memory(model.config)
+        self.segment_BN: Tensor | None = None
+        """If the model compresses: the tokens after the last whole segment; None at the start."""
 
     @torch.no_grad()
     def prefill(self, prompt_BP: Tensor) -> Tensor:
-        """Take in a whole prompt (at the start alone) in one pass and return the logits `[B, V]` of the unit behind it.
+        """Read a prompt in one pass, and return the logits of the token after it, `[B, V]`.
 
-        Every decision is made from the prefix of its position, as P + 1 steps would make it.
+        Every choice is made from the prefix of its position, as P + 1 steps would make it.
+
+        Raises:
+            ValueError: the streams have read a position already.
         """
-        assert self.position == 0, "a prompt is taken in at the start"
-        model = self.model
+        if self.position > 0:
+            raise ValueError(f"a prompt is read first, but {self.position} positions were read")
         if self.memory is not None:
-            return self.go_on(prompt_BP)
-        # The input of the last position is the last unit of the prompt: what stands at that position is not read.
-        x_BNE = model.embedding(
-            torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1)
-        )
-        for block, streams in zip(model.blocks, self.streams, strict=True):
+            return self.read_segments(prompt_BP, self.memory)
+        # The embedding shifts right, so the value of the last token is never read.
+        tokens_BN = F.pad(prompt_BP, (0, 1))
+        x_BNE = self.model.embedding(tokens_BN)
+        for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_BNE = block.prefill(x_BNE, streams)  # type: ignore[operator]
         self.position = x_BNE.shape[1]
-        return model.logits(model.narrow(model.norm(x_BNE[:, -1])))
+        return self.model.logits(self.model.output(x_BNE[:, -1]))
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor | None = None) -> Tensor:
-        """Take in the last unit of each stream (None at the start) and return the logits `[B, V]` of the next one."""
-        assert (tokens_B is None) == (self.position == 0), (
-            "the first step, and only it, takes no unit"
-        )
+        """Read the last token of each stream, and return the logits of the next one, `[B, V]`.
+
+        Args:
+            tokens_B: None at the first step, and only there.
+
+        Raises:
+            ValueError: tokens are missing, or the first step has some.
+        """
+        if tokens_B is None and self.position > 0:
+            raise ValueError("tokens_B is None, which only the first step takes")
+        if tokens_B is not None and self.position == 0:
+            raise ValueError("the first step takes no tokens: it returns the logits of the first")
         if self.memory is not None:
-            return self.go_on(
-                torch.zeros(self.batch, 0, dtype=torch.int64)
-                if tokens_B is None
-                else tokens_B[:, None]
-            )
+            return self.read_segments(self.as_sequences(tokens_B), self.memory)
         embedding = self.model.embedding
-        x_BS = (
-            embedding.start_S.expand(self.batch, -1)
-            if tokens_B is None
-            else embedding.vectors(tokens_B)
-        )
-        x_B1E = embedding.finish(x_BS[:, None], self.position)
+        if tokens_B is None:
+            x_BS = embedding.start_S.expand(self.batch, -1)
+        else:
+            x_BS = embedding.vectors(tokens_B)
+        x_B1E = embedding.to_hidden(x_BS[:, None], self.position)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_B1E = block.decode(x_B1E, streams)  # type: ignore[operator]
         self.position += 1
-        return self.model.logits(self.model.narrow(self.model.norm(x_B1E[:, 0])))
+        return self.model.logits(self.model.output(x_B1E[:, 0]))
 
-    def go_on(self, tokens_BP: Tensor) -> Tensor:
-        """Take in units of a model that compresses and return the next logits; the open segment is read anew."""
-        model, memory = self.model, self.memory
-        assert memory is not None
-        tokens_BP = tokens_BP.to(model.device)
-        self.position += tokens_BP.shape[1] + (self.segment_BN is None)
-        every_BN = (
-            tokens_BP if self.segment_BN is None else torch.cat([self.segment_BN, tokens_BP], dim=1)
-        )
-        while every_BN.shape[1] >= model.segment:
-            model(every_BN[:, : model.segment], memory=memory)
-            every_BN = every_BN[:, model.segment :]
-        self.segment_BN = every_BN
-        # What stands at the last position is not read, and the memory not kept.
-        hidden_BNS, _ = model(F.pad(every_BN, (0, 1)), memory=copy.copy(memory))
+    def as_sequences(self, tokens_B: Tensor | None) -> Tensor:
+        """Return the tokens of a step as sequences of length 1, or of length 0 for None."""
+        if tokens_B is None:
+            return torch.zeros(self.batch, 0, dtype=torch.int64)
+        return tokens_B[:, None]
+
+    def read_segments(self, tokens_BP: Tensor, memory: Memory) -> Tensor:
+        """Read tokens with a model that compresses, and return the next logits, `[B, V]`.
+
+        Every call reads the tokens after the last whole segment anew.
+        """
+        model = self.model
+        tokens_BN = tokens_BP.to(model.device)
+        self.position += tokens_BP.shape[1]
+        if self.segment_BN is None:
+            self.position += 1
+        else:
+            tokens_BN = torch.cat([self.segment_BN, tokens_BN], dim=1)
+        while tokens_BN.shape[1] >= model.segment:
+            model(tokens_BN[:, : model.segment], memory=memory)
+            tokens_BN = tokens_BN[:, model.segment :]
+        self.segment_BN = tokens_BN
+        # The value of the last token is never read, and the copy of the memory is dropped.
+        hidden_BNS, _ = model(F.pad(tokens_BN, (0, 1)), memory=copy.copy(memory))
         return model.logits(hidden_BNS[:, -1])
 
 
@@ -97,7 +115,14 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield `length` units `[B]`, one position after the other, that continue a prompt (which may be empty, `[B, 0]`).
+    """Yield `length` tokens of each stream, `[B]` at a time, that continue a prompt.
+
+    Args:
+        prompt_BP: `[B, 0]` for no prompt.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: tokens are drawn from the `top_k` likeliest ones.
+        top_p: tokens are drawn from the likeliest ones that together have this likelihood.
+        generator: of the draws, on the CPU.
 
     Raises:
         ValueError: learned positions end before prompt and length do.
@@ -106,7 +131,7 @@ def generate(
     total = prompt_BP.shape[1] + length
     if positions is not None and total > positions.length:
         end = f"learned positions end at {positions.length} (data.length)"
-        raise ValueError(f"prompt and length make {total} units; {end}")
+        raise ValueError(f"prompt and length are {total} tokens together; {end}")
     model.eval()
     decoder = Decoder(model, len(prompt_BP))
     logits_BV = decoder.prefill(prompt_BP.to(model.device))
@@ -124,19 +149,35 @@ def draw(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Draw one unit for each stream; the draw is made on the CPU, so that a seed means the same everywhere."""
+    """Draw one token for each stream, `[B]`.
+
+    Draws are made on the CPU, so that a seed gives the same tokens on every device.
+    """
     logits_BV = logits_BV.float().cpu()
     if temperature == 0:
         return logits_BV.argmax(-1)
-    # In float64, and with a largest value of 0: dividing by the smallest temperatures gives no infinity to subtract.
-    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / temperature
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        worst_B1 = logits_BV.topk(top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < worst_B1, float("-inf"))
+    # In float64, with 0 as the largest: the smallest temperatures make no infinities to subtract.
+    below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    logits_BV = below_BV.double() / temperature
+    if top_k is not None:
+        logits_BV = only_top_k(logits_BV, top_k)
     share_BV = logits_BV.softmax(-1)
     if top_p is not None:
-        sorted_BV, order_BV = share_BV.sort(dim=-1, descending=True, stable=True)
-        before_BV = sorted_BV.cumsum(-1) - sorted_BV
-        kept_BV = sorted_BV.masked_fill(before_BV >= top_p, 0.0)
-        share_BV = torch.zeros_like(share_BV).scatter(-1, order_BV, kept_BV)
+        share_BV = only_top_p(share_BV, top_p)
     return torch.multinomial(share_BV, 1, generator=generator)[:, 0]
+
+
+def only_top_k(logits_BV: Tensor, top_k: int) -> Tensor:
+    """Return logits with -inf for all but the `top_k` largest."""
+    if top_k >= logits_BV.shape[-1]:
+        return logits_BV
+    smallest_B1 = logits_BV.topk(top_k).values[:, -1:]
+    return logits_BV.masked_fill(logits_BV < smallest_B1, float("-inf"))
+
+
+def only_top_p(share_BV: Tensor, top_p: float) -> Tensor:
+    """Return likelihoods with 0 for all but the largest, whose sum reaches `top_p`."""
+    sorted_BV, token_BV = share_BV.sort(dim=-1, descending=True, stable=True)
+    sum_before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    sorted_BV = sorted_BV.masked_fill(sum_before_BV >= top_p, 0.0)
+    return torch.zeros_like(share_BV).scatter(-1, token_BV, sorted_BV)

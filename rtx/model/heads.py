@@ -2,7 +2,8 @@
 
 `config` is always a resolved configuration, and layer 0 the lowest.
 
-Shapes: B sequences, H heads of a group, N positions, D head size, S keys that a key mix looks back at.
+Shapes: B sequences, H heads of a group, N positions, D head size, S keys before the first position
+that a key mix reads.
 """
 
 import traceback
@@ -39,22 +40,13 @@ from rtx.attention.reads import QueriesKeys
 from rtx.errors import UserError
 from rtx.model.key_mix import KeyMix
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
+from rtx.settings.derived import ROUTED, clusters, hash_buckets, memory_slots, reads_self
 from rtx.settings.fields import imported
-from rtx.settings.schema import (
-    BASES,
-    ROUTED,
-    SELECTIONS,
-    Config,
-    clusters,
-    hash_buckets,
-    how_to_register,
-    maker_problem,
-    memory_slots,
-    reads_self,
-)
+from rtx.settings.names import BASES, SELECTIONS, how_to_register, maker_problem
+from rtx.settings.schema import Config
 
 KeySource = Literal["matrix", "queries", "none"]
-"""Where the keys of heads come from: a matrix, the queries of the same position, or nowhere: the pattern has none."""
+"""Where the keys of heads come from: a matrix, or the queries; none: the pattern has no keys."""
 
 MISTAKES = (AttributeError, LookupError, NameError, TypeError, ValueError)
 """Errors of an extension's code that users read in one line."""
@@ -138,12 +130,17 @@ class HeadGroup(nn.Module):
         )
 
     def queries_and_keys(
-        self, q_BHND: Tensor, k_BHND: Tensor | None, before_BHSD: Tensor | None = None
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        before_BHSD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the queries and keys that the pattern gets, and the keys for the next `before_BHSD`.
+        """Return the queries and keys that the pattern gets.
+
+        The third result is the `before_BHSD` of the next positions.
 
         Args:
-            before_BHSD: the keys before these that the key mix looks back at; None at the start.
+            before_BHSD: the keys before these that the key mix reads; None at the start.
         """
         if isinstance(self.tables, SinusoidKeys):
             q_BHND = self.tables.with_content(q_BHND)
@@ -158,8 +155,8 @@ class HeadGroup(nn.Module):
         """Return the terms by distance as the pattern reads them."""
         if isinstance(self.tables, SinusoidKeys):
             assert isinstance(self.pattern, PositionPattern)
-            assert self.pattern.keeps is not None
-            return self.tables(self.pattern.keeps)
+            assert self.pattern.cache_size is not None
+            return self.tables(self.pattern.cache_size)
         if self.tables is not None:
             return self.tables()
         return None
@@ -171,13 +168,13 @@ class HeadGroup(nn.Module):
 
 
 class HeadStream:
-    """A group of heads that reads one position after the other, from position 0 on."""
+    """A group of heads that reads streams, one position after the other, from position 0 on."""
 
     def __init__(self, group: HeadGroup) -> None:
         self.group = group
         self.stream = group.pattern.stream(rotate=group.rotate, relative=group.relative())
         self.before_BHSD: Tensor | None = None
-        """The last keys before the key mix, which looks back at them."""
+        """The last keys, which the key mix of the next position reads."""
 
     def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
         """Return the outputs `[B, H, N, D]` of the first N positions."""
@@ -193,7 +190,10 @@ class HeadStream:
 
 
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
-    """Return the heads of a group, called by its base pattern, or `ROUTED`.
+    """Return the heads of a group.
+
+    Args:
+        name: the base pattern of the group, or `ROUTED`.
 
     Raises:
         UserError: an extension makes no pattern.
@@ -210,7 +210,7 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
 
 
 def make_base(name: str, heads: int, config: Config, layer: int) -> Pattern:
-    """Return heads of one of our patterns of model.base."""
+    """Return heads of a pattern of model.base that is ours."""
     model = config.model
     common = common_options(config)
     options = base_options(config)
@@ -259,7 +259,7 @@ def make_base(name: str, heads: int, config: Config, layer: int) -> Pattern:
 
 
 def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern:
-    """Return heads of one of our patterns of routing.selection."""
+    """Return heads of a pattern of routing.selection that is ours."""
     routing = config.routing
     size = head_size(config)
     options = selection_options(config)
@@ -325,25 +325,29 @@ def make_centroids(heads: int, config: Config, threshold_rate: float = 0.0) -> C
 
 
 def common_options(config: Config) -> dict[str, Any]:
-    """Return the arguments that every pattern gets alike."""
-    return {"dropout": config.model.attention_dropout, "backend": config.hardware.attention}
+    """Return the arguments that all patterns share."""
+    return {
+        "dropout": config.model.attention_dropout,
+        "backend": config.hardware.attention,
+    }
 
 
 def base_options(config: Config) -> dict[str, Any]:
     """Return the arguments of `Pattern` for a pattern of model.base."""
-    own = {"scale": base_scale(config), "attend_self": config.model.attend_self}
-    return {**own, **common_options(config)}
+    options = common_options(config)
+    options["scale"] = base_scale(config)
+    options["attend_self"] = config.model.attend_self
+    return options
 
 
 def selection_options(config: Config) -> dict[str, Any]:
     """Return the arguments of `Pattern` for a pattern of routing.selection."""
     size = head_size(config)
     scales = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}
-    own = {
-        "scale": scales[config.routing.logit_scale],
-        "attend_self": reads_self(config.routing),
-    }
-    return {**own, **common_options(config)}
+    options = common_options(config)
+    options["scale"] = scales[config.routing.logit_scale]
+    options["attend_self"] = reads_self(config.routing)
+    return options
 
 
 def base_scale(config: Config) -> float:
@@ -357,7 +361,7 @@ def head_size(config: Config) -> int:
 
 
 def layer_seed(config: Config, layer: int) -> int:
-    """Return the seed of what a layer's patterns draw for themselves."""
+    """Return the seed of the draws of a layer's patterns."""
     return config.seed * 1_000 + layer
 
 
@@ -370,7 +374,8 @@ def make_registered(name: str, maker: Any, heads: int, config: Config, layer: in
     Raises:
         UserError: the code of the extension fails, or makes no pattern that a run can train.
     """
-    if problem := attribute_problem(name):  # entry points have not been checked before
+    # Entry points have not been checked before.
+    if problem := attribute_problem(name):
         raise UserError(problem)
     make = imported(maker)
     if problem := maker_problem(make):
@@ -385,24 +390,26 @@ def make_registered(name: str, maker: Any, heads: int, config: Config, layer: in
         kind = type(pattern).__name__
         problem = f"its function returned a {kind}, which is no rtx.attention.Pattern"
         raise UserError(f"{name}: {problem}")
-    if not pattern.strictly_causal:  # every score of it would be marked as one that sees no future
+    if not pattern.strictly_causal:
+        # Its scores would be marked as those of a model that sees no future.
         problem = "a pattern of an extension reads no later position"
         raise UserError(f"{name}: strictly_causal=False: {problem}")
     return pattern
 
 
 def attribute_problem(name: str) -> str:
-    """Return that torch's container of modules has an attribute of this name, or ""."""
+    """Return why torch's container of modules cannot have a module of this name, or ""."""
     if not hasattr(nn.ModuleDict(), name):
         return ""
-    held = "which holds the heads by their names"
-    return f"{name!r} is an attribute of torch.nn.ModuleDict, {held}"
+    use = "which holds the heads by their names"
+    return f"{name!r} is an attribute of torch.nn.ModuleDict, {use}"
 
 
 def mistake(error: Exception) -> str:
-    """Return an error in a line, with its place in the file whose function was called."""
+    """Return an error in one line, with the file and line of the extension that raised it."""
     text = f"{type(error).__name__}: {error}"
-    _, *frames = traceback.extract_tb(error.__traceback__)  # the first one is the caller's
+    # The first frame is the caller's.
+    frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames:
         return text
     file = frames[0].filename

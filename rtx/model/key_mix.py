@@ -14,7 +14,8 @@ class KeyMix(nn.Module):
     Args:
         heads, size: H and D.
         shift: position j gets the key of position j - shift.
-        width: keys that the convolution reads, the last of them that of position j - shift; 1: none.
+        width: number of keys that the convolution reads, the last of which is that of position
+            j - shift; 1: no convolution.
     """
 
     def __init__(self, heads: int, size: int, shift: int, width: int) -> None:
@@ -26,21 +27,33 @@ class KeyMix(nn.Module):
             self.taps_HDK = nn.Parameter(torch.zeros(heads, size, width))
 
     def forward(self, k_BHND: Tensor, before_BHSD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mixed keys `[B, H, N, D]`, and the keys that those after them look back at.
+        """Return the mixed keys `[B, H, N, D]`, and the keys that the next ones look back at.
 
         Args:
             before_BHSD: the keys before these, of which there are S = shift + width - 1; None:
                 these are the first, and the keys before them are zeros.
         """
-        B, H, N, D = k_BHND.shape
+        N = k_BHND.shape[2]
         if before_BHSD is None:
-            before_BHSD = k_BHND.new_zeros(B, H, self.shift + self.width - 1, D)
+            before_BHSD = self.zeros_before(k_BHND)
         longer_BHKD = torch.cat([before_BHSD, k_BHND], dim=2)
         last_BHSD = longer_BHKD[:, :, N:]
-        shifted_BHND = longer_BHKD[:, :, self.width - 1 : self.width - 1 + N]
+        first = self.width - 1
+        shifted_BHND = longer_BHKD[:, :, first : first + N]
         if self.taps_HDK is None:
             return shifted_BHND, last_BHSD
+        convolved_BHND = self.convolve(longer_BHKD, self.taps_HDK, N)
+        return shifted_BHND + F.silu(convolved_BHND), last_BHSD
+
+    def zeros_before(self, k_BHND: Tensor) -> Tensor:
+        """Return zeros for the keys before the first position, `[B, H, S, D]`."""
+        B, H, _, D = k_BHND.shape
+        return k_BHND.new_zeros(B, H, self.shift + self.width - 1, D)
+
+    def convolve(self, longer_BHKD: Tensor, taps_HDK: Tensor, N: int) -> Tensor:
+        """Return the causal convolution of N positions, `[B, H, N, D]`."""
         products = []
-        for first, tap_HD in enumerate(self.taps_HDK.to(k_BHND.dtype).unbind(-1)):
-            products.append(longer_BHKD[:, :, first : first + N] * tap_HD[:, None])
-        return shifted_BHND + F.silu(torch.stack(products).sum(0)), last_BHSD
+        for first, tap_HD in enumerate(taps_HDK.to(longer_BHKD.dtype).unbind(-1)):
+            window_BHND = longer_BHKD[:, :, first : first + N]
+            products.append(window_BHND * tap_HD[:, None])
+        return torch.stack(products).sum(0)

@@ -1,12 +1,15 @@
-"""From hidden states to nats, without holding the logits of a whole batch at once: by one softmax over all units, or
-adaptive (Baevski and Auli 2019): words in bands of falling frequency, the rarer the narrower, also as they are read.
+"""From hidden states to nats, without the logits of a whole batch in memory at once.
 
-Shapes: B sequences, N positions, R = B * N rows, E hidden width, V units, G words of a band, S its width, K rows whose
-words are in one band.
+Either one softmax is over all tokens, or it is adaptive (Baevski and Auli 2019): the vocabulary is
+cut into bands of falling frequency, and the vectors of rarer bands are narrower, at the input too.
+
+Shapes: B sequences, N positions, R = B * N rows, E hidden width, V vocabulary, G tokens of a band,
+S width of its vectors, K rows whose tokens are in one band.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,195 +18,298 @@ from torch import Tensor, nn
 from rtx.attention.engine.softmax import recomputed
 from rtx.errors import UserError
 from rtx.model.linear import Linear
-from rtx.settings.schema import ModelConfig, sizes_of
+from rtx.settings.derived import sizes_of
+from rtx.settings.schema import ModelConfig
 
-MAX_LOGITS, MAX_LOGITS_GPU = 1 << 24, 1 << 28
-"""Logits held at once on a CPU and on a GPU, where small parts would leave most of the chip idle; beyond it they are
-computed in parts, and again in the backward pass."""
+MAX_LOGITS = 1 << 24
+"""Logits in memory at once on a CPU. More are computed in parts, and again in the backward pass."""
+MAX_LOGITS_GPU = 1 << 28
+"""As `MAX_LOGITS`, on a GPU: smaller parts would leave most of the chip idle."""
 
 
 def most_logits(gpu: bool) -> int:
-    """Return how many logits are held at once."""
-    return MAX_LOGITS_GPU if gpu else MAX_LOGITS
+    """Return how many logits are in memory at once."""
+    if gpu:
+        return MAX_LOGITS_GPU
+    return MAX_LOGITS
 
 
 def fused_mean_nats(
-    hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor
+    hidden_BNE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor,
+    target_BN: Tensor,
 ) -> Tensor:
-    """Return the mean of `token_nats` by Liger-Kernel, which works out the gradient in the forward pass.
+    """Return the mean of `token_nats` by Liger-Kernel.
 
-    Only the mean: a gradient of single positions would need the logits a second time. The CPU waits for the GPU
-    twice, as the kernel counts its targets and looks at the gradient that it is given.
+    It computes gradients in the forward pass. Gradients of single positions would need the logits a
+    second time, so there is only the mean. The CPU waits for the GPU twice: the kernel counts its
+    targets, and looks at the gradient of its result.
     """
-    from liger_kernel.ops import fused_linear_cross_entropy as liger  # type: ignore[import-not-found]
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+        LigerFusedLinearCrossEntropyFunction,
+    )
 
-    rows = hidden_BNE.flatten(0, 1), weight_VE, target_BN.flatten(), bias_V
-    return liger.LigerFusedLinearCrossEntropyFunction.apply(*rows)[0]
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        hidden_BNE.flatten(0, 1),
+        weight_VE,
+        target_BN.flatten(),
+        bias_V,
+    )
+    return loss
 
 
-def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
+def token_nats(
+    hidden_BNE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor,
+    target_BN: Tensor,
+) -> Tensor:
     """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`."""
 
-    def of_rows(hidden_RE: Tensor, target_R: Tensor) -> Tensor:
+    def nats(hidden_RE: Tensor, target_R: Tensor) -> Tensor:
         logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
-        wide = torch.promote_types(logits_RV.dtype, torch.float32)
-        return F.cross_entropy(logits_RV.to(wide), target_R, reduction="none")
+        return nats_of(float32_or_wider(logits_RV), target_R)
 
-    return in_parts(of_rows, hidden_BNE, target_BN, len(weight_VE))
+    return in_parts(nats, hidden_BNE, target_BN, logits_of_a_row=len(weight_VE))
+
+
+def nats_of(logits_RV: Tensor, target_R: Tensor) -> Tensor:
+    """Return -log p(target) of each row by its logits, `[R]`."""
+    return F.cross_entropy(logits_RV, target_R, reduction="none")
+
+
+def float32_or_wider(x: Tensor) -> Tensor:
+    """Return numbers of a narrower type as float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def in_parts(
-    of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tensor, logits: int
+    nats: Callable[[Tensor, Tensor], Tensor],
+    hidden_BNE: Tensor,
+    target_BN: Tensor,
+    logits_of_a_row: int,
 ) -> Tensor:
-    """Return what `of_rows(hidden_RE, target_R)` does, which holds so many logits for a row, `[B, N]`."""
-    hidden_RE, target_R = hidden_BNE.flatten(0, 1), target_BN.flatten()
-    part = max(1, most_logits(hidden_BNE.is_cuda) // logits)
-    if len(target_R) <= part:
-        return of_rows(hidden_RE, target_R).view(target_BN.shape)
-    parts = zip(hidden_RE.split(part), target_R.split(part), strict=True)
-    return torch.cat([recomputed(of_rows, *given) for given in parts]).view(target_BN.shape)
+    """Return `nats(hidden_RE, target_R)` of all rows, `[B, N]`, computed in parts of `most_logits`.
+
+    Args:
+        nats: returns the nats of some rows, `[R]`.
+        logits_of_a_row: how many logits `nats` computes for a row.
+    """
+    hidden_RE = hidden_BNE.flatten(0, 1)
+    target_R = target_BN.flatten()
+    rows = max(1, most_logits(hidden_BNE.is_cuda) // logits_of_a_row)
+    if len(target_R) <= rows:
+        return nats(hidden_RE, target_R).view(target_BN.shape)
+    hidden_parts = hidden_RE.split(rows)
+    target_parts = target_R.split(rows)
+    nats_parts = []
+    for hidden_KE, target_K in zip(hidden_parts, target_parts, strict=True):
+        nats_parts.append(recomputed(nats, hidden_KE, target_K))
+    return torch.cat(nats_parts).view(target_BN.shape)
 
 
 def band_ends(model: ModelConfig, vocabulary: int) -> list[int]:
-    """Return where each band of `model.cutoffs` ends; `UserError` where the last begins beyond the vocabulary."""
+    """Return the token id at which each band of `model.cutoffs` ends.
+
+    Raises:
+        UserError: the last band would start beyond the vocabulary.
+    """
     ends = sizes_of(model.cutoffs)
     if ends[-1] >= vocabulary:
-        below = f"must end below the {vocabulary:,} units of the data"
-        raise UserError(
-            f"model.cutoffs={model.cutoffs} {below}, which go on behind it; or model.embedding=null"
-        )
+        rule = f"must end below the {vocabulary:,} tokens of the data, as one more band follows"
+        raise UserError(f"model.cutoffs={model.cutoffs} {rule}; or set model.embedding=null")
     return [*ends, vocabulary]
 
 
+class Band(NamedTuple):
+    """The vectors of the tokens from `start` to `stop` - 1."""
+
+    start: int
+    stop: int
+    table_GS: Tensor
+    project_in: Linear
+    """To the hidden width, `[E, S]`."""
+
+    def contains(self, tokens: Tensor) -> Tensor:
+        """Return whether each token is in the band."""
+        return (tokens >= self.start) & (tokens < self.stop)
+
+    def row_or_any(self, tokens: Tensor) -> Tensor:
+        """Return the row of each token in the table; some row for a token of another band."""
+        last = self.stop - self.start - 1
+        return (tokens - self.start).clamp(0, last)
+
+
 class Bands(nn.Module):
-    """The vectors of words by band: a table of the band's own width, and a matrix between it and the hidden width.
+    """The vectors of tokens by band: a table of the band's width, and a matrix to the hidden width.
 
     Args:
-        ends: ids before which the bands end, ascending; the last is V.
+        ends: token ids before which the bands end, ascending; the last is V.
         hidden: E.
-        factor: by which each band is narrower than the one before; the first has width E.
+        factor: each band is narrower by it than the band before; the first has width E.
     """
 
     def __init__(self, ends: Sequence[int], hidden: int, factor: int) -> None:
         super().__init__()
         self.ranges = list(itertools.pairwise([0, *ends]))
-        widths = [hidden // factor**band for band in range(len(ends))]
-        sizes = [stop - start for start, stop in self.ranges]
-        self.tables = nn.ParameterList(
-            torch.empty(G, S) for G, S in zip(sizes, widths, strict=True)
-        )
-        self.widen = nn.ModuleList(Linear(S, hidden, bias=False) for S in widths)
+        tables = []
+        matrices = []
+        for band, (start, stop) in enumerate(self.ranges):
+            width = hidden // factor**band
+            tables.append(torch.empty(stop - start, width))
+            matrices.append(Linear(width, hidden, bias=False))
+        self.tables = nn.ParameterList(tables)
+        self.project_in = nn.ModuleList(matrices)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors of words, `[..., E]`."""
-        return self.gathered(ids) if ids.is_cpu else self.masked(ids)
+    def __len__(self) -> int:
+        return len(self.ranges)
 
-    def masked(self, ids: Tensor) -> Tensor:
-        """Return the vectors, each of the bands asked for all words: more products, but the CPU never waits."""
+    def __getitem__(self, band: int) -> Band:
+        start, stop = self.ranges[band]
+        project_in = self.project_in[band]
+        return Band(start, stop, self.tables[band], project_in)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of tokens, `[..., E]`."""
+        if tokens.is_cpu:
+            return self.gathered(tokens)
+        return self.masked(tokens)
+
+    def masked(self, tokens: Tensor) -> Tensor:
+        """Return the vectors; each band computes one for every token.
+
+        That takes more products than `gathered`, but no shape depends on the tokens, and a CPU
+        never waits for a GPU.
+        """
         vectors = self.tables[0].new_zeros(())
-        for (start, stop), table_GS, widen in zip(
-            self.ranges, self.tables, self.widen, strict=True
-        ):
-            within = (ids >= start) & (ids < stop)
-            place = (ids - start).clamp(0, stop - start - 1)
-            vectors = torch.where(within[..., None], widen(F.embedding(place, table_GS)), vectors)
+        for index in range(len(self)):
+            band = self[index]
+            is_in_band = band.contains(tokens)
+            narrow = F.embedding(band.row_or_any(tokens), band.table_GS)
+            vectors = torch.where(is_in_band[..., None], band.project_in(narrow), vectors)
         return vectors.to(self.tables[0].dtype)
 
-    def gathered(self, ids: Tensor) -> Tensor:
-        """Return the vectors, each of the bands asked for its own words."""
-        vectors = self.tables[0].new_zeros(*ids.shape, self.widen[0].out_features)  # type: ignore[arg-type]
-        for (start, stop), table_GS, widen in zip(
-            self.ranges, self.tables, self.widen, strict=True
-        ):
-            at = ((ids >= start) & (ids < stop)).nonzero(as_tuple=True)
-            vectors = vectors.index_put(
-                at, widen(F.embedding(ids[at] - start, table_GS)).to(vectors.dtype)
-            )
+    def gathered(self, tokens: Tensor) -> Tensor:
+        """Return the vectors; each band computes those of its own tokens alone."""
+        hidden = self[0].project_in.out_features
+        vectors = self.tables[0].new_zeros(*tokens.shape, hidden)
+        for index in range(len(self)):
+            band = self[index]
+            at = band.contains(tokens).nonzero(as_tuple=True)
+            row_K = tokens[at] - band.start
+            vectors_KE = band.project_in(F.embedding(row_K, band.table_GS))
+            vectors = vectors.index_put(at, vectors_KE.to(vectors.dtype))
         return vectors
 
     def initialise(self, as_output: bool) -> None:
-        """As `Transformer.initialise`: vectors of variance 1 to read, or products of variance 1/4 with rows of 1."""
-        for table_GS, widen in zip(self.tables, self.widen, strict=True):
-            E, S = widen.weight.shape  # type: ignore[misc]
-            nn.init.normal_(widen.weight, std=E**-0.5 if as_output else S**-0.5)  # type: ignore[arg-type, operator]
-            nn.init.normal_(table_GS, std=0.5 * S**-0.5 if as_output else 1.0)  # type: ignore[operator]
+        """Draw weights with the scales of `Transformer.initialise`.
+
+        Args:
+            as_output: products with rows of variance 1 have variance 1/4; False: vectors have
+                variance 1.
+        """
+        for index in range(len(self)):
+            band = self[index]
+            E, S = band.project_in.weight.shape
+            matrix_deviation = S**-0.5
+            table_deviation = 1.0
+            if as_output:
+                matrix_deviation = E**-0.5
+                table_deviation = 0.5 * S**-0.5
+            nn.init.normal_(band.project_in.weight, std=matrix_deviation)
+            nn.init.normal_(band.table_GS, std=table_deviation)
+
+
+def make_bands(model: ModelConfig, vocabulary: int) -> Bands:
+    """Return the bands of a model's configuration."""
+    return Bands(band_ends(model, vocabulary), model.hidden, model.band_factor)
 
 
 class AdaptiveSoftmax(nn.Module):
-    """The likelihood of a word, exact: over the whole vocabulary it adds up to 1 (Grave et al. 2017).
+    """The exact likelihood of a token, over the whole vocabulary (Grave et al. 2017).
 
-    One softmax, the head, is over the words of the first band and, as one entry each, the further bands. A word of a
-    further band has the likelihood of its band times that of the word within the band, by a softmax of the band's own.
+    One softmax, the head, is over the tokens of the first band and one entry for each of the other
+    bands. A token of another band has the likelihood of its band times that of the token within the
+    band, by a softmax over the band.
     """
 
     def __init__(self, bands: Bands, hidden: int) -> None:
         super().__init__()
         self.bands = bands
-        self.clusters = nn.Linear(hidden, len(bands.ranges) - 1)
-        self.bias_V = nn.Parameter(torch.zeros(bands.ranges[-1][1]))
+        self.clusters = nn.Linear(hidden, len(bands) - 1)
+        """The logits of all bands but the first."""
+        self.bias_V = nn.Parameter(torch.zeros(self.vocabulary))
 
-    def logits(self, hidden_RE: Tensor, band: int) -> Tensor:
-        """Return the logits of a band's words, float32 or wider; for the first band, those of the head."""
-        start, stop = self.bands.ranges[band]
-        narrow_RS = hidden_RE @ self.bands.widen[band].weight  # type: ignore[operator]
-        logits_RG = narrow_RS @ self.bands.tables[band].T + self.bias_V[start:stop]
-        if band == 0:
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.bands.ranges[-1][1]
+
+    def logits(self, hidden_RE: Tensor, index: int) -> Tensor:
+        """Return the logits of a band, float32 or wider; of the first band, those of the head."""
+        band = self.bands[index]
+        narrow_RS = hidden_RE @ band.project_in.weight
+        logits_RG = narrow_RS @ band.table_GS.T + self.bias_V[band.start : band.stop]
+        if index == 0:
             logits_RG = torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
-        return logits_RG.to(torch.promote_types(logits_RG.dtype, torch.float32))
+        return float32_or_wider(logits_RG)
 
     def token_nats(self, hidden_BNE: Tensor, target_BN: Tensor) -> Tensor:
         """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`.
 
-        In training on a GPU all rows look at all bands: the CPU would have to wait for the number of rows of each band,
-        and no shape of a graph may depend on it.
+        In training on a GPU every row computes all bands: otherwise the CPU would wait for the
+        number of rows of each band, and shapes of a graph would depend on it.
         """
-        first = self.bands.ranges[0][1]
-        words = self.bands.ranges[-1][1]
         if hidden_BNE.is_cpu or not torch.is_grad_enabled():
-            # An estimate: every row looks at the first band, and at one of the others at the most.
-            logits = max(first, words // 4)
+            # An estimate: a row computes the first band, and at most one of the others.
+            logits = max(self.bands[0].stop, self.vocabulary // 4)
             return in_parts(self.nats, hidden_BNE, target_BN, logits)
-        return in_parts(self.nats_of_all_bands, hidden_BNE, target_BN, words)
+        return in_parts(self.nats_of_all_bands, hidden_BNE, target_BN, self.vocabulary)
 
     def nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return -log p(target) of some rows, float32 or wider, `[R]`; each row looks at its own band alone."""
+        """Return -log p(target) of rows, float32 or wider, `[R]`; a row computes only its band."""
         nats_R = self.head_nats(hidden_RE, target_R)
-        further = self.bands.ranges[1:]
-        is_in_R_by_band = [(target_R >= start) & (target_R < stop) for start, stop in further]
+        further = range(1, len(self.bands))
+        is_in_band_R = [self.bands[index].contains(target_R) for index in further]
         # Read together: the CPU waits for a GPU once.
-        counts = torch.stack([is_in_R.sum() for is_in_R in is_in_R_by_band]).tolist()
-        for band, (start, _) in enumerate(further, 1):
-            row_K = is_in_R_by_band[band - 1].nonzero_static(size=counts[band - 1])[:, 0]
-            logits_KG = self.logits(hidden_RE[row_K], band)
-            nats_K = F.cross_entropy(logits_KG, target_R[row_K] - start, reduction="none")
-            nats_R = nats_R.index_add(0, row_K, nats_K)
+        counts = torch.stack([is_in_R.sum() for is_in_R in is_in_band_R]).tolist()
+        for index, is_in_R, count in zip(further, is_in_band_R, counts, strict=True):
+            row_K = is_in_R.nonzero_static(size=count)[:, 0]
+            logits_KG = self.logits(hidden_RE[row_K], index)
+            target_K = target_R[row_K] - self.bands[index].start
+            nats_R = nats_R.index_add(0, row_K, nats_of(logits_KG, target_K))
         return nats_R
 
     def nats_of_all_bands(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return what `nats` does; each row looks at every band, so that no shape depends on the words."""
+        """Return what `nats` does; a row computes every band, so no shape depends on the tokens."""
         nats_R = self.head_nats(hidden_RE, target_R)
-        for band, (start, stop) in enumerate(self.bands.ranges[1:], 1):
-            is_in_R = (target_R >= start) & (target_R < stop)
-            # A row of another band looks at some word of this one, which is not added.
-            place_R = (target_R - start).clamp(0, stop - start - 1)
-            of_band_R = F.cross_entropy(self.logits(hidden_RE, band), place_R, reduction="none")
-            nats_R = nats_R + torch.where(is_in_R, of_band_R, 0.0)
+        for index in range(1, len(self.bands)):
+            band = self.bands[index]
+            logits_RG = self.logits(hidden_RE, index)
+            # A row of another band gets the nats of some token of this band, which are not added.
+            band_nats_R = nats_of(logits_RG, band.row_or_any(target_R))
+            nats_R = nats_R + torch.where(band.contains(target_R), band_nats_R, 0.0)
         return nats_R
 
     def head_nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return -log p of each row by the head, `[R]`: of its word in the first band, else of its band."""
-        first = self.bands.ranges[0][1]
-        place_R = target_R
-        for band, (start, _) in enumerate(self.bands.ranges[1:]):
-            place_R = torch.where(target_R >= start, first + band, place_R)
-        return F.cross_entropy(self.logits(hidden_RE, 0), place_R, reduction="none")
+        """Return -log p by the head, `[R]`: of a token of the first band, else of its band."""
+        entry_R = target_R
+        for index in range(1, len(self.bands)):
+            is_beyond_R = target_R >= self.bands[index].start
+            entry_R = torch.where(is_beyond_R, self.entry(index), entry_R)
+        return nats_of(self.logits(hidden_RE, 0), entry_R)
+
+    def entry(self, index: int) -> int:
+        """Return the entry of the head for a band that is not the first."""
+        return self.bands[0].stop + index - 1
 
     def log_shares(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logarithm of the likelihood of every word, `[..., V]`, for vectors `[..., E]`."""
-        first = self.bands.ranges[0][1]
+        """Return the logarithm of the likelihood of every token, `[..., V]`, for `[..., E]`."""
         head_RG = self.logits(hidden_RE, 0).log_softmax(-1)
-        tails = [
-            head_RG[..., first + band, None] + self.logits(hidden_RE, band + 1).log_softmax(-1)
-            for band in range(self.clusters.out_features)
-        ]
-        return torch.cat([head_RG[..., :first], *tails], dim=-1)
+        bands = [head_RG[..., : self.bands[0].stop]]
+        for index in range(1, len(self.bands)):
+            within_RG = self.logits(hidden_RE, index).log_softmax(-1)
+            of_band_R = head_RG[..., self.entry(index)]
+            bands.append(of_band_R[..., None] + within_RG)
+        return torch.cat(bands, dim=-1)

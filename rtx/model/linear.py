@@ -1,8 +1,9 @@
-"""Products of activations with weights: large ones in float32 on a CPU by oneDNN, all others torch's own.
+"""Products of activations with weights: large float32 ones on a CPU by oneDNN, all others by torch.
 
-For these torch asks MKL, which takes twice as long on processors that are not Intel's.
+For large float32 products torch calls MKL, which takes twice as long on processors that are not
+Intel's.
 
-Shapes: R rows, I units in, O units out.
+Shapes: R rows, I inputs of a row, O outputs of a row.
 """
 
 from typing import Any
@@ -12,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LARGE = 1 << 25
-"""Multiplications from which oneDNN is worth its copies of inputs and outputs."""
+"""Number of multiplications from which oneDNN is worth its copies of inputs and outputs."""
 
 
 class Product(torch.autograd.Function):
-    """x W^T + b by oneDNN. torch's own derivative would keep a copy of x in oneDNN's layout beside x itself."""
+    """x W^T + b by oneDNN.
+
+    torch's own derivative would keep a copy of x in oneDNN's layout beside x itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -25,29 +29,36 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight_OI), (*_, biased) = ctx.saved_tensors, ctx.needs_input_grad
-        given = x.to_mkldnn(), gradients[0].to_mkldnn(), weight_OI, (True, True, biased)
-        of_x, of_weight_OI, of_bias_O = torch.ops.aten.mkldnn_linear_backward(*given)
-        return of_x.to_dense(), of_weight_OI, of_bias_O if biased else None
+        x, weight_OI = ctx.saved_tensors
+        has_bias = ctx.needs_input_grad[2]
+        dx, dweight_OI, dbias_O = torch.ops.aten.mkldnn_linear_backward(
+            x.to_mkldnn(),
+            gradients[0].to_mkldnn(),
+            weight_OI,
+            (True, True, has_bias),
+        )
+        if not has_bias:
+            dbias_O = None
+        return dx.to_dense(), dweight_OI, dbias_O
 
 
 class Linear(nn.Linear):
-    """As torch's, but for who multiplies; `products` is `hardware.products`."""
+    """`nn.Linear` that may use oneDNN for large float32 products on a CPU."""
 
     products = "torch"
+    """`hardware.products` of the configuration: "torch" or "onednn"."""
 
     def forward(self, input: Tensor) -> Tensor:
-        is_large = input.numel() * self.out_features >= LARGE and input.dtype == torch.float32
-        by_torch = (
-            self.products == "torch"
-            or input.device.type != "cpu"
-            or torch.is_autocast_enabled("cpu")
-        )
-        if (
-            by_torch
-            or not is_large
-            or torch.compiler.is_compiling()
-            or not torch.backends.mkldnn.is_available()
-        ):
-            return super().forward(input)
-        return Product.apply(input, self.weight, self.bias)
+        if self.uses_onednn(input):
+            return Product.apply(input, self.weight, self.bias)
+        return super().forward(input)
+
+    def uses_onednn(self, input: Tensor) -> bool:
+        """Return whether oneDNN computes the product with these inputs."""
+        if self.products == "torch" or input.device.type != "cpu":
+            return False
+        if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return False
+        is_large = input.numel() * self.out_features >= LARGE
+        is_float32 = input.dtype == torch.float32
+        return is_large and is_float32 and torch.backends.mkldnn.is_available()

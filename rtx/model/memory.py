@@ -110,7 +110,7 @@ class Memory:
         self.layers: list[Tensor] = []
         """The memory of each block, `[B, M, E]`."""
         self.compressed: list[Tensor] = []
-        """The compressed memory of each block, `[B, C, E]`; empty while nothing has left the memory."""
+        """The compressed memory of each block, `[B, C, E]`; empty until something is compressed."""
         self.last_B: Tensor | None = None
         """The last token of each stream."""
 
@@ -185,7 +185,11 @@ def unused(modules: list[Compression]) -> Tensor | int:
 
 
 def appended(memories: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Return the memory of each block, an empty list at the start, and its inputs, without gradient."""
+    """Return the memory of each block with its inputs appended, without gradient.
+
+    Args:
+        memories: empty at the start.
+    """
     if not memories:
         return [x_BNE.detach() for x_BNE in inputs]
     return [torch.cat(pair, dim=1).detach() for pair in zip(memories, inputs, strict=True)]

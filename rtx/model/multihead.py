@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rtx.model.heads import HeadGroup, HeadStream
 from rtx.model.linear import Linear
-from rtx.settings.schema import Config, layer_patterns
+from rtx.settings.derived import layer_patterns
+from rtx.settings.schema import Config
 
 Part = TypeVar("Part")
 Parts = tuple[Part, Part | None, Part]

@@ -14,7 +14,7 @@ from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergen
 from rtx.report.headline import Answer, answer
 from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
-from rtx.report.run_records import Cell, Collection, Protocol, collect
+from rtx.report.run_records import Cell, Collection, collect
 from rtx.report.score_rows import Row, rows_by_protocol
 from rtx.report.score_tables import Kinds, Paces, departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, paces_of, timed_records, views
@@ -22,7 +22,7 @@ from rtx.report.tables import Column, Table, filled
 from rtx.report.time_plot import bits_and_time
 from rtx.report.times import all_findings, all_runs, tables_of
 from rtx.runs.folder import shown
-from rtx.runs.records import EnvironmentRecord
+from rtx.runs.records import EnvironmentRecord, Protocol
 
 
 @dataclass

@@ -32,7 +32,8 @@ from rtx.runs.records import (
 )
 from rtx.runs.status import state_of
 from rtx.runs.study import is_study, read_run, read_steps, read_study, read_sweeps
-from rtx.settings.compose import RUN_CONFIG, digest, former_digest, values_of
+from rtx.settings.identity import digests
+from rtx.settings.run_config import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
 
 
@@ -266,7 +267,7 @@ def suspicions(line: StudyLine, folder: Path) -> list[str]:
         values = values_of(line.config)
     except (ValueError, yaml.YAMLError):
         return []
-    if folder.name in (digest(values), former_digest(values)):
+    if folder.name in digests(values):
         return []
     other = "its name is the hash of another"
     return [f"{shown(folder)}: its configuration changed under the sweep; {other}"]

@@ -9,24 +9,10 @@ from typing import Any
 from rtx.errors import written
 from rtx.report.paper import Config, heads_label
 from rtx.report.ranking import mean
-from rtx.report.run_records import Cell, Protocol, Score
-from rtx.settings.rules import default_where_unread, unread
-from rtx.settings.schema import NAMELIKE, OUTSIDE
-
-WITHOUT_EFFECT = (*OUTSIDE, "hardware.devices", "hardware.nodes", "hardware.name")
-"""What keys begin with by which two runs of one row may differ, beside the seed."""
-
-UNTOUCHED = {
-    *(
-        *NAMELIKE,
-        "seed",
-        "data.path",
-        "hardware.threads",
-        "hardware.compile",
-        "hardware.deterministic",
-    ),
-    *("trainer.val_every", "trainer.val_windows", "trainer.log_every"),
-}
+from rtx.report.run_records import Cell, Score
+from rtx.runs.records import Protocol
+from rtx.settings.identity import tells_rows_apart
+from rtx.settings.readers import default_where_unread, unread
 
 
 @dataclass
@@ -145,18 +131,15 @@ def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
 
 def row_key(config: Config, folder: Any = None) -> Any:
     """Return what two runs of one row share: all that changes results but the seed, of the keys that a run reads."""
-    kept = {key: value for key, value in default_where_unread(config).items() if tells_apart(key)}
+    kept = {
+        key: value for key, value in default_where_unread(config).items() if tells_rows_apart(key)
+    }
     return tuple(sorted((key, repr(value)) for key, value in kept.items())) or folder
-
-
-def tells_apart(key: str) -> bool:
-    """Tell whether runs with other values of a key are other rows."""
-    return key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)
 
 
 def differing_keys(configs: Sequence[Config]) -> list[str]:
     """Return the keys by which configurations differ; seeds and what has no effect apart."""
-    keys = dict.fromkeys(key for config in configs for key in config if tells_apart(key))
+    keys = dict.fromkeys(key for config in configs for key in config if tells_rows_apart(key))
     read = [values_read(config) for config in configs]
     return [key for key in keys if len({repr(values.get(key)) for values in read}) > 1]
 

@@ -25,8 +25,7 @@ from rtx.report.run_records import Cell
 from rtx.report.score_rows import Row, name_rows, row_key
 from rtx.report.tables import Column, Table
 from rtx.runs.records import StepsRecord
-from rtx.settings.compose import flat
-from rtx.settings.schema import all_fields
+from rtx.settings.schema import all_fields, flat
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from rtx.evaluation.protocol import routes
 from rtx.report.run_records import Cell
 from rtx.report.tables import filled
 from rtx.runs.records import ScoreRecord
-from rtx.settings.compose import preset_routing, to_dict
-from rtx.settings.rules import unread
-from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, clusters, flat
+from rtx.settings.compose import preset_routing
+from rtx.settings.derived import clusters
+from rtx.settings.readers import unread
+from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, flat, to_dict
 
 BAR = 24  # characters of the longest bar
 SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")

@@ -15,7 +15,7 @@ from rtx.runs.folder import ENVIRONMENT, RESUMES
 from rtx.runs.records import EnvironmentRecord, ResumeRow, read_record
 from rtx.runs.resumption import Differences
 from rtx.runs.status import utc_now
-from rtx.settings.schema import REGISTERED
+from rtx.settings.names import REGISTERED
 
 CHECKOUT = Path(__file__).parents[2]
 EXACT = (

@@ -12,7 +12,7 @@ from typing import Any
 from rtx.disk import replace_file, write_json
 from rtx.errors import RunFailed, UserError, nearest, plural, printable, shorten
 from rtx.runs.status import STATUS, read_status
-from rtx.settings.compose import RUN_CONFIG
+from rtx.settings.run_config import RUN_CONFIG
 
 MOST_LISTED = 5
 """Runs that a message lists."""

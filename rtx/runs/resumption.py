@@ -11,39 +11,14 @@ from rtx.runs.folder import is_export, requested_folder
 from rtx.runs.processes import launch
 from rtx.runs.records import OlderFinal, ScoreRecord
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
-from rtx.settings.schema import Config
+from rtx.settings.identity import may_change
+from rtx.settings.run_config import RUN_CONFIG, load_run_config
+from rtx.settings.schema import Config, flat, to_dict, with_values
 
-ALLOWED = {
-    "trainer.steps",
-    "trainer.max_minutes",
-    "trainer.micro_batch_size",
-    "trainer.log_every",
-    "trainer.val_every",
-    "trainer.val_windows",
-    "trainer.val_stride",
-    "trainer.checkpoint_every",
-    "trainer.final_windows",
-    "trainer.profile",
-    "optimizer.steps",
-    "model.recompute",
-    "model.ffn_parts",
-    "name",
-    "model.name",
-    "data.path",
-    "data.verify",
-    "data.processes",
-}
-"""What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
 MEMORY_KEYS = ("trainer.micro_batch_size", "model.recompute")
 """Keys whose `auto` a run resolves by the memory of its device."""
 Differences = dict[str, tuple[Any, Any]]
 """Old and new values by dotted keys."""
-
-
-def may_change(key: str) -> bool:
-    """Tell whether a run may go on with another value of a key."""
-    return key in ALLOWED or key.startswith(("hardware.", "logger."))
 
 
 def differences(

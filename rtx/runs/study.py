@@ -22,7 +22,7 @@ from rtx.runs.records import (
     read_rows,
 )
 from rtx.runs.status import read_status
-from rtx.settings.compose import RUN_CONFIG
+from rtx.settings.run_config import RUN_CONFIG
 
 SWEEPS = "sweeps.jsonl"
 STUDY_SUFFIX = ".jsonl"

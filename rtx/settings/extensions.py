@@ -1,17 +1,19 @@
-"""Patterns and data sets of a Python file that `extensions=` names, and presets of a folder of the user's own.
+"""Patterns and data sets of the user: Python files and modules that `extensions=` names.
 
-A run keeps a copy of each file, and in its config.yaml `<file>@<sha256>`. The code of a file runs because its user has
-named it; that of a run's copy only where the same content has been named on this machine before.
+Code runs only where its user names it on the command line. A run records each name with the sha256
+of the code, and commands on that run take only code with that sha256. Code in a run's folder is a
+copy for the record, which nothing runs.
 """
 
-import contextlib
 import hashlib
+import importlib.util
 import os
 import re
 import sys
 import traceback
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +21,72 @@ from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
 from rtx.settings.fields import unknown
-from rtx.settings.presets import CONFIG_DIRS, options
-from rtx.settings.schema import (
-    BASES,
-    REGISTERED,
-    SELECTIONS,
-    all_fields,
-    maker_problem,
-    name_problem,
-    settings,
-)
+from rtx.settings.names import BASES, REGISTERED, SELECTIONS, maker_problem, name_problem
+from rtx.settings.presets import CONFIG_DIRS, forget
+from rtx.settings.schema import all_fields
 from rtx.variables import started_by_another
 
-FILE = re.compile(r"(.*?([\w.-]+\.py))(?:@([0-9a-f]{64}))?")
-LOADED: dict[str, tuple[Path, bytes]] = {}
-"""Path and content, by its sha256, of every file whose code this process has run."""
+PART = re.compile(r"(?P<source>.*?)(?:@(?P<sha256>[0-9a-f]{64}))?")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+USAGE = "name a Python file, my.py, a module, my.module, or several, one.py:other.py"
 
 
-def register_pattern(name: str, make: Callable[..., Any], *, selection: bool = False) -> None:
-    """Make a pattern a value of model.base.
+@dataclass(frozen=True)
+class Extension:
+    """Code that this process has run: a file, or an installed module."""
 
-    Args:
-        make: returns the `rtx.attention.Pattern` of a group of heads. It is called as
-            `make(heads=heads, config=config, layer=layer)`: the number of heads, the resolved
-            configuration of the run, and the number of the layer, 0 for the lowest.
-        selection: make it a value of routing.selection instead.
+    name: str
+    """Name of the file, or dotted name of the module."""
+    path: Path
+    content: bytes
+    is_file: bool
 
-    Raises:
-        UserError: a name that is taken, or a function that does not take these arguments.
+
+LOADED: dict[str, Extension] = {}
+"""The code that this process has run, by its sha256."""
+
+
+def add_pattern(
+    name: str, make: Callable[..., Any], *, selection: bool = False, problem: str = ""
+) -> None:
+    """Make a pattern a value of model.base, or of routing.selection; see `rtx.register_pattern`.
+
+    `problem`: why the name cannot be used, where the caller knows more of it.
     """
-    from rtx.model.heads import attribute_problem  # imports torch
-
+    problem = name_problem(name, pattern=True) or problem
+    if not problem and (wrong_maker := maker_problem(make)):
+        problem = f"{name!r}: {wrong_maker}"
     table = SELECTIONS if selection else BASES
-    problem = name_problem(name, pattern=True) or attribute_problem(name)
-    if not problem and (problem := maker_problem(make)):
-        problem = f"{name!r}: {problem}"
     table[registered(name, problem)] = make
 
 
 def register_data(
     name: str, source: Callable[..., Any], *, side: int | None = None, **defaults: Any
 ) -> None:
-    """Make a data set a value of data=; `UserError` for a name of ours, or a default that is none.
+    """Make a data set a value of data=.
 
     Args:
-        source: as `own_files` in `rtx.data.text`: `source(data, root, report)` returns a `rtx.data.sets.Source`.
+        source: as `own_files` in `rtx.data.text`: `source(data, root, report)` returns a
+            `rtx.data.sets.Source`.
         side: height and width of every image; unset: a set of text.
         defaults: keys of the group data, such as `length=64`.
+
+    Raises:
+        UserError: a name that is taken, or a default that is no value of its key.
     """
     for key, value in defaults.items():
-        if (field := all_fields().get(f"data.{key}")) is None:
+        field = all_fields().get(f"data.{key}")
+        if field is None:
             raise UserError(f"register_data({name!r}): {unknown(f'data.{key}', all_fields())}")
         field.read(value)
     name = registered(name, name_problem(name, pattern=False))
-    SETS[name] = DataSet(
-        source, image=side is not None, side=side, defaults={**defaults, "name": name}
-    )
+    values = {**defaults, "name": name}
+    SETS[name] = DataSet(source, image=side is not None, side=side, defaults=values)
     forget()
 
 
 def registered(name: str, problem: str) -> str:
-    """Note a name as one of an extension, and return it; `UserError` where there is a problem with it."""
+    """Note a name as one of an extension, and return it; UserError if there is a problem."""
     if problem:
         raise UserError(f"cannot be registered: {problem}")
     REGISTERED[name] = ""
@@ -90,92 +97,141 @@ def add_config_dir(path: str) -> None:
     """Take presets from a folder, too, in which `model/mine.yaml` is model=mine."""
     folder = Path(path).expanduser().absolute()
     if not path or not any(folder.glob("*/*.yaml")):
-        raise UserError(
-            f"--config-dir {shorten(path)}: holds no preset, a file such as model/mine.yaml"
-        )
+        problem = "holds no preset, a file such as model/mine.yaml"
+        raise UserError(f"--config-dir {shorten(path)}: {problem}")
     CONFIG_DIRS[:] = [folder]
     forget()
 
 
-def forget() -> None:
-    """Let what was worked out from the former names and folders be worked out again."""
-    from rtx.settings.compose import composed  # imports Hydra
+def load_extensions(text: str) -> str:
+    """Run the files and modules that the user names, with : between.
 
-    for known in (options, settings, composed):
-        known.cache_clear()
+    Returns:
+        Their absolute paths or dotted names, each with @ and its sha256.
 
-
-def run_files(text: str, folder: Path | None = None) -> str:
-    """Run the files that a user names, with : between, and return their absolute paths, each with @ and its sha256.
-
-    With `folder` those are a run's copies, as its config.yaml names them; `UserError` for other code, or a stranger's.
+    Raises:
+        UserError: there is no such code, it fails, or its sha256 is not the one in the text.
     """
-    found: dict[str, str] = {}
+    loaded: dict[str, str] = {}
     for part in text.split(os.pathsep):
-        if (match := FILE.fullmatch(part)) is None or match[2] in found:
-            raise UserError(
-                f"extensions={shorten(text)}: name a Python file, my.py, or several, one.py:other.py"
-            )
-        path = folder / match[2] if folder else Path(match[1]).expanduser().absolute()
-        found[match[2]] = (
-            f"{path}@{run(path, match[3] or '-' * bool(folder), named=folder is None)}"
-        )
-    return os.pathsep.join(found.values())
+        source, expected = split_part(part)
+        extension = find(source, text)
+        if extension.name in loaded:
+            raise UserError(f"extensions={shorten(text)}: {USAGE}")
+        sha256 = run(extension, expected)
+        place = str(extension.path) if extension.is_file else extension.name
+        loaded[extension.name] = f"{place}@{sha256}"
+    return os.pathsep.join(loaded.values())
 
 
-def run(path: Path, expected: str | None, named: bool) -> str:
-    """Run a file, once in a process, having said so; returns its sha256. `named`: by the user, who thus allows it."""
-    if expected in LOADED:
-        return str(expected)
+def split_part(part: str) -> tuple[str, str]:
+    """Return a file or module, and the sha256 behind its @ or ""."""
+    match = PART.fullmatch(part)
+    if match is None:
+        return part, ""
+    return match["source"], match["sha256"] or ""
+
+
+def find(source: str, text: str) -> Extension:
+    """Return the code that a part of `text` names, without running it."""
+    path = Path(source).expanduser().absolute()
+    is_file = source.endswith(".py")
+    if not is_file:
+        path = module_path(source, text)
     try:
-        sha256 = hashlib.sha256(content := read_file(path)).hexdigest()
+        content = read_file(path)
     except OSError as error:
         raise UserError(f"extensions: {path}: {error.strerror}") from error
-    note = (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        / "rtx"
-        / "extensions"
-        / sha256
-    )
-    if (expected or sha256) != sha256:
-        raise UserError(
-            f"extensions: {path} is other code: expected sha256 {expected}, found {sha256}"
-        )
-    if not (named or note.exists()):
-        raise UserError(
-            f"{path}: never named on this machine: read it, and allow it by rtx plan extensions={path}"
-        )
-    with contextlib.suppress(OSError):  # then the user names it once more
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    if sha256 not in LOADED:
-        if not started_by_another():
-            print(
-                f"extensions: running the code of {path} (sha256 {sha256[:12]})",
-                file=sys.stderr,
-                flush=True,
-            )
-        execute(path, content, f"rtx_extension_{sha256[:12]}")
-        LOADED[sha256] = path, content
+    return Extension(path.name if is_file else source, path, content, is_file)
+
+
+def module_path(name: str, text: str) -> Path:
+    """Return the file of an installed module."""
+    if not MODULE.fullmatch(name):
+        raise UserError(f"extensions={shorten(text)}: {USAGE}")
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise UserError(f"extensions={shorten(text)}: no installed module {name}; {USAGE}")
+    if not spec.has_location or spec.origin is None:
+        raise UserError(f"extensions={shorten(text)}: {name} has no file of Python code")
+    return Path(spec.origin)
+
+
+def run(extension: Extension, expected: str) -> str:
+    """Run code once in this process, and return its sha256, which is to be the expected one."""
+    sha256 = hashlib.sha256(extension.content).hexdigest()
+    if expected and expected != sha256:
+        problem = f"is other code: expected sha256 {expected}, found {sha256}"
+        raise UserError(f"extensions: {extension.path} {problem}")
+    if sha256 in LOADED:
+        return sha256
+    if not started_by_another():
+        message = f"extensions: running the code of {extension.path} (sha256 {sha256[:12]})"
+        print(message, file=sys.stderr, flush=True)
+    if extension.is_file:
+        execute(extension.path, extension.content, f"rtx_extension_{sha256[:12]}")
+    else:
+        with_place(extension.path, lambda: importlib.import_module(extension.name))
+    LOADED[sha256] = extension
     return sha256
 
 
 def execute(path: Path, content: bytes, name: str) -> None:
-    """Run code as the module `name`; `UserError` with the line of an error of its own, or of its own exit."""
-    module = sys.modules[name] = types.ModuleType(name)  # by which what it defines is found again
+    """Run the code of a file as the module `name`: the bytes that were hashed."""
+    # By its entry in sys.modules Python finds the definitions again, say for a data loader.
+    module = types.ModuleType(name)
     module.__file__ = str(path)
+    sys.modules[name] = module
+    with_place(path, lambda: exec(compile(content, path, "exec"), module.__dict__))
+
+
+def with_place(path: Path, act: Callable[[], object]) -> None:
+    """Run code of a file; UserError with the line of its error."""
     try:
-        exec(compile(content, path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # an exit with 0 would pass for a run
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
+        act()
+    # An exit with code 0 would look like a run that is done.
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = getattr(error, "lineno", None) or (lines or ["?"])[-1]
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
 
 
-def copies(text: str | None) -> dict[str, tuple[Path, bytes]]:
-    """Return path and content of the files of a configuration, by their names."""
-    return {part[:-65]: LOADED[part[-64:]] for part in text.split(os.pathsep)} if text else {}
+def recorded(text: str) -> str:
+    """Return loaded extensions as a run records them: names without folders, and sha256.
+
+    So the place of a file does not change the identity of a run.
+    """
+    names = []
+    for part in text.split(os.pathsep):
+        source, sha256 = split_part(part)
+        names.append(f"{Path(source).name}@{sha256}")
+    return os.pathsep.join(names)
+
+
+def refuse_unloaded(text: str) -> None:
+    """Raise UserError unless the code that a run records is what the user has named."""
+    for part in text.split(os.pathsep):
+        source, sha256 = split_part(part)
+        if sha256 in LOADED:
+            continue
+        name = shorten(source)
+        needed = f"it was trained with the code of {name} (sha256 {sha256[:12] or 'unknown'})"
+        others = [other for other in LOADED.values() if other.name == source]
+        if others:
+            raise UserError(f"{needed}, and {others[0].path} is other code")
+        raise UserError(f"{needed}; name that code: extensions=<path of {name}>")
+
+
+def copies(text: str | None) -> dict[str, Extension]:
+    """Return the loaded code of a configuration by its names."""
+    if not text:
+        return {}
+    loaded = {}
+    for part in text.split(os.pathsep):
+        source, sha256 = split_part(part)
+        loaded[source] = LOADED[sha256]
+    return loaded

@@ -1,4 +1,9 @@
-"""What can be set: keys with type, range and docstring, and options of the groups in `conf/`. No torch, Hydra, YAML."""
+"""A key that can be set: its type, range and docstring, what it changes, and when it is read.
+
+A group of keys is a dataclass: the annotation of a field is the type of the key (a `Literal` is a
+closed list of values), the string below it the docstring, and `key` adds all else. `fields_of`
+reads that. No torch, no Hydra, no YAML.
+"""
 
 import ast
 import dataclasses
@@ -13,67 +18,103 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rtx.errors import UserError, close_matches, listed, nearest, shorten, written
+from rtx.settings.effects import RESULTS, Effect
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 TRUTH = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
+LARGEST_EXACT = 2**53
+"""Above it a float stands for several integers."""
 
 
-def one_of(default: str, *choices: str, joined: bool = False) -> Any:
-    """A text field with a closed list of values; `joined`: one or more of them with + between."""
-    return dataclasses.field(
-        default=default, metadata={"values": (default, *choices), "joined": joined}
-    )
+class Since(NamedTuple):
+    """The version that brought a key, and the value that says what runs before it did.
+
+    Records of such runs lack the key. With that value it is no part of a cell's hash, so that the
+    cells that were recorded before are found.
+    """
+
+    version: str
+    value: Any
 
 
-def key_of(table: Mapping[str, Any], joined: bool = False) -> Any:
-    """As `one_of` of the keys that a table has whenever it is asked; the first is the default."""
-    return dataclasses.field(
-        default=next(iter(table)), metadata={"values": table.keys(), "joined": joined}
-    )
+def key(
+    default: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    names: Mapping[str, Any] | None = None,
+    joined: bool = False,
+    changes: Effect = RESULTS,
+    read_with: Mapping[str, Collection[str]] | None = None,
+    since: Since | None = None,
+) -> Any:
+    """Return a dataclass field for a key of the configuration or an option of a command.
+
+    Args:
+        low, high: inclusive bounds of a number.
+        above: exclusive lower bound of a number.
+        names: a table whose names are the values; extensions may add some.
+        joined: whether a value may be several names with + between.
+        changes: what another value changes about a run.
+        read_with: other keys, each with the values with which a run reads this key; unset: always.
+        since: which version brought the key, where records without it exist.
+    """
+    facts: dict[str, Any] = {"low": low, "high": high, "above": above, "joined": joined}
+    facts |= {"changes": changes, "read_with": read_with or {}, "since": since}
+    if names is not None:
+        # The view: it has the names that are registered later, too.
+        facts |= {"values": names.keys(), "extensible": True}
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def one_of(default: str, *choices: str) -> Any:
+    """A text field with a closed list of values."""
+    return dataclasses.field(default=default, metadata={"values": (default, *choices)})
 
 
 def ranged(
-    default: Any,
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    above: float = -math.inf,
-    words: tuple[str, ...] = (),
+    default: Any, low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf
 ) -> Any:
-    """A number with `low <= value <= high` and `value > above`; None and auto pass by the type, and further `words`."""
-    return dataclasses.field(
-        default=default, metadata={"low": low, "high": high, "above": above, "words": words}
-    )
+    """A number with `low <= value <= high` and `value > above`."""
+    return key(default, low=low, high=high, above=above)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key that can be set: `key` is its dotted path, `kind` its Python type, `doc` the docstring below it."""
+    """One key that can be set, by its dotted path; see `key` for its facts."""
 
     key: str
     kind: type
-    optional: bool
-    auto: bool
+    """Type of its values: int, float, bool or str."""
     default: Any
     doc: str
+    """The docstring below the field, on one line."""
+    optional: bool = False
+    """Whether null is a value."""
+    words: tuple[str, ...] = ()
+    """Values of a number that are words, such as auto."""
     values: Collection[str] = ()
-    """The closed list of values, or of their parts (`joined`); empty where any value of the type will do."""
+    """The closed list of values, or of their parts (`joined`); empty: any of the type."""
     joined: bool = False
+    extensible: bool = False
+    """Whether extensions may add values."""
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
-    words: tuple[str, ...] = ()
-    """What stands for no number, beside auto."""
+    changes: Effect = RESULTS
+    read_with: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    since: Since | None = None
 
     @property
     def allowed(self) -> str:
-        """What the field takes, to stand behind "must be"."""
+        """The allowed values, as the end of a sentence with "must be"."""
         return self.allowed_in(sys.maxsize)
 
     def allowed_in(self, width: int) -> str:
@@ -81,46 +122,53 @@ class Field:
         if self.values:
             names = listed(self.values, width)
             return f"one or more of {names}, joined by +" if self.joined else f"one of {names}"
+        parts = [" or ".join((*self.words, KINDS[self.kind]))]
         bounds = {"at least": self.low, "greater than": self.above, "at most": self.high}
-        limits = [
-            f", {words} {limit:.12g}" for words, limit in bounds.items() if math.isfinite(limit)
-        ]
-        return (
-            "".join(f"{word} or " for word in ("auto",) * self.auto + self.words)
-            + KINDS[self.kind]
-            + "".join(limits)
-            + ", or null" * self.optional
-        )
+        for words, bound in bounds.items():
+            if math.isfinite(bound):
+                parts.append(f"{words} {bound:.12g}")
+        if self.optional:
+            parts.append("or null")
+        return ", ".join(parts)
 
     def read(self, value: Any) -> Any:
-        """Return a value, or the text of one, in the field's type and range (`UserError`); None stands for null."""
-        if (
-            (value is None and self.optional)
-            or (value == "auto" and self.auto)
-            or value in self.words
-        ):
+        """Return a value, or the text of one, as the field's type; None stands for null.
+
+        Raises UserError for a value of another type or out of range.
+        """
+        if value is None and self.optional:
+            return None
+        if value in self.words:
             return value
-        found = convert(self.kind, value)
+        converted = convert(self.kind, value)
+        if converted is not None and self.fits(converted):
+            return converted
+        problem = f"{self.key}={shorten(written(value))}{nearest(str(value), self.values)}"
+        doc = self.doc.rstrip(".")
+        raise UserError(f"{problem}: must be {self.allowed_in(240)} ({doc})")
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value of the right type is in the list or range."""
         if self.values:
-            fits = (
-                {*str(found).split("+")} <= {*self.values} if self.joined else found in self.values
-            )
-        else:
-            fits = found is not None and (
-                self.kind is str or (self.low <= found <= self.high and found > self.above)
-            )
-        if fits:
-            return found
-        said = f"{self.key}={shorten(written(value))}{nearest(str(value), self.values)}"
-        raise UserError(f"{said}: must be {self.allowed_in(240)} ({self.doc.rstrip('.')})")
+            parts = value.split("+") if self.joined else [value]
+            return all(part in self.values for part in parts)
+        if self.kind is str:
+            return True
+        return self.low <= value <= self.high and value > self.above
 
     def read_word(self, text: str) -> Any:
-        """As `read`, of what a user wrote: with quotes where it holds a comma or blanks, or is no null but a text."""
+        """As `read`, of a value on the command line, where `null` stands for None.
+
+        A pair of quotes around it is removed: it protects commas and blanks, and makes a text of
+        `null`.
+        """
         bare = text.strip()
         if bare.lower() == "null":
             return self.read(None)
-        free = self.kind is str and not self.values and bare == unquoted(bare)
-        return self.read(text if free else unquoted(bare))
+        takes_any_text = self.kind is str and not self.values
+        if takes_any_text and bare == unquoted(bare):
+            return self.read(text)
+        return self.read(unquoted(bare))
 
 
 def unquoted(text: str) -> str:
@@ -129,55 +177,81 @@ def unquoted(text: str) -> str:
 
 
 def convert(kind: type, value: Any) -> Any:
-    """Return a value as `kind`, None where it is not of that type; a whole number such as 1e3 is an integer."""
-    if value is None or kind is str:
-        return None if value is None else written(value)
+    """Return a value as `kind`, None if it is not of that type; 1e3 is an integer, too."""
+    if value is None:
+        return None
+    if kind is str:
+        return written(value)
     text = str(value).strip().lower()
     if kind is bool:
         return TRUTH.get(text)
+    number = number_of(text)
+    if number is None or kind is float:
+        return number
+    is_exact = number.is_integer() and abs(number) <= LARGEST_EXACT
+    return int(number) if is_exact else None
+
+
+def number_of(text: str) -> float | None:
+    """Return the finite number that a text is, None if it is none."""
+    if not text.isascii():
+        return None
     try:
-        number = float(text) if text.isascii() else math.nan
+        number = float(text)
     except ValueError:
         return None
-    if kind is float:
-        return number if math.isfinite(number) else None
-    return (
-        int(number) if number.is_integer() and abs(number) <= 2**53 else None
-    )  # beyond, a float stands for several
+    return number if math.isfinite(number) else None
 
 
-def imported(found: Any) -> Any:
-    """Return what stands in a table: an object, or what its dotted path names."""
-    if not isinstance(found, str):
-        return found
-    module, _, name = found.rpartition(".")
+def imported(entry: Any) -> Any:
+    """Return an object, or what its dotted path names."""
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 @functools.cache
 def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
-    """Return every field of a dataclass, and of the dataclasses in it, by its dotted key, in their order."""
-    found: dict[str, Field] = {}
-    hints, docs = typing.get_type_hints(cls), docstrings(cls)
+    """Return every field of a dataclass, and of the dataclasses in it, by its dotted key."""
+    fields: dict[str, Field] = {}
+    hints = typing.get_type_hints(cls)
+    docs = docstrings(cls)
     for spec in dataclasses.fields(cls):
-        key, hint = prefix + spec.name, hints[spec.name]
+        name = prefix + spec.name
+        hint = hints[spec.name]
         if dataclasses.is_dataclass(hint):
-            found |= fields_of(typing.cast(type, hint), key + ".")
+            fields |= fields_of(typing.cast(type, hint), name + ".")
             continue
-        kind: Any = (typing.get_args(hint) or (hint,))[0]
-        optional, auto = (
-            types.NoneType in typing.get_args(hint),
-            spec.default == "auto" and kind is not str,
-        )
-        found[key] = Field(
-            key, kind, optional, auto, spec.default, docs[spec.name], **spec.metadata
-        )
-    return found
+        facts = {**type_facts(hint), **spec.metadata}
+        fields[name] = Field(name, default=spec.default, doc=docs[spec.name], **facts)
+    return fields
+
+
+def type_facts(hint: Any) -> dict[str, Any]:
+    """Return the facts of a `Field` that the annotation of a key says.
+
+    `Literal["a", "b"]` is a closed list; in `int | Literal["auto"] | None` it is a word beside the
+    numbers, and None is null.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if is_union else (hint,)
+    kinds = []
+    names: tuple[str, ...] = ()
+    for part in parts:
+        if typing.get_origin(part) is Literal:
+            names = typing.get_args(part)
+        elif part is not types.NoneType:
+            kinds.append(part)
+    optional = types.NoneType in parts
+    if not kinds:
+        return {"kind": str, "optional": optional, "values": names}
+    return {"kind": kinds[0], "optional": optional, "words": names}
 
 
 def docstrings(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and of those that it extends."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for owner in cls.__mro__[-2::-1]:
         (node,) = ast.parse(inspect.getsource(owner)).body
         for pair in itertools.pairwise(typing.cast(ast.ClassDef, node).body):
@@ -185,25 +259,33 @@ def docstrings(cls: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                     value=ast.Constant(value=str(text))
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+OTHER_NAMES = {
+    "max_epochs": "steps",
+    "epochs": "steps",
+    "max_steps": "steps",
+    "learning_rate": "lr",
+    "pattern": "selection",
+}
+"""Names that other programs give to keys."""
+RUN_FOLDERS = "RTX_OUTPUTS=<folder> and name= say where runs go"
+CELLS = "sweep.parallel= and hardware=slurm how cells are run"
 
 
 def unknown(word: str, known: Iterable[str]) -> str:
-    """Return what to say of a key that does not exist: the dotted key nearest to it by its last part, if any."""
+    """Return the message for a key that does not exist, with the key nearest by its last part."""
     if word.lower().startswith("hydra.launcher."):
         return f"{shorten(word)}: is read by rtx train -m alone, with hardware=slurm"
     if word.lower().startswith("hydra"):
-        own = "RTX_OUTPUTS=<folder> and name= say where runs go, sweep.parallel= and hardware=slurm how cells are run"
-        return f"{shorten(word)}: keys of Hydra's own are not read; {own}"
+        return f"{shorten(word)}: keys of Hydra's own are not read; {RUN_FOLDERS}, {CELLS}"
     section, _, leaf = word.lower().rpartition(".")
-    others = {"max_epochs": "steps", "epochs": "steps", "max_steps": "steps", "learning_rate": "lr"}
-    leaf = {**others, "pattern": "selection"}.get(leaf, leaf)
-    names = {key: key.rpartition(".")[2] for key in known}
-    near = close_matches(leaf, names.values(), cutoff=0.65)
-    found = sorted(
-        (key for key in names if names[key] in near),
-        key=lambda key: key.rpartition(".")[0] != section,
-    )
-    hint = f" (did you mean {found[0]!r}?)" if found else "; --help lists them"
+    leaf = OTHER_NAMES.get(leaf, leaf)
+    leaves = {name: name.rpartition(".")[2] for name in known}
+    close = close_matches(leaf, leaves.values(), cutoff=0.65)
+    candidates = [name for name in leaves if leaves[name] in close]
+    candidates.sort(key=lambda name: name.rpartition(".")[0] != section)
+    hint = f" (did you mean {candidates[0]!r}?)" if candidates else "; --help lists them"
     return f"unknown key {shorten(word)!r}{hint}"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rtx.errors import UserError, shorten
-from rtx.settings.extensions import run_files
+from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, unknown, unquoted
 from rtx.settings.hydra_words import COMMA, hydra_values
 from rtx.settings.schema import GROUPS, all_fields, settings
@@ -76,7 +76,7 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
         value for _, key, text in pairs if key == "extensions" for value in COMMA.split(text)
     } - {"null"}
     files = {
-        value: run_files(unquoted(value)) for value in sorted(named)
+        value: load_extensions(unquoted(value)) for value in sorted(named)
     }  # first: what they register is a value, too
     known, found = settings(), []
     for word, key, text in pairs:

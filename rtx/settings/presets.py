@@ -1,10 +1,19 @@
 """The folder `conf/` and folders of the user: groups, their options, and the file of each option."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 CONFIG_DIRS: list[Path] = []
 """Folders with presets of the user, as `--config-dir` names them."""
+CACHES: list[Callable[[], None]] = []
+"""Functions that clear what was computed from these folders and from registered names."""
+
+
+def forget() -> None:
+    """Clear what was computed from presets and names, for there are others now."""
+    for clear in CACHES:
+        clear()
 
 
 @functools.cache
@@ -22,6 +31,9 @@ def options(group: str) -> tuple[str, ...]:
     for folder in (conf_dir(), *CONFIG_DIRS):
         names |= {path.stem for path in (folder / group).glob("*.yaml")}
     return tuple(sorted(names))
+
+
+CACHES.append(options.cache_clear)
 
 
 def preset(group: str, option: str) -> Path | None:

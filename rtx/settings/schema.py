@@ -1,309 +1,374 @@
-"""The keys of a training run, their types, ranges and docstrings: a dataclass for each group. No torch, no Hydra.
+"""The keys of a training run, a dataclass for each group. No torch, no Hydra.
 
-Values live in `conf/`, what fits with what in `rtx/settings/rules.py`, what other commands read
-in `rtx/cli/options.py`.
+A key is one line and a docstring: its type (`Literal`: a closed list), range, what it changes
+(`rtx/settings/effects.py`; unset: the results), with which values of other keys a run reads it, and
+since which version it exists. Help, checks, hashes, resume, reports and the editor's schema follow
+from that (docs/extending.md, "A key"). Values are in `conf/`; what fits together is in
+`rtx/settings/rules.py`.
 """
 
+import dataclasses
 import functools
-import inspect
-import math
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from rtx.data.sets import SETS, DataSet
-from rtx.errors import shorten
-from rtx.settings.fields import Field, fields_of, key_of, one_of, ranged
-from rtx.settings.presets import options
+from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS
+from rtx.errors import UserError
+from rtx.settings.effects import (
+    CONTINUATION,
+    COST,
+    LOCATION,
+    NOTHING,
+    REPETITION,
+    ROUNDING,
+    SCHEDULE,
+)
+from rtx.settings.fields import Field, Since, fields_of, key, unknown
+from rtx.settings.names import BASES, REGISTERED, SELECTIONS, add_installed
+from rtx.settings.presets import CACHES, options
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""
 SECTIONS = (*GROUPS[:-1], "trainer")
 
-BASES: dict[str, Any] = dict.fromkeys(
-    (
-        *("local", "full", "recurrent", "lsh", "adaptive_span"),
-        *("strided", "fixed", "fixed_block", "fixed_summary"),
-    )
-)
-"""The patterns of model.base, by their names. `rtx.model.heads` makes those with None; the others are
-extensions', each with the function that makes it, or the dotted path of one (docs/extending.md).
-"""
+TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
+"""Data sets of text."""
+FILES = tuple(name for name in NAMES if name not in ("stdlib", *MADE))
+"""Data sets of files that data.path may name."""
 
-SELECTIONS: dict[str, Any] = dict.fromkeys(
-    (
-        *("causal", "topk", "nearest", "random"),
-        *("exact", "blocks", "blocks_random", "indexer", "probed"),
-    )
-)
-"""The patterns of routing.selection, as `BASES`."""
-REGISTERED: dict[str, str] = {}
-"""Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
-OURS = frozenset({*BASES, *SELECTIONS, *SETS})
-"""Names that no extension can have."""
-KINDS_OF_HEADS = ("routed", "routing", "sparse", "random_blocks", "compressive", "adaptive_input")
-"""What a model and a report call heads besides the names of patterns: no pattern of an extension can be one of them."""
+SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")
+"""The patterns of the Sparse Transformer."""
+CLUSTERED = ("causal", "topk", "nearest", "random")
+"""Selections by clusters."""
+BY_CENTROIDS = ("causal", "topk", "nearest")
+"""Selections by clusters of queries and keys around centroids."""
+CHOSEN = ("exact", "probed", "indexer", "blocks", "blocks_random")
+"""Selections of keys for each query."""
+CENTROIDS = (*BY_CENTROIDS, "probed")
+"""Selections by centroids that k-means moves."""
+ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
+"""Keys of routing that are sizes, not rules."""
+SPREAD = ("ddp", "fsdp")
+"""Values of hardware.name with one process per device."""
+WANDB_LOGGERS = ("auto", "online", "offline")
+"""Values of logger.name that write to Weights & Biases."""
 
-SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
-CLUSTERED = (
-    "causal",
-    "topk",
-    "nearest",
-    "random",
-)  # selections by clusters; the others choose keys for each query
-CHOSEN = (
-    "exact",
-    "probed",
-    "indexer",
-    "blocks",
-    "blocks_random",
-)  # selections of keys for each query
-CENTROIDS = ("causal", "topk", "nearest", "probed")  # selections by centroids that k-means moves
-ROUTING_SIZES = (
-    "heads",
-    "layers",
-    "window",
-    "candidates",
-    "clusters",
-    "block",
-)  # keys of routing that are no rules
-SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
-NAMELIKE = (
-    *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
-    *("trainer.micro_batch_size", "model.recompute", "trainer.final_windows", "hardware.products"),
-    *("hardware.graphs", "hardware.loss", "trainer.profile"),
-)
-OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
-"""Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
-
-YOUNGER = (
-    *(("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None)),
-    *(
-        ("model.memory", 0),
-        ("model.same_length", False),
-        ("model.clamp", None),
-        ("model.tie_biases", True),
-    ),
-    *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
-    *(
-        ("model.cutoffs", None),
-        ("model.band_factor", 4),
-        ("routing.rotary", True),
-        ("model.attend_self", True),
-    ),
-    *(
-        ("routing.key_loss", 0.0),
-        ("routing.merge", "mean"),
-        ("routing.candidates", None),
-        ("routing.qk_norm", False),
-    ),
-)
-"""Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
+# Conditions under which a run reads a key: another key, and the values of it, or parts of values.
+IF_HUB = {"data.name": ("hub",)}
+IF_RECALL = {"data.name": MADE}
+IF_SUBWORDS = {"data.tokenizer": ("sentencepiece",)}
+IF_CENTROIDS = {"routing.selection": BY_CENTROIDS}
+IF_RECURRENT = {"model.base": ("recurrent",)}
+IF_LSH = {"model.base": ("lsh",)}
+IF_SPAN = {"model.base": ("adaptive_span",)}
+IF_XL = {"model.positions": ("xl",)}
+IF_BANDS = {"model.embedding": ("adaptive",)}
+IF_ADAM = {"optimizer.name": ("adam", "adamw")}
+IF_WANDB = {"logger.name": WANDB_LOGGERS}
 
 
 @dataclass
 class DataConfig:
-    """What is learned: text or images on disk in sequences of `length` units, or recall tasks made on the fly."""
+    """The data: text or images on disk in sequences of `length` tokens, or recall tasks."""
 
-    name: str = key_of(SETS)
-    """Data set: Python's library, the Linux kernel's C files, your own text or images, a benchmark, a recall task."""
-    path: str | None = None
-    """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a local copy."""
-    column: str = "text"
+    name: str = key("stdlib", names=SETS)
+    """Data set: Python's library, the Linux kernel's C files, your own text or images, a benchmark,
+    a recall task."""
+    path: str | None = key(None, changes=LOCATION, read_with={"data.name": FILES})
+    """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a
+    local copy."""
+    column: str = key("text", read_with=IF_HUB)
     """Column whose rows are the documents (data=hub)."""
-    subset: str | None = None
+    subset: str | None = key(None, read_with=IF_HUB)
     """Configuration of a data set that has several (data=hub)."""
-    revision: str | None = None
-    """Commit or tag of the hub (data=hub); unset: the newest; the commit taken stands in the run's record."""
-    length: int = ranged(1024, low=2, high=2**30)
-    """Sequence length N in units; an image is one sequence, so image sets fix it to height x width x 3."""
-    fetch: str = one_of("hub", "archive")
-    """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors published."""
-    tokenizer: str = one_of("bytes", "words", "sentencepiece")
-    """Units of text: bytes, words between blanks with <eos> for every newline, or subwords learned from split train."""
-    vocabulary: int = ranged(32_768, low=300, high=1_000_000)
+    revision: str | None = key(None, read_with=IF_HUB)
+    """Commit or tag of the hub (data=hub); unset: the newest; the run's record has the commit that
+    was read."""
+    length: int = key(1024, low=2, high=2**30)
+    """Sequence length N in tokens; an image is one sequence, so image sets fix it to height x width
+    x 3."""
+    fetch: Literal["hub", "archive"] = key("hub", read_with={"data.name": (*TWO_WAYS, "enwik8")})
+    """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors
+    published."""
+    tokenizer: Literal["bytes", "words", "sentencepiece"] = key(
+        "bytes", read_with={"data.name": TEXTS}
+    )
+    """Tokens of text: bytes, words between blanks with <eos> for every newline, or subwords learned
+    from split train."""
+    vocabulary: int = key(32_768, low=300, high=1_000_000, read_with=IF_SUBWORDS)
     """Subwords to train (tokenizer=sentencepiece)."""
-    tokenizer_sample: int = ranged(100_000_000, low=1_000)
-    """Bytes of the training split that subwords are trained on, taken evenly from it (tokenizer=sentencepiece)."""
-    newlines: str = one_of("keep", "drop")
-    """Newline bytes of data=enwik8: all 100,000,000 bytes, or dropped as the Transformer-XL reader does."""
-    size: int | None = ranged(None, low=1, high=1024)
+    tokenizer_sample: int = key(100_000_000, low=1_000, read_with=IF_SUBWORDS)
+    """Bytes of the training split that subwords are trained on, taken evenly from it
+    (tokenizer=sentencepiece)."""
+    newlines: Literal["keep", "drop"] = key("keep", read_with={"data.name": ("enwik8",)})
+    """Newline bytes of data=enwik8: all 100,000,000 bytes, or dropped as the Transformer-XL reader
+    does."""
+    size: int | None = key(None, low=1, high=1024, read_with={"data.name": tuple(IMAGE_SETS)})
     """Scale images to this height and width; a result on them is marked as such."""
-    held_out: int = ranged(5_000, low=0)
-    """Training images kept back as split valid (image sets); 0: the published test images serve as valid, too."""
-    verify: str = one_of("once", "always", "never")
-    """When a store's bytes are compared with their checksums: once on this machine, at every opening, or never."""
-    processes: int | None = ranged(None, low=1, high=256)
-    """Processes that prepare a store; unset: one for each core. The store is the same for any number."""
-    pairs: int = ranged(8, low=1, high=10_000)
-    """Key-value pairs of a sequence, all asked again: with mqar, copy and induction so many, a half or a quarter."""
-    keys: int = ranged(16, low=1, high=10_000)
-    """Different keys, of which each sequence draws its own (recall tasks)."""
-    values: int = ranged(16, low=2, high=10_000)
+    held_out: int = key(5_000, low=0, read_with={"data.name": HELD_OUT})
+    """Training images held out as split valid (image sets); 0: the published test images serve as
+    valid, too."""
+    verify: Literal["once", "always", "never"] = key("once", changes=NOTHING)
+    """When a store's bytes are compared with their checksums: once on this machine, at every
+    opening, or never."""
+    processes: int | None = key(None, low=1, high=256, changes=NOTHING)
+    """Processes that prepare a store; unset: one for each core. The store is the same for any
+    number."""
+    pairs: int = key(8, low=1, high=10_000, read_with=IF_RECALL)
+    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number, half
+    or a quarter of it."""
+    keys: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
+    """Different keys, of which each sequence draws some (recall tasks)."""
+    values: int = key(16, low=2, high=10_000, read_with=IF_RECALL)
     """Different values; chance is one over their number (recall tasks)."""
-    fillers: int = ranged(16, low=1, high=10_000)
-    """Different units that the filler between pairs and questions is drawn from (recall tasks)."""
-    sequences: int = ranged(256, low=1)
+    fillers: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
+    """Different tokens that the filler between pairs and questions is drawn from (recall tasks)."""
+    sequences: int = key(256, low=1, read_with=IF_RECALL)
     """Sequences of each held-out split (recall tasks)."""
-    distance: int = ranged(0, low=0)
-    """Units between a pair and its question at the least, all pairs being at the start but of data=induction."""
-    gaps: str = one_of("uniform", "power")
-    """Places of questions behind that: drawn evenly, or by a power law of their distance as Zoology's (mqar, copy)."""
+    distance: int = key(
+        0,
+        low=0,
+        read_with={"data.name": ("mqar", "copy", "induction")},
+        since=Since("0.2.0", 0),
+    )
+    """Smallest distance in tokens between a pair and its question; all pairs come first but in
+    data=induction."""
+    gaps: Literal["uniform", "power"] = key(
+        "uniform", read_with={"data.name": ("mqar", "copy")}, since=Since("0.2.0", "uniform")
+    )
+    """Positions of questions after that: drawn evenly, or by a power law of their distance as
+    Zoology's (mqar, copy)."""
 
 
 @dataclass
 class RoutingConfig:
     """The content-based heads: how many, where, and how a position chooses its cluster."""
 
-    selection: str = key_of(SELECTIONS)
-    """What a head reads: a cluster (causal, nearest, random; topk, Algorithm 1: sees the future), or chosen keys."""
-    keys: str = one_of("shared", "separate", "tied", "projected")
-    """Keys: the queries; others, chosen apart (separate); such by W_Q (tied); clustered by W_R (q + k) (projected)."""
-    heads: int = ranged(4, low=0)
+    selection: str = key("causal", names=SELECTIONS)
+    """What a head reads: a cluster (causal, nearest, random; topk, Algorithm 1: sees the future),
+    or chosen keys."""
+    keys: Literal["shared", "separate", "tied", "projected"] = "shared"
+    """Keys: the queries; others, chosen apart (separate); such by W_Q (tied); clustered by W_R (q +
+    k) (projected)."""
+    heads: int = key(4, low=0)
     """Routing heads in each routing layer; the other heads use the base pattern."""
-    layers: int = ranged(2, low=0)
+    layers: int = key(2, low=0)
     """Routing layers, counted from the top of the model."""
-    window: int = ranged(256, low=1)
+    window: int = key(256, low=1)
     """Attention window W: keys per query and cluster at the most."""
-    candidates: int | None = ranged(None, low=1)
-    """Keys for which a query probes clusters, to read the W best; unset: W, all of them read (selection=probed)."""
-    clusters: int | None = ranged(None, low=1)
+    candidates: int | None = key(
+        None,
+        low=1,
+        read_with={"routing.selection": ("probed",)},
+        since=Since("0.4.0", None),
+    )
+    """Keys for which a query probes clusters, to read the W best; unset: W, all of them read
+    (selection=probed)."""
+    clusters: int | None = key(None, low=1, read_with={"routing.selection": (*CLUSTERED, "probed")})
     """Clusters C of each routing head; unset: ceil(N / W)."""
-    logit_scale: str = one_of("sqrt_d", "none", "unit")
-    """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as its comment has)."""
-    qk_norm: bool = False
-    """Normalise queries and keys before all else, as heads of clusters do (exact, probed, indexer, blocks)."""
+    logit_scale: Literal["sqrt_d", "none", "unit"] = "sqrt_d"
+    """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as
+    its comment has)."""
+    qk_norm: bool = key(False, read_with={"routing.selection": CHOSEN}, since=Since("0.4.0", False))
+    """Normalise queries and keys before all else, as heads of clusters do (exact, probed, indexer,
+    blocks)."""
     attend_self: bool | None = None
-    """Whether a position may always read itself; false: only where nothing else; unset: not where queries are keys."""
-    merge: str = one_of("mean", "lse")
-    """In several clusters: mean of outputs (as the released code) or one softmax over all keys (lse)."""
-    update: str = one_of("members", "nearest", "sum")
-    """Centroid step: mean of members (ours), of the nearest (near the code's), sum (Algorithm 1)."""
-    decay: float = ranged(0.999, low=0.0, high=1.0)
+    """Whether a position may always read itself; false: only where there is no other key; unset:
+    not where queries are keys."""
+    merge: Literal["mean", "lse"] = key(
+        "mean", read_with={"routing.selection": CLUSTERED}, since=Since("0.2.2", "mean")
+    )
+    """In several clusters: mean of outputs (as the released code) or one softmax over all keys
+    (lse)."""
+    update: Literal["members", "nearest", "sum"] = key("members", read_with=IF_CENTROIDS)
+    """Centroid step: mean of members (ours), of the nearest (near the code's), sum (Algorithm
+    1)."""
+    decay: float = key(0.999, low=0.0, high=1.0, read_with={"routing.selection": CENTROIDS})
     """Share of a centroid that survives one optimizer step."""
-    threshold_rate: float = ranged(0.1, low=0.0, high=10.0)
-    """Deviations of the scores by which a threshold moves for each W of members too many (selection=causal)."""
-    init: str = one_of("random", "data")
+    threshold_rate: float = key(
+        0.1, low=0.0, high=10.0, read_with={"routing.selection": ("causal",)}
+    )
+    """Deviations of the scores by which a threshold moves for each W of members too many
+    (selection=causal)."""
+    init: Literal["random", "data"] = key("random", read_with=IF_CENTROIDS)
     """Centroids start as random directions, or as queries of the first training sequence."""
-    commitment: float = ranged(0.0, low=0.0)
-    """Weight of the loss that pulls queries to their centroid (both released codes: 1e-4; the paper: none)."""
-    block: int = ranged(16, low=1)
+    commitment: float = key(0.0, low=0.0, read_with=IF_CENTROIDS)
+    """Weight of the loss that pulls queries to their centroid (both released codes: 1e-4; the
+    paper: none)."""
+    block: int = key(16, low=1, read_with={"routing.selection": ("blocks", "blocks_random")})
     """Positions of a block (selection=blocks and blocks_random)."""
-    compressed: bool = False
-    """Attend over the means of blocks, too, joined by gates: gradients train the choice (selection=blocks)."""
-    warmup: int = ranged(0, low=0)
+    compressed: bool = key(False, read_with={"routing.selection": ("blocks",)})
+    """Attend over the means of blocks, too, joined by gates: gradients train the choice
+    (selection=blocks)."""
+    warmup: int = key(0, low=0, read_with={"routing.selection": ("indexer",)})
     """Optimizer steps for which heads of selection=indexer read everything."""
-    key_shift: int = ranged(0, low=0)
-    """Positions by which keys of their own look back: 1 lets a head match "the unit before was A"."""
-    key_conv: int = ranged(1, low=1, high=64)
-    """Keys that a causal convolution adds to keys of their own; 1: none."""
-    rotary: bool = True
-    """Whether model.positions=rotary turns routing heads, too; false: they attend by content alone, at any distance."""
-    key_loss: float = ranged(0.0, low=0.0)
-    """Weight of the loss that pulls the matrices of queries and keys of their own together (the paper's first)."""
+    key_shift: int = key(0, low=0)
+    """Positions by which keys apart from queries look back: 1 lets a head match "the token before
+    was A"."""
+    key_conv: int = key(1, low=1, high=64)
+    """Keys that a causal convolution adds to keys apart from queries; 1: none."""
+    rotary: bool = key(True, read_with={"model.positions": ("rotary",)}, since=Since("0.2.0", True))
+    """Whether model.positions=rotary turns routing heads, too; false: they attend by content alone,
+    at any distance."""
+    key_loss: float = key(0.0, low=0.0, since=Since("0.2.0", 0.0))
+    """Weight of the loss that pulls the separate matrices of queries and keys together (the paper's
+    first)."""
 
 
 @dataclass
 class ModelConfig:
     """The decoder: its size, blocks and position terms."""
 
-    name: str = "custom"
+    name: str = key("custom", changes=NOTHING)
     """Name of the preset, for records only."""
-    layers: int = ranged(4, low=1, high=10_000)
+    layers: int = key(4, low=1, high=10_000)
     """Decoder blocks."""
-    heads: int = ranged(8, low=1, high=2**20)
+    heads: int = key(8, low=1, high=2**20)
     """Attention heads in each block."""
-    hidden: int = ranged(256, low=1, high=2**20)
-    """Width of the residual stream; a head has hidden / heads units."""
-    base: str = key_of(BASES, joined=True)
-    """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
-    window: int = ranged(256, low=1)
+    hidden: int = key(256, low=1, high=2**20)
+    """Width of the residual stream; a head has the size hidden / heads."""
+    base: str = key("local", names=BASES, joined=True)
+    """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh
+    two to one."""
+    # Read whatever the heads: the score of a text counts a repeat as far by it.
+    window: int = key(256, low=1)
     """Keys that a local head sees, its own position included."""
-    attend_self: bool = True
-    """Whether heads that choose by position may always read their own; false: only where they see nothing else."""
-    stride: int = ranged(128, low=1)
+    attend_self: bool = key(
+        True,
+        read_with={"model.base": ("full", "local", "recurrent", *SPARSE)},
+        since=Since("0.2.0", True),
+    )
+    """Whether heads that choose by position may always read their own; false: only where there is
+    no other key."""
+    stride: int = key(128, low=1, read_with={"model.base": SPARSE})
     """Stride of strided heads, block of fixed heads (Sparse Transformer)."""
-    summary: int = ranged(8, low=1)
+    summary: int = key(8, low=1, read_with={"model.base": ("fixed", "fixed_summary")})
     """Columns of every earlier block that a fixed head reads (Sparse Transformer)."""
-    memory: int = ranged(0, low=0, high=2**30)
-    """Positions of earlier segments that base=recurrent, which trains on streams, reads, too (Transformer-XL)."""
-    compressed: int = ranged(0, low=0, high=2**30)
-    """Compressed positions that base=recurrent reads before its memory, too (Compressive Transformer)."""
-    compression: str = one_of("conv", "mean", "max")
-    """What makes one compressed position of several: a convolution that learns, their mean, or their maximum."""
-    compression_rate: int = ranged(2, low=1, high=1024)
+    memory: int = key(
+        0,
+        low=0,
+        high=2**30,
+        read_with=IF_RECURRENT,
+        since=Since("0.2.0", 0),
+    )
+    """Positions of earlier segments that base=recurrent, which trains on streams, reads, too
+    (Transformer-XL)."""
+    compressed: int = key(
+        0,
+        low=0,
+        high=2**30,
+        read_with=IF_RECURRENT,
+        since=Since("0.2.0", 0),
+    )
+    """Compressed positions that base=recurrent reads before its memory, too (Compressive
+    Transformer)."""
+    compression: Literal["conv", "mean", "max"] = key(
+        "conv", read_with=IF_RECURRENT, since=Since("0.2.0", "conv")
+    )
+    """What makes one compressed position of several: a convolution that learns, their mean, or
+    their maximum."""
+    compression_rate: int = key(
+        2,
+        low=1,
+        high=1024,
+        read_with=IF_RECURRENT,
+        since=Since("0.2.0", 2),
+    )
     """Positions that make one compressed position."""
-    same_length: bool = False
-    """Whether every position of base=recurrent reads as many keys, model.memory with its own."""
-    positions: str = one_of("rotary", "shaw", "xl", "learned", "axial", "none")
-    """Position terms: rotary angles, Shaw's tables, Transformer-XL's sinusoids, a learned table, one an axis, none."""
-    clamp: int | None = ranged(None, low=1)
+    same_length: bool = key(False, read_with=IF_RECURRENT, since=Since("0.2.0", False))
+    """Whether every position of base=recurrent reads equally many keys, model.memory with its
+    own."""
+    positions: Literal["rotary", "shaw", "xl", "learned", "axial", "none"] = "rotary"
+    """Position terms: rotary angles, Shaw's tables, Transformer-XL's sinusoids, a learned table,
+    one an axis, none."""
+    clamp: int | None = key(None, low=1, read_with=IF_XL, since=Since("0.2.0", None))
     """Largest distance that positions=xl tells apart; unset: any."""
-    tie_biases: bool = True
-    """Whether all layers share the biases u and v of positions=xl, as Transformer-XL's PyTorch code has it."""
-    axes: str | None = None
-    """Sizes of the axes of positions=axial, slowest first, such as 32x32x3; their product is data.length."""
-    max_distance: int = ranged(256, low=1, high=2**30)
+    tie_biases: bool = key(True, read_with=IF_XL, since=Since("0.2.0", True))
+    """Whether all layers share the biases u and v of positions=xl, as Transformer-XL's PyTorch code
+    has it."""
+    axes: str | None = key(None, read_with={"model.positions": ("axial",)})
+    """Sizes of the axes of positions=axial, slowest first, such as 32x32x3; their product is
+    data.length."""
+    max_distance: int = key(256, low=1, high=2**30, read_with={"model.positions": ("shaw",)})
     """Largest distance that positions=shaw tells apart."""
-    norm: str = one_of("pre", "post")
+    norm: Literal["pre", "post"] = "pre"
     """LayerNorm before each sub-layer, or after its residual sum."""
-    ffn: str = one_of("gelu", "relu", "geglu")
+    ffn: Literal["gelu", "relu", "geglu"] = "gelu"
     """Activation of the feed-forward layer; geglu gates with a third matrix."""
-    ffn_hidden: int = ranged(1024, low=1, high=2**20)
+    ffn_hidden: int = key(1024, low=1, high=2**20)
     """Hidden width of the feed-forward layer."""
-    dropout: float = ranged(0.0, low=0.0, high=0.95)
+    dropout: float = key(0.0, low=0.0, high=0.95)
     """Dropout on the embedding and on what each sub-layer adds to the residual stream."""
-    attention_dropout: float = ranged(0.0, low=0.0, high=0.95)
+    attention_dropout: float = key(0.0, low=0.0, high=0.95)
     """Dropout on attention weights."""
-    ffn_dropout: float = ranged(0.0, low=0.0, high=0.95)
-    """Dropout on the feed-forward layer's hidden units (the papers' ReLU dropout)."""
-    embedding: int | str | None = ranged(None, low=1, high=2**20, words=("adaptive",))
-    """Width of token embeddings where it differs from hidden; adaptive: bands, narrower for rarer words."""
-    cutoffs: str | None = None
-    """Ids before which the bands of embedding=adaptive end but the last, such as 20000x60000 (tokenizer=words)."""
-    band_factor: int = ranged(4, low=1, high=2**20)
+    ffn_dropout: float = key(0.0, low=0.0, high=0.95)
+    """Dropout on the feed-forward layer's hidden activations (the papers' ReLU dropout)."""
+    embedding: int | Literal["adaptive"] | None = key(None, low=1, high=2**20)
+    """Width of token embeddings where it differs from hidden; adaptive: bands, narrower for rarer
+    words."""
+    cutoffs: str | None = key(None, read_with=IF_BANDS, since=Since("0.2.0", None))
+    """Ids before which the bands of embedding=adaptive end but the last, such as 20000x60000
+    (tokenizer=words)."""
+    band_factor: int = key(
+        4,
+        low=1,
+        high=2**20,
+        read_with=IF_BANDS,
+        since=Since("0.2.0", 4),
+    )
     """How many times each band of embedding=adaptive is narrower than the one before."""
     tie_embeddings: bool = False
     """Use the embedding table as the output matrix (adaptive: tables and matrices of all bands)."""
-    lsh: str = one_of("causal", "reformer")
-    """What base=lsh reads: a bucket's last window (causal), or sorted chunks, which see the future (as published)."""
-    hash_rounds: int = ranged(1, low=1, high=1_000)
-    """Hash rounds of base=lsh; a head reads what they show together."""
-    hash_buckets: int | None = ranged(None, low=2, high=2**30)
+    lsh: Literal["causal", "reformer"] = key("causal", read_with=IF_LSH)
+    """What base=lsh reads: a bucket's last window (causal), or sorted chunks, which see the future
+    (as published)."""
+    hash_rounds: int = key(1, low=1, high=1_000, read_with=IF_LSH)
+    """Hash rounds of base=lsh; a head reads the keys of all of them."""
+    hash_buckets: int | None = key(None, low=2, high=2**30, read_with=IF_LSH)
     """Buckets of each round of base=lsh, an even number; unset: about 2 N / model.window."""
-    span_ramp: int = ranged(32, low=1)
+    span_ramp: int = key(32, low=1, read_with=IF_SPAN)
     """Positions over which a span of base=adaptive_span fades out."""
-    span_cost: float = ranged(0.0, low=0.0)
+    span_cost: float = key(0.0, low=0.0, read_with=IF_SPAN)
     """Weight of each layer's mean span in the loss (base=adaptive_span; released code: 5e-7)."""
-    init: str = one_of("fan_in", "depth_scaled")
-    """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many layers."""
-    recompute: bool | str = "auto"
-    """Recompute each block in the backward pass instead of keeping its activations; auto: where memory asks for it."""
-    ffn_parts: int = ranged(1, low=1, high=4096)
-    """Parts of the rows that the feed-forward layer takes in turn, and again in the backward pass; 1: all at once."""
+    init: Literal["fan_in", "depth_scaled"] = "fan_in"
+    """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many
+    layers."""
+    # No new cell: `auto` is decided by this machine's memory, and again when memory runs out.
+    recompute: bool | Literal["auto"] = key("auto", changes=COST)
+    """Recompute each block in the backward pass instead of storing its activations; auto: where
+    memory requires it."""
+    # A report has one row for all values, as for recompute. Two values are two cells of a sweep,
+    # unlike those of recompute: no run chooses this value itself, and people list several to
+    # compare memory and time.
+    ffn_parts: int = key(1, low=1, high=4096, changes=ROUNDING)
+    """Parts of the rows that the feed-forward layer takes in turn, and again in the backward pass;
+    1: all at once."""
 
 
 @dataclass
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: str = one_of("adam", "adamw", "adafactor")
-    """Optimizer: adam (the paper's), adamw (decoupled weight decay), adafactor (the paper's for PG-19)."""
-    lr: float = ranged(2e-4, above=0.0)
+    name: Literal["adam", "adamw", "adafactor"] = "adam"
+    """Optimizer: adam (the paper's), adamw (decoupled weight decay), adafactor (the paper's for
+    PG-19)."""
+    lr: float = key(2e-4, above=0.0)
     """Peak learning rate."""
-    beta1: float = ranged(0.9, low=0.0, high=0.9999)
+    beta1: float = key(0.9, low=0.0, high=0.9999, read_with=IF_ADAM)
     """Decay of the first moment (adam, adamw)."""
-    beta2: float = ranged(0.98, low=0.0, high=0.99999)
+    beta2: float = key(0.98, low=0.0, high=0.99999, read_with=IF_ADAM)
     """Decay of the second moment (adam, adamw)."""
-    weight_decay: float = ranged(0.0, low=0.0)
-    """Weight decay of linear layers and of an output matrix of its own; biases, norms and tables have none."""
-    schedule: str = one_of("rsqrt", "cosine", "constant")
-    """After the warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at trainer.steps, or flat."""
-    warmup: int = ranged(4000, low=0)
+    weight_decay: float = key(0.0, low=0.0)
+    """Weight decay of linear layers and of an untied output matrix; biases, norms and tables have
+    none."""
+    schedule: Literal["rsqrt", "cosine", "constant"] = "rsqrt"
+    """After the warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at
+    trainer.steps, or flat."""
+    warmup: int = key(4000, low=0)
     """Steps of linear warm-up."""
-    steps: int = ranged(200_000, low=1)
+    # trainer.steps, which follows it, is the number that a run trains.
+    steps: int = key(200_000, low=1, changes=NOTHING)
     """Steps that this optimizer's preset is made for; trainer.steps follows it unless set."""
 
 
@@ -311,43 +376,65 @@ class OptimizerConfig:
 class HardwareConfig:
     """Where and with what arithmetic the run computes."""
 
-    name: str = one_of("auto", "cpu", "gpu", "ddp", "fsdp")
-    """auto: a GPU if there is one; ddp: a process per device; fsdp: weights and optimizer shared out, too."""
-    devices: int | None = ranged(None, low=1)
-    """Processes on each machine; unset: one, or with ddp and fsdp those that a launcher started, else all GPUs."""
-    nodes: int = ranged(1, low=1)
+    name: Literal["auto", "cpu", "gpu", "ddp", "fsdp"] = key("auto", changes=ROUNDING)
+    """auto: a GPU if there is one; ddp: a process per device; fsdp: weights and optimizer shared
+    out, too."""
+    devices: int | None = key(None, low=1, changes=ROUNDING)
+    """Processes on each machine; unset: one, or with ddp and fsdp those that a launcher started,
+    else all GPUs."""
+    nodes: int = key(1, low=1, changes=ROUNDING)
     """Machines that share the run."""
-    precision: str = one_of("auto", "fp32", "bf16", "bf16-true", "tf32", "fp64")
-    """Arithmetic: bf16 (mixed), bf16-true (weights, too), fp32, tf32 (GPU), fp64; auto: bf16 on a GPU, else fp32."""
-    attention: str = one_of("auto", "torch", "native", "triton", "flex")
-    """torch's, C++ built here (native; fp32, CPU), our GPU kernels (triton), FlexAttention (flex); auto: fastest."""
-    products: str = one_of("onednn", "torch")
-    """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on Intel)."""
-    compile: bool | str = "auto"
-    """Compile the model with torch.compile; auto: on a GPU where Triton and a C compiler are, not on a CPU."""
-    graphs: bool | str = "auto"
-    """Record the passes of a step as CUDA graphs, whose kernels a CPU starts at once; auto: on one GPU, if possible."""
-    loss: str = one_of("auto", "torch", "liger")
-    """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the other is measured."""
-    deterministic: bool = False
+    # More than rounding: bf16-true trains another model than fp32. A resume may still change it,
+    # for a run that goes on elsewhere, and says so.
+    precision: Literal["auto", "fp32", "bf16", "bf16-true", "tf32", "fp64"] = key(
+        "auto", changes=CONTINUATION
+    )
+    """Arithmetic: bf16 (mixed), bf16-true (weights, too), fp32, tf32 (GPU), fp64; auto: bf16 on a
+    GPU, else fp32."""
+    # One row of a report, as with `products`, `graphs` and `loss`: all compute the same formula.
+    attention: Literal["auto", "torch", "native", "triton", "flex"] = key("auto", changes=ROUNDING)
+    """torch's, C++ built here (native; fp32, CPU), our GPU kernels (triton), FlexAttention (flex);
+    auto: fastest."""
+    products: Literal["onednn", "torch"] = key(
+        "onednn", changes=ROUNDING, since=Since("0.2.1", "onednn")
+    )
+    """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on
+    Intel)."""
+    compile: bool | Literal["auto"] = key("auto", changes=ROUNDING)
+    """Compile the model with torch.compile; auto: on a GPU where Triton and a C compiler are, not
+    on a CPU."""
+    graphs: bool | Literal["auto"] = key("auto", changes=ROUNDING, since=Since("0.4.0", "auto"))
+    """Record the passes of a step as CUDA graphs, whose kernels a CPU starts at once; auto: on one
+    GPU, if possible."""
+    loss: Literal["auto", "torch", "liger"] = key(
+        "auto", changes=ROUNDING, since=Since("0.4.0", "auto")
+    )
+    """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the
+    other is measured."""
+    deterministic: bool = key(False, changes=ROUNDING)
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
-    threads: int | None = ranged(None, low=1, high=1024)
-    """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits depend on it."""
-    workers: int | str = ranged("auto", low=0, high=256)
-    """Processes that prepare batches ahead; 0: in the training process; auto: 2 on a GPU, 0 on a CPU."""
+    threads: int | None = key(None, low=1, high=1024, changes=ROUNDING)
+    """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits
+    depend on it."""
+    workers: int | Literal["auto"] = key("auto", low=0, high=256, changes=NOTHING)
+    """Processes that prepare batches ahead; 0: in the training process; auto: 2 on a GPU, 0 on a
+    CPU."""
 
 
 @dataclass
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
-    name: str = one_of("auto", "online", "offline", "jsonl", "csv", "tensorboard")
-    """Weights & Biases: auto (online with a key, else offline), online, offline; csv, tensorboard; jsonl: nowhere."""
-    project: str = "rtx"
+    name: Literal["auto", "online", "offline", "jsonl", "csv", "tensorboard"] = key(
+        "auto", changes=NOTHING
+    )
+    """Weights & Biases: auto (online with a key, else offline), online, offline; csv, tensorboard;
+    jsonl: nowhere."""
+    project: str = key("rtx", changes=NOTHING, read_with=IF_WANDB)
     """Weights & Biases project."""
-    entity: str | None = None
+    entity: str | None = key(None, changes=NOTHING, read_with=IF_WANDB)
     """Weights & Biases team or user; unset: your default."""
-    group: str | None = None
+    group: str | None = key(None, changes=NOTHING, read_with=IF_WANDB)
     """Weights & Biases group; unset: the name of the sweep, for its runs."""
 
 
@@ -355,30 +442,40 @@ class LoggerConfig:
 class TrainerConfig:
     """The training loop, counted in optimizer steps."""
 
-    steps: int = ranged(200_000, low=1)
+    steps: int = key(200_000, low=1, changes=CONTINUATION)
     """Optimizer steps to train; unset: optimizer.steps."""
-    max_minutes: float | None = ranged(None, above=0.0)
+    max_minutes: float | None = key(None, above=0.0, changes=CONTINUATION)
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
-    batch_size: int = ranged(8, low=1, high=2**20)
+    batch_size: int = key(8, low=1, high=2**20)
     """Sequences per optimizer step, over all devices and micro-batches."""
-    micro_batch_size: int | str = ranged("auto", low=1)
-    """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx plan."""
-    clip: float = ranged(1.0, low=0.0)
+    # No new cell: `auto` is decided by this machine's memory, and again when memory runs out.
+    micro_batch_size: int | Literal["auto"] = key("auto", low=1, changes=COST)
+    """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx
+    plan."""
+    clip: float = key(1.0, low=0.0)
     """Largest norm of the whole gradient; 0: no clipping."""
-    val_every: int = ranged(250, low=1)
+    val_every: int = key(250, low=1, changes=SCHEDULE)
     """Steps between validations; the last step is always validated."""
-    val_windows: int | None = ranged(64, low=1)
-    """Windows scored in a validation during training (the same ones every time); unset: the whole split."""
-    val_stride: int | None = ranged(None, low=1)
-    """Units by which the windows of a validation advance; unset: N. Smaller gives every unit more context."""
-    final_windows: int | str | None = ranged("auto", low=1)
-    """Windows of the closing score; auto: all, or a sample in a tenth of the training time (or 30 s); null: all."""
-    checkpoint_every: int = ranged(250, low=1)
+    val_windows: int | None = key(64, low=1, changes=SCHEDULE)
+    """Windows scored in a validation during training (the same ones every time); unset: the whole
+    split."""
+    # One row of a report, as with `val_windows`: a score says its protocol, stride and windows
+    # included, and a table has scores of one protocol.
+    val_stride: int | None = key(None, low=1, changes=SCHEDULE)
+    """Tokens by which the windows of a validation advance; unset: N. Smaller gives every token more
+    context."""
+    # No new cell: the score says how many windows it is of, and `auto` goes by the time.
+    final_windows: int | Literal["auto"] | None = key("auto", low=1, changes=COST)
+    """Windows of the closing score; auto: all, or a sample in a tenth of the training time (or 30
+    s); null: all."""
+    checkpoint_every: int = key(250, low=1, changes=COST)
     """Steps between checkpoints; one is also written at the end and on a signal."""
-    log_every: int = ranged(10, low=1)
+    # A new cell, for the curve in metrics.jsonl is a result of a cell.
+    log_every: int = key(10, low=1, changes=SCHEDULE)
     """Steps between rows in metrics.jsonl."""
-    profile: int | None = ranged(None, low=1, high=1000)
-    """Steps to record with torch.profiler, behind the first few, in the run's trace.json.gz (for Perfetto)."""
+    profile: int | None = key(None, low=1, high=1000, changes=NOTHING)
+    """Steps to record with torch.profiler, after the first few, in the run's trace.json.gz (for
+    Perfetto)."""
 
 
 @dataclass
@@ -392,11 +489,13 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    extensions: str | None = None
-    """Python file, or several with : between, that registers patterns or data sets: its code runs, a run keeps it."""
-    seed: int = ranged(0, low=0, high=2**32 - 1)
-    """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit= draws."""
-    name: str = "rtx"
+    extensions: str | None = key(None, since=Since("0.2.0", None))
+    """Python file, or several with : between, that registers patterns or data sets: its code runs,
+    a run keeps it."""
+    seed: int = key(0, low=0, high=2**32 - 1, changes=REPETITION)
+    """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit=
+    draws."""
+    name: str = key("rtx", changes=NOTHING)
     """Folder of the run below outputs/, and its name in Weights & Biases."""
 
 
@@ -407,161 +506,68 @@ def all_fields() -> dict[str, Field]:
 
 
 @functools.cache
-def add_installed() -> None:
-    """Add the patterns and data sets of installed packages, by the names of their entry points; none is imported."""
-    from importlib import metadata  # takes longer than all else that `rtx --help` imports
-
-    tables: dict[str, dict[str, Any]] = {
-        "rtx.patterns": BASES,
-        "rtx.selections": SELECTIONS,
-        "rtx.data": SETS,
-    }
-    for group, table in tables.items():
-        for point in metadata.entry_points(group=group):
-            package = point.dist.name if point.dist else ""
-            problem = name_problem(point.name, pattern=table is not SETS)
-            if not problem and point.name in table:
-                problem = f"{point.name!r} is of the package {REGISTERED[point.name]}"
-            if problem:
-                print(f"rtx: {package} is without {group} {point.name}: {problem}", file=sys.stderr)
-                continue
-            found = point.value.replace(":", ".")
-            table[point.name] = (
-                found if table is not SETS else DataSet(found, defaults={"name": point.name})
-            )
-            REGISTERED[point.name] = package
-
-
-def name_problem(name: str, *, pattern: bool) -> str:
-    """Return why an extension cannot give a name to a pattern, or to a data set, or "" where it can."""
-    if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        return f"{shorten(name)!r} must be of small letters, digits and _, a letter first"
-    if name in OURS:
-        return f"{name!r} is one of rtx's own"
-    if name == "null":
-        return "'null' unsets a key"
-    if pattern and name in KINDS_OF_HEADS:
-        return f"{name!r} is what rtx calls heads of another kind"
-    return ""
-
-
-def maker_problem(make: Any) -> str:
-    """Return why something cannot make the heads of an extension's pattern, or "" where it may."""
-    if not callable(make):
-        return f"{shorten(repr(make))} is no function"
-    try:
-        inspect.signature(make).bind(heads=1, config=None, layer=0)
-    except TypeError as error:
-        name = getattr(make, "__name__", repr(make))
-        called = f"{shorten(name)} is called with heads, config and layer"
-        return f"{called}: {error}{how_to_register(make)}"
-    except ValueError:  # Python knows no signature of some functions
-        return ""
-    return ""
-
-
-def how_to_register(make: Any) -> str:
-    """Return how to register a class that takes arguments of its own; "" for a function."""
-    if not isinstance(make, type):
-        return ""
-    return f"; register a function that makes it: lambda heads, config, layer: {make.__name__}(...)"
-
-
-@functools.cache
 def settings() -> dict[str, Field]:
     """The groups, whose values are the files of `conf/<group>/`, and every key."""
-    doc = "a file of conf/{0}/".format
-    keys, own = all_fields(), {"data": [name for name in SETS if name in REGISTERED]}
-    known = {key: (*options(key), *own.get(key, ())) for key in GROUPS}
-    groups = {
-        key: Field(key, str, key == "experiment", False, None, doc(key), known[key])
-        for key in GROUPS
-    }
+    keys = all_fields()
+    groups = {}
+    for group in GROUPS:
+        names = options(group)
+        if group == "data":
+            names += tuple(name for name in SETS if name in REGISTERED)
+        groups[group] = Field(
+            group,
+            str,
+            default=None,
+            doc=f"a file of conf/{group}/",
+            optional=group == "experiment",
+            values=names,
+            extensible=group == "data",
+        )
     return groups | keys
 
 
-def memory_slots(model: ModelConfig) -> int:
-    """Positions before its segment that a layer reads: memory and compressed memory."""
-    return model.memory + model.compressed
-
-
-def embedding_width(model: ModelConfig) -> int:
-    """Width of what the first block is given before it is widened, and the output reads."""
-    return model.embedding if isinstance(model.embedding, int) else model.hidden
-
-
-def sizes_of(text: str | None) -> tuple[int, ...]:
-    """The numbers of model.axes, slowest first, or model.cutoffs; none where these are not joined by x."""
-    parts = (text or "").split("x")
-    return (
-        tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 10 for part in parts) else ()
-    )
-
-
-def hash_buckets(config: Config) -> int:
-    """Buckets of a hash round: model.hash_buckets, or where unset the even number nearest to 2 N / model.window."""
-    return config.model.hash_buckets or max(2, 2 * round(config.data.length / config.model.window))
-
-
-def reads_self(routing: RoutingConfig) -> bool:
-    """Whether routing heads always read their own position: routing.attend_self; unset: if its key is not the query."""
-    own_keys = routing.keys in ("separate", "projected") or routing.key_shift > 0
-    return own_keys if routing.attend_self is None else routing.attend_self
-
-
-def clusters(config: Config) -> int:
-    """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
-    return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
-
-
-ROUTED = "routed"
-"""The group of the heads that `routing` describes; the others are called by their pattern."""
-
-
-def layer_patterns(config: Config, layer: int) -> dict[str, int]:
-    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
-
-    Layer 0 is the lowest; routing layers are the topmost ones.
-    """
-    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
-    patterns = config.model.base.split("+")
-    share = (config.model.heads - routed) // len(patterns)
-    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
-    return groups | ({ROUTED: routed} if routed else {})
-
-
-def full_group(config: Config, layer: int) -> tuple[int, int]:
-    """Return the number of the group of a layer that reads all of its prefix, and how many heads that has (0: none).
-
-    These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
-    """
-    groups, routing = layer_patterns(config, layer), config.routing
-    one = (
-        routing.selection == "nearest"
-        and clusters(config) == 1
-        and routing.window >= config.data.length
-    )
-    name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
-    return [*groups, name].index(name), groups.get(name, 0)
+CACHES.append(settings.cache_clear)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries as one with dotted keys."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for name, value in values.items():
-        inside = isinstance(value, Mapping) and name in SECTIONS
-        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
-    return found
+        if name in SECTIONS and isinstance(value, Mapping):
+            dotted |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+        else:
+            dotted[name] = value
+    return dotted
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the values of a configuration as nested dictionaries."""
+    return dataclasses.asdict(config)
+
+
+def to_config(values: Mapping[str, Any]) -> Config:
+    """Return the configuration that `to_dict` took apart, each value in its type and range.
+
+    Missing keys are of a record that is older than they are: they say what runs then did.
+    """
+    fields = all_fields()
+    dotted = {name: field.since.value for name, field in fields.items() if field.since}
+    for name, value in flat(values).items():
+        if name not in fields:
+            raise UserError(unknown(str(name), fields))
+        if isinstance(value, (dict, list)):
+            raise UserError(f"{name} must be one value")
+        dotted[name] = fields[name].read(value)
+    return with_values(Config(), dotted)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration with other values at some dotted keys."""
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        changed = (
-            {section: replace(getattr(config, section), **{name: value})}
-            if section
-            else {key: value}
-        )
-        config = replace(config, **changed)
+    for name, value in values.items():
+        section, _, leaf = name.rpartition(".")
+        if section:
+            changed = replace(getattr(config, section), **{leaf: value})
+            config = replace(config, **{section: changed})
+        else:
+            config = replace(config, **{name: value})
     return config

@@ -19,23 +19,17 @@ from rtx.machine import OUT_OF_MEMORY
 from rtx.runs.folder import outputs_root
 from rtx.runs.lock import busy
 from rtx.runs.records import StatusRecord
-from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
+from rtx.runs.signals import EXIT_CODES, state_after
 from rtx.runs.status import close, read_status, seems_running
-from rtx.settings.compose import (
-    RUN_CONFIG,
-    cell_hashes,
-    compose_unresolved,
-    composed,
-    config_hash,
-    former_hash,
-    load_run_config,
-    to_dict,
-    user_errors,
-)
+from rtx.settings.compose import compose_unresolved, composed, user_errors
+from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, preset
-from rtx.settings.rules import idle, resolve, unread
-from rtx.settings.schema import Config, flat
+from rtx.settings.readers import unread, without_effect
+from rtx.settings.rules import resolve
+from rtx.settings.run_config import RUN_CONFIG, load_run_config
+from rtx.settings.schema import Config, flat, to_dict
+from rtx.variables import SWEEP_VARIABLE
 
 DEFINING = (
     *("model", "model.base"),
@@ -93,7 +87,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
         same = cells.setdefault(cell.folder, cell)
         if same is not cell:
             cells[cell.folder] = joined(same, cell)
-    unread_keys = [idle(cell.config, [entry.key for entry in given]) for cell in cells.values()]
+    unread_keys = [
+        without_effect(cell.config, [entry.key for entry in given]) for cell in cells.values()
+    ]
     refuse(line for key, line in unread_keys[0].items() if all(key in each for each in unread_keys))
     return list(cells.values())
 
@@ -123,11 +119,10 @@ def words_of(entries: Iterable[Override]) -> tuple[str, ...]:
 
 
 def folder_of(config: Config) -> Path:
-    """Return the folder of a cell, named by its hash, or as version 0.3 named it where that folder exists."""
+    """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
     parent = outputs_root() / config.name
-    folder = parent / config_hash(config)
-    former = parent / former_hash(config)
-    return former if former.exists() and not folder.exists() else folder
+    folders = [parent / name for name in cell_hashes(config)]
+    return next((folder for folder in folders if folder.exists()), folders[0])
 
 
 def joined(first: Cell, second: Cell) -> Cell:

@@ -34,11 +34,12 @@ from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import shown, unwritable
 from rtx.runs.records import SweepRow
-from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
-from rtx.settings.compose import composed, to_yaml, user_errors
+from rtx.settings.compose import composed, user_errors
+from rtx.settings.logger import check_logger
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.rules import check_logger
+from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
     NO_CODE,
     Cell,
@@ -49,6 +50,7 @@ from rtx.sweeps.cells import (
     lay_out,
     merged_lines,
 )
+from rtx.variables import SWEEP_VARIABLE
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
 QUEUE_SECONDS = 5.0  # between two looks at the queue of a cluster

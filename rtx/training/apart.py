@@ -17,8 +17,9 @@ from typing import IO
 from rtx.errors import RunFailed, UserError, printable
 from rtx.progress import WholeLines, say
 from rtx.runs.folder import shown
-from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import read_status
+from rtx.variables import SWEEP_VARIABLE
 
 POLL_SECONDS = 0.1
 LEAVING_SECONDS = 60.0  # that a run may take to save after the caller has left it

@@ -19,7 +19,9 @@ from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
 from rtx.runs.folder import shown
 from rtx.runs.signals import Signals, Stopped, state_after
 from rtx.runs.status import Status
-from rtx.training.module import TrainingModule, learning_rate, seed_everything
+from rtx.training.first_weights import seed_everything
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import learning_rate
 from rtx.training.step_clock import StepClock
 
 FINAL_SECONDS = 30.0  # that the closing score may take whatever the training took
@@ -136,7 +138,9 @@ class Watch(Callback):
             seed_everything(self.module.config.seed, 1 + rank + world * step)
         self.signals.hold()
         trainer.should_stop = step >= self.plan.steps
-        if not trainer.should_stop and (line := self.module.prepare_passes()):
+        if not trainer.should_stop and (
+            line := self.module.passes.prepare(self.module.first_micro_batch())
+        ):
             self.say(line)
         self.began = (
             time.monotonic()
@@ -151,8 +155,6 @@ class Watch(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Look around, if due, and write what is; `RunFailed` where a number is not finite, `Stopped` by a signal."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return  # within a step
         step, plan = trainer.global_step, self.plan
         units = (step - self.row_step) * self.units_per_step
         look = (
@@ -178,7 +180,7 @@ class Watch(Callback):
             float(self.module.norm),
             trainer.global_step,
         )
-        for line in self.module.make_room():
+        for line in self.module.passes.make_room():
             self.say(f"step {step}: {line}")
         self.bits, limit = nats / passes / math.log(2), self.plan.max_minutes
         up = step >= self.plan.steps or (limit is not None and self.seconds >= 60 * limit)
@@ -343,8 +345,6 @@ class Progress(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
         step, last = trainer.global_step, trainer.global_step >= self.watch.plan.steps
         if not self.plain:
             self.train_progress_bar.set_description_str(self.line(step), refresh=last)

@@ -21,7 +21,8 @@ from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError, refuse, shorten
 from rtx.machine import out_of_memory
 from rtx.runs.checksum import COMMENT_BYTES, TAG, is_whole, resumable
-from rtx.runs.resumption import differences, may_change
+from rtx.runs.resumption import differences
+from rtx.settings.identity import may_change
 
 FORMAT = 3  # version of the layout; only files of this one are read
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +35,8 @@ RENAMED = (
     (r"\.attention\.shaw\.(\w+)\.", r".attention.groups.\1.tables."),
     (r"\.attention\.mix\.(\w+)\.", r".attention.groups.\1.key_mix."),
     (r"\.attention\.xl\.", ".attention.groups.recurrent.tables."),
+    (r"\bwiden\.", "project_in."),
+    (r"^narrow\.", "project_out."),
 )
 """Names of tensors in older checkpoints, and what replaces them."""
 

@@ -20,15 +20,16 @@ from lightning.fabric.plugins.environments.lightning import (
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from rtx.errors import UserError
 from rtx.model.block import Block
 from rtx.runs.processes import launch
-from rtx.runs.signals import PARENT_VARIABLE, started_by_another
-from rtx.settings.compose import short_hash
+from rtx.settings.identity import short_hash
+from rtx.sharded import sharded_as, whole
 from rtx.training.hardware import Hardware
+from rtx.variables import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = (
     10.0  # that the main thread is given to notice by itself that another process is gone
@@ -161,27 +162,6 @@ def shard(model: nn.Module, mesh: Any) -> None:
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
 
 
-def is_part(value: Any) -> bool:
-    """Tell whether a value is a shared-out tensor (a DTensor, whose module takes a second to import)."""
-    return hasattr(value, "full_tensor")
-
-
-def whole(value: Any) -> Any:
-    """Return the whole of a shared-out tensor, on every process (all call it); all else as it is."""
-    return value.full_tensor().detach() if is_part(value) else value
-
-
-def shared_as(value: Tensor, like: Any) -> Tensor:
-    """Return a whole tensor, the same on every process, shared out as `like` is; nothing is sent."""
-    if not is_part(like):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(
-        value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None
-    )
-
-
 class Shared(ModelParallelStrategy):
     """hardware=fsdp: parameters, gradients and optimizer state are shared out (`shard`), but not in checkpoints."""
 
@@ -221,7 +201,7 @@ class Shared(ModelParallelStrategy):
         assert self.lightning_module is not None
         own, stored = self.lightning_module.state_dict(), checkpoint["state_dict"]
         parts = {
-            name: shared_as(value, own[name]) if name in own else value
+            name: sharded_as(value, own[name]) if name in own else value
             for name, value in stored.items()
         }
         self.lightning_module.load_state_dict(parts, strict=strict)
@@ -235,7 +215,7 @@ class Shared(ModelParallelStrategy):
         for number, values in state["state"].items():
             like = parameters[number]
             values |= {
-                name: shared_as(value, like)
+                name: sharded_as(value, like)
                 for name, value in values.items()
                 if value.shape == like.shape
             }

@@ -13,8 +13,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from rtx.data.catalog import Store, data_root, open_data, store_folder
+from rtx.data.catalog import data_root, open_data, store_folder
 from rtx.data.sets import Report
+from rtx.data.store import Store
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written
@@ -25,9 +26,9 @@ from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
-from rtx.settings.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import SPREAD, Config, DataConfig
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge
+from rtx.settings.schema import SPREAD, Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
@@ -36,10 +37,9 @@ from rtx.training.checkpoint import (
     load_weights,
 )
 from rtx.training.hardware import prepare_torch, resolve_hardware
+from rtx.training.precision import WEIGHT_TYPES
 
 WEIGHTS = "model.safetensors"
-WEIGHTS_IN = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
-"""The type of weights by hardware.precision, where it is not float32."""
 STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
 KEPT = ("step", "config", "data", "file")  # keys of a checkpoint that export.json keeps
 
@@ -157,8 +157,10 @@ def load_run(
         raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
-    if config.hardware.precision in WEIGHTS_IN:
-        model = model.to(WEIGHTS_IN[config.hardware.precision])  # before weights are copied into it
+    if config.hardware.precision in WEIGHT_TYPES:
+        model = model.to(
+            WEIGHT_TYPES[config.hardware.precision]
+        )  # before weights are copied into it
     load_weights(model, found)
     if broken := not_numbers(model):
         holds = f"holds NaN or infinities, first in {broken[0]}"

@@ -35,8 +35,7 @@ class Profile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if is_step and self.profiler:
+        if self.profiler:
             self.profiler.step()
 
     def on_train_end(self, *_: Any) -> None:

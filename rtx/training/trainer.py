@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from torch import nn
 
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
@@ -31,28 +28,6 @@ KNOWN_WARNINGS = (
 )
 
 
-PRECISIONS = {
-    "fp32": "32-true",
-    "tf32": "32-true",
-    "bf16": "bf16-mixed",
-    "bf16-true": None,
-    "fp64": None,
-}
-"""Lightning's words; None: a plugin says it."""
-
-
-class Narrow(Precision):
-    """Weights, gradients and the residual stream in bfloat16.
-
-    Not Lightning's own, which makes bfloat16 the type of every new tensor, too: random heads would draw others.
-    """
-
-    precision = "bf16-true"
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return module.to(torch.bfloat16)
-
-
 class Outcome(NamedTuple):
     """How a fit ended: after its last step or minute, with the closing score."""
 
@@ -66,10 +41,6 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    plugins = {
-        "fp64": [DoublePrecision()],
-        "bf16-true": [Narrow()],
-    }  # Lightning refuses the first word for fsdp
     recorders = []
     if watch.plan.profile and watch.status:  # the first process alone
         recorders = [Profile(watch.folder, watch.plan.profile, watch.say)]
@@ -80,11 +51,10 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
-        precision=PRECISIONS[hardware.precision],  # type: ignore[arg-type]
         plugins=[
             cluster_environment(hardware),
             CheckpointFiles(),
-            *plugins.get(hardware.precision, []),
+            watch.module.passes.arithmetic,
         ],
         callbacks=[watch, Progress(watch), *recorders],
         enable_checkpointing=False,  # by Lightning's own callback
@@ -92,8 +62,7 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         max_steps=max(
             watch.plan.steps, watch.data.step + 1
         ),  # with no step left Lightning would not even begin
-        accumulate_grad_batches=hardware.accumulate,
-        val_check_interval=watch.plan.val_every * hardware.accumulate,
+        val_check_interval=watch.plan.val_every,
         check_val_every_n_epoch=None,
         enable_model_summary=False,
         num_sanity_val_steps=0,

@@ -22,7 +22,7 @@ from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
 from rtx.evaluation.protocols import Window, windows
-from tests.model.tiny_models import (
+from tests.helpers.tiny_models import (
     OTHERS,
     OWN_KEYS,
     TIED,

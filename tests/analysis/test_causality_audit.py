@@ -17,9 +17,10 @@ from rtx.analysis.causality import (
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
 from rtx.errors import RunFailed
-from rtx.report.summary import sees_future
-from rtx.settings.schema import SELECTIONS, all_fields
-from tests.model.tiny_models import (
+from rtx.evaluation.protocol import sees_future
+from rtx.settings.names import SELECTIONS
+from rtx.settings.schema import all_fields
+from tests.helpers.tiny_models import (
     KINDS,
     VOCABULARY,
     Kind,

@@ -19,9 +19,10 @@ from rtx.data.catalog import vocabulary_size
 from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
+from rtx.settings.derived import ROUTED, clusters
 from rtx.settings.presets import options
 from rtx.settings.rules import resolve
-from rtx.settings.schema import ROUTED, Config, DataConfig, ModelConfig, RoutingConfig, clusters
+from rtx.settings.schema import Config, DataConfig, ModelConfig, RoutingConfig
 
 SHRUNK = (
     *(

@@ -5,8 +5,8 @@ import pytest
 from rtx.analysis.cost import cost
 from rtx.analysis.speed import expected_step, meter, peak_of, rates
 from rtx.commands.train import run_meter
-from rtx.settings.compose import compose, with_values
-from rtx.settings.schema import Config
+from rtx.settings.compose import compose
+from rtx.settings.schema import Config, with_values
 
 
 def planned(*words: str) -> Config:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
 from rtx.attention import (
     Blocks,
@@ -25,6 +24,7 @@ from rtx.attention import (
     Strided,
 )
 from rtx.attention.adaptive_span import AdaptiveSpan
+from tests.helpers.cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
 CASE = Case(B=2, H=3, N=9, D=4)
 TABLES = RelativeTables(torch.zeros(3, 4), torch.zeros(3, 4))

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Case, drawn, gradients, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,9 +18,11 @@ from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.room import make_room
-from rtx.model.transformer import COMPILER_OPTIONS, Transformer, compile_loss
+from rtx.model.compiling import COMPILER_OPTIONS, compile_loss
+from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
 from rtx.training.hardware import has_compiler
+from tests.helpers.cases import Case, drawn, gradients, run
 
 ROUTED = tuple(
     f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate")

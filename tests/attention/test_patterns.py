@@ -19,19 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import (
-    CASES,
-    KINDS,
-    SEES_FUTURE,
-    Case,
-    check,
-    drawn,
-    gradients,
-    make,
-    run,
-    stream,
-    tensors,
-)
 from hypothesis import HealthCheck, example, given, settings
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -55,6 +42,19 @@ from rtx.attention.engine import flex
 from rtx.attention.members import products
 from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
+from tests.helpers.cases import (
+    CASES,
+    KINDS,
+    SEES_FUTURE,
+    Case,
+    check,
+    drawn,
+    gradients,
+    make,
+    run,
+    stream,
+    tensors,
+)
 
 few = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -477,10 +477,12 @@ def example_with(*methods: str) -> Any:
 @pytest.fixture(scope="module")
 def dilated() -> Any:
     """The class of the page with all that it adds."""
-    return example_with("spreads", "keeps")
+    return example_with("position_lists", "cache_size")
 
 
-@pytest.mark.parametrize("methods", [(), ("spreads",), ("keeps",), ("spreads", "keeps")])
+@pytest.mark.parametrize(
+    "methods", [(), ("position_lists",), ("cache_size",), ("position_lists", "cache_size")]
+)
 @given(case=CASES)
 @few
 def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(
@@ -492,8 +494,8 @@ def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(
         pattern.start(),
         {type(part) for part in pattern.reads(inputs_of(pattern, case), False)},
     )
-    assert kinds == {RangeReads if "spreads" in methods else IndexReads}
-    assert cache.ring == (case.W * case.C if "keeps" in methods else None)
+    assert kinds == {RangeReads if "position_lists" in methods else IndexReads}
+    assert cache.ring == (case.W * case.C if "cache_size" in methods else None)
 
 
 def inputs_of(pattern: Pattern, case: Case) -> QueriesKeys:
@@ -553,7 +555,7 @@ def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
     assert [seen_N.nonzero()[:, 0].tolist() for seen_N in seen_2N] == [[1, 4], [10, 13, 16, 19]]
 
 
-@pytest.mark.parametrize("wrong", ["sees", "since_N", "until_N", "keeps"])
+@pytest.mark.parametrize("wrong", ["sees", "since_N", "until_N", "cache_size"])
 def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -> None:
     class Wrong(dilated):
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -561,15 +563,15 @@ def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -
                 i - j < self.window * self.stride if wrong == "sees" else super().sees(head, i, j)
             )
 
-        def spreads(self, position_N: torch.Tensor, heads: int) -> list[PositionLists]:
-            (spread,) = super().spreads(position_N, heads)
-            if wrong in spread._fields:  # a key too few; the next key, too
-                spread = spread._replace(**{wrong: getattr(spread, wrong) + self.stride})
-            return [spread]
+        def position_lists(self, position_N: torch.Tensor, heads: int) -> list[PositionLists]:
+            (lists,) = super().position_lists(position_N, heads)
+            if wrong in lists._fields:  # a key too few; the next key, too
+                lists = lists._replace(**{wrong: getattr(lists, wrong) + self.stride})
+            return [lists]
 
         def start(self, relative: RelativeTables | None = None) -> Cache:
             cache = super().start(relative)
-            cache.ring -= self.stride * (wrong == "keeps")  # forgets a key too early
+            cache.ring -= self.stride * (wrong == "cache_size")  # forgets a key too early
             return cache
 
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):

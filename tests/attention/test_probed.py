@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from cases import Case, drawn, run, stream
 
 from rtx.attention import Exact, Probed, after_step
 from rtx.attention.centroid_update import SPREAD
@@ -13,6 +12,7 @@ from rtx.attention.centroids import statistics_paused
 from rtx.attention.engine import native
 from rtx.attention.reads import IndexReads
 from rtx.training.hardware import has_compiler
+from tests.helpers.cases import Case, drawn, run, stream
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 

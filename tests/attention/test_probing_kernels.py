@@ -8,10 +8,11 @@ from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
-import cases
 import pytest
 import torch
 from torch import Tensor
+
+from tests.helpers import cases
 
 pytest.importorskip("triton", reason="our GPU kernels need Triton")
 

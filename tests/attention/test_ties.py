@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CLUSTERED, KINDS, Case, drawn, make, run, stream
 from torch import Tensor
 
 from rtx.attention import Centroids, Exact, Pattern, Probed, Routing, members, oracle, pieces
 from rtx.attention.engine import native
 from rtx.attention.ties import best, best_places
 from rtx.training.hardware import has_compiler
+from tests.helpers.cases import CLUSTERED, KINDS, Case, drawn, make, run, stream
 
 BY_CONTENT = ("exact", "indexer", "blocks", "compressed", "blocks_random", "probed", "probed-best")
 CHOOSING = tuple(kind for kind in KINDS if kind in (*BY_CONTENT, *CLUSTERED))

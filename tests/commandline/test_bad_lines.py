@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bad_lines import GOOD, RUN, bad_lines
 from hypothesis import HealthCheck, given, settings
 
 import rtx.commands.data
@@ -25,10 +24,12 @@ import rtx.settings.compose
 import rtx.sweeps.launcher
 from rtx.cli import main as cli
 from rtx.errors import written
-from rtx.settings.compose import compose, flat, to_dict, to_yaml
+from rtx.settings.compose import compose
 from rtx.settings.fields import Field
-from rtx.settings.schema import GROUPS, Config, all_fields
+from rtx.settings.run_config import to_yaml
+from rtx.settings.schema import GROUPS, Config, all_fields, flat, to_dict
 from rtx.sweeps.cells import Outcome
+from tests.helpers.bad_lines import GOOD, RUN, bad_lines
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "0"))
 DRAWN: dict[str, Any] = {

@@ -13,9 +13,9 @@ from rtx.cli.options import (
     SweepOptions,
     read_words,
 )
-from rtx.settings.compose import compose, flat, to_dict
+from rtx.settings.compose import compose
 from rtx.settings.overrides import check_overrides
-from rtx.settings.schema import all_fields
+from rtx.settings.schema import all_fields, flat, to_dict
 
 SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
 ROUTING = ("heads: 0", "layers: 0", "selection: random")

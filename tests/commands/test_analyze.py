@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import Workshop
 
 from rtx.attention.engine import native
+from tests.helpers.small_runs import Workshop
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_sets import SETS, encoded, random_images
 from PIL import Image
 from pyarrow import parquet
-from small_runs import SIZES, Workshop, final
 
 from rtx.data import sets
 from rtx.settings.presets import options
+from tests.helpers.made_sets import SETS, encoded, random_images
+from tests.helpers.small_runs import SIZES, Workshop, final
 
 SMALL = [size for size in SIZES if not size.startswith("data")]
 Train = Callable[[str], Path]

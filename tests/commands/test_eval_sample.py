@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from small_runs import Workshop, final
 
 from rtx import load
 from rtx.cli.main import main
@@ -25,6 +24,7 @@ from rtx.runs.status import utc_now
 from rtx.training import inference
 from rtx.training.checkpoint import load_for_use
 from rtx.training.inference import write_export
+from tests.helpers.small_runs import Workshop, final
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Workshop
 
-from rtx.settings.schema import KINDS_OF_HEADS
+from rtx.settings.names import KINDS_OF_HEADS
+from tests.helpers.small_runs import SIZES, Workshop
 
 PAGES = "".join(
     (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
     for page in ("attention.md", "extending.md")
 )
 MODEL = [word for word in SIZES if not word.startswith("data=")]
+KEPT = "extensions=kept_dilated.py:kept_primes.py"
+"""The code of the run, which has moved since."""
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
 ABSTRACT = """class Half(rtx.attention.Pattern): pass
 rtx.register_pattern('halved', lambda heads, config, layer: Half())
@@ -54,13 +56,11 @@ def block(language: str, heading: str) -> str:
 class Place(Workshop):
     """A workshop with the files of the page, each command in a process of its own, and a run."""
 
-    def asked(
-        self, *words: str, code: int = 0, run: str = "asked", inside: str = "", cache: str = "cache"
-    ) -> str:
+    def asked(self, *words: str, code: int = 0, run: str = "asked", inside: str = "") -> str:
         """Run a command, check its exit code, and return what it printed."""
         folder = self.folder / run
         (log := self.folder / f"{folder.name}.log").unlink(missing_ok=True)
-        variables = {"XDG_CACHE_HOME": str(self.folder / cache), "COLUMNS": "200"}
+        variables = {"COLUMNS": "200"}
         inside = f"import os; os.chdir({str(self.folder)!r}); {inside}"
         variables |= {} if words[0] == "train" else {"RTX_RUN": ""}
         assert self.fork(folder, *words, inside=inside, **variables).wait() == code, log.read_text()
@@ -83,7 +83,7 @@ def place(workshop: Workshop) -> Place:
         (place.folder / "presets" / "model" / f"{name}.yaml").write_text(text)
     said = place.asked("train", "extensions=dilated.py:primes.py", *OWN, *MODEL, run="out/own/run")
     assert said.startswith(f"extensions: running the code of {place.folder}/dilated.py (sha256 ")
-    for name in ("dilated.py", "primes.py"):  # from here on the run has its own
+    for name in ("dilated.py", "primes.py"):  # the place of code is not part of a run
         (place.folder / name).rename(place.folder / f"kept_{name}")
     return place
 
@@ -104,7 +104,7 @@ def test_a_run_keeps_the_code_and_says_where_it_was(place: Place) -> None:
     assert "own/run" in said
 
 
-def test_commands_on_a_run_take_its_copy(place: Place) -> None:
+def test_commands_on_a_run_take_the_code_that_the_user_names(place: Place) -> None:
     for words, said in (
         ("eval last", "windows of 32, stride 32, teacher-forced"),
         ("eval last mode=streaming split=test", "streaming"),
@@ -115,12 +115,45 @@ def test_commands_on_a_run_take_its_copy(place: Place) -> None:
         ("export last", "dilated.py"),
         ("eval out/own/run/export", "bits/byte"),
     ):
-        printed = place.asked(*words.split())
+        printed = place.asked(*words.split(), KEPT)
         assert said in printed
-        assert re.search(
-            r"(?m)^extensions: running the code of (/.*/)?out/own/run/(export/)?dilated\.py ",
-            printed,
-        )
+        assert f"extensions: running the code of {place.folder}/kept_dilated.py " in printed
+
+
+def test_no_code_runs_from_the_folder_of_a_run(place: Place) -> None:
+    foreign = place.folder / "foreign"
+    shutil.copytree(place.folder / "out/own/run", foreign)
+    for name in ("dilated.py", "primes.py"):
+        (foreign / name).write_text("import sys; sys.exit('run')\n")
+    for words in ("eval foreign", "resume foreign trainer.steps=20", "sample foreign"):
+        said = place.asked(*words.split(), code=2)
+        assert "trained with the code of dilated.py (sha256 " in said and "running" not in said
+        assert "name that code: extensions=<path of dilated.py>" in said
+    assert "bits/byte" in place.asked("eval", "foreign", KEPT)
+    said = place.asked("eval", "foreign", "extensions=kept_dilated.py", code=2)
+    assert "trained with the code of primes.py" in said
+    (place.folder / "other").mkdir()
+    (place.folder / "other" / "primes.py").write_text("")
+    words = ["eval", "foreign", "extensions=kept_dilated.py:other/primes.py"]
+    assert "other/primes.py is other code" in place.asked(*words, code=2)
+    text = (foreign / "config.yaml").read_text()
+    (foreign / "config.yaml").write_text(re.sub("@[0-9a-f]{64}", "", text))
+    assert "(sha256 unknown)" in place.asked("eval", "foreign", KEPT, code=2)
+
+
+def test_an_installed_module_is_imported_and_recorded(place: Place) -> None:
+    (place.folder / "site" / "mine").mkdir(parents=True)
+    (place.folder / "site" / "mine" / "__init__.py").touch()
+    text = (place.folder / "kept_dilated.py").read_text()
+    (place.folder / "site" / "mine" / "patterns.py").write_text(text)
+    inside = f"import sys; sys.path.insert(0, {str(place.folder / 'site')!r})"
+    words = ["extensions=mine.patterns", "model.base=dilated", "model.stride=3"]
+    assert "dilated heads" in place.asked("plan", *words, inside=inside)
+    said = place.asked("train", "--cfg", "job", *words, inside=inside)
+    assert re.search(r"(?m)^extensions: mine\.patterns@[0-9a-f]{64}$", said)
+    for name in ("mine.absent", "absent.patterns"):
+        said = place.asked("plan", f"extensions={name}", inside=inside, code=2)
+        assert f"no installed module {name}; name a Python file" in said
 
 
 def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None:
@@ -149,35 +182,16 @@ def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None
 
 
 def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
-    files = "extensions=kept_dilated.py:kept_primes.py"
-    said = place.asked("plan", files, "data=primes", "model.base=dilated")
+    said = place.asked("plan", KEPT, "data=primes", "model.base=dilated")
     assert "dilated heads; " in said and " of primes " in " ".join(said.split())
     assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
-    assert "primes, " in place.asked("data", "info", files, "data=primes")
-    page = place.asked("train", "--help", "--config-dir=presets", files)
+    assert "primes, " in place.asked("data", "info", KEPT, "data=primes")
+    page = place.asked("train", "--help", "--config-dir=presets", KEPT)
     assert "\n  primes  " in page and "Half of tiny." in page
     assert "fixed_summary, dilated, joined" in " ".join(page.split())
     assert "custom: 3 layers" in place.asked(
         "plan", "--config-dir", "presets", "experiment=smoke", "model=bare"
     )
-
-
-def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None:
-    foreign = place.folder / "foreign"
-    shutil.copytree(place.folder / "out/own/run", foreign)
-    said = place.asked("eval", "foreign", code=2, cache="other")
-    assert (
-        "foreign/dilated.py: never named on this machine: read it" in said and "running" not in said
-    )
-    place.asked("plan", "extensions=foreign/dilated.py:foreign/primes.py", cache="other")
-    assert "bits/byte" in place.asked("eval", "foreign", cache="other")
-    (foreign / "primes.py").write_text("import sys; sys.exit('run')\n")
-    assert "primes.py is other code: expected sha256" in place.asked(
-        "eval", "foreign", code=2, cache="other"
-    )
-    text = (foreign / "config.yaml").read_text()
-    (foreign / "config.yaml").write_text(re.sub("@[0-9a-f]{64}", "", text))
-    assert "is other code" in place.asked("eval", "foreign", code=2, cache="other")
 
 
 def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
@@ -255,8 +269,9 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         ),
         ("", "my.py data=primes", "data=primes (did you mean 'images'?): must be one of cifar10"),
         ("", "no/my.py", "my.py: No such file or directory"),
-        ("", "my.py:no/my.py", "name a Python file, my.py, or several, one.py:other.py"),
-        ("", "presets", "extensions=presets: name a Python file, my.py, or several"),
+        ("", "my.py:my.py", "extensions=my.py:my.py: name a Python file, my.py, a module"),
+        ("", "absent", "no installed module absent; name a Python file, my.py, a module"),
+        ("", "a-b", "extensions=a-b: name a Python file, my.py, a module, my.module"),
         ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
         ("", "my.py --config-dir", "--config-dir : holds no preset"),
         (

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Process, Workshop, after, children, patiently, status_of
 
 import rtx
 from rtx.errors import RunFailed, UserError
+from tests.helpers.small_runs import SIZES, Process, Workshop, after, children, patiently, status_of
 
 OWN = """
 import json, os, signal, sys
@@ -154,7 +154,7 @@ def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> 
     assert (named / "checkpoints" / "last.ckpt").exists()
 
 
-SLOW = "rtx.training.module.TrainingModule.configure_gradient_clipping"
+SLOW = "rtx.training.module.TrainingModule.take_step"
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step(

@@ -5,9 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Workshop, after, difference, read_metrics, status_of
 
 from rtx.runs.status import run_state
+from tests.helpers.small_runs import SIZES, Workshop, after, difference, read_metrics, status_of
 
 XL = (
     "model.base=recurrent",

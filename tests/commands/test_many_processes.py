@@ -14,7 +14,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from small_runs import (
+
+from rtx.commands.train import follow
+from rtx.errors import UserError
+from rtx.settings.schema import Config
+from rtx.training import distributed
+from rtx.training.checkpoint import read_checkpoint
+from rtx.training.hardware import resolve_hardware
+from tests.helpers.small_runs import (
     SIZES,
     Process,
     Workshop,
@@ -25,13 +32,6 @@ from small_runs import (
     read_metrics,
     status_of,
 )
-
-from rtx.commands.train import follow
-from rtx.errors import UserError
-from rtx.settings.schema import Config
-from rtx.training import distributed
-from rtx.training.checkpoint import read_checkpoint
-from rtx.training.hardware import resolve_hardware
 
 TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
 """Two processes on this machine, which take the four sequences of a step in two passes."""

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, counted_rows, difference, status_of
 
 from rtx.model.transformer import Transformer
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
+from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference, status_of
 
 AUTO = (
     *(word for word in SIZES if "micro_batch" not in word),

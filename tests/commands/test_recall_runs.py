@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Workshop, after, counted_rows, difference, final
+
+from tests.helpers.small_runs import SIZES, Workshop, after, counted_rows, difference, final
 
 RECALL = (
     *(size for size in SIZES if not size.startswith("data")),

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import (
+
+from rtx import __version__
+from rtx.runs.checksum import is_whole
+from rtx.runs.status import read_status
+from rtx.settings.run_config import load_run_config
+from tests.helpers.small_runs import (
     SIZES,
     Workshop,
     after,
@@ -19,11 +24,6 @@ from small_runs import (
     read_metrics,
     status_of,
 )
-
-from rtx import __version__
-from rtx.runs.status import read_status
-from rtx.settings.compose import load_run_config
-from rtx.training.checkpoint import is_whole
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +98,13 @@ def endless_step(step: int) -> str:
     return f"""
 import os, pathlib, time
 from rtx.training.module import TrainingModule
-real_clipping = TrainingModule.configure_gradient_clipping
-def slow(self, *arguments, **options):
-    if self.global_step + 1 == {step}:
+real_step = TrainingModule.take_step
+def slow(self, micro_batches, optimizer, step):
+    if step == {step}:
         pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
         time.sleep(600)
-    return real_clipping(self, *arguments, **options)
-TrainingModule.configure_gradient_clipping = slow
+    return real_step(self, micro_batches, optimizer, step)
+TrainingModule.take_step = slow
 """
 
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import Workshop
+
+from tests.helpers.small_runs import Workshop
 
 OLD, NEW = "20260101-000000-abcd1234", "20260102-000000-9876fedc"
 

@@ -8,11 +8,11 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from small_runs import ROOT, SIZES, Workshop
 
 from rtx.analysis.cost import cost
 from rtx.runs.records import TIMED_STEPS
-from rtx.settings.compose import to_config
+from rtx.settings.schema import to_config
+from tests.helpers.small_runs import ROOT, SIZES, Workshop
 
 KINDS = "routing.heads=0,1"
 """A row of local heads alone, and one with a routing head."""

@@ -4,7 +4,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from small_runs import Workshop
+
+from tests.helpers.small_runs import Workshop
 
 PAUSE = """
 import importlib, time

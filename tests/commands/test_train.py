@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, final, read_metrics, status_of
 
 from rtx.analysis.speed import Meter
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
-from rtx.settings.compose import load_run_config
 from rtx.settings.overrides import LAUNCHED
 from rtx.settings.presets import options
+from rtx.settings.run_config import load_run_config
 from rtx.training import callbacks
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
+from tests.helpers.small_runs import SIZES, Workshop, final, read_metrics, status_of
 
 XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 model.memory=40"
 CENTROIDS = "blocks.1.attention.groups.routed.pattern.centroids.centroid_HCD"

@@ -12,7 +12,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bad_servers import (
+
+from rtx.data import files
+from rtx.data.files import Remote, download, hub_files
+from rtx.errors import RunFailed
+from tests.helpers.bad_servers import (
     CONTENT,
     NOBODY,
     Server,
@@ -24,10 +28,6 @@ from bad_servers import (
     silent,
     whole,
 )
-
-from rtx.data import files
-from rtx.data.files import Remote, download, hub_files
-from rtx.errors import RunFailed
 
 PART = 300_000
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_sets import (
+from PIL import Image
+
+from rtx.data import images
+from rtx.data.files import Remote
+from rtx.data.images import Pixels, cut, held_images
+from rtx.data.store import TokenStore
+from rtx.errors import UserError
+from tests.helpers.made_sets import (
     encoded,
     opened,
     random_images,
@@ -17,13 +24,6 @@ from made_sets import (
     write_table,
     write_tar,
 )
-from PIL import Image
-
-from rtx.data import images
-from rtx.data.files import Remote
-from rtx.data.images import Pixels, cut, held_images
-from rtx.data.store import TokenStore
-from rtx.errors import UserError
 
 TRAIN, TEST = random_images(12, seed=1), random_images(4, seed=2)
 

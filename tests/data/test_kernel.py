@@ -10,18 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bad_servers import NOBODY, Server, broken, ranged, serving
-from made_sets import kernel_folder, kernel_tarball, kernel_tree, opened, refused, taken_files
 
 from rtx.data import files, kernel
 from rtx.data.catalog import open_data
-from rtx.data.datamodule import training_items
 from rtx.data.files import Remote
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose
 from rtx.settings.presets import preset
+from tests.helpers.bad_servers import NOBODY, Server, broken, ranged, serving
+from tests.helpers.made_sets import (
+    kernel_folder,
+    kernel_tarball,
+    kernel_tree,
+    opened,
+    refused,
+    taken_files,
+)
 
 TREE = kernel_tree()
 TAKEN = taken_files(TREE)
@@ -293,8 +299,7 @@ def test_a_window_of_65536_units_goes_on_over_the_borders_of_files(root, tmp_pat
     store = open_data(config.data, root, lambda line: None)
     assert isinstance(store, TokenStore)
     train = store.split("train")
-    items = training_items(config, store)
-    window = items.units(0)
+    window = store.training_sampler(config).sequence(0)
     assert window.shape == (65_536,) and window.tobytes() in train.tobytes()
     assert store.facts["train"]["documents"] > 100
     refused(root, "kernel", place, r"data\.length=.*found", length=2**24)

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disturbances import damage
 from huggingface_hub.errors import LocalEntryNotFoundError
-from made_sets import SETS, prose, refused, write_table
 
-from rtx.data import store
+from rtx.data import preparation, store
 from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
 from rtx.data.store import DamagedStore, TokenStore, is_verified
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose_data
 from rtx.settings.schema import DataConfig
+from tests.helpers.disturbances import damage
+from tests.helpers.made_sets import SETS, prose, refused, write_table
 
 TEXT = prose(3_000)
 
@@ -75,7 +75,7 @@ def test_the_key_follows_the_source_and_the_fingerprint_the_content(data, root, 
 
 @pytest.mark.parametrize("tokenizer", ["words", "sentencepiece"])
 def test_any_number_of_processes_makes_the_same_store(data, root, tokenizer, monkeypatch):
-    monkeypatch.setattr(store, "PAYS", 0)
+    monkeypatch.setattr(preparation, "PARALLEL_BYTES", 0)
     monkeypatch.setattr("rtx.data.text.PIECE", 1_000)  # rows are cut
     settings = {"tokenizer": tokenizer, "vocabulary": 400}
     one, three = (
@@ -97,7 +97,7 @@ def test_rows_of_very_different_sizes(tmp_path, root):
     )
     assert np.diff(starts(found, "valid")).tolist() == [len(text) for text in texts if text]
     write_table(tmp_path / "test.parquet", 2, text=[b""])
-    refused(root, "pg19", tmp_path, "expected at least one unit in split test, found none")
+    refused(root, "pg19", tmp_path, "expected at least one token in split test, found none")
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_a_read_only_store_opens_and_is_read_in_full_once(data, root, monkeypatc
 KILLED = """
 import os, signal, sys
 from rtx.settings.schema import DataConfig
-from rtx.data import store
+from rtx.data import preparation
 from rtx.data.catalog import prepare_data
-real, count, parent = store.encode_rows, int(sys.argv[3]), os.getpid()
+real, count, parent = preparation.encode_rows, int(sys.argv[3]), os.getpid()
 def dying(*words, **options):
     global count
     count -= 1
     if not count:
         os.kill(parent, signal.SIGKILL)
     return real(*words, **options)
-store.encode_rows, store.PAYS = dying, 0
+preparation.encode_rows, preparation.PARALLEL_BYTES = dying, 0
 prepare_data(DataConfig(name="pg19", path=sys.argv[1], length=32, tokenizer="sentencepiece", vocabulary=400,
                         processes=int(sys.argv[4])), __import__("pathlib").Path(sys.argv[2]))
 """
@@ -215,7 +215,7 @@ FULL, GONE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), LocalEntryNotFoun
 def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(
     data, root, monkeypatch, error
 ):
-    real = store.replace_file
+    real = preparation.replace_file
 
     def failing(path, write):
         if path.name == "test.bin":
@@ -223,7 +223,7 @@ def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(
         real(path, write)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "replace_file", failing)
+        patch.setattr(preparation, "replace_file", failing)
         with pytest.raises(
             (RunFailed, LocalEntryNotFoundError),
             match=r"no space left .*; free some, or set RTX_|503",
@@ -246,13 +246,13 @@ def test_a_source_that_changes_while_it_is_read_leaves_nothing(data, root, tmp_p
 STARTED = """
 import sys, time, pathlib
 from rtx.settings.schema import DataConfig
-from rtx.data import store
+from rtx.data import preparation
 from rtx.data.catalog import prepare_data
 if sys.argv[3] == "soft":
     import errno, fcntl
     def none(*arguments): raise OSError(errno.ENOSYS, "no flock")
     fcntl.flock = none
-real, awaited = store.fill, pathlib.Path(sys.argv[4])
+real, awaited = preparation.write_store, pathlib.Path(sys.argv[4])
 def fill(*words):
     print("made", flush=True)
     end = time.monotonic() + 600
@@ -263,7 +263,7 @@ def report(line):
     print(line, flush=True)
     if "waiting for another process" in line:
         awaited.touch()
-store.fill = fill
+preparation.write_store = fill
 data = DataConfig(name="text", path=sys.argv[1], length=16)
 print(prepare_data(data, pathlib.Path(sys.argv[2]), report).fingerprint)
 """

@@ -15,7 +15,13 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-from made_sets import (
+
+from rtx.data import files as hub
+from rtx.data import images, text
+from rtx.data.sets import SPLITS
+from rtx.data.store import TokenStore
+from rtx.errors import RunFailed
+from tests.helpers.made_sets import (
     TEXTS,
     opened,
     prose,
@@ -26,12 +32,6 @@ from made_sets import (
     wikitext,
     write_table,
 )
-
-from rtx.data import files as hub
-from rtx.data import images, text
-from rtx.data.sets import SPLITS
-from rtx.data.store import TokenStore
-from rtx.errors import RunFailed
 
 CONTENT, COUNTS = prose(1_000)[:4_000], {"train": 5, "valid": 1, "test": 2}
 HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_sets import articles, prose
 
 from rtx.data import tokenizers
 from rtx.data.tokenizers import (
@@ -23,6 +22,7 @@ from rtx.data.tokenizers import (
 )
 from rtx.errors import UserError
 from rtx.settings.schema import DataConfig
+from tests.helpers.made_sets import articles, prose
 
 TEXT, ARTICLES = prose(20_000), articles(12)
 NASTY = [

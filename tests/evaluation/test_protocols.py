@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_sets import prose
 
 from rtx.data.sets import SETS, stamp_phrases
 from rtx.data.store import TokenStore
@@ -17,6 +16,7 @@ from rtx.data.tokenizers import Tokenizer, WordTokenizer, learn_subwords, learn_
 from rtx.errors import UserError
 from rtx.evaluation.protocols import baselines, measures, read_as_released, windows
 from rtx.evaluation.scores import Score
+from tests.helpers.made_sets import prose
 
 WIKITEXT = b" \n = A title = \n \n first line <unk> \n second \n \n"
 

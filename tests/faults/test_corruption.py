@@ -6,14 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from disturbances import damage
-from small_runs import SIZES, Workshop, checkpoint_difference
 
 from rtx.errors import RunFailed, UserError
+from rtx.runs.checksum import is_whole
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import load_run_config
-from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
+from rtx.settings.run_config import load_run_config
+from rtx.training.checkpoint import newest_checkpoint, read_checkpoint
+from tests.helpers.disturbances import damage
+from tests.helpers.small_runs import SIZES, Workshop, checkpoint_difference
 
 
 def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from disturbances import asked
-from small_runs import SIZES, Workshop
 from torch import Tensor
 
 from rtx.training.checkpoint import CheckpointFiles
+from tests.helpers.disturbances import asked
+from tests.helpers.small_runs import SIZES, Workshop
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may change
 

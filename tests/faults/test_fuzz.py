@@ -18,11 +18,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from disturbances import asked, deadline
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import DataObject
-from made_sets import encoded, write_table
-from small_runs import Workshop
 
 from rtx import load
 from rtx.commands.sweep import board
@@ -35,9 +32,12 @@ from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import load_run_config
+from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
 from rtx.training.inference import run_config
+from tests.helpers.disturbances import asked, deadline
+from tests.helpers.made_sets import encoded, write_table
+from tests.helpers.small_runs import Workshop
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

@@ -10,10 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from disturbances import damaged_bytes, newest_step
-from small_runs import SIZES, Workshop, after, children, difference, final, steps_logged
 
 from rtx.runs.status import run_state
+from tests.helpers.disturbances import damaged_bytes, newest_step
+from tests.helpers.small_runs import (
+    SIZES,
+    Workshop,
+    after,
+    children,
+    difference,
+    final,
+    steps_logged,
+)
 
 CALLS = {
     "os.fsync": 1,  # while data are prepared

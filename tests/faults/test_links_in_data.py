@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bad_servers import CONTENT, serving, whole
-from disturbances import asked, deadline
-from small_runs import SIZES, Workshop
 
 from rtx.data import files
 from rtx.errors import UserError
+from tests.helpers.bad_servers import CONTENT, serving, whole
+from tests.helpers.disturbances import asked, deadline
+from tests.helpers.small_runs import SIZES, Workshop
 
 NO_FOLDER = "is a link, behind which rtx makes and deletes nothing; remove it, then again"
 

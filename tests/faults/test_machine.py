@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
-from small_runs import SIZES, Workshop, after, difference, status_of
 
 from rtx.runs.status import run_state
+from tests.helpers.disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
+from tests.helpers.small_runs import SIZES, Workshop, after, difference, status_of
 
 LONG = "trainer.steps=40"
 

@@ -20,7 +20,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from bad_servers import (
+
+from tests.helpers.bad_servers import (
     CONTENT,
     NOBODY,
     Answer,
@@ -33,7 +34,7 @@ from bad_servers import (
     silent,
     whole,
 )
-from small_runs import SIZES, Process, Workshop, difference
+from tests.helpers.small_runs import SIZES, Process, Workshop, difference
 
 with zipfile.ZipFile(held := io.BytesIO(), "w") as file:
     file.writestr("enwik8", CONTENT)

@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
+from torch import Tensor, nn
+
+from rtx.attention import cache
+from rtx.attention.clusters import ClusterCache
+from rtx.attention.members import normalise
+from rtx.attention.positional import Local
+from rtx.attention.routing import Routing
+from rtx.model.ablation import ablate
+from rtx.model.decoding import Decoder, draw, generate
+from rtx.model.transformer import Transformer
+from tests.helpers.tiny_models import (
     BY_QUERY,
     EVERY,
     STREAMED,
@@ -16,16 +26,6 @@ from tiny_models import (
     tiny_model,
     tokens,
 )
-from torch import Tensor, nn
-
-from rtx.attention import cache
-from rtx.attention.clusters import ClusterCache
-from rtx.attention.members import normalise
-from rtx.attention.positional import Local
-from rtx.attention.routing import Routing
-from rtx.model.ablation import ablate
-from rtx.model.decoding import Decoder, draw, generate
-from rtx.model.transformer import Transformer
 
 TOKENS_BN = tokens()
 

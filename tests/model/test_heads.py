@@ -7,16 +7,9 @@ from torch import nn
 
 from rtx.attention import Pattern
 from rtx.model.heads import make_pattern
-from rtx.settings.schema import (
-    BASES,
-    ROUTED,
-    SELECTIONS,
-    Config,
-    DataConfig,
-    HardwareConfig,
-    ModelConfig,
-    RoutingConfig,
-)
+from rtx.settings.derived import ROUTED
+from rtx.settings.names import BASES, SELECTIONS
+from rtx.settings.schema import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
 
 HEADS = 3
 LAYER = 2

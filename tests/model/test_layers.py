@@ -12,17 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import (
-    BY_QUERY,
-    POSITIONS,
-    TIED,
-    Kind,
-    check_alike,
-    check_streams,
-    tiny_config,
-    tiny_model,
-    tokens,
-)
 
 from rtx.attention.centroids import after_step
 from rtx.attention.clusters import Random
@@ -37,7 +26,19 @@ from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import LearnedPositions, rotate
 from rtx.model.transformer import Transformer
-from rtx.settings.schema import HardwareConfig, layer_patterns
+from rtx.settings.derived import layer_patterns
+from rtx.settings.schema import HardwareConfig
+from tests.helpers.tiny_models import (
+    BY_QUERY,
+    POSITIONS,
+    TIED,
+    Kind,
+    check_alike,
+    check_streams,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 
 def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedForward:
@@ -206,7 +207,7 @@ def test_blocks_alone_ask_for_no_summary_columns() -> None:
     (group, *_) = MultiheadAttention(
         tiny_config(base="fixed_block", stride=4, summary=8), layer=0
     ).head_groups()
-    assert group.pattern.keeps == 4  # type: ignore[attr-defined]
+    assert group.pattern.cache_size == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("axes", [(10,), (2, 4, 3)])
@@ -409,8 +410,8 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     softmax, hidden_RE = model.softmax, model(tokens_BN)[0].flatten(0, 1)
     assert softmax is not None and (softmax.bands is model.embedding.bands) == tied
     vectors = [
-        table @ widen.weight.T
-        for table, widen in zip(softmax.bands.tables, softmax.bands.widen, strict=True)
+        table @ project_in.weight.T
+        for table, project_in in zip(softmax.bands.tables, softmax.bands.project_in, strict=True)
     ]  # type: ignore[operator, union-attr]
     first, *rarer = (hidden_RE @ torch.cat(vectors).T + softmax.bias_V).split([3, 4, 4], dim=-1)
     head_RG = torch.cat(
@@ -427,7 +428,7 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     check_alike(nats_BN, expected_BN, (p for p in model.parameters() if p.requires_grad))
     read = model.embedding.bands
     assert read is not None and [table.shape for table in read.tables] == [(3, 16), (4, 8), (4, 4)]
-    expected_E = read.widen[1].weight @ read.tables[1][2]  # type: ignore[operator]
+    expected_E = read.project_in[1].weight @ read.tables[1][2]  # type: ignore[operator]
     torch.testing.assert_close(read(torch.arange(11))[5], expected_E, rtol=1e-12, atol=1e-12)
     check_streams(model, tokens_BN)
 

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import check_alike, check_streams, tiny_config, tiny_model, tokens
 from torch import Tensor, nn
 
-from rtx.data.datamodule import StreamItems
+from rtx.data.datamodule import token_ids
+from rtx.data.sampler import ContiguousStreams
 from rtx.model.memory import Compression, Memory, MemoryBlock
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import SinusoidKeys
 from rtx.model.transformer import Transformer
+from tests.helpers.tiny_models import check_alike, check_streams, tiny_config, tiny_model, tokens
 
 XL: dict[str, Any] = {
     "base": "recurrent",
@@ -123,21 +124,25 @@ def test_streams_go_on_from_step_to_step_and_read_all_of_the_ring(
     units: int, length: int, streams: int
 ) -> None:
     text = np.arange(units, dtype=np.uint16)
-    items = StreamItems(text, length, 5, streams)
+    sampler = ContiguousStreams(text, length, 5, streams)
     S = units // (length * streams)
     for stream in range(streams):
-        starts = [items.start(step * streams + stream) for step in range(3 * S)]
+        starts = [sampler.start(step * streams + stream) for step in range(3 * S)]
         jumps = {b - a for a, b in itertools.pairwise(starts)}
         assert jumps <= {
             length,
             length - S * streams * length,
         }  # the next units, or once in a round the first again
-        assert starts[S] == items.start((stream + 1) % streams)
-    seen = [items[step * streams + stream] for step in range(S) for stream in range(streams)]
+        assert starts[S] == sampler.start((stream + 1) % streams)
+    seen = [
+        token_ids(sampler, step * streams + stream)
+        for step in range(S)
+        for stream in range(streams)
+    ]
     assert torch.cat(seen).unique().numel() == S * streams * length
-    again = StreamItems(text, length, 5, streams)
+    again = ContiguousStreams(text, length, 5, streams)
     assert [again.start(index) for index in range(50)] == [
-        items.start(index) for index in range(50)
+        sampler.start(index) for index in range(50)
     ]
 
 

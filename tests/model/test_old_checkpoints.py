@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from rtx.model.transformer import Transformer
 from rtx.settings.schema import OptimizerConfig
 from rtx.training.checkpoint import load_weights, renumbered, with_current_names
-from rtx.training.module import build_optimizer, decaying_and_exempt
+from rtx.training.optimizers import build_optimizer, decaying_and_exempt
+from tests.helpers.tiny_models import VOCABULARY, tiny_config, tiny_model
 
 ATTENTION = "blocks.0.attention."
 GROUPS = f"{ATTENTION}groups."
@@ -69,6 +69,22 @@ def test_tensors_with_older_names_are_loaded(kind: dict[str, Any], names: dict[s
     saved = tiny_model(seed=1, **kind)
     model = tiny_model(seed=2, **kind)
     load_weights(model, {"model": old_tensors(saved, names)})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"embedding": 6}, {"embedding": "adaptive", "cutoffs": "3x7", "tie_embeddings": False}],
+)
+def test_matrices_at_both_ends_are_loaded_by_their_older_names(kind: dict[str, Any]) -> None:
+    saved, model = (Transformer(tiny_config(**kind), VOCABULARY) for _ in range(2))
+    old = {}
+    for name, tensor in saved.state_dict().items():
+        old_name = name.replace("project_in", "widen").replace("project_out", "narrow")
+        old[old_name] = tensor
+    assert old.keys() != model.state_dict().keys()
+    load_weights(model, {"model": old})
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, saved.state_dict()[name]), name
 

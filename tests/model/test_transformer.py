@@ -5,7 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
+from torch import Tensor
+
+from rtx.attention.centroid_update import to_sphere
+from rtx.attention.centroids import after_step, all_centroids
+from rtx.attention.engine import blocks
+from rtx.attention.members import normalise
+from rtx.attention.routing import Routing
+from rtx.model.block import Block
+from rtx.model.compiling import compile_loss
+from rtx.model.transformer import Transformer
+from rtx.training.first_weights import initialise_from_data
+from rtx.training.hardware import has_compiler
+from tests.helpers.tiny_models import (
     BY_QUERY,
     COMMON,
     EVERY,
@@ -17,17 +29,6 @@ from tiny_models import (
     tiny_model,
     tokens,
 )
-from torch import Tensor
-
-from rtx.attention.centroid_update import to_sphere
-from rtx.attention.centroids import after_step, all_centroids
-from rtx.attention.engine import blocks
-from rtx.attention.members import normalise
-from rtx.attention.routing import Routing
-from rtx.model.block import Block
-from rtx.model.transformer import Transformer, compile_loss
-from rtx.training.hardware import has_compiler
-from rtx.training.module import initialise_from_data
 
 
 @each_kind([kind for kind in COMMON if kind["base"] == "local"] + COMMON[45::3] + OTHERS)

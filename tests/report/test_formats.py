@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from records import DATA, FULL, IMAGES, LOCAL, config, write_divergence, write_eval, write_run
 
 from rtx.evaluation.protocol import protocol_of, score_record
 from rtx.evaluation.scores import Score
@@ -24,6 +23,16 @@ from rtx.report.summary import closing_lines
 from rtx.report.tables import DASH, Column, Table, terminal, tex
 from rtx.runs.records import DataRecord, Measures
 from rtx.settings.compose import compose
+from tests.helpers.records import (
+    DATA,
+    FULL,
+    IMAGES,
+    LOCAL,
+    config,
+    write_divergence,
+    write_eval,
+    write_run,
+)
 
 NASTY = 'a|b <c> 50% & _x_ #1 {y} ~z^2 \\n $5 "q" [w] -- é 漢 \x1b'
 

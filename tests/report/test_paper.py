@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from records import IMAGES, config, write_eval, write_run
 
 from rtx.analysis.cost import cost
 from rtx.data.catalog import vocabulary_size
@@ -16,11 +15,12 @@ from rtx.report.paper import SOURCES, allowed, paper_tables, table_of
 from rtx.report.run_records import collect
 from rtx.report.score_rows import rows_by_protocol
 from rtx.report.score_tables import departures
-from rtx.settings.compose import compose, flat, to_dict, with_values
+from rtx.settings.compose import compose
 from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import conf_dir, options
-from rtx.settings.schema import all_fields
+from rtx.settings.schema import all_fields, flat, to_dict, with_values
 from rtx.sweeps.cells import lay_out
+from tests.helpers.records import IMAGES, config, write_eval, write_run
 
 TABLES = {table.number: table for table in paper_tables()}
 OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]

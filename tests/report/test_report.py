@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from records import (
+
+from rtx.cli import main as cli
+from rtx.report.contents import Report, build, save_plots
+from rtx.report.paper import numbered
+from rtx.report.ranking import Values, chosen, compare, half_interval, mean
+from rtx.report.run_records import collect
+from rtx.report.tables import Table, text_of
+from tests.helpers.records import (
     CAUSAL,
     DATA,
     FULL,
@@ -24,13 +31,6 @@ from records import (
     write_eval,
     write_run,
 )
-
-from rtx.cli import main as cli
-from rtx.report.contents import Report, build, save_plots
-from rtx.report.paper import numbered
-from rtx.report.ranking import Values, chosen, compare, half_interval, mean
-from rtx.report.run_records import collect
-from rtx.report.tables import Table, text_of
 
 Captured = pytest.CaptureFixture[str]
 

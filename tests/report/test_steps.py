@@ -5,12 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import CAUSAL, FULL, LOCAL, config, steps_record, timed_row, write_record, write_run
 
 from rtx.cli import main as cli
 from rtx.report.run_records import collect
 from rtx.report.steps import StepRecord, timed_records, views
 from rtx.runs.records import StepsRecord
+from tests.helpers.records import (
+    CAUSAL,
+    FULL,
+    LOCAL,
+    config,
+    steps_record,
+    timed_row,
+    write_record,
+    write_run,
+)
 
 
 def timed(*rows: dict[str, Any]) -> StepRecord:

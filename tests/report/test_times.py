@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from records import CAUSAL, FULL, LOCAL, config, steps_record, timed_row, write_record, write_run
 
 from rtx.cli import main as cli
 from rtx.report.contents import Report, build
@@ -35,6 +34,16 @@ from rtx.report.run_records import collect
 from rtx.report.tables import Table
 from rtx.report.time_plot import marks_of_time
 from rtx.report.times import curve_of, ratio_and_interval
+from tests.helpers.records import (
+    CAUSAL,
+    FULL,
+    LOCAL,
+    config,
+    steps_record,
+    timed_row,
+    write_record,
+    write_run,
+)
 
 RANDOM = {"routing__selection": "random"}
 

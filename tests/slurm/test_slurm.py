@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import counted_rows, status_of
 
 from rtx.runs.status import read_status
 from rtx.training.checkpoint import read_checkpoint
+from tests.helpers.small_runs import counted_rows, status_of
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

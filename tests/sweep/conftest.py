@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from stand_ins import Sweep
+
+from tests.helpers.stand_ins import Sweep
 
 
 @pytest.fixture

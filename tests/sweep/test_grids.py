@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rtx.errors import UserError
-from rtx.settings.compose import compose, config_hash, former_hash
+from rtx.settings.compose import compose
+from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import Config
 from rtx.sweeps.cells import Cell, lay_out, refuse_sweep
@@ -162,7 +163,7 @@ def test_a_cell_that_an_earlier_version_has_trained_is_found_in_its_folder(
     monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
     words = ["routing=exact"]
     config = compose(words)
-    assert former_hash(config) != config_hash(config)
-    assert cells(*words)[0].folder.name == config_hash(config)
-    (tmp_path / "rtx" / former_hash(config)).mkdir(parents=True)
-    assert cells(*words)[0].folder.name == former_hash(config)
+    name, former_name = cell_hashes(config)
+    assert cells(*words)[0].folder.name == name
+    (tmp_path / "rtx" / former_name).mkdir(parents=True)
+    assert cells(*words)[0].folder.name == former_name

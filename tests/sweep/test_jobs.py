@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx.cli import main as cli
-from rtx.settings.compose import compose, config_hash
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
 from rtx.sweeps.launcher import Attempt
+from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 SCRIPTS = {
     "sbatch": """

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import status_of
-from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx.cli import main as cli
 from rtx.runs.lock import working_in
 from rtx.runs.status import run_state
-from rtx.settings.compose import compose, config_hash, to_yaml
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
+from rtx.settings.run_config import to_yaml
+from tests.helpers.small_runs import status_of
+from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 
 def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep) -> None:

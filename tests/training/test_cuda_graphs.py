@@ -1,5 +1,6 @@
 """Passes as CUDA graphs, without a GPU: what is recorded, when it is recorded again, and what that leaves as it was."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,9 +14,9 @@ from rtx.attention.centroids import all_centroids
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
-from rtx.settings.schema import Config
 from rtx.training.cuda_graphs import Loss, RecordedLoss, without_cast_cache
-from rtx.training.module import TrainingModule
+from rtx.training.hardware import resolve_hardware
+from rtx.training.passes import Passes
 
 WORDS = "model.layers=2 model.hidden=64 model.window=16 model.ffn_hidden=64 data.length=64"
 WORDS += " routing.layers=1 routing.window=16"
@@ -59,54 +60,48 @@ def test_what_runs_before_recording_leaves_no_trace(selection: str) -> None:
 
 
 def test_a_failure_to_record_leaves_no_trace_and_the_loss_as_it_was() -> None:
-    module = TrainingModule(*tiny_run(), None, recorded=True)
-    plain = module.loss
-    tokens_BN = torch.randint(0, 256, (2, 64))
-    module.trainer = mock.Mock(accumulate_grad_batches=1)
+    passes = tiny_run()
+    plain = passes.loss
+    passes.first_BN = torch.randint(0, 256, (2, 64))
 
     def fails(loss: Loss, given: tuple[Tensor], **_: Any) -> None:
         loss(*given)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with (
-        mock.patch.object(torch.cuda, "make_graphed_callables", fails),
-        mock.patch.object(TrainingModule, "first_tokens", lambda self: tokens_BN),
-    ):
-        line = module.record_now()
+    with mock.patch.object(torch.cuda, "make_graphed_callables", fails):
+        line = passes.record_now()
     assert "not recorded as CUDA graphs" in line and "not permitted" in line
-    assert module.loss is plain and not module.recorded
-    assert not any(centroids.total_T.any() for centroids in all_centroids(module.model))
+    assert passes.loss is plain and not passes.recorded
+    assert not any(centroids.total_T.any() for centroids in all_centroids(passes.model))
 
 
 def test_passes_are_recorded_again_where_lists_get_more_room() -> None:
-    module = TrainingModule(*tiny_run(), None, recorded=True)
-    tokens_BN = torch.randint(0, 256, (2, 64))
-    module.trainer = mock.Mock(accumulate_grad_batches=1)
-    with (
-        mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder,
-        mock.patch.object(TrainingModule, "first_tokens", lambda self: tokens_BN),
-    ):
-        assert module.record_now() == "recorded as CUDA graphs"
-        assert module.make_room() == [] and recorder.count == 1
-        (routed,) = (each for each in module.model.modules() if isinstance(each, Thresholds))
+    passes = tiny_run()
+    with mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder:
+        assert passes.prepare(torch.randint(0, 256, (2, 64))) == "recorded as CUDA graphs"
+        assert passes.make_room() == [] and recorder.count == 1
+        (routed,) = (each for each in passes.model.modules() if isinstance(each, Thresholds))
         routed.lost_members.fill_(3)
-        lines = module.make_room()
+        lines = passes.make_room()
     assert "3 members had no room" in lines[0] and lines[1:] == ["recorded as CUDA graphs"]
-    assert recorder.count == 2 and isinstance(module.loss, RecordedLoss)
-    assert not isinstance(module.loss.loss, RecordedLoss)
+    assert recorder.count == 2 and isinstance(passes.loss, RecordedLoss)
+    assert not isinstance(passes.loss.loss, RecordedLoss)
 
 
 def test_passes_of_several_micro_batches_are_not_recorded() -> None:
-    module = TrainingModule(*tiny_run("hardware.graphs=true"), None, recorded=True)
-    module.trainer = mock.Mock(accumulate_grad_batches=2)
+    passes = tiny_run(graphs=True, accumulate=2)
     with pytest.raises(UserError, match="needs one forward pass a step, not 2: raise"):
-        module.record_now()
+        passes.record_now()
 
 
-def tiny_run(*words: str) -> tuple[Transformer, Config]:
-    """Return a model with causal clusters, and its configuration."""
-    config = compose([*WORDS.split(), "routing=causal", "hardware.precision=fp32", *words])
-    return Transformer(config, 256).train(), config
+def tiny_run(graphs: bool | str = "auto", accumulate: int = 1) -> Passes:
+    """Return the passes, to be recorded, of a model with causal clusters."""
+    config = compose([*WORDS.split(), "routing=causal", "hardware.precision=fp32"])
+    hardware = dataclasses.replace(resolve_hardware(config), graphs=True, accumulate=accumulate)
+    config = dataclasses.replace(
+        config, hardware=dataclasses.replace(config.hardware, graphs=graphs)
+    )
+    return Passes(Transformer(config, 256).train(), config, hardware)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Workshop
 
 from rtx.errors import UserError
 from rtx.machine import out_of_memory
@@ -23,6 +22,7 @@ from rtx.training.hardware import (
     records,
     resolve_hardware,
 )
+from tests.helpers.small_runs import Workshop
 
 VARIABLES = ("RANK", "LOCAL_RANK", "RTX_PARENT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}

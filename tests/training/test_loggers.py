@@ -17,10 +17,10 @@ from unittest.mock import Mock, call
 
 import pytest
 import wandb
-from small_runs import SIZES, Workshop, after, read_metrics
 
 from rtx.settings.schema import Config, LoggerConfig
 from rtx.training.loggers import JsonlLogger, add_to_wandb, wandb_logger
+from tests.helpers.small_runs import SIZES, Workshop, after, read_metrics
 
 
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:

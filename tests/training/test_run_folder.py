@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import status_of
 from torch import nn
 
 from rtx.errors import RunFailed, UserError
@@ -20,6 +19,7 @@ from rtx.runs.lock import working_in
 from rtx.runs.status import Status, run_state, utc_now
 from rtx.training import checkpoint as files
 from rtx.training.checkpoint import load_weights, newest_checkpoint, read_checkpoint
+from tests.helpers.small_runs import status_of
 
 
 @pytest.mark.parametrize(

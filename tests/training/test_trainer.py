@@ -9,24 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, difference, read_metrics, status_of
 from torch import nn
 
 from rtx.attention.centroids import after_step
 from rtx.data.catalog import open_data
-from rtx.data.datamodule import TrainingItems
+from rtx.data.datamodule import MicroBatches
+from rtx.data.sampler import ShuffledWindows
 from rtx.evaluation.scores import score_batch
-from rtx.settings.compose import compose, load_run_config
+from rtx.settings.compose import compose
+from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
-from rtx.training.module import (
-    build_model,
-    build_optimizer,
-    learning_rate,
-    seed_everything,
-    set_learning_rate,
-)
+from rtx.training.first_weights import build_model, seed_everything
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from tests.helpers.small_runs import Workshop, difference, read_metrics, status_of
 
 
 def last(run: Path) -> Path:
@@ -43,14 +40,16 @@ def test_a_run_is_the_plain_loop_bit_for_bit_and_has_a_bar_on_a_terminal(
     assert re.search(r"step 4: validation \S+ bits \(\d+ units\)\n", shown)
     config = load_run_config(process.run)
     tokens = open_data(config.data, workshop.data).split("train")
-    items = TrainingItems(tokens, config.data.length, config.seed, config.trainer.batch_size)
+    batch_size = config.trainer.batch_size
+    sampler = ShuffledWindows(tokens, config.data.length, config.seed, batch_size)
+    batches = MicroBatches(sampler, 2)
     model = build_model(config, 256, None)
     optimizer = build_optimizer(model, config.optimizer)
     seed_everything(config.seed, 1)
     for step in range(12):
         optimizer.zero_grad()
         for first in (4 * step, 4 * step + 2):
-            nats_BN, auxiliary = model.loss(torch.stack([items[first], items[first + 1]]))
+            nats_BN, auxiliary = model.loss(batches[first].long())
             ((nats_BN.mean() + auxiliary) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         set_learning_rate(optimizer, learning_rate(config, step + 1))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.autocast import no_autocast
+from rtx.attention.precision import no_autocast
 
 
 class RelativeTables(NamedTuple):

@@ -49,8 +49,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.autocast import no_autocast
 from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import MemberLists
 from rtx.attention.ties import highest_clusters
 

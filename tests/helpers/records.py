@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from rtx.runs.records import TIMED_STEPS
-from rtx.settings.compose import compose, digest, to_dict
-from rtx.settings.schema import flat
+from rtx.settings.compose import compose
+from rtx.settings.identity import digest
+from rtx.settings.schema import flat, to_dict
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}

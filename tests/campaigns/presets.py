@@ -1,6 +1,6 @@
 """Prove every preset of conf/model and conf/experiment: it trains, resumes, is scored, sampled, exported and planned.
 
-Run `make presets`, or `python benchmarks/presets.py --only model/tiny experiment/pg19` for a few. It writes
+Run `make presets`, or `python -m tests.campaigns.presets --only model/tiny experiment/pg19` for a few. It writes
 `benchmarks/results/presets-cpu.json`, a row as soon as it is there (rows of other presets stay), and at the end
 `docs/results/presets.md`. It needs the tools of the tests (pip install -e '.[dev]') and no network.
 
@@ -36,34 +36,46 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ending import end_with_children
-from machine import code, machine
+import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests" / "data"))
+import rtx.commands.eval
+import rtx.commands.export
+import rtx.commands.plan
+import rtx.commands.resume
+import rtx.commands.train
+from benchmarks.ending import end_with_children
+from benchmarks.machine import code, machine
+from rtx.analysis.cost import cost
+from rtx.analysis.footprint import choose_micro_batch
+from rtx.cli.main import main as rtx_main
+from rtx.data import images, text
+from rtx.data.sets import IMAGE_SETS, MADE, SETS
+from rtx.errors import UserError
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
+from rtx.settings.overrides import check_overrides
+from rtx.settings.presets import (
+    conf_dir,
+    options,
+)
+from rtx.settings.schema import CLUSTERED, Config
+from rtx.sweeps.cells import lay_out
+from rtx.training.callbacks import Watch
+from tests.helpers.made_sets import (
+    encoded,
+    publish_enwik8,
+    publish_wikitext,
+    remote,
+    write_images,
+    write_tar,
+)
 
-import pytest  # noqa: E402
-from made_sets import encoded, publish_enwik8, publish_wikitext, remote, write_images, write_tar  # noqa: E402
-
-import rtx.commands.eval  # noqa: E402
-import rtx.commands.export  # noqa: E402
-import rtx.commands.plan  # noqa: E402
-import rtx.commands.resume  # noqa: E402
-import rtx.commands.train  # noqa: E402
-from rtx.analysis.cost import cost  # noqa: E402
-from rtx.analysis.footprint import choose_micro_batch  # noqa: E402
-from rtx.cli.main import main as rtx_main  # noqa: E402
-from rtx.data import images, text  # noqa: E402
-from rtx.data.sets import IMAGE_SETS, MADE, SETS  # noqa: E402
-from rtx.errors import UserError  # noqa: E402
-from rtx.settings.compose import compose, config_hash  # noqa: E402
-from rtx.settings.overrides import check_overrides  # noqa: E402
-from rtx.settings.presets import conf_dir, options  # noqa: E402
-from rtx.settings.schema import CLUSTERED, Config  # noqa: E402
-from rtx.sweeps.cells import lay_out  # noqa: E402
-from rtx.training.callbacks import Watch  # noqa: E402
-
-STEPS, STOP, LAYERS, HEADS, WIDTH = 20, 10, 2, 2, 64
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 20
+STOP = 10
+LAYERS = 2
+HEADS = 2
+WIDTH = 64
 ROOM = 8 * 2**30
 SECONDS = 900  # that one preset may take
 MOST_PAIRS = {"fast": 3e7, "soft": 8e6, "hashed": 5e5}
@@ -475,7 +487,7 @@ def line(row: Row) -> str:
 INTRODUCTION = """# Every preset, on two CPU cores
 
 `make presets`: {where}.
-`benchmarks/presets.py` says what is made small; `benchmarks/results/presets-cpu.json` has the words of each row.
+`tests/campaigns/presets.py` says what is made small; `benchmarks/results/presets-cpu.json` has the words of each row.
 
 Every row trained 20 steps; another run of it was stopped by SIGTERM at step 10 and resumed to the same bits; it was
 scored on two windows, sampled (recall tasks have no text), exported, and its export scored the same. Models have

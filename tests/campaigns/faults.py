@@ -1,7 +1,7 @@
 """Kill real runs at random moments, for as long as told, and count what was lost.
 
-    python benchmarks/faults.py --kills 100
-    python benchmarks/faults.py --minutes 600 --seed 1
+    python -m tests.campaigns.faults --kills 100
+    python -m tests.campaigns.faults --minutes 600 --seed 1
 
 Each run is `rtx train` as a user starts it, over data of its own that it prepares first. SIGKILL ends it at a moment
 drawn from `MOMENTS` (anywhere; while data are prepared; as the run begins; between steps;
@@ -33,18 +33,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ending import end_with_children
-from machine import code, machine
+import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.extend([str(ROOT / "tests" / room) for room in ("faults", "commands")])
+from benchmarks.ending import end_with_children
+from benchmarks.machine import code, machine
+from rtx.runs.status import read_status
+from tests.helpers.disturbances import damaged_bytes, newest_step
+from tests.helpers.small_runs import (
+    SIZES,
+    Process,
+    Workshop,
+    difference,
+    read_metrics,
+    steps_logged,
+)
 
-import pytest  # noqa: E402
-from disturbances import damaged_bytes, newest_step  # noqa: E402
-from small_runs import SIZES, Process, Workshop, difference, read_metrics, steps_logged  # noqa: E402
-
-from rtx.runs.status import read_status  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = dict(word.split("=") for word in SIZES)
 SAVE_EVERY, VAL_EVERY = int(OPTIONS["trainer.checkpoint_every"]), int(OPTIONS["trainer.val_every"])
 
@@ -274,7 +278,10 @@ def read_options() -> argparse.Namespace:
 def describe(tally: Tally, minutes: float, whole: float) -> dict[str, Any]:
     """Return the row of results; `whole`: seconds that a run left alone takes."""
     row: dict[str, Any] = {"what": "SIGKILL at random moments of rtx train and rtx resume"}
-    row |= {"command": " ".join(["python benchmarks/faults.py", *sys.argv[1:]]), **tally.result()}
+    row |= {
+        "command": " ".join(["python -m tests.campaigns.faults", *sys.argv[1:]]),
+        **tally.result(),
+    }
     row |= {"minutes": round(minutes, 1), "seconds_of_a_run": round(whole, 1)}
     return row | {
         "python": platform.python_version(),

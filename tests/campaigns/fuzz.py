@@ -1,13 +1,15 @@
 """Fuzz what rtx reads from outside: by Hypothesis, and guided by coverage (atheris) where Python reads the bytes.
 
-    python benchmarks/fuzz.py --minutes 20   # all readers, as many at once as there are cores
-    python benchmarks/fuzz.py --minutes 10 --only config.yaml export
+    python -m tests.campaigns.fuzz --minutes 20   # all readers, as many at once as there are cores
+    python -m tests.campaigns.fuzz --minutes 10 --only config.yaml export
 
-Hypothesis draws the examples of `tests/faults/test_fuzz.py` and `tests/commandline/test_bad_lines.py` again and again,
-others each time. atheris (pip install -e '.[fuzz]'; without it Hypothesis has all of the time) changes the bytes that
-`benchmarks/fuzz_targets.py` reads, keeps those that reach new code of rtx or OmegaConf, and goes on from them. Whatever
-they are, they are read, or refused in a line (`UserError`, `RunFailed`), within seconds: anything else is a finding,
-which ends that campaign. Its log and input are kept and named, and the exit code is 1.
+Hypothesis draws the examples of `tests/faults/test_fuzz.py` and
+`tests/commandline/test_bad_lines.py` again and again, others each time. atheris
+(pip install -e '.[fuzz]'; without it Hypothesis has all of the time) changes the bytes that
+`tests/campaigns/fuzz_targets.py` reads, collects those that reach new code of rtx or OmegaConf, and
+continues from them. Every input must be read, or refused in one line (`UserError`, `RunFailed`),
+within seconds. Anything else is a finding, which ends the campaign of that reader. The log and the
+input of a finding are saved and printed, and the exit code is 1.
 
 Pictures and tables are read by C libraries, in which atheris sees no coverage: these have Hypothesis alone. Nothing of
 published archives is read before their sha256 is compared, so nothing in them is left to change.
@@ -38,10 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ending import end_with_children
 from hypothesis.errors import HypothesisException, StopTest
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.ending import end_with_children
+
+ROOT = Path(__file__).resolve().parents[2]
 RECORDS = "faults/test_fuzz.py::test_records"
 READERS = {
     "config.yaml": "faults/test_fuzz.py::test_a_configuration",
@@ -133,10 +136,9 @@ def guide(reader: str, folder: Path, seconds: float) -> None:
         "XDG_CACHE_HOME": str(home),
     }
     os.chdir(home)
-    sys.path.append(str(ROOT / "tests" / "commandline"))
     atheris = importlib.import_module("atheris")
     with atheris.instrument_imports(include=["rtx", "omegaconf"]):
-        targets = importlib.import_module("fuzz_targets")
+        targets = importlib.import_module("tests.campaigns.fuzz_targets")
     atheris.instrument_func(importlib.import_module("torch._weights_only_unpickler").Unpickler.load)
     seeds, read = targets.TARGETS[reader]()
     (corpus := folder / "corpus").mkdir()
@@ -219,14 +221,14 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process; before torch is imported
     if not (is_guided := importlib.util.find_spec("atheris") is not None):
         print("without atheris (pip install -e '.[fuzz]'): Hypothesis alone")
-    from machine import (
+    from benchmarks.machine import (
         code,
         machine,
     )  # imports rtx, which the processes that are started are to instrument first
 
     folder = Path(tempfile.mkdtemp(prefix="rtx-fuzz-"))
     made = {
-        "command": " ".join(["python benchmarks/fuzz.py", *sys.argv[1:]]),
+        "command": " ".join(["python -m tests.campaigns.fuzz", *sys.argv[1:]]),
         "python": platform.python_version(),
     }
     made |= {"machine": machine("cpu", 1), "side_by_side": options.jobs, "versions": code()}
@@ -270,8 +272,7 @@ def read_options() -> argparse.Namespace:
 
 def make_samples(folder: Path) -> None:
     """Make a run, its score, its export and the record of a sweep, whose bytes are changed."""
-    sys.path.append(str(ROOT / "tests" / "commands"))
-    from small_runs import Workshop
+    from tests.helpers.small_runs import Workshop
 
     folder.mkdir()
     workshop = Workshop(folder)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import Workshop
 
 from rtx.errors import RunFailed
-from rtx.training.checkpoint import is_whole, newest_checkpoint
+from rtx.runs.checksum import is_whole
+from rtx.training.checkpoint import newest_checkpoint
+from tests.helpers.small_runs import Workshop
 
 
 def newest_step(run: Path) -> int:
@@ -93,12 +94,12 @@ datetime.datetime = Jumping
 
 NAN_GRADIENT = """
 from rtx.training.module import TrainingModule
-real_clipping = TrainingModule.configure_gradient_clipping
-def poisoned(self, *arguments, **options):
-    if self.global_step == 22:
+real_pass = TrainingModule.backward_pass
+def poisoned(self, loss, is_last):
+    real_pass(self, loss, is_last)
+    if self.global_step == 22 and is_last:
         next(p.grad for p in self.parameters() if p.grad is not None).view(-1)[0] = float("nan")
-    return real_clipping(self, *arguments, **options)
-TrainingModule.configure_gradient_clipping = poisoned
+TrainingModule.backward_pass = poisoned
 """
 """A gradient of step 23 is NaN before it is clipped."""
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rtx.cli import main as cli
-from rtx.settings.compose import compose, config_hash
+from rtx.settings.compose import compose
+from rtx.settings.identity import config_hash
 
 PYTHON, RECORD = sys.executable, "record.jsonl"
 STAND_IN = """#!{python}

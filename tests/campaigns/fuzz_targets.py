@@ -1,4 +1,4 @@
-"""What `benchmarks/fuzz.py` has read from bytes that changed: for each reader the bytes to begin with, and a function.
+"""The readers that `tests/campaigns/fuzz.py` fuzzes: for each the first bytes and a function.
 
 They are those of a small run in outputs/rtx/run of the current folder, beside sweeps.jsonl; its data are in data/, and
 export/ has its model. The functions raise only what no user may see.
@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bad_lines import GOOD, VALUES
-
 from rtx import load
 from rtx.cli.main import check_first
 from rtx.cli.options import read_words
@@ -29,14 +27,16 @@ from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
+from rtx.runs.checksum import COMMENT_BYTES, TAG
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import compose_data, load_run_config
+from rtx.settings.compose import compose_data
 from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
-from rtx.training.checkpoint import COMMENT_BYTES, TAG
 from rtx.training.inference import run_tokenizer
+from tests.helpers.bad_lines import GOOD, VALUES
 
 Read = Callable[[bytes], None]
 RUN = Path("outputs", "rtx", "run").absolute()

@@ -1,0 +1,1 @@
+"""Measurements of rtx: each file is a script, `python benchmarks/NAME.py`."""

@@ -1,0 +1,121 @@
+"""Losses by torch.compile, and blocks whose activations the backward pass computes again."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo  # its option has no public name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rtx.attention.centroids import statistics_paused
+from rtx.attention.pattern import Pattern
+
+RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+"""torch's option by which a compiled, recomputed block does not gather statistics twice."""
+
+COMPILER_OPTIONS = {}
+if hasattr(torch._dynamo.config, RECOMPUTED_ONCE):
+    COMPILER_OPTIONS[RECOMPUTED_ONCE] = True
+
+
+def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `loss`, a method of `model`, compiled at its first call.
+
+    On a GPU attention and selection are operators of static shapes, and the loss is one graph. On a
+    CPU the sizes of a selection depend on data: patterns run eagerly there, for which the patterns
+    of the model are changed, and matrices, norms and activations around them are compiled.
+    """
+    return CompiledLoss(model, loss)
+
+
+class CompiledLoss:
+    """What `compile_loss` returns."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        self.model = model
+        self.loss = loss
+        self.compiled: Callable[..., Any] | None = None
+        self.shapes_seen: set[tuple[torch.Size | None, ...]] = set()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        device = next(self.model.parameters()).device
+        if device.type != "cpu":
+            self.make_lists(device, *arguments, **named)
+        if self.compiled is None:
+            # Not earlier: a model is made on a CPU, and moved to its device later.
+            if device.type == "cpu":
+                exclude_patterns(self.model)
+            self.compiled = torch.compile(self.loss)
+        with torch._dynamo.config.patch(COMPILER_OPTIONS):
+            return self.compiled(*arguments, **named)
+
+    def make_lists(self, device: torch.device, *arguments: Any, **named: Any) -> None:
+        """Make the lists of patterns that follow from shapes alone, if these shapes are new.
+
+        The compiler cannot trace how they are made, but takes existing lists as constants.
+        """
+        shapes = shapes_of(*arguments, *named.values())
+        if shapes in self.shapes_seen:
+            return
+        self.shapes_seen.add(shapes)
+        run_without_effects(device, self.loss, *arguments, **named)
+
+
+def shapes_of(*values: Any) -> tuple[torch.Size | None, ...]:
+    """Return the shape of each tensor, and None for other values."""
+    shapes = []
+    for value in values:
+        shape = None
+        if isinstance(value, Tensor):
+            shape = value.shape
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+@torch.no_grad()
+def run_without_effects(
+    device: torch.device,
+    function: Callable[..., Any],
+    *arguments: Any,
+    **named: Any,
+) -> None:
+    """Call a function that gathers no statistics, and leaves random streams as they were."""
+    devices = []
+    if device.type == "cuda":
+        devices = [device]
+    with statistics_paused(), torch.random.fork_rng(devices):
+        function(*arguments, **named)
+
+
+def exclude_patterns(model: nn.Module) -> None:
+    """Exclude the patterns of a model from compilation, except those by our Triton kernels.
+
+    Those are operators for the compiler.
+    """
+    for pattern in model.modules():
+        if isinstance(pattern, Pattern) and pattern.backend != "triton":
+            pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
+
+
+def recomputed_block(block: nn.Module, *inputs: Any) -> Any:
+    """Return `block(*inputs)`, which the backward pass computes again from its inputs.
+
+    Statistics of patterns are gathered once.
+    """
+    if torch.compiler.is_compiling():
+        # The compiler takes no contexts, and has `RECOMPUTED_ONCE` instead.
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=recompute_contexts)
+
+
+Contexts = tuple[
+    contextlib.AbstractContextManager[None],
+    contextlib.AbstractContextManager[None],
+]
+
+
+def recompute_contexts() -> Contexts:
+    """Return contexts of the first and of the second forward pass, which gathers no statistics."""
+    return contextlib.nullcontext(), statistics_paused()

@@ -1,0 +1,94 @@
+"""What follows from the values of a configuration: sizes, clusters, which heads a layer has."""
+
+import math
+
+from rtx.settings.schema import Config, ModelConfig, RoutingConfig
+
+ROUTED = "routed"
+"""The group of the heads that `routing` describes; other groups have the name of their pattern."""
+
+
+def memory_slots(model: ModelConfig) -> int:
+    """Positions before its segment that a layer reads: memory and compressed memory."""
+    return model.memory + model.compressed
+
+
+def embedding_width(model: ModelConfig) -> int:
+    """Width of the embeddings that the first block widens, and that the output matrix reads."""
+    return model.embedding if isinstance(model.embedding, int) else model.hidden
+
+
+def sizes_of(text: str | None) -> tuple[int, ...]:
+    """The numbers of model.axes or model.cutoffs, such as 32x32x3.
+
+    Empty where the text is not whole numbers of at most nine digits joined by x.
+    """
+    parts = (text or "").split("x")
+    if all(part.isdecimal() and len(part) < 10 for part in parts):
+        return tuple(map(int, parts))
+    return ()
+
+
+def hash_buckets(config: Config) -> int:
+    """Buckets of a hash round: model.hash_buckets.
+
+    Unset: the even number nearest to 2 N / model.window.
+    """
+    half = round(config.data.length / config.model.window)
+    return config.model.hash_buckets or max(2, 2 * half)
+
+
+def reads_self(routing: RoutingConfig) -> bool:
+    """Whether routing heads always read their own position: routing.attend_self.
+
+    Unset: whether the key of a position differs from its query.
+    """
+    if routing.attend_self is not None:
+        return routing.attend_self
+    return routing.keys in ("separate", "projected") or routing.key_shift > 0
+
+
+def clusters(config: Config) -> int:
+    """Clusters C of a routing head: routing.clusters; unset: ceil(N / W)."""
+    return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+
+
+def routes(config: Config) -> bool:
+    """Whether any head routes."""
+    return bool(config.routing.heads and config.routing.layers)
+
+
+def layer_patterns(config: Config, layer: int) -> dict[str, int]:
+    """Return the groups of a layer's heads, each with its number of heads, `ROUTED` last.
+
+    Layer 0 is the lowest; routing layers are the topmost ones.
+    """
+    is_routing_layer = layer >= config.model.layers - config.routing.layers
+    routed = config.routing.heads if is_routing_layer else 0
+    patterns = config.model.base.split("+")
+    share = (config.model.heads - routed) // len(patterns)
+    groups = {}
+    if share:
+        groups = {name: share * patterns.count(name) for name in patterns}
+    if routed:
+        groups[ROUTED] = routed
+    return groups
+
+
+def full_group(config: Config, layer: int) -> tuple[int, int]:
+    """Return the number of a layer's group that reads all of its prefix, and its heads.
+
+    These are full heads, or routing heads with keys apart from the queries and one cluster that is
+    as wide as the sequence. Without such a group the number of heads is 0.
+    """
+    groups = layer_patterns(config, layer)
+    routing = config.routing
+    has_one_cluster = (
+        routing.selection == "nearest"
+        and clusters(config) == 1
+        and routing.window >= config.data.length
+    )
+    name = "full"
+    if has_one_cluster and routing.keys != "shared" and ROUTED in groups:
+        name = ROUTED
+    return [*groups, name].index(name), groups.get(name, 0)

@@ -1,0 +1,115 @@
+"""Which runs are the same: cells of a sweep, rows of a report, a run and its resumption, processes.
+
+All of it follows from what each key `changes`, which keys a run reads, and since when keys exist
+(`rtx/settings/schema.py`).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rtx.settings.effects import COST, NOTHING, RESULTS, Effect
+from rtx.settings.readers import default_where_unread
+from rtx.settings.schema import Config, all_fields, flat, to_dict, with_values
+
+REMOVED = {"trainer.checkpoint_minutes": COST, "trainer.keep_checkpoints": COST}
+"""Keys that only records of old runs have."""
+FORMERLY_IGNORED = ("hardware.products", "hardware.graphs", "hardware.loss")
+"""Keys that hashes up to version 0.4 left out, whatever their value."""
+FORMER_DEFAULTS = {"hardware.compile": ("auto", False)}
+"""Keys whose default is decided by the machine, and what they were by default before.
+
+With the default a cell has the hash that it had before.
+"""
+
+
+def effect_of(key: str) -> Effect:
+    """Return what another value of a key changes; an unknown key is one of an old run."""
+    field = all_fields().get(key)
+    if field is not None:
+        return field.changes
+    return NOTHING if key.startswith("logger.") else REMOVED.get(key, RESULTS)
+
+
+def tells_rows_apart(key: str) -> bool:
+    """Whether runs with different values of a key are different rows of a report."""
+    return effect_of(key).new_row
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may be resumed with another value of a key."""
+    return effect_of(key).resumable
+
+
+def ranks_must_agree(key: str) -> bool:
+    """Whether all processes of a run must have the same value of a key."""
+    return effect_of(key).shared
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Return the hash of a cell, 12 hexadecimal digits, from its values by dotted keys.
+
+    Two cells have the same hash if they differ by keys that tell no cells apart, or that their run
+    does not read. A key that is younger than a recorded cell is left out with the value that says
+    what the recorded cell did.
+    """
+    return digests(values)[0]
+
+
+def digests(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hash of a cell, then the different ones that earlier versions gave it."""
+    counted = {key: value for key, value in values.items() if effect_of(key).new_cell}
+    read = default_where_unread(values)
+    read = {key: value for key, value in read.items() if key in counted}
+    hashes = (
+        hash_of(read),
+        # Up to version 0.4.
+        hash_of(read, ignored=FORMERLY_IGNORED),
+        # Up to version 0.3: keys that the run does not read counted, too.
+        hash_of(counted, ignored=FORMERLY_IGNORED),
+    )
+    return tuple(dict.fromkeys(hashes))
+
+
+def hash_of(values: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> str:
+    """Return a hash of the values that recorded cells have, too, without the ignored keys."""
+    fields = all_fields()
+    hashed = {}
+    for key, value in values.items():
+        field = fields.get(key)
+        is_as_before = field is not None and field.since is not None and value == field.since.value
+        if key not in ignored and not is_as_before:
+            hashed[key] = value
+    for key, (default, former) in FORMER_DEFAULTS.items():
+        if hashed.get(key) == default:
+            hashed[key] = former
+    return short_hash(hashed, 12)
+
+
+def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
+    """Return hexadecimal digits that differ where values do, whatever the order of their keys."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def config_hash(config: Config) -> str:
+    """Return the hash of a configuration as a cell of a sweep; see `digest`."""
+    return cell_hashes(config)[0]
+
+
+def cell_hashes(config: Config) -> tuple[str, ...]:
+    """Return the names that the folder of a cell may have, that of this version first."""
+    return digests(flat(to_dict(with_absolute_path(config))))
+
+
+def with_absolute_path(config: Config) -> Config:
+    """Return a configuration whose data.path means the same from any folder."""
+    path = config.data.path
+    if path is None:
+        return config
+    is_name_on_hub = config.data.name == "hub" and not os.path.exists(path)
+    if is_name_on_hub:
+        return config
+    return with_values(config, {"data.path": os.path.abspath(os.path.expanduser(path))})

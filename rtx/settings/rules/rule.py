@@ -1,0 +1,48 @@
+"""A rule of what fits together: the keys that it reads, and the lines on what is wrong with them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from rtx.settings.schema import Config
+
+Check = Callable[[Config], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of a configuration."""
+
+    keys: frozenset[str]
+    """The keys that the check reads."""
+    check: Check
+    """Yields a line for each problem; the line says what to change."""
+
+
+RULES: list[Rule] = []
+"""Every rule, in the order of the messages."""
+
+
+def rule(*keys: str) -> Callable[[Check], Check]:
+    """Make a rule of a function that yields what is wrong with the values of some keys."""
+
+    def add(check: Check) -> Check:
+        RULES.append(Rule(frozenset(keys), check))
+        return check
+
+    return add
+
+
+def problems(config: Config, rules: Iterable[Rule]) -> list[str]:
+    """Return a line for each problem of a configuration."""
+    lines = []
+    for each in rules:
+        lines.extend(each.check(config))
+    return lines
+
+
+def at_most(config: Config, key: str, limit: str) -> Iterator[str]:
+    """Yield a line if the value of a key is larger than that of another one."""
+    value, most = attrgetter(key, limit)(config)
+    if value is not None and value > most:
+        yield f"{key}={value} must be at most {limit}={most}"

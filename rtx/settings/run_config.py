@@ -1,0 +1,116 @@
+"""The configuration of a run: its config.yaml, read and written, and changes of it."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from rtx.disk import read_file
+from rtx.errors import UserError, shorten
+from rtx.settings.compose import compose_unresolved, user_errors, value_of
+from rtx.settings.extensions import refuse_unloaded
+from rtx.settings.overrides import check_overrides
+from rtx.settings.rules import resolve
+from rtx.settings.schema import GROUPS, Config, all_fields, to_config, to_dict, with_values
+
+RUN_CONFIG = "config.yaml"
+LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Reads every value as text."""
+
+
+def to_yaml(config: Config) -> str:
+    """Return a configuration as YAML in the order of the schema: the text of config.yaml."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the values in a config.yaml by dotted keys, see `values_of`; OSError as read."""
+    return values_of(read_file(path).decode())
+
+
+def values_of(content: str) -> dict[str, Any]:
+    """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
+
+    Texts are returned as they are: an extension may know a name that is no value here.
+
+    Raises:
+        UserError: whatever YAML can express beside keys with a value each: aliases, lists,
+            deeper or repeated keys.
+        yaml.YAMLError: the text is no YAML.
+    """
+    texts = texts_of(content)
+    if not texts:
+        raise UserError("is not the configuration of a run")
+    fields = all_fields()
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        field = fields.get(key)
+        if field is not None and field.optional and text == "null":
+            values[key] = None
+        elif field is None or field.kind is str:
+            values[key] = text
+        else:
+            values[key] = field.read(text)
+    return values
+
+
+def texts_of(content: str) -> dict[str, str]:
+    """Return the text of each value in the text of a config.yaml; see `values_of`.
+
+    It is read as a stream of events. Nothing is built from it, which a file could make endless.
+    """
+    path_of_names: list[str] = []  # section and key of the next value
+    depth = 0
+    texts: dict[str, str] = {}
+    for event in yaml.parse(content, Loader=LOADER):
+        expects_name = len(path_of_names) < depth
+        key = ".".join(path_of_names)
+        match event:
+            case yaml.ScalarEvent(value=text) if expects_name:
+                path_of_names.append(text)
+            case yaml.ScalarEvent(value=text) if depth and key not in texts:
+                texts[key] = text
+                path_of_names.pop()
+            case yaml.MappingStartEvent() if not expects_name and depth < 2:
+                depth += 1
+            case yaml.MappingEndEvent():
+                depth -= 1
+                del path_of_names[-1:]
+            case yaml.NodeEvent():
+                raise UserError(f"{key or 'it'} must be one value, or keys with one each, once")
+    return texts
+
+
+def load_run_config(run: str | Path) -> Config:
+    """Return the configuration of a run from its folder; references in it are texts.
+
+    Raises UserError if it is missing or damaged, or if the run needs code that is not loaded.
+    """
+    path = Path(run) / RUN_CONFIG
+    if not path.is_file():
+        problem = "has no config.yaml" if Path(run).is_dir() else "no such folder"
+        raise UserError(f"{run}: {problem}; a run is a folder such as outputs/<name>/<run>")
+    with user_errors(f"{path}: "):
+        values = read_values(path)
+        if values.get("extensions") is not None:
+            refuse_unloaded(values["extensions"])
+        return resolve(to_config(values))
+
+
+def merge(config: Config, overrides: Iterable[str]) -> Config:
+    """Return a run's configuration with overrides on top, checked."""
+    values: dict[str, Any] = {}
+    for entry in check_overrides(overrides):
+        text = entry.values[0]
+        if entry.key in GROUPS:
+            section = getattr(compose_unresolved([entry]), entry.key)
+            config = replace(config, **{entry.key: section})
+        elif "${" in text:
+            problem = "a run takes no references; write the value"
+            raise UserError(f"{entry.key}={shorten(text)}: {problem}")
+        else:
+            values[entry.key] = value_of(entry.key, text)
+    return resolve(with_values(config, values), values)

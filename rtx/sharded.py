@@ -1,0 +1,27 @@
+"""Tensors whose parts lie on several processes (hardware=fsdp): DTensors, whose import takes a second."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a sharded tensor."""
+    return hasattr(value, "full_tensor")
+
+
+def whole(value: Any) -> Any:
+    """Return the whole of a sharded tensor on every process, which all call it; all else as it is."""
+    if is_sharded(value):
+        return value.full_tensor().detach()
+    return value
+
+
+def sharded_as(value: Tensor, like: Any) -> Tensor:
+    """Return a tensor, the same on every process, sharded as `like` is; nothing is sent."""
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(value.to(like.dtype), mesh, placements, src_data_rank=None)

@@ -1,0 +1,225 @@
+"""The forward pass of training: what it minimises, and whether it runs eagerly, compiled or recorded.
+
+Shapes: B sequences of a micro-batch, N tokens of each, A answers of each at the most.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtx.attention.centroid_update import moved
+from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
+from rtx.attention.room import make_room
+from rtx.errors import UserError, shorten
+from rtx.evaluation.scores import Answers
+from rtx.model.compiling import compile_loss
+from rtx.model.memory import Memory
+from rtx.model.transformer import Transformer
+from rtx.settings.devices import precision_on
+from rtx.settings.schema import Config
+from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
+from rtx.training.hardware import Hardware
+from rtx.training.precision import Arithmetic
+
+
+class Objective(NamedTuple):
+    """What a forward pass returns for its micro-batch; all are scalars on the device."""
+
+    nats: Tensor
+    """Mean nats of what is predicted."""
+    right: Tensor
+    """The share of right answers; 0 where all tokens are predicted."""
+    auxiliary: Tensor
+    """The auxiliary losses of the model."""
+
+    @property
+    def loss(self) -> Tensor:
+        """What training minimises."""
+        return self.nats + self.auxiliary
+
+
+class Passes:
+    """The forward passes of a model in training.
+
+    Args:
+        hardware: says whether the loss is compiled and whether its passes are recorded.
+        answers: where the answers of sequences are, which alone are predicted; None: all tokens are.
+    """
+
+    def __init__(
+        self, model: Transformer, config: Config, hardware: Hardware, answers: Answers | None = None
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.hardware = hardware
+        self.answers = answers
+        self.arithmetic = Arithmetic(hardware.precision, hardware.torch_device)
+        self.compiled = hardware.compile
+        # The answers of a batch may be of any number, and what is recorded has fixed shapes.
+        self.recorded = hardware.graphs and answers is None
+        self.move: Any = moved
+        """The function that moves centroids after a step."""
+        self.first_BN: Tensor | None = None
+        """The micro-batch by which the loss is compiled and recorded, once `prepare` has it."""
+        self.loss: Callable[..., Any] = self.eager_loss()
+        if self.compiled:
+            self.loss = compile_loss(model, self.loss)
+        self.loss = self.with_autocast(self.loss)
+
+    def __call__(self, tokens_BN: Tensor, memory: Memory | None = None) -> Objective:
+        """Compute the loss of a micro-batch; `memory` is that of its streams."""
+        with self.arithmetic.forward_context():
+            if self.answers is not None:
+                return self.objective_of_answers(tokens_BN, self.answers)
+            options = {} if memory is None else {"memory": memory}
+            nats_BN, auxiliary = self.loss(tokens_BN, **options)
+            return Objective(nats_BN.mean(), nats_BN.new_zeros(()), auxiliary)
+
+    def objective_of_answers(self, tokens_BN: Tensor, answers: Answers) -> Objective:
+        """Return the loss of the answers alone.
+
+        Sequences count alike, however many answers they have: then a step is the same whatever its
+        micro-batches are.
+        """
+        at_BA, _ = answers(tokens_BN)
+        nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
+        weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
+        nats = (nats_BA * weight_B1).mean()
+        right = (right_BA * weight_B1.double()).mean()
+        return Objective(nats, right, auxiliary)
+
+    def eager_loss(self) -> Callable[..., Any]:
+        """Return the method of the model that computes its loss."""
+        if self.answers is not None:
+            return self.model.answers
+        if self.config.hardware.loss == "liger":
+            return self.model.fused_loss
+        return self.model.loss
+
+    def with_autocast(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss that can be recorded, if it is to be; see `without_cast_cache`."""
+        if not self.recorded:
+            return loss
+        is_mixed = precision_on(self.config.hardware, gpu=True) == "bf16"
+        return without_cast_cache(loss, torch.bfloat16 if is_mixed else None)
+
+    def prepare(self, tokens_BN: Tensor) -> str:
+        """Compile the loss and record its passes, if the run does so, and return a line on it.
+
+        Weights, statistics and random streams are left as they were.
+
+        Args:
+            tokens_BN: a micro-batch of the run.
+        """
+        self.first_BN = tokens_BN
+        # Centroids that start at the first batch would start at a pass whose results are dropped.
+        if any(centroids.seed_with_next for centroids in all_centroids(self.model)):
+            waits = "not recorded as CUDA graphs: centroids start at the first batch"
+            return f"hardware.graphs: {waits}" if self.recorded else ""
+        lines = [self.compile_now(), self.record_now()]
+        return "; ".join(line for line in lines if line)
+
+    def compile_now(self) -> str:
+        """Compile what is to be compiled, by a pass whose results are dropped, and return a line on it.
+
+        Where that fails the model runs eagerly with `hardware.compile=auto`; with `true` the error
+        is raised.
+        """
+        if not self.compiled:
+            return ""
+        began = time.monotonic()
+        try:
+            self.drop_one_pass()
+            self.compile_move()
+        # The compiler, its kernels or torch, which lacks memory, may raise anything.
+        except Exception as error:
+            if self.config.hardware.compile is True:
+                raise
+            self.run_eagerly()
+            reason = shorten(repr(error), 200)
+            return f"hardware.compile=auto: not compiled, {reason}; the model runs eagerly"
+        finally:
+            for numbers in statistics_of(self.model):
+                numbers.zero_()
+        return f"compiled in {time.monotonic() - began:.0f} s"
+
+    def drop_one_pass(self) -> None:
+        """Compute a gradient of the first micro-batch, which compiles the loss, and drop it."""
+        assert self.first_BN is not None
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        devices = [self.first_BN.device] if self.first_BN.is_cuda else []
+        loss = self.loss
+        with torch.random.fork_rng(devices):
+            # What follows from shapes alone must exist before the loss is compiled.
+            self.loss = self.eager_loss()
+            with torch.no_grad():
+                self(self.first_BN)
+            self.loss = loss
+            objective = self(self.first_BN)
+            # Not backward(), which would call the hooks of DDP.
+            torch.autograd.grad(objective.loss, weights, allow_unused=True)
+
+    def compile_move(self) -> None:
+        """Compile, on a GPU, the function that moves centroids, by a call whose results are dropped."""
+        assert self.first_BN is not None
+        if not self.first_BN.is_cuda:
+            return
+        self.move = torch.compile(moved, dynamic=False)
+        with torch.no_grad():
+            for rule, layers in layers_by_rule(self.model).items():
+                self.move(rule, *stacked(layers))
+        torch.cuda.synchronize(self.first_BN.device)
+
+    def run_eagerly(self) -> None:
+        """Drop what is compiled."""
+        self.compiled = False
+        self.loss = self.with_autocast(self.eager_loss())
+        self.move = moved
+        torch.compiler.reset()
+
+    def record_now(self) -> str:
+        """Record the passes as CUDA graphs, if they are to be, and return a line on it.
+
+        Where that fails kernels are started one by one with `hardware.graphs=auto`; with `true` the
+        error is raised.
+        """
+        self.check_recordable()
+        if not self.recorded:
+            return ""
+        assert self.first_BN is not None
+        if isinstance(self.loss, RecordedLoss):
+            self.loss = self.loss.loss  # frees the memory of what was recorded
+        try:
+            self.loss = RecordedLoss(self.model, self.loss, self.first_BN)
+        except RuntimeError as error:
+            if self.config.hardware.graphs is True:
+                raise
+            self.recorded = False
+            return f"hardware.graphs=auto: not recorded as CUDA graphs, {shorten(repr(error), 200)}"
+        return "recorded as CUDA graphs"
+
+    def check_recordable(self) -> None:
+        """Record nothing in a run whose steps have several passes; `UserError` if it was to be.
+
+        A recorded backward pass overwrites the gradients of the one before, to which it should add.
+        """
+        passes = self.hardware.accumulate
+        if not self.recorded or passes == 1:
+            return
+        self.recorded = False
+        if self.config.hardware.graphs is True:
+            needs = f"one forward pass a step, not {passes}"
+            raise UserError(f"hardware.graphs=true needs {needs}: raise trainer.micro_batch_size")
+
+    def make_room(self) -> list[str]:
+        """Give more room to lists that have lacked it, and return lines on it.
+
+        The passes have other shapes then, and are recorded again.
+        """
+        lines = make_room(self.model)
+        if lines:
+            lines.append(self.record_now())
+        return [line for line in lines if line]

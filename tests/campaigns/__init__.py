@@ -1,0 +1,1 @@
+"""Long test campaigns, each run by `make`: presets, fuzz and faults. pytest does not collect them."""

@@ -1,0 +1,123 @@
+"""A key that is one entry of the schema: help, checks, hash, resume, report and editor follow."""
+
+import json
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rtx.cli.help import candidates, command_page
+from rtx.errors import UserError
+from rtx.report.score_rows import row_key
+from rtx.settings import compose as composition
+from rtx.settings import schema
+from rtx.settings.compose import compose
+from rtx.settings.effects import ROUNDING
+from rtx.settings.fields import Since, key
+from rtx.settings.identity import (
+    cell_hashes,
+    config_hash,
+    may_change,
+    ranks_must_agree,
+    tells_rows_apart,
+)
+from rtx.settings.presets import forget
+from rtx.settings.run_config import load_run_config, to_yaml
+from rtx.settings.schema import Config, ModelConfig, all_fields, flat, to_dict
+
+SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "schema" / "make.py"
+STRIDED = "model.base=strided"
+
+
+@dataclass
+class ModelWithKey(ModelConfig):
+    """The model with one more key."""
+
+    groups: int = key(
+        1,
+        low=1,
+        high=64,
+        changes=ROUNDING,
+        read_with={"model.base": ("strided",)},
+        since=Since("9.9", 1),
+    )
+    """Groups of strided heads that are computed at once."""
+
+
+@dataclass
+class ConfigWithKey(Config):
+    """A run with one more key."""
+
+    model: ModelWithKey = field(default_factory=ModelWithKey)
+
+
+@pytest.fixture
+def hash_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Add the key to a copy of the schema; return the hash that the default cell had before."""
+    before = config_hash(compose([]))
+    monkeypatch.setattr(schema, "Config", ConfigWithKey)
+    monkeypatch.setattr(composition, "Config", ConfigWithKey)
+    forget()
+    yield before
+    monkeypatch.undo()
+    forget()
+
+
+def test_all_follows_from_the_entry_in_the_schema(hash_before: str, tmp_path: Path) -> None:
+    # Help and completion.
+    assert "model.groups" in command_page("train", ["model"])
+    assert candidates("rtx train model.gro") == ["model.groups="]
+    # Checks: type, range, nearest match, effect.
+    for word, message in (
+        ("model.groups=65", "model.groups=65: must be an integer, at least 1, at most 64 (Groups"),
+        ("model.groups=two", "model.groups=two: must be an integer"),
+        ("model.gruops=2", "did you mean 'model.groups'?"),
+        ("model.groups=2", "model.groups=2 has no effect with model.base=local; it is for strided"),
+    ):
+        with pytest.raises(UserError) as caught:
+            compose([word])
+        assert message in str(caught.value)
+    # The hash of cells: recorded cells are found, and other values are other cells.
+    assert config_hash(compose([])) == hash_before
+    one = compose([STRIDED])
+    two = compose([STRIDED, "model.groups=2"])
+    assert set(cell_hashes(one)).isdisjoint(cell_hashes(two))
+    # Resumption, rows of a report, processes.
+    assert may_change("model.groups")
+    assert not tells_rows_apart("model.groups")
+    assert row_key(flat(to_dict(one))) == row_key(flat(to_dict(two)))
+    assert ranks_must_agree("model.groups")
+    # The record of a run: with the key, and older than it.
+    for text, expected in ((to_yaml(two), 2), (to_yaml(two).replace("  groups: 2\n", ""), 1)):
+        (tmp_path / "config.yaml").write_text(text)
+        model = load_run_config(tmp_path).model
+        assert isinstance(model, ModelWithKey)
+        assert model.groups == expected
+    # The schema for editors.
+    whole = json.loads(runpy.run_path(str(SCHEMA))["text_of"]("config"))
+    entry = whole["properties"]["model"]["properties"]["groups"]
+    assert entry["description"] == "Groups of strided heads that are computed at once."
+    assert {"type": "integer", "minimum": 1, "maximum": 64} in entry["anyOf"]
+
+
+FIRST_KEYS = 100
+"""Keys of the first recorded cells; each later one says since when it exists."""
+
+
+def test_every_younger_key_says_since_when_it_exists() -> None:
+    fields = all_fields().values()
+    assert sum(field.since is None for field in fields) == FIRST_KEYS
+    for each in fields:
+        if each.since is not None:
+            assert each.read(each.since.value) == each.since.value, each.key
+
+
+def test_conditions_name_keys_and_values_that_exist() -> None:
+    fields = all_fields()
+    for each in fields.values():
+        for other, values in each.read_with.items():
+            assert values, each.key
+            for value in values:
+                fields[other].read(value)
