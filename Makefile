@@ -1,32 +1,55 @@
-# make train: set up, then train on the embedded default.  make test: what every change must pass.
-# make presets: every file of conf/model and conf/experiment through all commands, made small; half an hour.
-# make docs: the pages of docs/ as a site in site/.
+# `make help` prints a line for each target: the text after `##`.
 PYTHON ?= python3
 VENV := .venv
 SOURCES := rtx tests $(wildcard benchmarks)
+PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Test files that are fast, and find most mistakes.
+QUICK := tests/test_config.py tests/test_conf.py tests/test_docs.py tests/commandline \
+  tests/attention/test_bad_input.py tests/evaluation tests/report tests/data/test_sampler.py \
+  tests/data/test_recall.py
+# Options of the campaigns.
+MINUTES ?= 20
+KILLS ?= 100
 
-.PHONY: train test docs format presets
+.PHONY: help train test lint types quick presets fuzz faults docs format
 .DELETE_ON_ERROR:
 
-train: $(VENV)/.installed
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) \
+	  | while IFS='|' read -r target text; do printf '%-14s%s\n' "$$target" "$$text"; done
+
+train: $(VENV)/.installed ## set up, then train on the embedded default (4 to 11 minutes)
 	@$(VENV)/bin/rtx train
 
-# The variable keeps pyright from asking a server for its latest version.
-test: $(VENV)/.installed-dev
+test: lint types ## all checks and tests that a change must pass
+	$(PYTEST)
+
+lint: $(VENV)/.installed-dev ## format, lint, and which room may import which
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/lint-imports --no-cache --no-logo
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-presets: $(VENV)/.installed-dev
+# The variable keeps pyright from asking a server for its latest version.
+types: $(VENV)/.installed-dev ## check types
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
+
+quick: lint ## lint and fast tests, in less than a minute
+	$(PYTEST) -m "not slow" $(QUICK)
+
+presets: $(VENV)/.installed-dev ## every preset with all commands, made small (about an hour)
 	$(VENV)/bin/python -m tests.campaigns.presets
 
-docs: $(VENV)/.installed-docs
+fuzz: $(VENV)/.installed-dev ## fuzz what rtx reads, MINUTES=20 for each reader
+	$(VENV)/bin/python -m tests.campaigns.fuzz --minutes $(MINUTES)
+
+faults: $(VENV)/.installed-dev ## kill real runs at random moments, KILLS=100 times
+	$(VENV)/bin/python -m tests.campaigns.faults --kills $(KILLS)
+
+docs: $(VENV)/.installed-docs ## build the pages of docs/ as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 	@echo "site/index.html"
 
-format: $(VENV)/.installed-dev
+format: $(VENV)/.installed-dev ## format the code and mend what ruff can
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 

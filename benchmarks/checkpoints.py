@@ -21,19 +21,19 @@ from machine import code, machine
 from rtx.cli.main import main as rtx
 from rtx.settings.compose import compose
 from rtx.settings.schema import TrainerConfig
-from rtx.training.callbacks import Watch
+from rtx.training.callbacks.checkpoints import Checkpoints
 
 
 def timed(seconds: list[float]) -> None:
     """Let every checkpoint of a fit leave its seconds."""
-    save = Watch.save
+    save = Checkpoints.save
 
-    def watched(last: Watch, *arguments: Any) -> None:
+    def watched(last: Checkpoints, *arguments: Any) -> None:
         began = time.perf_counter()
         save(last, *arguments)
         seconds.append(time.perf_counter() - began)
 
-    Watch.save = watched  # type: ignore[method-assign]
+    Checkpoints.save = watched  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -97,7 +97,8 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     from rtx.data import text
     from rtx.data.catalog import prepare_data
     from rtx.data.datamodule import training_batches
-    from rtx.data.files import Remote, file_sha256
+    from rtx.data.download import Remote
+    from rtx.data.files import file_sha256
     from rtx.data.sampler import ShuffledWindows
 
     content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"

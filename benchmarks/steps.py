@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from rtx.analysis.footprint import fit_to_device
+from rtx.analysis.micro_batch import fit_to_device
 from rtx.cli.main import complain
 from rtx.data.catalog import data_root, open_data
 from rtx.data.datamodule import MicroBatches, token_ids

@@ -1,5 +1,7 @@
-"""Of all tests: one thread, since tiny tensors only lose by more; this code for all that they start; GPU kernels by an
-interpreter where there is no GPU; and signals."""
+"""Settings of all tests: one thread, signals, and GPU kernels without a GPU.
+
+Tiny tensors are slower with several threads. Commands that tests start import this checkout.
+"""
 
 import contextlib
 import os
@@ -9,16 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported; the commands that tests start inherit it
+# This must be set before torch is imported; the commands that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
-# Who keeps no bytecode compiles this code and its tests anew in every process: a third of a command's time to start.
+# Without bytecode on disk, every process would compile this code and its tests again, which is a
+# third of the time in which a command starts.
 if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A shell ignores Ctrl-C for what it runs in the background, nohup SIGHUP; the commands that tests start inherit that.
+# A shell ignores Ctrl-C for what it runs in the background, nohup ignores SIGHUP, and the commands
+# that tests start inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -27,27 +30,21 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 import pytest
 import torch
 
+# This must be set before Triton is imported, which the next import does.
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # before Triton is imported, which the next line does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.helpers.small_runs import (
-    copy,
-    forker,
-    run,
-    workshop,
-)  # the workshop in which small runs are made, for whoever asks for it
+from tests.helpers.small_runs import copy, forker, run, workshop
 
 __all__ = ["copy", "forker", "run", "workshop"]
 
 
 def quicken_interpreter() -> None:
-    """Leave out what makes up most of the time of Triton's interpreter and changes no number.
+    """Skip most of the work of Triton's interpreter that changes no number.
 
-    For every launch of a kernel and for every function that one calls, be it a sum, it looks through Triton's whole
-    language and puts its own functions there: once is enough. It computes sums of integers a second time to see whether
-    they overflow, and tells nobody, since its option `debug` is off.
+    For every launch of a kernel and for every function that a kernel calls, it replaces functions
+    in all of Triton's language: once is enough. It computes sums of integers a second time to find
+    overflows, and reports none, because its option `debug` is off.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -61,29 +58,40 @@ def quicken_interpreter() -> None:
     numpy_type = interpreter._get_np_dtype
     types: dict[str, Any] = {}
 
-    def known_type(of: Any) -> Any:
-        if of.name not in types:
-            types[of.name] = numpy_type(of)
-        return types[of.name]
+    def cached_type(kind: Any) -> Any:
+        if kind.name not in types:
+            types[kind.name] = numpy_type(kind)
+        return types[kind.name]
 
-    interpreter._get_np_dtype = known_type
+    interpreter._get_np_dtype = cached_type
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    with contextlib.suppress(ImportError):  # there is Triton for Linux alone
+    # Triton exists for Linux alone.
+    with contextlib.suppress(ImportError):
         quicken_interpreter()
 
-FIRST = (
+LONG_FILES = (
     "test_slurm.py",
     "test_many_processes.py",
     "test_kills.py",
     "test_resume.py",
     "test_network.py",
 )
-"""Files with few tests that take long: at the end one of them would keep one worker busy and the others idle."""
+"""Files with few tests that take long; started last, they would leave the other workers idle."""
+RUN_FIXTURES = {"workshop", "run", "copy", "forker"}
+"""Fixtures that start runs of rtx."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST)
-    )
+    """Start long files first, and mark tests that start runs as slow."""
+    items.sort(key=place_in_order)
+    for item in items:
+        fixtures = getattr(item, "fixturenames", [])
+        if RUN_FIXTURES.intersection(fixtures):
+            item.add_marker(pytest.mark.slow)
+
+
+def place_in_order(item: pytest.Item) -> int:
+    name = item.path.name
+    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)

@@ -5,7 +5,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rtx.analysis.cost import cost
-from rtx.analysis.footprint import choose_micro_batch
+from rtx.analysis.micro_batch import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
 from rtx.data.sets import IMAGE_SETS, MADE

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rtx.analysis.cost import cost
-from rtx.analysis.footprint import footprint, with_choice
+from rtx.analysis.footprint import footprint
+from rtx.analysis.micro_batch import with_choice
 from rtx.analysis.speed import meter
 from rtx.settings.compose import compose
 from rtx.settings.devices import precision_on

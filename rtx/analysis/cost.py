@@ -1,18 +1,25 @@
-"""What a run costs, from its configuration alone: parameters, and operations (multiplications and additions apart).
+"""What a run costs, from its configuration alone: parameters, and operations.
 
-Attention is counted by the pairs of positions that patterns read, not by what a kernel computes and throws away.
+Multiplications and additions count as one operation each. Attention is counted by the pairs of
+positions that patterns read, not by what a kernel computes and discards.
+
+Letters: N positions, C clusters.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
+from rtx.model.heads import head_size
 from rtx.model.transformer import Transformer
 from rtx.settings.derived import ROUTED, hash_buckets, layer_patterns, memory_slots
 from rtx.settings.schema import Config
 
-INDEXER_UNITS = 16  # of a head's queries and keys by which selection=indexer chooses
+INDEXER_WIDTH = 16
+"""Width of the queries and keys by which selection=indexer chooses."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +28,15 @@ class Cost:
 
     parameters: int
     embedding_parameters: int
-    dense: float  # matrix products with weights
-    attention: float  # logits and weighted sums of the pairs that are read
-    selection: float  # scores of centroids, blocks or keys, as heads choose what to read (without an indexer's loss)
-    full_attention: float  # what `attention` would be if every head read everything before it
+    dense: float
+    """Operations of matrix products with weights."""
+    attention: float
+    """Operations of logits and weighted sums of the pairs that are read."""
+    selection: float
+    """Operations of scores of centroids, blocks or keys, by which heads choose what to read; an
+    indexer's loss is left out."""
+    full_attention: float
+    """What `attention` would be if every head read everything before it."""
 
     @property
     def forward(self) -> float:
@@ -32,97 +44,193 @@ class Cost:
         return self.dense + self.attention + self.selection
 
     def step(self, config: Config) -> float:
-        """Operations of one optimizer step: forward, twice that backward, and once more with model.recompute."""
-        passes = 4 if config.model.recompute is True else 3
-        return config.trainer.batch_size * (passes * (self.dense + self.attention) + self.selection)
+        """Operations of one optimizer step.
+
+        The backward pass takes twice those of the forward pass, and recomputation once more. A
+        selection is not computed backward.
+        """
+        passes = 3
+        if config.model.recompute is True:
+            passes = 4
+        each_sequence = passes * (self.dense + self.attention) + self.selection
+        return config.trainer.batch_size * each_sequence
 
 
 def cost(config: Config, vocabulary: int) -> Cost:
     """Return the cost of a resolved configuration; no weight is allocated."""
     with torch.device("meta"):
         model = Transformer(config, vocabulary)
-    N, layers, size = (
-        config.data.length,
-        config.model.layers,
-        config.model.hidden // config.model.heads,
-    )
-    if (softmax := model.softmax) is None:
-        outside = [model.embedding.table_VS, model.output_VS, model.output_bias_V]
-        output = model.output_VS
-    else:  # as if no word were of a rarer band
-        outside = [*model.embedding.bands.parameters(), *softmax.parameters()]  # type: ignore[union-attr]
-        output = softmax.bands.tables[0]
-    tables = {id(parameter) for parameter in outside}
-    matrices = sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
-    )
-    products = (
-        6.0 if config.model.positions == "xl" else 4.0
-    )  # with keys, with keys of distances, with values
-    again = sum(block.attention.qkv.weight.numel() for block in model.blocks)  # type: ignore[union-attr,operator,misc]
-    groups = [group for layer in range(layers) for group in layer_patterns(config, layer).items()]
-    heads = {name: head_cost(name, config) for name, _ in groups}
+    attention = 0.0
+    selection = 0.0
+    operations_of_pair = products_of_pair(config) * 2.0 * head_size(config)
+    for layer in range(config.model.layers):
+        for name, heads in layer_patterns(config, layer).items():
+            head = head_cost(name, config)
+            attention += operations_of_pair * heads * head.pairs
+            selection += heads * head.choice
+    all_heads = config.model.heads * config.model.layers
+    N = config.data.length
     return Cost(
         parameters=model.count_parameters(),
-        embedding_parameters=sum(p.numel() for p in model.parameters() if id(p) in tables),
-        dense=2.0 * (N * (matrices + output.numel()) + memory_slots(config.model) * again),
-        attention=sum(products * size * count * heads[name][0] for name, count in groups),
-        selection=sum(count * heads[name][1] for name, count in groups),
-        full_attention=4.0 * size * config.model.heads * layers * triangle(N),
+        embedding_parameters=sum(parameter.numel() for parameter in vocabulary_parameters(model)),
+        dense=dense_operations(model, config),
+        attention=attention,
+        selection=selection,
+        full_attention=4.0 * head_size(config) * all_heads * triangle(N),
     )
 
 
-def head_cost(name: str, config: Config) -> tuple[float, float]:
-    """Return the pairs that a head of a group reads in one sequence, and the operations with which it chooses them.
+def products_of_pair(config: Config) -> int:
+    """Return the products of D numbers for each pair: with its key, its value, and its distance."""
+    if config.model.positions == "xl":
+        return 3
+    return 2
 
-    Clusters and buckets are taken as evenly filled, and no pair as shown by two rounds of hashing.
+
+def vocabulary_parameters(model: Transformer) -> list[nn.Parameter]:
+    """Return the parameters whose number depends on the vocabulary, each once."""
+    if model.softmax is None:
+        parameters = [model.embedding.table_VS, model.output_VS, model.output_bias_V]
+    else:
+        assert model.embedding.bands is not None
+        parameters = [*model.embedding.bands.parameters(), *model.softmax.parameters()]
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def dense_operations(model: Transformer, config: Config) -> float:
+    """Return the operations of matrix products with weights.
+
+    Of an adaptive softmax they are counted as if no token were of a rarer band.
     """
-    N, model, routing, size = (
-        config.data.length,
-        config.model,
-        config.routing,
-        config.model.hidden / config.model.heads,
-    )
-    if name == "lsh":  # one product for a bucket and its opposite
-        buckets = model.hash_rounds * hash_buckets(config)
-        return buckets * window_pairs(N / hash_buckets(config), model.window), buckets * size * N
-    if name == "strided":
-        return strided_pairs(N, model.stride), 0.0
-    if name in (
-        "fixed",
-        "fixed_block",
-        "fixed_summary",
-    ):  # of summary columns those of earlier blocks
-        block = 0.0 if name != "fixed_summary" else fixed_pairs(N, model.stride, 0)
-        return fixed_pairs(N, model.stride, model.summary * (name != "fixed_block")) - block, 0.0
-    if name == "recurrent":
-        return N * memory_slots(model) + (0 if model.same_length else triangle(N)), 0.0
-    if name != ROUTED:
-        return triangle(N) if name == "full" else window_pairs(N, model.window), 0.0
-    if routing.selection == "exact":
-        return window_pairs(N, routing.window), 2 * size * triangle(N)
-    if routing.selection == "indexer":
-        return window_pairs(N, routing.window), 2 * INDEXER_UNITS * (triangle(N) + 2 * size * N)
-    if routing.selection in ("blocks", "blocks_random"):
-        finished = finished_blocks(N, routing.block, N)
-        read = routing.block * finished_blocks(N, routing.block, routing.window // routing.block)
-        read += finished if routing.compressed else 0  # each as one key, its mean
-        choice = 2 * size * finished if routing.selection == "blocks" else 0.0
-        return fixed_pairs(N, routing.block, 0) + read, choice
+    weights = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weights += module.weight.numel()
+    if model.softmax is None:
+        weights += model.output_VS.numel()
+    else:
+        weights += model.softmax.bands.tables[0].numel()
+    # A memory gets queries, keys and values again.
+    projections = 0
+    for block in model.blocks:
+        projections += block.attention.qkv.weight.numel()  # type: ignore[union-attr,operator]
+    return 2.0 * (config.data.length * weights + memory_slots(config.model) * projections)
+
+
+class HeadCost(NamedTuple):
+    """The cost of one head in one sequence."""
+
+    pairs: float
+    """Pairs of positions that it reads."""
+    choice: float = 0.0
+    """Operations by which it chooses them."""
+
+
+def head_cost(name: str, config: Config) -> HeadCost:
+    """Return the cost of a head of a group.
+
+    Clusters and buckets are taken as equally filled, and no pair as read in two rounds of hashing.
+    """
+    if name == ROUTED:
+        return selection_cost(config)
+    model = config.model
+    N = config.data.length
+    match name:
+        case "full":
+            return HeadCost(triangle(N))
+        case "lsh":
+            return hashing_cost(config)
+        case "strided":
+            return HeadCost(strided_pairs(N, model.stride))
+        case "fixed":
+            return HeadCost(fixed_pairs(N, model.stride, model.summary))
+        case "fixed_block":
+            return HeadCost(fixed_pairs(N, model.stride, 0))
+        case "fixed_summary":
+            # Its summary columns are those of earlier blocks.
+            all_pairs = fixed_pairs(N, model.stride, model.summary)
+            return HeadCost(all_pairs - fixed_pairs(N, model.stride, 0))
+        case "recurrent":
+            pairs = float(N * memory_slots(model))
+            if not model.same_length:
+                pairs += triangle(N)
+            return HeadCost(pairs)
+    return HeadCost(window_pairs(N, model.window))
+
+
+def hashing_cost(config: Config) -> HeadCost:
+    """Return the cost of a head of LSH attention: one product for a bucket and its opposite."""
+    N = config.data.length
+    size = config.model.hidden / config.model.heads
+    buckets_of_round = hash_buckets(config)
+    buckets = config.model.hash_rounds * buckets_of_round
+    pairs = buckets * window_pairs(N / buckets_of_round, config.model.window)
+    return HeadCost(pairs, buckets * size * N)
+
+
+def selection_cost(config: Config) -> HeadCost:
+    """Return the cost of a routing head."""
+    routing = config.routing
+    N = config.data.length
+    size = config.model.hidden / config.model.heads
+    match routing.selection:
+        case "exact":
+            return HeadCost(window_pairs(N, routing.window), 2 * size * triangle(N))
+        case "indexer":
+            # Scores of all pairs, and the matrices of its queries and keys.
+            choice = 2 * INDEXER_WIDTH * (triangle(N) + 2 * size * N)
+            return HeadCost(window_pairs(N, routing.window), choice)
+        case "blocks" | "blocks_random":
+            return block_cost(config)
+        case "probed":
+            return probed_cost(config)
+    return cluster_cost(config)
+
+
+def block_cost(config: Config) -> HeadCost:
+    """Return the cost of a head that chooses among finished blocks, and reads its own so far."""
+    routing = config.routing
+    N = config.data.length
+    size = config.model.hidden / config.model.heads
+    finished = finished_blocks(N, routing.block, N)
+    chosen = finished_blocks(N, routing.block, routing.window // routing.block)
+    pairs = fixed_pairs(N, routing.block, 0) + routing.block * chosen
+    if routing.compressed:
+        # Each finished block is one more key, its mean.
+        pairs += finished
+    choice = 0.0
+    if routing.selection == "blocks":
+        choice = 2 * size * finished
+    return HeadCost(pairs, choice)
+
+
+def probed_cost(config: Config) -> HeadCost:
+    """Return the cost of a head of probed clusters, which are taken as equally filled."""
+    routing = config.routing
+    N = config.data.length
     C = routing.clusters or 0
-    if (
-        routing.selection == "probed"
-    ):  # of clusters of equal size; each key's cluster, each query's clusters
-        probed = window_pairs(N, routing.candidates or routing.window)
-        choice = 2 * size * (2 * N * C + (probed if routing.candidates else 0))
-        return window_pairs(N, routing.window), choice
-    read = C * (
-        window_pairs(N / C, routing.window)
-        if routing.selection == "nearest"
-        else triangle(min(routing.window, N))
-    )
-    vectors = {"shared": C, "separate": 2 * C, "tied": 2 * C, "projected": C + size}[routing.keys]
-    return read, 0.0 if routing.selection == "random" else 2 * size * N * vectors
+    size = config.model.hidden / config.model.heads
+    # The cluster of each key, and the clusters of each query.
+    choice = 2 * size * 2 * N * C
+    if routing.candidates:
+        choice += 2 * size * window_pairs(N, routing.candidates)
+    return HeadCost(window_pairs(N, routing.window), choice)
+
+
+def cluster_cost(config: Config) -> HeadCost:
+    """Return the cost of a head whose queries and keys belong to clusters."""
+    routing = config.routing
+    N = config.data.length
+    C = routing.clusters or 0
+    size = config.model.hidden / config.model.heads
+    pairs_of_cluster = triangle(min(routing.window, N))
+    if routing.selection == "nearest":
+        pairs_of_cluster = window_pairs(N / C, routing.window)
+    choice = 0.0
+    if routing.selection != "random":
+        vectors = {"shared": C, "separate": 2 * C, "tied": 2 * C, "projected": C + size}
+        choice = 2 * size * N * vectors[routing.keys]
+    return HeadCost(C * pairs_of_cluster, choice)
 
 
 def triangle(n: float) -> float:
@@ -142,11 +250,15 @@ def strided_pairs(n: int, stride: int) -> float:
 
 
 def fixed_pairs(n: int, block: int, summary: int) -> float:
-    """Pairs j <= i among n positions in one block, or with j among the `summary` columns of an earlier block."""
+    """Pairs j <= i among n positions in one block, or with j in a summary column of an earlier one.
+
+    Args:
+        summary: number of summary columns of a block.
+    """
     i = np.arange(n)
     return float((i % block + 1 + i // block * summary).sum())
 
 
 def finished_blocks(n: int, block: int, most: int) -> float:
-    """Blocks that end before a position, `most` of them at the most, over n positions."""
+    """Blocks that end before a position, at most `most` of them, summed over n positions."""
     return float((np.arange(n) // block).clip(max=most).sum())

@@ -129,7 +129,7 @@ def dispatch(arguments: list[str]) -> int:
         print(help.command_page(word, words) if flags else help.completion(words))
         return 0
     if flags & {"-m", "--multirun"}:
-        from rtx.sweeps.launcher import sweep
+        from rtx.sweeps.sweep import sweep
 
         return sweep(words, preview="--cfg" in flags)
     if word not in (
@@ -164,11 +164,12 @@ def composed(word: str, words: list[str]) -> "Config":
     from rtx.cli.options import read_words
     from rtx.data.catalog import check_source, data_root
     from rtx.settings.compose import compose
+    from rtx.settings.overrides import check_overrides
     from rtx.sweeps.cells import refuse_sweep
 
     overrides = read_words(word, words).overrides
     config = compose(overrides)
-    refuse_sweep(overrides)
+    refuse_sweep(check_overrides(overrides))
     if word == "train":
         check_source(config.data, data_root())
     return config

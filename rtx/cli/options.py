@@ -14,6 +14,7 @@ from typing import Any
 from rtx.errors import UserError, listed, nearest, shorten
 from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, fields_of, one_of, ranged, unknown, unquoted
+from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.identity import may_change
 from rtx.settings.overrides import LAUNCHED, split_words
 from rtx.settings.schema import SPREAD, all_fields, settings
@@ -345,11 +346,7 @@ def refuse_foreign(reads: Command, key: str) -> None:
     """Refuse a key that the command does not read; say which command reads it, or which key is near."""
     known = reads.known()
     told_later = reads.name == "resume" and key in all_fields()  # with the value that the run has
-    if (
-        key in known
-        or told_later
-        or (reads.name == "train -m" and key.startswith("hydra.launcher."))
-    ):
+    if key in known or told_later or is_hydra_key(key):
         return
     for other in () if any(name.endswith(f".{key}") for name in known) else COMMANDS:
         if (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:

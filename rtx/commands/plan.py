@@ -6,7 +6,9 @@ import torch
 
 from rtx.analysis.cost import Cost, cost
 from rtx.analysis.engines import META, attention_line, gpu_here
-from rtx.analysis.footprint import choose_micro_batch, devices, footprint, on_gpu, with_choice
+from rtx.analysis.footprint import footprint
+from rtx.analysis.micro_batch import choose_micro_batch, with_choice
+from rtx.analysis.planned_device import devices, on_gpu
 from rtx.analysis.speed import expected_step, rates
 from rtx.cli.help import prose_width
 from rtx.cli.options import read_words

@@ -1,22 +1,26 @@
-"""`rtx train`: from a configuration to a trained model, its score and a sample; it goes on with the run of RTX_RUN."""
+"""`rtx train`: from a configuration to a trained model, its score and a sample.
 
+From `main` down it follows a run. One optimizer step is `TrainingModule.take_step`; what happens
+around the steps is in `rtx.training.callbacks`.
+"""
+
+import dataclasses
 import gc
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger
 
 from rtx import __version__
-from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
-from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
@@ -24,389 +28,383 @@ from rtx.commands.sample import draw_image, write_text
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
-from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocol import further_lines, protocol_of, score_record
 from rtx.evaluation.protocols import baselines, measures
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
 from rtx.report.summary import closing_lines, routing_lines
-from rtx.runs.environment import code_commit, record_start
+from rtx.runs.environment import code_commit
 from rtx.runs.folder import new_run_folder, shown
 from rtx.runs.lock import working_in
 from rtx.runs.records import DataRecord, ScoreRecord
-from rtx.runs.resumption import Differences, differences, place_of, refuse_changes
+from rtx.runs.resumption import place_of
 from rtx.runs.signals import Signals, Stopped, ignore_signals, state_after
 from rtx.runs.status import Status, run_state
 from rtx.settings.compose import compose
-from rtx.settings.extensions import copies
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.logger import check_logger
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import RUN_CONFIG
 from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
-from rtx.training.callbacks import Watch
-from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.first_weights import build_model
-from rtx.training.hardware import (
-    Hardware,
-    device_memory,
-    prepare_torch,
-    resolve_hardware,
-)
+from rtx.training.hardware import Hardware, device_memory, prepare_torch, resolve_hardware
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import learning_rate
+from rtx.training.session import Session
+from rtx.training.start import find_start, record_beginning, write_config
 from rtx.training.trainer import Outcome, fit
 from rtx.variables import started_by_another
 
-SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
-SAMPLE_UNITS = 3072  # of a sample image: all of one of 32 x 32, the upper rows of a larger one
+SAMPLE_LENGTH = 240
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TOKENS = 3072
+"""Of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
 def main(arguments: list[str]) -> int:
-    config, folder, before = place_of(with_absolute_path(compose(arguments)))
-    return 0 if before is None else run(config, folder, before)
+    """Train as the words of the command line say, and return the exit code."""
+    config, folder, state = place_of(with_absolute_path(compose(arguments)))
+    if state is None:  # nothing is left to do
+        return 0
+    return run(config, folder, reason=state)
 
 
 def call(overrides: Sequence[str]) -> Path:
-    """Train for a caller from Python as `rtx train` with these overrides, and return the folder of the run.
+    """Train for a caller from Python as `rtx train` with these overrides, and return the run's folder.
 
-    Whatever happens is raised: `UserError` for what is wrong with the overrides, `RunFailed` where the run fails, loses
-    one of its processes, or is stopped. The caller's process does not end, and its signal handlers are put back.
+    The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
+    what is wrong with the overrides, `RunFailed` where the run fails, loses one of its processes, or
+    is stopped.
     """
-    refuse_sweep(overrides)
-    config, folder, before = place_of(with_absolute_path(compose(overrides)))
+    refuse_sweep(check_overrides(overrides))
+    config, folder, state = place_of(with_absolute_path(compose(overrides)))
     folder = folder or new_run_folder(config.name)
-    if before is None:
+    if state is None:
         return folder
-    command, hardware = shlex.join(["rtx", "train", *overrides]), resolve_hardware(config)
-    if hardware.world > 1 and hardware.launcher != "rtx":
+    command = shlex.join(["rtx", "train", *overrides])
+    hardware = resolve_hardware(config)
+    if hardware.world == 1:
+        if run(config, folder, reason=state, command=command):
+            raise RunFailed(stopped(folder))
+        return folder
+    if hardware.launcher != "rtx":
         several = f"{hardware.launcher} has started several processes"
-        raise UserError(
-            f"rtx.train is called by one process, and {several}: let it start `{command}`"
-        )
-    if hardware.world > 1:
-        train_apart(overrides, folder)
-    elif run(config, folder, before, command):
-        raise RunFailed(stopped(folder))
+        instead = f"let it start `{command}`"
+        raise UserError(f"rtx.train is called by one process, and {several}: {instead}")
+    train_apart(overrides, folder)
     return folder
 
 
-def check_attention(config: Config, hardware: Hardware) -> None:
-    """Raise `UserError` for kernels that cannot run here; say on a GPU what `auto` lacks there."""
-    wish, on_gpu = config.hardware.attention, hardware.accelerator == "gpu"
-    if wish == "flex" and not on_gpu:
-        raise UserError(
-            "hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass"
-        )
-    problem = device_refusal(torch.device("cuda" if on_gpu else "cpu"))
-    if wish == "triton" and problem:
-        raise UserError(f"hardware.attention=triton: {problem}; take hardware.attention=auto")
-    if wish == "auto" and on_gpu and problem and hardware.rank == 0:
-        say(
-            f"{problem}: torch's operations compute sparse attention, in several times the time of our kernels"
-        )
+def run(config: Config, folder: Path | None = None, reason: str = "", command: str = "") -> int:
+    """Train one process of a run, and return the exit code.
 
-
-def run(config: Config, folder: Path | None = None, before: str = "", call: str = "") -> int:
-    """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code.
-
-    `call`: the same as a command line, if Python code called `rtx.train`, whose process must not be ended.
+    Args:
+        folder: of a run, or for one; None: a new folder.
+        reason: why the run in the folder had stopped; empty: a new run.
+        command: a command line that does the same, if Python code called `rtx.train`, whose process
+            must not be ended.
     """
     check_logger(config)
     hardware = resolve_hardware(config)
     check_attention(config, hardware)
     prepare_torch(config, hardware)
     if hardware.rank > 0:
-        # Only the first process writes; the others, whoever started them, need no folder of their own.
-        return follow(config, hardware, folder or Path(os.devnull), before)
-    with Signals(in_a_call=bool(call)) as signals:
+        # It writes nothing, and whoever started it need not have given it a folder.
+        return run_other_rank(config, hardware, folder or Path(os.devnull), reason)
+    folder = folder or new_run_folder(config.name)
+    with Signals(in_a_call=bool(command)) as signals:
         try:
-            root = stores_of(folder, config.data)
-            store = open_data(
-                config.data, root
-            )  # before there is a folder for a mistake to leave behind
-            store.training_sampler(config)
-            fitted, choice = fitted_to(hardware, config, store)
-            signals.holding = True  # until the run has a status to tell about it
-            folder = folder or new_run_folder(config.name)
-            begin = (lambda: None) if before else partial(write_config, fitted, folder)
-            with working_in(folder, begin) as status:
-                signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
-                if choice:
-                    say(choice)
-                place = (folder, store, signals, Ranks(0, hardware.world), status, call)
-                within_memory(fitted, config, before, hardware, *place)
-            return 0
+            run_first_rank(config, hardware, folder, signals, reason, command)
         except Stopped as stop:
-            print(stop, file=sys.stderr)
-            if folder and run_state(folder) == "done":
-                return 0  # only an upload, or the closing lines, were cut short
-            if folder:
-                print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
-            return stop.code
+            return report_stop(stop, folder)
+    return 0
 
 
-def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config, str]:
-    return fit_to_device(
-        config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world
-    )
+def check_attention(config: Config, hardware: Hardware) -> None:
+    """Raise `UserError` for kernels that cannot run here; say on a GPU what `auto` lacks there."""
+    kernels = config.hardware.attention
+    if kernels == "flex" and not hardware.on_gpu:
+        lack = "on a CPU FlexAttention has no backward pass"
+        raise UserError(f"hardware.attention=flex is for a GPU: {lack}")
+    problem = device_refusal(torch.device(hardware.torch_device))
+    if not problem:
+        return
+    if kernels == "triton":
+        raise UserError(f"hardware.attention=triton: {problem}; take hardware.attention=auto")
+    if kernels == "auto" and hardware.on_gpu and hardware.rank == 0:
+        slower = (
+            "torch's operations compute sparse attention, in several times the time of our kernels"
+        )
+        say(f"{problem}: {slower}")
 
 
-def within_memory(
-    config: Config, asked: Config, before: str, hardware: Hardware, *place: Any
+def run_first_rank(
+    config: Config, hardware: Hardware, folder: Path, signals: Signals, reason: str, command: str
 ) -> None:
-    """Train; where memory runs out, go on with smaller micro-batches, if `asked` leaves them to us."""
-    while True:  # of several processes none tries again: the others would wait
-        less = with_less_memory(config, asked) if hardware.world == 1 else None
-        try:
-            return train(config, before, *place)
-        except (RuntimeError, MemoryError) as error:
-            reason = out_of_memory(error)
-            if isinstance(error, RunFailed) or less is None or not reason:
-                raise
-        say(reason)
-        config, before = less, OUT_OF_MEMORY
-        gc.collect()  # what the error held of model and step; only now may there be room for others
-        torch.cuda.empty_cache()
+    """Train the process of a run that writes its folder."""
+    # Data come before the folder is made, which a mistake would leave behind.
+    store = open_data(config.data, stores_of(folder, config.data))
+    store.training_sampler(config)
+    fitted, choice = fitted_to_device(config, hardware, store)
+    # A signal waits until the run has a status that can tell of it.
+    signals.holding = True
+    begin = (lambda: None) if reason else partial(write_config, fitted, folder)
+    with working_in(folder, begin) as status:
+        signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
+        if choice:
+            say(choice)
+        session = Session(
+            config=fitted,
+            requested=config,
+            hardware=resolve_hardware(fitted),
+            folder=folder,
+            store=store,
+            signals=signals,
+            ranks=Ranks(0, hardware.world),
+            status=status,
+            resumed=bool(reason),
+            reason=reason,
+            command=command,
+        )
+        train_within_memory(session)
 
 
-def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int:
-    """Do the work of a rank that writes nothing; how a run ends that has begun is for the first rank to say."""
-    code, ranks = 0, Ranks(hardware.rank, hardware.world)
+def run_other_rank(config: Config, hardware: Hardware, folder: Path, reason: str) -> int:
+    """Train a process of a run that writes nothing, and return its exit code.
+
+    How a run ends whose processes are connected, the first rank says.
+    """
+    code = 0
+    ranks = Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
             store = open_data(config.data, stores_of(folder, config.data), lambda line: None)
-            train(
-                fitted_to(hardware, config, store)[0], before, folder, store, signals, ranks, None
+            fitted, _ = fitted_to_device(config, hardware, store)
+            session = Session(
+                config=fitted,
+                requested=config,
+                hardware=resolve_hardware(fitted),
+                folder=folder,
+                store=store,
+                signals=signals,
+                ranks=ranks,
+                resumed=bool(reason),
+                reason=reason,
             )
+            train(session)
     except Stopped as stop:
         code = stop.code
     except (RunFailed, UserError) as error:
         code = 2 if isinstance(error, UserError) else 1
         if not ranks.connected:
-            print("\n".join(f"rtx: {line}" for line in str(error).splitlines()), file=sys.stderr)
-    # To the parent of a child any other end than 0 is one that it does not know of.
-    return 0 if started_by_another() and ranks.connected else code
+            lines = [f"rtx: {line}" for line in str(error).splitlines()]
+            print("\n".join(lines), file=sys.stderr)
+    # To the first rank, which started this one, any other code is a process that was lost.
+    if started_by_another() and ranks.connected:
+        return 0
+    return code
 
 
-def train(
-    config: Config,
-    before: str,
-    folder: Path,
-    store: Store,
-    signals: Signals,
-    ranks: Ranks,
-    status: Status | None,
-    call: str = "",
-) -> None:
-    """Build the model, fit it and tell what came of it; ranks without a `status` write nothing."""
-    signals.release()
-    tell, hardware = say if status else (lambda line: None), resolve_hardware(config)
-    facts = {"config": to_dict(config), "data": store.describe()}
-    start, changed = find_start(config, before, folder, store, status)
-    share = {
-        "rank": hardware.rank,
-        "world": hardware.world,
-        "micro_batch": hardware.micro_batch_size,
-    }
-    loader: dict[str, Any] = {
-        "pin_memory": hardware.accelerator == "gpu",
-        "worker_init_fn": ignore_signals,
-    }
-    loader["num_workers"] = hardware.workers
-    data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
-    model = build_model(config, store.vocabulary, None if start else data.first_sequence)
-    if status:
-        known = {
-            "hardware": vars(hardware),
-            "data": facts["data"],
-            "parameters": model.count_parameters(),
-        }
-        known["extensions"] = {
-            str(code.path): name for name, code in copies(config.extensions).items()
-        }
-        if call:
-            known["command"] = call
-        if moved := record_start(folder, known, changed, anew=start is None):
-            say(f"no longer exact: {', '.join(moved)}")
-        write_config(config, folder)  # only now: it is known to fit the checkpoint
-        if store.tokenizer_file:
-            # Sampling then needs no data.
-            content = store.tokenizer_file.read_bytes()
-            replace_file(folder / store.tokenizer_file.name, lambda file: file.write(content))
-        size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
-        where = f"{hardware.world} x {hardware.accelerator}"
-        say(
-            f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}"
+def report_stop(stop: Stopped, folder: Path) -> int:
+    """Print why a run was stopped and how it goes on, and return the exit code."""
+    print(stop, file=sys.stderr)
+    if run_state(folder) == "done":
+        return 0  # only an upload, or the closing lines, were cut short
+    if (folder / RUN_CONFIG).exists():
+        print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
+    return stop.code
+
+
+def fitted_to_device(config: Config, hardware: Hardware, store: Store) -> tuple[Config, str]:
+    """Return the configuration with a micro-batch that fits the device, and a line on that."""
+    device_bytes = device_memory(config, hardware.devices) or 0
+    return fit_to_device(config, store.vocabulary, device_bytes, hardware.world)
+
+
+def train_within_memory(session: Session) -> None:
+    """Train; where memory runs out, go on with a smaller micro-batch, if it was left to the run."""
+    while True:
+        less = None
+        # One of several processes cannot try again: the others would wait for it.
+        if session.hardware.world == 1:
+            less = with_less_memory(session.config, session.requested)
+        try:
+            train(session)
+            return
+        except (RuntimeError, MemoryError) as error:
+            reason = out_of_memory(error)
+            if isinstance(error, RunFailed) or less is None or not reason:
+                raise
+        say(reason)
+        session = dataclasses.replace(
+            session,
+            config=less,
+            hardware=resolve_hardware(less),
+            resumed=True,
+            reason=OUT_OF_MEMORY,
         )
-        for line in opening_lines(config, hardware):
-            say(line)
-    module = TrainingModule(model, config, hardware, store.answers, ranks, facts)
-    hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
-    with logging_to(
-        folder if status else None, config, hyperparameters, tell, data.step
-    ) as loggers:
-        speed = run_meter(config, store, hardware, tell)
-        watch = Watch(folder, module, data, signals, read_telemetry, status, speed)
-        outcome = fit(watch, loggers, start["path"] if start else None)
-        if status:
-            record_end(status, outcome, config, store)
-            signals.end()
-            del watch, module, model  # the sample is by the checkpoint, and may need their memory
-            finish(config, hardware, folder, store, outcome, status, loggers)
-    signals.release()
+        # Only now is nothing left of the error, which held model and step.
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def opening_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Return what a run says of its attention before it begins: of its routing heads and, on a GPU, of its engines."""
-    lines = routing_lines(config)
-    if hardware.accelerator == "gpu":
+def train(session: Session) -> None:
+    """Build the model, train it, and tell what came of it; only the first rank writes."""
+    session.signals.release()
+    start, changed = find_start(session)
+    session.begin(start)
+    config = session.config
+    data = data_module(session)
+    first_N = None if start else data.first_sequence
+    model = build_model(config, session.store.vocabulary, first_N)
+    if session.status:
+        parameters = model.count_parameters()
+        record_beginning(session, parameters, changed)
+        for line in opening_lines(session, parameters):
+            session.say(line)
+    metadata = {"config": to_dict(config), "data": session.store.describe()}
+    answers = session.store.answers
+    module = TrainingModule(model, config, session.hardware, answers, session.ranks, metadata)
+    folder = session.folder if session.status else None
+    logged = {**metadata["config"], "facts": logged_facts(session)}
+    with logging_to(folder, config, logged, session.say, session.first_step) as loggers:
+        outcome = fit(session, module, data, loggers, run_meter(session))
+        if session.status:
+            record_end(session, session.status, outcome)
+            session.signals.end()
+            # The sample is drawn by the checkpoint, and may need the memory of these.
+            del model, module
+            finish(session, session.status, outcome, loggers)
+    session.signals.release()
+
+
+def data_module(session: Session) -> RtxDataModule:
+    """Return the data of a run from its next step on."""
+    hardware = session.hardware
+    return RtxDataModule(
+        session.config,
+        session.store,
+        step=session.first_step,
+        rank=hardware.rank,
+        world=hardware.world,
+        micro_batch=hardware.micro_batch_size,
+        num_workers=hardware.workers,
+        pin_memory=hardware.on_gpu,
+        worker_init_fn=ignore_signals,
+    )
+
+
+def opening_lines(session: Session, parameters: int) -> list[str]:
+    """Return what a run says before its first step: sizes, routing heads and, on a GPU, kernels."""
+    config = session.config
+    trainer = config.trainer
+    size = f"{trainer.steps:,} steps of {trainer.batch_size} x {config.data.length:,}"
+    devices = f"{session.hardware.world} x {session.hardware.accelerator}"
+    model = f"{parameters:,} parameters ({config.model.name})"
+    lines = [f"{model}, {session.store.name}, {size}, {devices}"]
+    lines += routing_lines(config)
+    if session.hardware.on_gpu:
         lines.append(f"attention: {attention_line(config, gpu_here())}")
     return lines
 
 
-def run_meter(
-    config: Config, store: Store, hardware: Hardware, tell: Callable[[str], object]
-) -> Meter:
-    """Return what tells the share of the chip's peak that a run uses, and say so where no peak is known of a GPU."""
-    name = torch.cuda.get_device_name() if hardware.accelerator == "gpu" else None
-    found = meter(config, cost(config, store.vocabulary), name, hardware.precision, hardware.world)
-    if name and found.peak is None:
-        tell(
-            f"no share of the peak is told: rtx does not know that of {name} in {hardware.precision}"
-        )
-    return found
+def run_meter(session: Session) -> Meter:
+    """Return what computes the share of the chip's peak; say so where no peak is known of a GPU."""
+    config = session.config
+    hardware = session.hardware
+    name = torch.cuda.get_device_name() if hardware.on_gpu else None
+    total = cost(config, session.store.vocabulary)
+    result = meter(config, total, name, hardware.precision, hardware.world)
+    if name and result.peak is None:
+        lack = f"rtx does not know that of {name} in {hardware.precision}"
+        session.say(f"no share of the peak is told: {lack}")
+    return result
 
 
-def logged_facts(config: Config, store: Store) -> dict[str, Any]:
-    """Return what loggers keep beside the configuration: size and cost of the model, code and data by fingerprints."""
-    costs = cost(config, store.vocabulary)
+def logged_facts(session: Session) -> dict[str, Any]:
+    """Return what loggers get beside the configuration: size and cost, fingerprints of code and data."""
+    total = cost(session.config, session.store.vocabulary)
     return {
-        "parameters": costs.parameters,
-        "teraflop_per_step": costs.step(config) / 1e12,
+        "parameters": total.parameters,
+        "teraflop_per_step": total.step(session.config) / 1e12,
         "rtx": __version__,
         "rtx_commit": code_commit(),
-        "data_fingerprint": store.fingerprint,
+        "data_fingerprint": session.store.fingerprint,
     }
 
 
-def find_start(
-    config: Config, before: str, folder: Path, store: Store, status: Status | None
-) -> tuple[Checkpoint | None, Differences | None]:
-    """Return the checkpoint to go on from, if any, and the fields that change; `UserError` where they do not fit."""
-    tell, begins = (
-        say if status else (lambda line: None),
-        "from the beginning: it has no checkpoint",
-    )
-    if not before:
-        tell(f"run: {shown(folder)}")
-        return None, None
-    start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=tell)
-    if not status:  # the others are compared with the first one
-        return start, None
-    # An editor, or a disk, may have changed config.yaml: it is compared with the checkpoint as well.
-    was, now, steps = start["config"] if start else {}, to_dict(config), config.trainer.steps
-    changed = differences(was, now, shared=True)
-    changed |= differences(to_dict(load_run_config(folder)), now)
-    refuse_changes(changed)
-    if start:
-        begins = f"from step {start['step']:,}"
-        if "trainer.steps" in changed and steps <= (step := start["step"]):
-            raise UserError(
-                f"trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that"
-            )
-        if start["data"]["fingerprint"] != store.fingerprint:
-            raise UserError(f"the data of {store.name} are not those that the run began with")
-    elif (
-        best := folder / "checkpoints" / "best.ckpt"
-    ).exists():  # a run from the beginning would write its own there
-        aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
-        say(f"{best} is kept as {aside.name}")
-    lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
-    say("\n".join([f"resuming {shown(folder)} ({before}) {begins}", *lines]))
-    return start, changed
-
-
-def write_config(config: Config, folder: Path) -> None:
-    for name, code in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, code=code: file.write(code.content))
-    replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
-
-
-def record_end(status: Status, outcome: Outcome, config: Config, store: Store) -> None:
+def record_end(session: Session, status: Status, outcome: Outcome) -> None:
     """Write the closing score to the status, and that the run is done."""
-    is_sample = bool(outcome.sample)
+    store = session.store
     score = outcome.final
-    further = measures(store, "valid", score, is_sample=is_sample)
     data = DataRecord.model_validate(store.describe())
-    protocol = protocol_of(config, data, "valid", sample=outcome.sample.get("windows"))
-    final = score_record(config, protocol, score, further)
+    sample = outcome.sample.get("windows")
+    protocol = protocol_of(session.config, data, "valid", sample=sample)
+    further = measures(store, "valid", score, is_sample=sample is not None)
+    final = score_record(session.config, protocol, score, further)
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
 
-def finish(
-    config: Config,
-    hardware: Hardware,
-    folder: Path,
-    store: Store,
-    outcome: Outcome,
-    status: Status,
-    loggers: list[Any],
-) -> None:
-    """Print the score of a finished run beside baselines, and a sample, where memory is left."""
-    steps = f"{outcome.step:,} steps"
-    if outcome.time_up:
-        steps += " (trainer.max_minutes is up)"
-    wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
+def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Logger]) -> None:
+    """Print the score of a finished run beside baselines on the same split, and a sample."""
+    last = loggers[-1]
+    wandb = last if isinstance(last, GuardedWandbLogger) else None
+    # The run is done, whatever becomes of these.
     try:
-        final = with_baselines(status, store)
-        further = further_lines(final)
-        if outcome.step < config.optimizer.steps:
-            further += short_run(config, outcome.step)
-        say(closing_lines(shown(folder), steps, final, further))
-        if wandb:
-            wandb.summarize(protocol=final.line())
-        if store.tokenizer:
-            path = closing_sample(config, hardware, folder, store)
-            if wandb:
-                wandb.guarded(wandb.add, "sample", {}, [path], outcome.step)
+        print_score(session, status, outcome, wandb)
+        if session.store.tokenizer:
+            print_sample(session, outcome.step, wandb)
     except (RuntimeError, MemoryError, OSError) as error:
-        # The run is done, whatever becomes of these.
-        reason = out_of_memory(error)
-        if isinstance(error, RunFailed | OSError):
-            reason = str(error)
+        is_told = isinstance(error, RunFailed | OSError)
+        reason = str(error) if is_told else out_of_memory(error)
         if not reason:
             raise
         say(f"no sample: {reason}")
 
 
-def with_baselines(status: Status, store: Store) -> ScoreRecord:
-    """Return the closing score with the bits of simple compressors, which the status gets, too."""
+def print_score(
+    session: Session, status: Status, outcome: Outcome, wandb: GuardedWandbLogger | None
+) -> None:
+    """Print the closing score with its protocol, and baselines where all bytes of the split count."""
+    store = session.store
     final = status.record.final
     assert isinstance(final, ScoreRecord)
-    if store.unit == "byte" and not final.sample:
+    if store.unit == "byte" and not outcome.sample:
         final = final.model_copy(update={"baselines": baselines(store.split("valid"))})
         status.update(final=final, write=True)
-    return final
+    steps = f"{outcome.step:,} steps"
+    if outcome.time_up:
+        steps += " (trainer.max_minutes is up)"
+    further = further_lines(final)
+    if outcome.step < session.config.optimizer.steps:
+        further += short_run(session.config, outcome.step)
+    say(closing_lines(shown(session.folder), steps, final, further))
+    if wandb:
+        wandb.summarize(protocol=final.line())
 
 
-def closing_sample(config: Config, hardware: Hardware, folder: Path, store: Store) -> Path:
-    """Let a finished run write or draw, and return the file with its sample."""
-    run = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
-    longest = SAMPLE_UNITS if store.image else SAMPLE_LENGTH
-    options = SampleOptions(min(longest, config.data.length), temperature=SAMPLE_TEMPERATURE)
+def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) -> None:
+    """Draw a text or an image by the last checkpoint, print or save it, and add it to W&B."""
+    work = load(session.folder, "last", session.hardware.torch_device)
+    is_image = session.store.image is not None
+    length = min(SAMPLE_TOKENS if is_image else SAMPLE_LENGTH, session.config.data.length)
+    options = SampleOptions(length, temperature=SAMPLE_TEMPERATURE)
     say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-    if store.image:
-        draw_image(run, options)
+    if is_image:
+        draw_image(work, options)
     else:
-        write_text(run, options)
-    return max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        write_text(work, options)
+    if wandb:
+        samples = (session.folder / "samples").iterdir()
+        newest = max(samples, key=lambda path: path.stat().st_mtime_ns)
+        wandb.guarded(wandb.add, "sample", {}, [newest], step)
 
 
 def short_run(config: Config, step: int) -> list[str]:

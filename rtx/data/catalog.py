@@ -258,7 +258,7 @@ def remove_store(root: Path, name: str, report: Report = print) -> None:
 
 
 def stored_paths(root: Path, name: str) -> list[Path]:
-    """Return the folders of a store and of its unfinished preparation that exist, links included."""
+    """Return the folders of a store and its unfinished preparation that exist, links included."""
     if not STORE_NAME.fullmatch(name):
         return []
     candidates = (root / name, root / f".{name}.work")

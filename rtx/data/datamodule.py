@@ -101,9 +101,9 @@ class RtxDataModule(pl.LightningDataModule):
         return MicroBatches(self.sampler, self.loader.get("micro_batch") or 1)[0]
 
     def train_dataloader(self) -> Iterator[list[Tensor]]:
-        """Yield, for each remaining step, this rank's micro-batches; the time of waiting is counted.
+        """Yield, for each remaining step, this rank's micro-batches; `seconds` counts the waiting.
 
-        Their tokens are in as few bytes as the store keeps them in.
+        The type of their token ids is that of the store.
         """
         stop = max(self.step, self.config.trainer.steps)
         batches = iter(training_batches(self.sampler, self.step, stop, **self.loader))

@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from rtx.data.files import Remote, download, identity_of, reason_of, rows_of, walk
+from rtx.data.download import Remote, download
+from rtx.data.files import identity_of, reason_of, rows_of, walk
 from rtx.data.sets import FACTS, Report, Source
 from rtx.disk import open_regular
 from rtx.errors import UserError

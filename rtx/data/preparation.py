@@ -76,7 +76,7 @@ def check_folders(folder: Path, work: Path) -> None:
 
 
 def write_store(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Write all files of a store into `work`, the record last; finished splits are not rewritten."""
+    """Write all files of a store into `work`, the record last; finished splits stay."""
     import datasets
 
     if not sys.stderr.isatty():

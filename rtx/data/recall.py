@@ -160,7 +160,7 @@ class RecallStore(Store):
         return Draws(keys, values, questions, filler, pairs)
 
     def entries(self, draws: Draws) -> np.ndarray:
-        """Return keys with their values `[pairs, 2]`; of copy the marker with all `[1, pairs + 1]`."""
+        """Return keys with values `[pairs, 2]`; of copy the marker with all `[1, pairs + 1]`."""
         rows = 1 if self.name == "copy" else draws.pairs
         keys = draws.keys.argsort(kind="stable")[:rows, None]
         values = self.task.keys + (draws.values[: draws.pairs] % self.task.values).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What is known of each data set by its name, and what a module says that makes one; nothing heavy is imported here."""
+"""The data sets by name, and what the module of a set returns; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ if TYPE_CHECKING:
 
     from rtx.settings.schema import DataConfig
 
-Report = Callable[[str], object]  # takes a line for the user
+Report = Callable[[str], object]
+"""Called with a line for the user."""
 SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """What stands fixed for a name; `origin` is `source(data, root, report) -> Source`, or the dotted path of that."""
+    """What is fixed for a name."""
 
     origin: str | Callable[..., Source]
+    """The function `source(data, root, report) -> Source`, or its dotted path."""
     image: bool = False
-    side: int | None = None  # height and width of its images where they are fixed
+    side: int | None = None
+    """Height and width of images, where they are fixed."""
     words: Mapping[str, int] = field(default_factory=dict)
-    """Published words of each split, by which word perplexity divides the total nats, whatever the model's units."""
-    kinds: int | None = (
-        None  # different words of the training split, `<unk>` and `<eos>` among them
-    )
-    defaults: Mapping[str, Any] | None = (
-        None  # of a set that was registered: what for others stands in conf/data
-    )
+    """Published words of each split, by which word perplexity divides the total nats."""
+    kinds: int | None = None
+    """Number of different words of the training split, with `<unk>` and `<eos>`."""
+    defaults: Mapping[str, Any] | None = None
+    """Of a registered set: what conf/data has for others."""
 
 
-# What was published of the sets: addresses, sizes, sums, counts. Words of Wikitext-103 are those between blanks and one
-# <eos> for every line, blank ones too (Merity et al. 2016); of PG-19 the table of Rae et al. 2020, which cannot be
-# recounted (blanks alone give about 1% more).
+# What was published about the sets: addresses, sizes, checksums, counts. The words of Wikitext-103
+# are those between blanks, and one <eos> for every line, blank ones too (Merity et al. 2016). Those
+# of PG-19 are in the table of Rae et al. 2020; no rule reproduces them (blanks alone give about 1%
+# more).
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "published.json").read_text())
 SETS: dict[str, DataSet] = {
     "stdlib": DataSet("rtx.data.text.own_files"),
@@ -46,59 +48,60 @@ SETS: dict[str, DataSet] = {
     "kernel": DataSet("rtx.data.kernel.source"),
     "wikitext103": DataSet("rtx.data.text.wikitext", **FACTS["wikitext103"]["counts"]),
     "pg19": DataSet("rtx.data.text.pg19", **FACTS["pg19"]["counts"]),
-    "hub": DataSet("rtx.data.files.source"),
+    "hub": DataSet("rtx.data.hub.source"),
     "cifar10": DataSet("rtx.data.images.benchmark", image=True, side=32),
     "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
     "images": DataSet("rtx.data.images.own_images", image=True),
 }
-MADE = (
-    "recall",
-    "mqar",
-    "copy",
-    "induction",
-)  # as they are asked for (rtx/data/recall.py), from no source
+MADE = ("recall", "mqar", "copy", "induction")
+"""Synthetic sets (`rtx.data.recall`), which have no source."""
 SETS |= {name: DataSet("") for name in MADE}
 NAMES = tuple(SETS)
-IMAGE_SETS = tuple(name for name, known in SETS.items() if known.image)
-TWO_WAYS = ("wikitext103", "cifar10")  # from the hub or (data.fetch=archive) from an archive
-HELD_OUT = ("cifar10", "imagenet64")  # valid is held out of train (data.held_out)
+IMAGE_SETS = tuple(name for name, data_set in SETS.items() if data_set.image)
+TWO_WAYS = ("wikitext103", "cifar10")
+"""Sets from the hub, or (data.fetch=archive) from an archive."""
+HELD_OUT = ("cifar10", "imagenet64")
+"""Sets whose split valid is held out of train (data.held_out)."""
 
 
 def image_side(data: DataConfig) -> int | None:
-    """Height and width that the images of a set are known to have: data.size, or the set's own; None: not known."""
+    """Return the height and width of a set's images: data.size, or fixed ones; None: unknown."""
     return data.size or SETS[data.name].side
 
 
 def column_text(table: pa.Table) -> Iterable[bytes]:
-    """Yield the bytes of column `text`, str or bytes, of some rows as they are (never decoded)."""
+    """Yield the bytes of column `text`, str or bytes, of some rows; nothing is decoded."""
     import pyarrow as pa
 
     for chunk in table.column("text").chunks:
-        yield from (value or b"" for value in chunk.cast(pa.large_binary()).to_pylist())
+        for value in chunk.cast(pa.large_binary()).to_pylist():
+            yield value or b""
 
 
 @dataclass(frozen=True)
 class Source:
     """What a store is made from; nothing is fetched or read before `load` is called.
 
-    `load(split, work)` returns the rows of train, valid or test, in order; caches go to `work/cache/<split>`. A row is
-    a document, or (where a column `first` says so) a piece of one, cut beside a blank or newline. `read` returns the
-    bytes of each of some rows: text, or the sub-pixels of an image. All that is told is of JSON's kinds.
+    All values of `identity`, `place` and `stamps` are JSON values.
     """
 
     name: str
-    identity: Sequence[
-        Any
-    ]  # what tells it from another or an older one: a sha256, or sizes and times of files
-    place: dict[
-        str, Any
-    ]  # where the data come from, for people to read; `load` may add what it learns (a revision)
+    identity: Sequence[Any]
+    """What tells it from another or an older one: a sha256, or sizes and times of files."""
+    place: dict[str, Any]
+    """Where the data come from, for people; `load` may add what it learns (a revision)."""
     load: Callable[[str, Path], datasets.Dataset] = field(repr=False)
+    """`load(split, work)` returns the rows of train, valid or test in order.
+
+    It caches files in `work/cache/<split>`. A row is a document or, where a column `first` says so,
+    a piece of one, cut at a blank or newline.
+    """
     read: Callable[[pa.Table], Iterable[bytes]] = field(default=column_text, repr=False)
-    stamps: dict[str, Any] = field(
-        default_factory=dict
-    )  # of protocol, on every result: {"newlines": "drop"}
-    image: tuple[int, int] | None = None  # height and width of every image; None: text
+    """Returns the bytes of each of some rows: text, or the sub-pixels of an image."""
+    stamps: dict[str, Any] = field(default_factory=dict)
+    """Deviations from the published set, for every result: {"newlines": "drop"}."""
+    image: tuple[int, int] | None = None
+    """Height and width of every image; None for text."""
 
 
 def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sets of text: your own files, Python's library, enwik-8, Wikitext-103 and PG-19, each exact to the byte."""
+"""Sets of text, exact to the byte: your files, Python's library, enwik8, Wikitext-103, PG-19."""
 
 from __future__ import annotations
 
@@ -6,23 +6,14 @@ import hashlib
 import sysconfig
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate, chain, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
-from rtx.data.files import (
-    Remote,
-    download,
-    files_of,
-    hub_files,
-    identity_of,
-    rows_of,
-    table_rows,
-    tables_of,
-    walk,
-)
+from rtx.data.download import Remote, download
+from rtx.data.files import files_of, identity_of, rows_of, table_rows, walk
+from rtx.data.origins import local_files, origin_of, row_count
 from rtx.data.sets import FACTS, SETS, Report, Source, column_text
 from rtx.errors import UserError
 from rtx.settings.schema import DataConfig
@@ -30,78 +21,97 @@ from rtx.settings.schema import DataConfig
 if TYPE_CHECKING:
     import datasets
 
-Files = dict[str, list[Path]]  # of each split
-Forms = Sequence[Mapping[str, str]]  # ways to name the files of each split, by patterns
-PIECE = (
-    1 << 22
-)  # bytes from which on a document is cut, behind a newline unless a line has 16 times as many
+PIECE = 1 << 22
+"""Bytes after which a document is cut at the end of a line, or after 17 times as many in a line."""
+BLOCK = 1 << 20
+"""Bytes after which Wikitext is cut at the end of a line."""
 NOT_LIBRARY = ("test", "tests", "site-packages", "dist-packages")
-CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}  # percent of the bytes
+CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}
+"""From and to which percent of the bytes each split goes."""
 
 ENWIK8 = Remote(**FACTS["enwik8"]["archive"])
-ENWIK8_TEXT = FACTS["enwik8"]["text"]  # bytes and sha256 of its only member
-WIKITEXT, WIKITEXT_HUB = Remote(**FACTS["wikitext103"]["archive"]), FACTS["wikitext103"]["hub"]
-# Lines, bytes of those that are not blank, and the md5 of the file; of train no sum was published.
+ENWIK8_TEXT = FACTS["enwik8"]["text"]
+"""Size and sha256 of the only member of the archive."""
+WIKITEXT = Remote(**FACTS["wikitext103"]["archive"])
+WIKITEXT_HUB = FACTS["wikitext103"]["hub"]
 WIKITEXT_FACTS: dict[str, dict[str, int | str]] = FACTS["wikitext103"]["texts"]
+"""Lines, bytes of those that are not blank, and the md5 of each file (unpublished for train)."""
 PG19_HUB = FACTS["pg19"]["hub"]
-PG19_BOOKS = FACTS["pg19"]["books"]  # one of train, 90.txt, has no text and counts here
+PG19_BOOKS = FACTS["pg19"]["books"]
+"""Books of each split; one of train, 90.txt, is empty and counts."""
 
 
 def own_files(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return the bytes of all files in order, cut at 90% and 95%; those below `root`, of the stores, are left out.
+    """Return the bytes of all files in order, cut into splits at 90% and 95%.
 
-    Of a folder with train.txt, valid.txt and test.txt each is a split, and nothing else is read.
+    Files below `root`, where the stores are, are left out. Of a folder with train.txt, valid.txt
+    and test.txt each of these is a split, and nothing else is read.
     """
-    given = own_splits(Path(data.path).expanduser()) if data.path and data.name == "text" else []
-    paths = library_files() if data.name == "stdlib" else given or files_of(data.path or "", root)
+    split_files: list[Path] = []
+    if data.name == "stdlib":
+        paths = library_files()
+    else:
+        if data.path:
+            split_files = own_splits(Path(data.path).expanduser())
+        paths = split_files or files_of(data.path or "", root)
     identity = identity_of(paths)
-    total = sum(sizes := [path.stat().st_size for path in paths])
-    ends = accumulate(sizes) if given else (total * end // 100 for _, end in CUTS.values())
+    sizes = [path.stat().st_size for path in paths]
+    total = sum(sizes)
+    ends = [total * end // 100 for _, end in CUTS.values()]
+    if split_files:
+        ends = list(accumulate(sizes))
     cuts = dict(zip(CUTS, pairwise([0, *ends]), strict=True))
     for split, (start, stop) in cuts.items():
         if stop - start < 2:
-            raise UserError(
-                f"{data.path}: expected at least 2 bytes in split {split}, found {stop - start}; give more text"
-            )
+            actual = f"at least 2 bytes in split {split}, found {stop - start}"
+            raise UserError(f"{data.path}: expected {actual}; give more text")
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        rows = rows_of(parts(*cuts[split]), work / "cache" / split)
+        start, stop = cuts[split]
+        rows = rows_of(byte_range(paths, sizes, start, stop), work / "cache" / split)
         if identity_of(paths) != identity:
             raise UserError(f"{data.path}: changed while it was read; prepare it again")
         return rows
 
-    def parts(start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
-        for path, size in zip(paths, sizes, strict=True):
-            if start < size and stop > 0:
-                with open(path, "rb") as stream:
-                    yield from line_pieces(stream, max(0, start), min(stop, size))
-            start, stop = start - size, stop - size
-
     place = {"place": data.path or "the standard library", "files": len(paths), "bytes": total}
-    return Source(data.name, [*identity, *(path.name for path in given)], place, load)
+    names = [path.name for path in split_files]
+    return Source(data.name, [*identity, *names], place, load)
 
 
 def own_splits(folder: Path) -> list[Path]:
-    """Return the files of a user's own splits, or none; `UserError` where one of three is missing."""
-    there = [path for split in CUTS if (path := folder / f"{split}.txt").is_file()]
-    if len(there) == 2:
-        names = " and ".join(path.name for path in there)
-        said = "splits of your own are train.txt, valid.txt and test.txt; a glob reads all files as one text"
-        raise UserError(f"data.path={folder}: found {names} alone; {said}")
-    return there if len(there) == 3 else []
+    """Return train.txt, valid.txt and test.txt of a folder; [] for none; UserError for two."""
+    files = [folder / f"{split}.txt" for split in CUTS]
+    present = [path for path in files if path.is_file()]
+    if len(present) == 2:
+        names = " and ".join(path.name for path in present)
+        rule = "splits of your own are train.txt, valid.txt and test.txt"
+        advice = "a glob reads all files as one text"
+        raise UserError(f"data.path={folder}: found {names} alone; {rule}; {advice}")
+    return present if len(present) == 3 else []
 
 
 def library_files() -> list[Path]:
-    """Return the `*.py` files of the standard library beside the interpreter, without tests and what was installed."""
-    return [
-        path
-        for path in walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY)
-        if path.suffix == ".py"
-    ]
+    """Return the `*.py` files of Python's standard library, without tests and site-packages."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return [path for path in walk(folder, NOT_LIBRARY) if path.suffix == ".py"]
+
+
+def byte_range(
+    paths: Sequence[Path], sizes: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[bytes, bool]]:
+    """Yield bytes `[start, stop)` of files, as `line_pieces` does; a file is a document."""
+    offset = 0
+    for path, size in zip(paths, sizes, strict=True):
+        first = max(0, start - offset)
+        last = min(stop - offset, size)
+        if first < size and last > 0:
+            with open(path, "rb") as stream:
+                yield from line_pieces(stream, first, last)
+        offset += size
 
 
 def line_pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield bytes `[start, stop)` of a document in pieces of whole lines, with whether it is the first."""
+    """Yield bytes `[start, stop)` of a document in pieces of whole lines, and whether it starts."""
     stream.seek(start)
     at = start
     while piece := stream.read(min(PIECE, stop - at)):
@@ -110,116 +120,92 @@ def line_pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[byte
         at += len(piece)
 
 
-def origin(
-    data: DataConfig, root: Path, report: Report, forms: Forms, hub: Sequence[Any], archive: Remote
-) -> tuple[list[Any], dict[str, Any], Callable[[], Files]]:
-    """Return a set's identity, place, and what gets its files: local, of the hub (id, commit, pattern), an archive."""
-    repository, revision, pattern = hub
-    tables = str(Path(pattern).parent)
-    if data.path is not None:
-        files = local_files(data.path, forms, tables)
-        return identity_of(chain(*files.values())), {"place": data.path}, lambda: files
-    if data.fetch == "archive":
-        place = {"place": archive.url, "sha256": archive.sha256}
-        fetch = cache(
-            lambda: local_files(str(download(archive, root / "downloads", report)), forms)
-        )
-        return ["archive", archive.sha256], place, fetch
-    place = {"place": f"hf://datasets/{repository}", "revision": revision}
-
-    def from_hub() -> Files:
-        folder = hub_files(repository, [pattern], revision, report)
-        place["revision"] = folder.name
-        return tables_of(str(folder), [folder / tables], tuple(forms[0]))
-
-    return ["hub", *hub], place, cache(from_hub)
-
-
-def local_files(path: str, forms: Forms, tables: str | None = None) -> Files:
-    """Return the files at `path`, a folder with them or one of them, of the first whole form, or parquet `tables`."""
-    place = Path(path).expanduser()
-    folder = place.parent if place.is_file() else place
-    for form in forms:
-        found = {split: sorted(folder.glob(pattern)) for split, pattern in form.items()}
-        found = {
-            split: [file for file in files if file.name[0] != "."] for split, files in found.items()
-        }
-        if all(found.values()) and (place == folder or place in chain(*found.values())):
-            return found
-    if tables is not None and (
-        found := tables_of(path, (folder / tables, folder), tuple(forms[0]))
-    ):
-        return found
-    wanted = [" and ".join(dict.fromkeys(form.values())) for form in forms] + ["parquet files"] * (
-        tables is not None
-    )
-    raise UserError(f"data.path={path}: expected {' or '.join(wanted)}, found none of these")
-
-
-def opened(path: Path, member: str) -> IO[bytes]:
-    """Open a file, or one member of a zip archive that was checked; it is streamed, never extracted."""
-    return zipfile.ZipFile(path).open(member) if path.suffix == ".zip" else open(path, "rb")
+def open_member(path: Path, member: str) -> IO[bytes]:
+    """Open a file, or one member of a zip archive, which is never extracted."""
+    if path.suffix == ".zip":
+        return zipfile.ZipFile(path).open(member)
+    return open(path, "rb")
 
 
 def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return the first bytes of the English Wikipedia of 2006; a store that is there needs no network or local copy."""
+    """Return the first 10**8 bytes of the English Wikipedia of 2006.
+
+    A store that exists needs neither a network nor a local copy.
+    """
     size, sha256 = ENWIK8_TEXT
-    local = (
-        local_files(data.path, ({"all": ENWIK8.name}, {"all": "enwik8"}))["all"][0]
-        if data.path
-        else None
-    )
-    drop = data.newlines == "drop"
+    local = None
+    if data.path:
+        local = local_files(data.path, ({"all": ENWIK8.name}, {"all": "enwik8"}))["all"][0]
 
     def load(split: str, work: Path) -> datasets.Dataset:
         path = local or download(ENWIK8, root / "downloads", report)
-        (ENWIK8 if path.suffix == ".zip" else Remote("enwik8", *ENWIK8_TEXT)).check(path)
-        start, stop = (size * percent // 100 for percent in CUTS[split])
-        with opened(path, "enwik8") as stream:
-            parts = (
-                (part.replace(b"\n", b"" if drop else b"\n"), first)
-                for part, first in line_pieces(stream, start, stop)
-            )
-            return rows_of(parts, work / "cache" / split)
+        expected = ENWIK8 if path.suffix == ".zip" else Remote("enwik8", *ENWIK8_TEXT)
+        expected.check(path)
+        start, stop = CUTS[split]
+        with open_member(path, "enwik8") as stream:
+            pieces = line_pieces(stream, size * start // 100, size * stop // 100)
+            if data.newlines == "drop":
+                pieces = without_newlines(pieces)
+            return rows_of(pieces, work / "cache" / split)
 
     place = {"place": ENWIK8.url, "sha256": sha256}
     return Source("enwik8", [sha256], place, load, stamps={"newlines": data.newlines})
 
 
+def without_newlines(pieces: Iterator[tuple[bytes, bool]]) -> Iterator[tuple[bytes, bool]]:
+    """Yield pieces of a document without their newlines."""
+    for piece, is_first in pieces:
+        yield piece.replace(b"\n", b""), is_first
+
+
 def wikitext(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return Wikitext-103 (Merity et al. 2016), the text as in its files wiki.{train,valid,test}.tokens."""
+    """Return Wikitext-103 (Merity et al. 2016): its files wiki.{train,valid,test}.tokens."""
     forms = [
-        {split: form.format(split) for split in CUTS} for form in ("wiki.{}.tokens", WIKITEXT.name)
+        {split: f"wiki.{split}.tokens" for split in CUTS},
+        dict.fromkeys(CUTS, WIKITEXT.name),
     ]
-    identity, place, files = origin(data, root, report, forms, WIKITEXT_HUB, WIKITEXT)
+    origin = origin_of(data, root, report, forms, WIKITEXT_HUB, WIKITEXT)
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        return rows_of(
-            wikitext_text(files()[split], split, work / "cache" / split), work / "cache" / split
-        )
+        cache = work / "cache" / split
+        return rows_of(wikitext_text(origin.files()[split], split, cache), cache)
 
-    return Source("wikitext103", identity, place, load)
+    return Source("wikitext103", origin.identity, origin.place, load)
 
 
 def wikitext_text(files: Sequence[Path], split: str, cache: Path) -> Iterator[tuple[bytes, bool]]:
-    """Yield a split in blocks, with whether it is the first; raise UserError at its end if it is another text."""
-    counts, digest = Counter[str](), hashlib.md5(usedforsecurity=False)
+    """Yield a split in blocks of lines, and whether each is the first.
+
+    UserError at its end where the text is another.
+    """
+    counts = Counter[str]()
+    digest = hashlib.md5(usedforsecurity=False)
     for block in blocks_of_lines(files, split, cache):
-        rows, blank = block.count(b"\n"), block.split(b"\n").count(b" ")
         yield block, not counts
-        counts.update(lines=rows, bytes=len(block) - 2 * blank, words=len(block.split()) + rows)
+        lines = block.count(b"\n")
+        blank = block.split(b"\n").count(b" ")
+        counts["lines"] += lines
+        counts["bytes"] += len(block) - 2 * blank
+        # The end of a line is a word, <eos>.
+        counts["words"] += len(block.split()) + lines
         digest.update(block)
-    wanted = {**WIKITEXT_FACTS[split], "words": SETS["wikitext103"].words[split]}
-    found = {key: digest.hexdigest() if key == "md5" else counts[key] for key in wanted}
-    if found != wanted:
-        told = f"split {split} is not that of Wikitext-103: expected {wanted}; found {found}"
+    expected = {**WIKITEXT_FACTS[split], "words": SETS["wikitext103"].words[split]}
+    actual = {key: counts[key] for key in expected}
+    if "md5" in expected:
+        actual |= {"md5": digest.hexdigest()}
+    if actual != expected:
+        difference = f"expected {expected}; found {actual}"
+        advice = "other text: data=text data.tokenizer=words data.path=<your files>"
         raise UserError(
-            f"data=wikitext103: {told}; other text: data=text data.tokenizer=words data.path=<your files>"
+            f"data=wikitext103: split {split} is not that of Wikitext-103: {difference}; {advice}"
         )
 
 
 def blocks_of_lines(files: Sequence[Path], split: str, cache: Path) -> Iterator[bytes]:
-    """Yield the text of a split in whole lines; of the hub's rows, one a line, a blank one is empty."""
+    """Yield the text of a split in whole lines.
+
+    The hub has a row for each line, and an empty one for a blank line.
+    """
     if files[0].suffix == ".parquet":
         rows = table_rows(files, ["text"], cache).with_format("arrow")
         for table in rows.iter(batch_size=10_000):
@@ -227,42 +213,37 @@ def blocks_of_lines(files: Sequence[Path], split: str, cache: Path) -> Iterator[
         return
     if files[0].suffix == ".zip":
         WIKITEXT.check(files[0])
-    with opened(files[0], f"wikitext-103/wiki.{split}.tokens") as stream:
-        while block := stream.read(1 << 20):
+    with open_member(files[0], f"wikitext-103/wiki.{split}.tokens") as stream:
+        while block := stream.read(BLOCK):
             yield block + stream.readline()
 
 
 def pg19(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return books from before 1919 (Rae et al. 2020) with LF for newlines; the stamps say how many `data.path` has."""
+    """Return books from before 1919 (Rae et al. 2020), with LF for newlines.
+
+    The stamps record the number of books, and whether data.path has all of them.
+    """
     forms = [{"train": "train/*.txt", "valid": "validation/*.txt", "test": "test/*.txt"}]
-    identity, place, files = origin(data, root, report, forms, PG19_HUB, ENWIK8)
-    books = (
-        {split: row_count(paths) for split, paths in files().items()} if data.path else PG19_BOOKS
-    )
+    origin = origin_of(data, root, report, forms, PG19_HUB, archive=None)
+    books = PG19_BOOKS
+    if data.path:
+        books = {split: row_count(paths) for split, paths in origin.files().items()}
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        paths = files()[split]
-        if (found := row_count(paths)) != books[split]:
-            raise UserError(
-                f"{paths[0].parent}: expected {books[split]:,} books of split {split}, found {found:,}"
-            )
+        paths = origin.files()[split]
+        actual = row_count(paths)
+        if actual != books[split]:
+            expected = f"expected {books[split]:,} books of split {split}, found {actual:,}"
+            raise UserError(f"{paths[0].parent}: {expected}")
         if paths[0].suffix == ".parquet":
             return table_rows(paths, ["text"], work / "cache" / split)
-        read = (
-            (path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True)
-            for path in paths
-        )
-        return rows_of(read, work / "cache" / split)
+        return rows_of(books_of(paths), work / "cache" / split)
 
-    return Source(
-        "pg19", identity, place, load, stamps={"books": books, "complete": books == PG19_BOOKS}
-    )
+    stamps = {"books": books, "complete": books == PG19_BOOKS}
+    return Source("pg19", origin.identity, origin.place, load, stamps=stamps)
 
 
-def row_count(paths: Sequence[Path]) -> int:
-    """Return how many rows (books, images) some files hold: of parquet files as they say, else one each."""
-    from pyarrow import parquet
-
-    return sum(
-        parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else 1 for path in paths
-    )
+def books_of(paths: Sequence[Path]) -> Iterator[tuple[bytes, bool]]:
+    """Yield books, each a document."""
+    for path in paths:
+        yield path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True

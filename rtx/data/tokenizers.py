@@ -1,4 +1,7 @@
-"""Text <-> token ids: bytes, words, or subwords; the last two are learned from split train and kept in a file."""
+"""Text <-> token ids: bytes, words, or subwords.
+
+Words and subwords are learned from split train and written to a file.
+"""
 
 import contextlib
 import hashlib
@@ -7,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +22,53 @@ from rtx.errors import UserError
 from rtx.settings.schema import DataConfig
 
 RECORD = "tokenizer.json"
-# How much is encoded at once, up to the next blank or newline: subwords of what stays in a cache, words by the 4 MiB.
-BLOCK, MEGABYTES = re.compile(rb"(?s).{1,65536}[^ \n]*"), re.compile(rb"(?s).{1,4194304}\S*")
-EOS, UNK = b"<eos>", b"<unk>"
+EOS = b"<eos>"
+UNK = b"<unk>"
+WORD_BLOCK = re.compile(rb"(?s).{1,4194304}\S*")
+"""Text whose words are found at once: 4 MiB, up to the next blank or newline."""
+FEW_BYTES = 1 << 16
+"""Below this size, pyarrow's calls take longer than they save."""
 BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
 
-# What is encoded on its own: a newline, or a blank and what follows it up to the next one. No piece ever spans two of
-# them (sentencepiece learns none that does), so encoding them apart loses nothing and can be remembered. Runs without
-# a blank are cut after 252 bytes, at the end of a UTF-8 character.
+SUBWORD_BLOCK = re.compile(rb"(?s).{1,65536}[^ \n]*")
+"""Text whose subwords are found at once: what fits the processor's cache, up to the next blank."""
 RUN = re.compile(rb" ?[^ \n]{1,252}[\x80-\xbf]{0,3}| |\n")
-BLANK = "▁"  # how sentencepiece writes a blank
-MARKS = re.compile(
-    b"[\t\0\n\r]|" + BLANK.encode()
-)  # what stands for something else in the text that it learns from
-REMEMBERED = 1 << 19  # runs, about 100 MB
+"""A part of a text that is encoded separately: a newline, or a blank with what follows it.
+
+No subword spans two of them, because sentencepiece learns none that does. So the result is that of
+the whole text, and that of a run can be cached. Runs without a blank are cut after 252 bytes, at
+the end of a UTF-8 character.
+"""
+BLANK = "▁"
+"""How sentencepiece writes a blank."""
+SPECIAL = re.compile(b"[\t\0\n\r]|" + BLANK.encode())
+"""Characters with another meaning in what sentencepiece learns from."""
+LARGEST_CACHE = 1 << 19
+"""Runs in the cache of an encoder, about 100 MB."""
+LONGEST_LINE = 1024
+LONGEST_PIECE = 1 << 16
+SHORTEST_PIECE = 256
+PIECES = 256
+"""A sample has about this many pieces of text, within the limits of their length."""
 
 
 class Tokenizer:
-    """Bytes of text <-> unsigned integers below `vocabulary`, here one a byte; `content` was learned by `settings`."""
+    """Bytes of text <-> unsigned integers below `vocabulary`; in this class one a byte."""
 
-    name, file, vocabulary = "bytes", "", 256
+    name = "bytes"
+    file = ""
+    """The name of the file that learned tokenizers need."""
+    vocabulary = 256
 
     def __init__(
         self, unit: str = "byte", content: bytes = b"", settings: dict[str, Any] | None = None
     ) -> None:
-        self.unit, self.content, self.settings = unit, content, settings or {}
-        self.table = [bytes([value]) for value in range(256)]  # the bytes of each id
+        self.unit = unit
+        self.content = content
+        """The content of `file`."""
+        self.settings = settings or {}
+        self.table = [bytes([value]) for value in range(256)]
+        """The bytes of each id."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -52,107 +76,124 @@ class Tokenizer:
         return np.min_scalar_type(self.vocabulary - 1)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of a text, unsigned `[ids]`: those of its parts where it is cut before blanks or newlines."""
+        """Return the ids of a text, unsigned `[ids]`.
+
+        They are those of its parts where it is cut before blanks or newlines.
+        """
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Any) -> bytes:
-        """Return the bytes that `ids` stand for: a list, array or tensor of integers."""
+        """Return the bytes of `ids`: a list, array or tensor of integers."""
         values = np.asarray(ids, dtype=np.int64)
-        assert values.size == 0 or (values.min() >= 0 and values.max() < self.vocabulary), (
-            "ids beyond the vocabulary"
-        )
-        return b"".join(map(self.table.__getitem__, values.tolist()))
+        if values.size:
+            assert values.min() >= 0, "a negative id"
+            assert values.max() < self.vocabulary, "ids beyond the vocabulary"
+        return b"".join([self.table[value] for value in values.tolist()])
 
     def describe(self) -> dict[str, Any]:
-        """Return name, unit and vocabulary; of a learned one also settings, file and sha256; JSON values."""
-        said = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary}
-        kept = {
-            "settings": self.settings,
-            "file": self.file,
-            "sha256": hashlib.sha256(self.content).hexdigest(),
-        }
-        return said | (kept if self.content else {})
+        """Return name, unit and vocabulary, and how a learned one was learned, as JSON values."""
+        described = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary}
+        if self.content:
+            described["settings"] = self.settings
+            described["file"] = self.file
+            described["sha256"] = hashlib.sha256(self.content).hexdigest()
+        return described
 
 
 class WordTokenizer(Tokenizer):
-    """One id per word between blanks, one (`<eos>`) per newline; words that are not in the vocabulary: `<unk>`.
+    """An id for each word between blanks and one (`<eos>`) for each newline; else `<unk>`.
 
-    Decoding writes a blank before every word and newline, as Wikitext has them. `content` has a word a line, by id.
+    Decoding writes a blank before every word and newline, as Wikitext has them. `content` has a
+    word a line, by id.
     """
 
-    name, file = "words", "words.txt"
+    name = "words"
+    file = "words.txt"
 
     def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
         super().__init__("word", content, settings)
         words = content.split(b"\n")[:-1]
         if not all(0 <= settings[key] < len(words) for key in ("eos", "unk")):
             raise ValueError(f"its settings are of another file: {settings}")
-        words[settings["eos"]] = b"\n"  # which no word between blanks can be
-        self.vocabulary, self.table = len(words), [b" " + word for word in words]
+        # No word between blanks is a newline.
+        words[settings["eos"]] = b"\n"
+        self.vocabulary = len(words)
+        self.table = [b" " + word for word in words]
         self.ids = {word: number for number, word in enumerate(words)}
 
     def encode(self, text: bytes) -> np.ndarray:
-        known, unk = self.ids.get, repeat(self.settings["unk"])
-        found = [
-            np.fromiter(map(known, words, unk), self.dtype)[places]
-            for words, places in words_of(text)
-        ]
-        return np.concatenate([np.empty(0, self.dtype), *found])
+        blocks = [np.empty(0, self.dtype)]
+        for words, indices in words_of(text):
+            ids = map(self.ids.get, words, repeat(self.settings["unk"]))
+            blocks.append(np.fromiter(ids, self.dtype)[indices])
+        return np.concatenate(blocks)
 
 
 def words_of(text: bytes) -> Iterator[tuple[list[bytes], np.ndarray]]:
-    """Yield, for some megabytes of a text, words, newlines among them, and which of these stands where."""
+    """Yield, for blocks of a text, words with newlines among them, and the order of their indices.
+
+    A large block has each of its words once.
+    """
     from pyarrow import array, compute, large_binary
 
-    for block in MEGABYTES.findall(text):
+    for block in WORD_BLOCK.findall(text):
         spaced = block.translate(BLANKS).replace(b"\n", b" \n ")
-        if len(spaced) < 1 << 16:  # pyarrow's calls would take longer than what they save
-            some = list(filter(None, spaced.split(b" ")))
-            yield some, np.arange(len(some))
-        else:  # each word is looked up once, however often it stands there
+        if len(spaced) < FEW_BYTES:
+            words = [word for word in spaced.split(b" ") if word]
+            yield words, np.arange(len(words))
+        else:
             row = array([spaced], large_binary())
-            words = compute.call_function(
-                "split_pattern", [row], compute.SplitPatternOptions(" ")
-            ).flatten()
-            words = words.filter(
-                compute.call_function("not_equal", [words, b""])
-            ).dictionary_encode()
-            yield words.dictionary.to_pylist(), words.indices.to_numpy()
+            blank = compute.SplitPatternOptions(" ")
+            column = compute.call_function("split_pattern", [row], blank).flatten()
+            is_word = compute.call_function("not_equal", [column, b""])
+            column = column.filter(is_word).dictionary_encode()
+            yield column.dictionary.to_pylist(), column.indices.to_numpy()
 
 
 def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTokenizer:
-    """Return the tokenizer of all words in `texts`, by falling count, then by their bytes; UserError for none."""
-    counts: Counter[bytes] = Counter()
-    for words, places in chain.from_iterable(map(words_of, texts)):
-        for word, count in zip(words, np.bincount(places).tolist(), strict=True):
-            counts[word] += count
-    total, newlines = counts.total(), counts.pop(b"\n", 0)
+    """Return the tokenizer of all words in `texts`, by falling count, then by their bytes.
+
+    UserError where there are none.
+    """
+    counts = count_words(texts)
+    total = counts.total()
+    newlines = counts.pop(b"\n", 0)
     if not counts:
-        raise UserError(
-            f"{options}: expected words in the training split, found none; use data.tokenizer=bytes"
-        )
-    entries = [*((-count, word, word) for word, count in counts.items()), (-newlines, b"\n", EOS)]
-    entries = sorted(entries) + ([] if UNK in counts else [(0, UNK, UNK)])
-    words = [word for _, word, _ in entries]
-    settings = {
-        "words": total,
-        "eos": words.index(b"\n"),
-        "unk": words.index(UNK),
-        "unk_added": UNK not in counts,
-    }
-    report(
-        f"{options}: vocabulary of {len(words):,} words with <eos> and <unk>, from {total:,} in split train"
-    )
-    return WordTokenizer(b"".join(spelt + b"\n" for _, _, spelt in entries), settings)
+        advice = "use data.tokenizer=bytes"
+        raise UserError(f"{options}: expected words in the training split, found none; {advice}")
+    # In the order of ids: falling count, then the bytes in a text.
+    entries = [(-count, word) for word, count in counts.items()]
+    entries.append((-newlines, b"\n"))
+    words = [word for _, word in sorted(entries)]
+    has_unk = UNK in counts
+    if not has_unk:
+        words.append(UNK)
+    eos = words.index(b"\n")
+    settings = {"words": total, "eos": eos, "unk": words.index(UNK), "unk_added": not has_unk}
+    size = f"{len(words):,} words with <eos> and <unk>, from {total:,} in split train"
+    report(f"{options}: vocabulary of {size}")
+    words[eos] = EOS
+    return WordTokenizer(b"".join([word + b"\n" for word in words]), settings)
+
+
+def count_words(texts: Iterable[bytes]) -> Counter[bytes]:
+    """Return how often each word occurs, and (as b"\\n") each newline."""
+    counts: Counter[bytes] = Counter()
+    for text in texts:
+        for words, indices in words_of(text):
+            for word, count in zip(words, np.bincount(indices).tolist(), strict=True):
+                counts[word] += count
+    return counts
 
 
 class SentencepieceTokenizer(Tokenizer):
-    """Subwords learned by byte-pair encoding, exact on any bytes: each id stands for fixed ones.
+    """Subwords learned by byte-pair encoding, exact on any bytes: each id has fixed bytes.
 
     A newline, and a run that its ids do not spell (invalid UTF-8, U+2581), is made of single bytes.
     """
 
-    name, file = "sentencepiece", "sentencepiece.model"
+    name = "sentencepiece"
+    file = "sentencepiece.model"
 
     def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -162,124 +203,158 @@ class SentencepieceTokenizer(Tokenizer):
         self.vocabulary = self.model.get_piece_size()
         pieces: list[str] = self.model.id_to_piece(list(range(self.vocabulary)))
         self.table = [piece.replace(BLANK, " ").encode() for piece in pieces]
-        self.table[self.model.unk_id()] = (
-            "\ufffd".encode()
-        )  # never in encoded text; a model may still choose it
-        self.bytes = [self.model.piece_to_id(f"<0x{value:02X}>") for value in range(256)]
-        for value, number in enumerate(self.bytes):
+        # Encoded text never has this id, but a model may choose it.
+        self.table[self.model.unk_id()] = "\ufffd".encode()
+        self.byte_ids = [self.model.piece_to_id(f"<0x{value:02X}>") for value in range(256)]
+        for value, number in enumerate(self.byte_ids):
             self.table[number] = bytes([value])
-        self.memo: dict[bytes, bytes] = {}
+        self.cache: dict[bytes, bytes] = {}
+        """The ids of runs, as the bytes of arrays."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        found, dtype = [], self.dtype
-        for block in BLOCK.findall(text):
+        encoded: list[bytes] = []
+        for block in SUBWORD_BLOCK.findall(text):
             runs = RUN.findall(block)
-            if len(self.memo) > REMEMBERED:
-                self.memo.clear()
-            new = [run for run in set(runs) if run not in self.memo]
-            for run, spelt in zip(new, self.model.encode(new), strict=True):
-                exact = b"".join(map(self.table.__getitem__, spelt)) == run
-                self.memo[run] = np.array(
-                    spelt if exact else [self.bytes[byte] for byte in run], dtype
-                ).tobytes()
-            found.append(b"".join(map(self.memo.__getitem__, runs)))
-        return np.frombuffer(b"".join(found), dtype)
+            self.fill_cache(set(runs))
+            encoded += [self.cache[run] for run in runs]
+        return np.frombuffer(b"".join(encoded), self.dtype)
+
+    def fill_cache(self, runs: set[bytes]) -> None:
+        """Encode the runs that are not in the cache."""
+        if len(self.cache) > LARGEST_CACHE:
+            self.cache.clear()
+        new = [run for run in runs if run not in self.cache]
+        for run, ids in zip(new, self.model.encode(new), strict=True):
+            is_exact = b"".join([self.table[number] for number in ids]) == run
+            if not is_exact:
+                ids = [self.byte_ids[value] for value in run]
+            self.cache[run] = np.array(ids, self.dtype).tobytes()
 
 
 def learn_subwords(
     texts: Iterable[bytes], vocabulary: int, sample: int, options: str, report: Report
 ) -> SentencepieceTokenizer:
-    """Return the tokenizer of `vocabulary` ids learned from `sample` bytes of `texts`; UserError if it does not fit."""
-    from sentencepiece import SentencePieceTrainer
+    """Return the tokenizer of `vocabulary` ids learned from `sample` bytes of `texts`.
 
-    kept, total = even_sample(texts, sample)
-    size, model = sum(map(len, kept)), io.BytesIO()
+    UserError where these are too few, or too many, for the text.
+    """
+    pieces, total = even_sample(texts, sample)
+    size = sum(map(len, pieces))
     report(
-        f"{options}: learning {vocabulary:,} subwords from {size:,} of {total:,} bytes of split train"
+        f"{options}: learning {vocabulary:,} subwords from {size:,} of {total:,} bytes "
+        "of split train"
     )
-    counts = Counter(chain.from_iterable(map(RUN.findall, kept)))
-    fit = {
-        x: n
-        for x, n in counts.items()
-        if not MARKS.search(x) and x.decode(errors="ignore").encode() == x
-    }
-    rows = (b"%s\t%d" % row for row in sorted(fit.items(), key=lambda row: (-row[1], row[0])))
-    if not fit:
+    counts = count_runs(pieces)
+    if not counts:
         raise UserError(
             f"{options}: expected text in the training split, found none in {size:,} bytes"
         )
-    kind: Any = {
+    try:
+        content = train_sentencepiece(counts, vocabulary)
+    except RuntimeError as error:
+        # The message names the vocabulary that would fit.
+        reason = str(error).rpartition("] ")[2].strip()
+        problem = f"{size:,} bytes of text cannot make so many subwords, or so few: {reason}"
+        advice = "or use data.tokenizer=bytes"
+        raise UserError(f"data.vocabulary={vocabulary}: {problem} ({advice})") from error
+    settings = {"kind": "bpe", "sample": sample, "sampled": size, "from": total}
+    return SentencepieceTokenizer(content, settings)
+
+
+def count_runs(pieces: Iterable[bytes]) -> Counter[bytes]:
+    """Return how often each run occurs that sentencepiece can learn from."""
+    counts: Counter[bytes] = Counter()
+    for piece in pieces:
+        counts.update(RUN.findall(piece))
+    for run in list(counts):
+        is_utf8 = run.decode(errors="ignore").encode() == run
+        if SPECIAL.search(run) or not is_utf8:
+            del counts[run]
+    return counts
+
+
+def train_sentencepiece(counts: Counter[bytes], vocabulary: int) -> bytes:
+    """Return a model file that sentencepiece learns; RuntimeError where `vocabulary` misfits."""
+    from sentencepiece import SentencePieceTrainer
+
+    ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    lines = (b"%s\t%d" % entry for entry in ordered)
+    model = io.BytesIO()
+    options: dict[str, Any] = {
         "model_type": "bpe",
+        "vocab_size": vocabulary,
         "byte_fallback": True,
         "character_coverage": 0.9995,
         "required_chars": BLANK,
-    }
-    exact: Any = {
         "normalization_rule_name": "identity",
         "add_dummy_prefix": False,
         "remove_extra_whitespaces": False,
-    }
-    exact |= {
         "input_format": "tsv",
-        "max_sentence_length": 1024,
+        "max_sentence_length": LONGEST_LINE,
         "unk_id": 0,
         "bos_id": -1,
         "eos_id": -1,
         "pad_id": -1,
-    }
-    kind |= {
-        "vocab_size": vocabulary,
+        # The model file has the number of threads, which must not change its sha256.
         "num_threads": 1,
         "minloglevel": 3,
-    }  # threads stand in the model, and its sha256
-    try:
-        SentencePieceTrainer.train(sentence_iterator=rows, model_writer=model, **kind, **exact)
-    except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2].strip()  # it names the vocabulary that would fit
-        found = f"{size:,} bytes of text cannot make so many subwords, or so few: {reason}"
-        raise UserError(
-            f"data.vocabulary={vocabulary}: {found} (or use data.tokenizer=bytes)"
-        ) from error
-    return SentencepieceTokenizer(
-        model.getvalue(), {"kind": "bpe", "sample": sample, "sampled": size, "from": total}
-    )
+    }
+    SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
+    return model.getvalue()
 
 
 def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
-    """Return pieces from all over `texts` (half of `size` bytes or more, or all), and the bytes of all pieces."""
-    kept: list[bytes] = []
-    total, step, length = 0, 1, max(256, min(1 << 16, size // 256))
-    for number, piece in enumerate((piece for text in texts for piece in samples(text, length)), 1):
-        total += len(piece)
-        if number % step == 0:
-            kept.append(piece[:size])
-        if sum(map(len, kept)) > size:
-            kept, step = (
-                kept[1::2],
-                2 * step,
-            )  # every second piece goes, and of the following ones, too
-    return kept, total
+    """Return pieces from all over `texts`, and the bytes of all pieces.
+
+    The pieces have half of `size` bytes or more, or are all.
+    """
+    pieces: list[bytes] = []
+    total = 0
+    step = 1
+    length = max(SHORTEST_PIECE, min(LONGEST_PIECE, size // PIECES))
+    number = 0
+    for text in texts:
+        for piece in samples(text, length):
+            number += 1
+            total += len(piece)
+            if number % step == 0:
+                pieces.append(piece[:size])
+            if sum(map(len, pieces)) > size:
+                # Every second piece is dropped, of the following ones, too.
+                pieces = pieces[1::2]
+                step *= 2
+    return pieces, total
 
 
 def samples(text: bytes, length: int) -> Iterator[bytes]:
-    """Yield a text in pieces of at most `length` bytes, without the runs that their borders cut, if it has blanks."""
+    """Yield a text in pieces of at most `length` bytes.
+
+    If a piece has blanks, the runs that its borders cut are left out.
+    """
     for start in range(0, len(text), length):
         piece = text[start : start + length]
-        piece = piece if start + length >= len(text) else piece.rpartition(b" ")[0] or piece
-        yield b"".join(piece.partition(b" ")[1:]) or piece if start else piece
+        is_last = start + length >= len(text)
+        if not is_last:
+            piece = piece.rpartition(b" ")[0] or piece
+        if start > 0:
+            _, blank, rest = piece.partition(b" ")
+            piece = blank + rest or piece
+        yield piece
 
 
 def encode_text(tokenizer: Tokenizer, text: bytes | str) -> np.ndarray:
-    """Return the ids of `text`, int64 `[units]`: a str in UTF-8, undecodable bytes (surrogates) as they were."""
-    raw = text.encode("utf-8", errors="surrogateescape") if isinstance(text, str) else text
-    return tokenizer.encode(raw).astype(np.int64)
+    """Return the ids of `text`, int64 `[ids]`: of a str in UTF-8, surrogates as their bytes."""
+    if isinstance(text, str):
+        text = text.encode("utf-8", errors="surrogateescape")
+    return tokenizer.encode(text).astype(np.int64)
 
 
 def learned(
     data: DataConfig, texts: Iterable[bytes], folder: Path, options: str, report: Report
 ) -> Tokenizer:
-    """Return the tokenizer of words or subwords that is in `folder`, learned from `texts` unless it is finished."""
-    with contextlib.suppress(OSError, ValueError):  # missing or half
+    """Return the tokenizer of words or subwords in `folder`, learned where it is not finished."""
+    # A missing or unfinished record means that there is none.
+    with contextlib.suppress(OSError, ValueError):
         return load_tokenizer(json.loads(read_file(folder / RECORD)), folder)
     if data.tokenizer == "words":
         tokenizer: Tokenizer = learn_words(texts, options, report)
@@ -291,13 +366,18 @@ def learned(
 
 
 def load_tokenizer(described: dict[str, Any], folder: Path) -> Tokenizer:
-    """Return the tokenizer that its `describe` called `described`; ValueError where `folder` lacks its file."""
-    if described["name"] == "bytes":
+    """Return the tokenizer whose `describe` returned `described`.
+
+    ValueError where `folder` lacks its file.
+    """
+    name = described["name"]
+    if name == "bytes":
         return Tokenizer(described["unit"])
-    kind = {"words": WordTokenizer, "sentencepiece": SentencepieceTokenizer}[described["name"]]
+    kind = {"words": WordTokenizer, "sentencepiece": SentencepieceTokenizer}[name]
     path = folder / kind.file
     content = read_file(path) if path.is_file() else b""
-    if (found := hashlib.sha256(content).hexdigest()) != described["sha256"]:
-        wanted = f"the {described['name']} tokenizer with sha256 {described['sha256']}"
-        raise ValueError(f"{path}: expected {wanted}, found {found if content else 'nothing'}")
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != described["sha256"]:
+        expected = f"the {name} tokenizer with sha256 {described['sha256']}"
+        raise ValueError(f"{path}: expected {expected}, found {actual if content else 'nothing'}")
     return kind(content, described["settings"])

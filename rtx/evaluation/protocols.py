@@ -1,4 +1,9 @@
-"""How a split is read, what total nats of it mean (bits, words, bytes), and what it costs without a neural network."""
+"""How a split is read, what its total nats mean, and what it costs without a neural network.
+
+Total nats become bits per unit, and where the text has them, perplexity per word and bits per byte.
+
+Shapes: B windows, N units of a window, S positions at which runs of units start.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +24,12 @@ from rtx.settings.schema import TEXTS, Config
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
 
-SUBWORDS_PER_WORD = (
-    1.248  # PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)
-)
-REPEATED = 8  # units before one that must have stood before for it to be repeated
+SUBWORDS_PER_WORD = 1.248
+"""The released perplexity of PG-19 is exp(1.248 times the mean nats of a subword)."""
+
+REPEATED = 8
+"""A unit is repeated if the 8 units before it occurred together earlier."""
+
 RELEASED = {
     "enwik8": ("bytes", "newlines dropped"),
     "wikitext103": ("words", "blank lines and the last window that is not full dropped"),
@@ -33,11 +40,14 @@ RELEASED = {
     "cifar10": ("bytes", "as ours"),
     "imagenet64": ("bytes", "as ours"),
 }
-"""The units that the paper's released data readers take, and what they do otherwise than score every unit, in words."""
+"""The tokenizer of the paper's released data readers, and where they do not score all units."""
+
+MAX_LOG_PERPLEXITY = 700
+"""exp of more than this is beyond float64."""
 
 
 class Window(NamedTuple):
-    """Units `[start, stop)` of a split are read, and of those the units `[first, stop)` are scored."""
+    """The units from `start` to `stop` - 1 of a split; those from `first` on are scored."""
 
     start: int
     stop: int
@@ -45,68 +55,112 @@ class Window(NamedTuple):
 
 
 def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
-    """Return the windows of `length` units that advance by `stride` (unset: `length`) over a split of `units` units.
+    """Return windows that together score each unit of a split once.
 
-    Each scores the units that no earlier one did; the last ends with the split; a split below `length` is one window.
+    Each window scores the units that no earlier window scored. The last one ends with the split. A
+    split shorter than `length` is one window.
+
+    Args:
+        units: of the split.
+        length: units of a window.
+        stride: units from one window to the next; None: `length`.
     """
     length = min(length, units)
     stops = [0, *range(length, units, stride or length), units]
-    return [Window(stop - length, stop, before) for before, stop in itertools.pairwise(stops)]
+    cut = []
+    for before, stop in itertools.pairwise(stops):
+        cut.append(Window(start=stop - length, stop=stop, first=before))
+    return cut
 
 
 def local_reach(config: Config) -> int | None:
-    """Return how many units back stacked local heads read, of texts: layers x model.window, whatever the heads."""
-    return config.model.layers * config.model.window if config.data.name in TEXTS else None
+    """Return how many units back stacked local heads read; None for data that is no text.
+
+    It is layers times model.window, whatever the heads of this model are.
+    """
+    if config.data.name not in TEXTS:
+        return None
+    return config.model.layers * config.model.window
 
 
 def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
-    """Return which units of windows follow `REPEATED` units that stood in the window before, boolean `[B, N]`.
+    """Return which units of windows are far-repeated, boolean `[B, N]`.
 
-    Their last occurrence lies more than `reach` units back. Runs of 2, 4 and 8 units get numbers by sorting.
+    The `REPEATED` units before such a unit occurred together earlier in the window, and last did so
+    more than `reach` units back.
     """
-    B, N = tokens_BN.shape
-    found_BN = np.zeros((B, N), bool)
-    if N <= REPEATED:
-        return found_BN
-    run_BS = tokens_BN + np.arange(B)[:, None] * (
-        tokens_BN.max() + 1
-    )  # S starts; the windows of a batch apart
-    for size in (1, 2, 4):
-        pair_BS = run_BS[:, :-size] * (run_BS.max() + 1) + run_BS[:, size:]
-        run_BS = np.unique(pair_BS, return_inverse=True)[1].reshape(pair_BS.shape)
+    is_far_BN = np.zeros(tokens_BN.shape, bool)
+    if tokens_BN.shape[1] <= REPEATED:
+        return is_far_BN
+    run_BS = numbered_runs(tokens_BN)
+    # Sorted by run, equal runs are neighbours, in the order of their positions.
     order = run_BS.ravel().argsort(kind="stable")
-    far = np.zeros(len(order), bool)
-    far[order[1:]] = (np.diff(run_BS.ravel()[order]) == 0) & (np.diff(order) > reach)
-    found_BN[:, REPEATED:] = far.reshape(run_BS.shape)[:, :-1]
-    return found_BN
+    is_same_run = np.diff(run_BS.ravel()[order]) == 0
+    distance = np.diff(order)
+    is_far = np.zeros(len(order), bool)
+    is_far[order[1:]] = is_same_run & (distance > reach)
+    # The last run ends with the window: no unit follows it.
+    is_far_BN[:, REPEATED:] = is_far.reshape(run_BS.shape)[:, :-1]
+    return is_far_BN
+
+
+def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
+    """Return a number for the run of `REPEATED` units from each position on, `[B, S]`.
+
+    Equal runs of a window have the same number. Runs of different windows have different ones.
+    """
+    window_B1 = np.arange(len(tokens_BN))[:, None]
+    run_BS = tokens_BN + window_B1 * (tokens_BN.max() + 1)
+    size = 1
+    while size < REPEATED:
+        # Two neighbouring runs of `size` units are a run of twice as many.
+        pair_BS = run_BS[:, :-size] * (run_BS.max() + 1) + run_BS[:, size:]
+        _, number = np.unique(pair_BS, return_inverse=True)
+        run_BS = number.reshape(pair_BS.shape)
+        size *= 2
+    return run_BS
 
 
 def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
-    """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
+    """Return a split as the paper's released code reads it, and what that leaves out.
+
+    Args:
+        length: units of a window.
+
+    Raises:
+        UserError: the released code did not read this data, or not by this tokenizer.
+    """
     if store.name not in RELEASED or store.tokenizer is None:
-        raise UserError(
-            f"protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}"
-        )
-    tokens, (units, habits) = store.split(split), RELEASED[store.name]
+        names = ", ".join(RELEASED)
+        raise UserError(f"protocol=released: known of {names}, not of data={store.name}")
+    tokenizer, habits = RELEASED[store.name]
+    tokens = store.split(split)
     if store.image is not None:
         return tokens, habits
-    if (found := store.tokenizer.name) != units:
-        raise UserError(
-            f"protocol=released: {store.name} was read as {units}, not data.tokenizer={found}"
-        )
-    is_newline = tokens == store.tokenizer.encode(b"\n")[0]
-    if (
-        store.name == "wikitext103"
-    ):  # blank lines alone; the first one is blank where the text begins with a newline
-        is_newline[1:] &= is_newline[:-1].copy()
-    tokens = tokens[~is_newline]
+    if store.tokenizer.name != tokenizer:
+        problem = f"{store.name} was read as {tokenizer}, not data.tokenizer={store.tokenizer.name}"
+        raise UserError(f"protocol=released: {problem}")
+    newline = store.tokenizer.encode(b"\n")[0]
     if store.name == "wikitext103":
+        tokens = without_blank_lines(tokens, newline)
         tokens = tokens[: len(tokens) // length * length]
+    else:
+        tokens = tokens[tokens != newline]
     if not len(tokens):
-        raise UserError(
-            f"protocol=released: split {split} has not one whole window of {length:,} units"
-        )
+        problem = f"split {split} has not one whole window of {length:,} units"
+        raise UserError(f"protocol=released: {problem}")
     return tokens, habits
+
+
+def without_blank_lines(tokens: np.ndarray, newline: int) -> np.ndarray:
+    """Return a text without the newlines that end a blank line.
+
+    A newline at the start of the text ends a blank line, too.
+    """
+    is_newline = tokens == newline
+    ends_blank_line = is_newline.copy()
+    ends_blank_line[1:] &= is_newline[:-1]
+    return tokens[~ends_blank_line]
 
 
 def measures(
@@ -117,7 +171,12 @@ def measures(
     is_sample: bool = False,
     released: bool = False,
 ) -> Measures:
-    """Return a score in the measures that its data have; a sample of windows has few of them."""
+    """Return a score in the measures that its data have.
+
+    Args:
+        is_sample: the score is of a sample of windows, which has no words or bytes of its own.
+        released: the split was read as the released code reads it.
+    """
     values = store.answer_values
     if values is not None:
         accuracies = score.accuracies()
@@ -144,46 +203,61 @@ def far_measures(score: Score) -> dict[str, Any]:
 
 
 def text_measures(store: Store, split: str, score: Score, released: bool) -> dict[str, Any]:
-    """Return bits per byte and perplexity per word of a text that was scored as a whole."""
-    numbers: dict[str, Any] = {}
+    """Return the score of a whole split of a text per byte and per word, if it has such a count."""
+    result: dict[str, Any] = {}
+    # Words account neither for the bytes between them nor for those within.
     if store.unit == "subword" and not released:
-        # Words do not account for the bytes between and in them.
-        numbers["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
-    counted = words_scored(store, split, score.units, released)
-    if counted is not None:
-        count, note, comparable = counted
-        nats_per_word = score.nats / count
-        # Beyond 700 it is more than a float64 can be.
-        perplexity = math.exp(nats_per_word) if nats_per_word < 700 else math.inf
-        numbers["perplexity_per_word"] = perplexity
-        numbers["words"] = count
-        numbers["words_are"] = note
-        numbers["words_comparable"] = comparable
-    return numbers
+        result["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
+    words = words_scored(store, split, score.units, released)
+    if words is not None:
+        nats_of_word = score.nats / words.number
+        perplexity = math.inf
+        if nats_of_word < MAX_LOG_PERPLEXITY:
+            perplexity = math.exp(nats_of_word)
+        result["perplexity_per_word"] = perplexity
+        result["words"] = words.number
+        result["words_are"] = words.note
+        result["words_comparable"] = words.comparable
+    return result
 
 
-def words_scored(
-    store: Store, split: str, units: int, released: bool
-) -> tuple[float, str, bool] | None:
-    """Return how many words a split has, whose count that is, and whether published perplexities are over the same."""
-    published = SETS[store.name].words if store.name in SETS else {}
+class Words(NamedTuple):
+    """The number of words of a split."""
+
+    number: float
+    note: str
+    """What counts as a word."""
+    comparable: bool
+    """Whether published perplexities are over the same number."""
+
+
+def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
+    """Return how many words a score of a whole split is over; None if it has no words."""
+    published = {}
+    if store.name in SETS:
+        published = SETS[store.name].words
     if released and store.name == "pg19":
-        return units / SUBWORDS_PER_WORD, "as the released code converts its own subwords", False
+        note = "as the released code converts its own subwords"
+        return Words(units / SUBWORDS_PER_WORD, note, False)
     if store.unit == "word" and (released or not published):
-        return units, "its own words and line ends", False
+        return Words(units, "its own words and line ends", False)
     if not published:
         return None
     if store.stamps.get("complete") is False:
-        return max(1, store.facts[split]["words"]), "between blanks of the text scored", False
-    return published[split], "the published count of the split", True
+        count = max(1, store.facts[split]["words"])
+        return Words(count, "between blanks of the text scored", False)
+    return Words(published[split], "the published count of the split", True)
 
 
-def baselines(held_out: np.ndarray) -> dict[str, float]:
-    """Return bits/byte of bytes (uint8) under zlib (level 9) and xz (preset 9), which start from nothing."""
-    data = held_out.tobytes()
-    # A dictionary no larger than the data need gives what preset 9 gives, in less memory.
-    dictionary = min(1 << 26, max(1 << 16, 1 << (len(data) - 1).bit_length()))
-    packed = lzma.compress(
-        data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}]
-    )
-    return {"zlib": 8 * len(zlib.compress(data, 9)) / len(data), "xz": 8 * len(packed) / len(data)}
+def baselines(split: np.ndarray) -> dict[str, float]:
+    """Return the bits per byte of a split of bytes under zlib and xz, which see nothing else."""
+    data = split.tobytes()
+    # A dictionary no larger than the data gives the result of preset 9 in less memory.
+    data_bits = (len(data) - 1).bit_length()
+    dictionary = min(1 << 26, max(1 << 16, 1 << data_bits))
+    preset = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}
+    packed = {
+        "zlib": zlib.compress(data, 9),
+        "xz": lzma.compress(data, filters=[preset]),
+    }
+    return {name: 8 * len(compressed) / len(data) for name, compressed in packed.items()}

@@ -1,4 +1,8 @@
-"""Scoring windows: B of a batch, N units of a window, at most A of them answers, K windows of the split."""
+"""Scores of a model on windows of a split.
+
+Shapes: B windows of a batch, N units of a window, at most A of them answers, K windows of the
+split, X columns of a window's score.
+"""
 
 import itertools
 import math
@@ -12,23 +16,31 @@ from torch import Tensor, nn
 
 from rtx.evaluation.protocols import Window, far_repeated
 
-BATCH_UNITS = 16_384  # scored at once where the user does not say
+BATCH_UNITS = 16_384
+"""Units of a batch, unless the user says otherwise."""
 
 Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Gives the positions of the answers of sequences `[B, N]`, or -1, and how far back each was told, or 0; `[B, A]`."""
+"""Returns the position of each answer of sequences `[B, N]`, or -1, and the distance of its first
+mention, or 0; both `[B, A]`."""
+
+Progress = Callable[[int, int], None]
+"""Is called with the number of windows scored, and of all windows."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What windows scored, in float64."""
+    """The score of windows, in float64."""
 
     units_K: np.ndarray
+    """Number of units scored."""
     nats_K: np.ndarray
-    right_KA: np.ndarray | None = (
-        None  # where answers alone are scored: 1 where the unit was the likeliest
-    )
-    back_KA: np.ndarray | None = None  # how far back each answer was told; 0 for none
-    far_K2: np.ndarray | None = None  # where they are counted: far-repeated units, and their nats
+    """Sum of their nats."""
+    right_KA: np.ndarray | None = None
+    """1 for an answer that was the likeliest unit; None: all units are scored, not only answers."""
+    back_KA: np.ndarray | None = None
+    """Distance from each answer back to its first mention, 0 for no answer."""
+    far_K2: np.ndarray | None = None
+    """Number of far-repeated units, and the sum of their nats, if they are counted."""
 
     @property
     def units(self) -> int:
@@ -40,33 +52,36 @@ class Score:
 
     @property
     def bits(self) -> float:
+        """Mean bits of a unit."""
         return self.nats / self.units / math.log(2)
 
     @property
     def accuracy(self) -> float | None:
-        """Share of answers that were right; None where every unit is scored."""
-        return None if self.right_KA is None else float(self.right_KA.sum()) / self.units
+        """Share of answers that were right; None if all units are scored."""
+        if self.right_KA is None:
+            return None
+        return float(self.right_KA.sum()) / self.units
 
     def accuracies(self) -> dict[str, dict[str, tuple[float, int]]]:
-        """Return accuracy and number of answers by distance (from a power of two on) and by pairs of a window."""
-        assert self.right_KA is not None and self.back_KA is not None
-        is_KA = self.back_KA > 0
-        right, pairs = (
-            self.right_KA[is_KA],
-            np.broadcast_to(self.units_K[:, None], is_KA.shape)[is_KA].astype(int),
-        )
-        kinds = {"distance": 2 ** np.log2(self.back_KA[is_KA]).astype(int), "pairs": pairs}
+        """Return accuracies and numbers of answers, by distance and by pairs of a window.
+
+        Distances are rounded down to a power of two.
+        """
+        assert self.right_KA is not None
+        assert self.back_KA is not None
+        is_answer_KA = self.back_KA > 0
+        right = self.right_KA[is_answer_KA]
+        distance = 2 ** np.log2(self.back_KA[is_answer_KA]).astype(int)
+        pairs_KA = np.broadcast_to(self.units_K[:, None], is_answer_KA.shape)
+        pairs = pairs_KA[is_answer_KA].astype(int)
         return {
-            kind: {
-                str(value): (float(right[of == value].mean()), int((of == value).sum()))
-                for value in np.unique(of)
-            }
-            for kind, of in kinds.items()
+            "distance": accuracy_by(distance, right),
+            "pairs": accuracy_by(pairs, right),
         }
 
     @property
     def standard_error(self) -> float:
-        """Standard error of `bits`, the windows taken as a sample of the text (NaN for a single window)."""
+        """Standard error of `bits`, if the windows are a sample of the text; NaN for one window."""
         windows = len(self.units_K)
         if windows < 2:
             return math.nan
@@ -75,12 +90,22 @@ class Score:
         return math.sqrt(variance) / self.units / math.log(2)
 
 
+def accuracy_by(group: np.ndarray, right: np.ndarray) -> dict[str, tuple[float, int]]:
+    """Return of each group of answers the share that is right, and their number."""
+    accuracies: dict[str, tuple[float, int]] = {}
+    for value in np.unique(group):
+        right_of_group = right[group == value]
+        accuracies[str(value)] = (float(right_of_group.mean()), len(right_of_group))
+    return accuracies
+
+
 def sample_windows(windows: Sequence[Any], count: int | None, seed: int = 0) -> Sequence[Any]:
-    """Return `count` of the windows in order, the same ones for a seed, or all of them where `count` covers them."""
+    """Return `count` of the windows in their order, drawn by a seed, or all if there are fewer."""
     if count is None or count >= len(windows):
         return windows
-    chosen = np.random.default_rng(seed).choice(len(windows), size=count, replace=False)
-    return [windows[int(index)] for index in np.sort(chosen)]
+    generator = np.random.default_rng(seed)
+    numbers = generator.choice(len(windows), size=count, replace=False)
+    return [windows[int(number)] for number in np.sort(numbers)]
 
 
 @torch.no_grad()
@@ -93,86 +118,131 @@ def score_windows(
     reach: int | None = None,
     batch_size: int | None = None,
     streaming: bool = False,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Progress = lambda done, total: None,
 ) -> Score:
-    """Score windows of a split (`tokens`) with a model in evaluation mode, `batch_size` of them at once.
+    """Score windows of a split with a model in evaluation mode.
 
-    `answers`: finds in windows, which must be whole, the units that alone are scored; None: all units are.
-    `reach`: count the units that are far-repeated by it, see `far_repeated`.
-    `streaming`: decisions from the prefix alone. `on_progress` is called with windows done and windows in all.
+    Args:
+        tokens: the split.
+        answers: finds the units that alone are scored, in windows that must be whole; None: all
+            units are scored.
+        reach: count the units that are far-repeated by it, see `far_repeated`.
+        batch_size: windows scored at once.
+        streaming: every selection of keys is made from the prefix alone.
+        on_progress: is called with the number of windows scored, and of all windows.
     """
     device = next(model.parameters()).device
     scored: list[Tensor] = []
-    for batch in equal_batches(windows, batch_size):
-        tokens_BN, skipped_B = read_windows(tokens, [windows[k] for k in batch])
-        scored.append(
-            score_batch(
-                model, (tokens_BN.to(device), skipped_B.to(device)), answers, reach, streaming
-            )
-        )
-        on_progress(batch[-1] + 1, len(windows))
+    for numbers in equal_batches(windows, batch_size):
+        tokens_BN, skipped_B = read_windows(tokens, [windows[number] for number in numbers])
+        batch = (tokens_BN.to(device), skipped_B.to(device))
+        scored.append(score_batch(model, batch, answers, reach, streaming))
+        on_progress(numbers[-1] + 1, len(windows))
     return joined(torch.cat(scored).numpy(), answers)
 
 
 def joined(scored_KX: np.ndarray, answers: Answers | None) -> Score:
-    """Return what `score_batch` gave of all windows, float64 `[K, X]`, as one score."""
-    units_K, nats_K = np.ascontiguousarray(scored_KX[:, :2].T)
+    """Return one score from those of all windows, which `score_batch` returns in parts."""
+    units_K = np.ascontiguousarray(scored_KX[:, 0])
+    nats_K = np.ascontiguousarray(scored_KX[:, 1])
+    more_KX = scored_KX[:, 2:]
     if answers is not None:
-        return Score(units_K, nats_K, *np.split(scored_KX[:, 2:], 2, axis=1))
-    return Score(units_K, nats_K, far_K2=scored_KX[:, 2:] if scored_KX.shape[1] > 2 else None)
+        right_KA, back_KA = np.split(more_KX, 2, axis=1)
+        return Score(units_K, nats_K, right_KA, back_KA)
+    if more_KX.shape[1]:
+        return Score(units_K, nats_K, far_K2=more_KX)
+    return Score(units_K, nats_K)
 
 
 def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
-    """Cut 0..K-1 into runs of at most `batch_size` windows of the same length."""
+    """Return the numbers of the windows in batches of windows of equal length.
+
+    A batch has at most `batch_size` windows, or by default `BATCH_UNITS` units.
+    """
     batches: list[list[int]] = []
-    for size, group in itertools.groupby(
-        range(len(windows)), lambda k: windows[k].stop - windows[k].start
-    ):
-        numbers, most = list(group), batch_size or max(1, BATCH_UNITS // size)
-        batches += [numbers[at : at + most] for at in range(0, len(numbers), most)]
+    lengths = [window.stop - window.start for window in windows]
+    for length, group in itertools.groupby(range(len(windows)), lambda number: lengths[number]):
+        numbers = list(group)
+        most = batch_size or max(1, BATCH_UNITS // length)
+        for first in range(0, len(numbers), most):
+            batches.append(numbers[first : first + most])
     return batches
 
 
 def read_windows(tokens: np.ndarray, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    """Return windows of equal length: ids `[B, N]`, and the units before the first that counts `[B]`; int64."""
-    rows = np.stack([tokens[window.start : window.stop] for window in windows]).astype(np.int64)
-    return torch.from_numpy(rows), torch.tensor([window.first - window.start for window in windows])
+    """Return the tokens of windows of equal length, `[B, N]`, and how many are not scored, `[B]`.
+
+    Both are int64. Those that are not scored come first.
+    """
+    rows = np.stack([tokens[window.start : window.stop] for window in windows])
+    skipped_B = torch.tensor([window.first - window.start for window in windows])
+    return torch.from_numpy(rows.astype(np.int64)), skipped_B
 
 
 def score_batch(
     model: nn.Module,
-    read: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, Tensor],
     answers: Answers | None,
     reach: int | None,
     streaming: bool = False,
 ) -> Tensor:
-    """Return what each of the windows of `read_windows` scores, float64 `[B, X]` on the CPU: units and nats.
+    """Return the score of each window, float64 on the CPU, `[B, X]`.
 
-    Of answers also whether each is right and how far back it was told, in A columns each; else, with a `reach`, the
-    units that are far-repeated and their nats.
+    Its columns are units and nats; for answers, A columns of whether each is right and A columns of
+    its distance back; else, with a `reach`, the far-repeated units and their nats.
 
-    `model` has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`, or, where answers are scored,
-    `answers(tokens_BN, at_BA, prefix=...) -> (nats_BA, right_BA, auxiliary)`.
+    Args:
+        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)` or, for answers,
+            `answers(tokens_BN, position_BA, streaming=...) -> (nats_BA, right_BA, auxiliary)`.
+        batch: what `read_windows` returns.
     """
-    tokens_BN, skipped_B = read
+    tokens_BN, skipped_B = batch
     if answers is None:
-        nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
-        counts_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device) >= skipped_B[:, None]
-        nats_B = torch.where(counts_BN, nats_BN.double(), 0.0).sum(dim=1)
-        units_B, more = counts_BN.sum(dim=1), []
-        if reach is not None:
-            far_BN = counts_BN & torch.from_numpy(far_repeated(tokens_BN.cpu().numpy(), reach)).to(
-                counts_BN.device
-            )
-            far_nats_B = torch.where(far_BN, nats_BN.double(), 0.0).sum(dim=1)
-            more = [far_BN.sum(dim=1)[:, None], far_nats_B[:, None]]
+        columns = score_units(model, tokens_BN, skipped_B, reach, streaming)
     else:
         assert not skipped_B.any(), "answers are scored in whole windows"
-        at_BA, back_BA = answers(tokens_BN)
-        nats_BA, right_BA, _ = model.answers(tokens_BN, at_BA, streaming=streaming)  # type: ignore[operator]
-        nats_B, units_B, more = (
-            nats_BA.double().sum(dim=1),
-            (at_BA >= 0).sum(dim=1),
-            [right_BA, back_BA],
-        )
-    return torch.cat([units_B[:, None], nats_B[:, None], *more], dim=1).double().cpu()
+        columns = score_answers(model, tokens_BN, answers, streaming)
+    return torch.cat(columns, dim=1).double().cpu()
+
+
+def score_units(
+    model: nn.Module,
+    tokens_BN: Tensor,
+    skipped_B: Tensor,
+    reach: int | None,
+    streaming: bool,
+) -> list[Tensor]:
+    """Return the columns of `score_batch` for windows of which all units are scored."""
+    nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
+    position_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+    is_scored_BN = position_N >= skipped_B[:, None]
+    columns = count_and_nats(is_scored_BN, nats_BN)
+    if reach is not None:
+        is_far = torch.from_numpy(far_repeated(tokens_BN.cpu().numpy(), reach))
+        is_far_BN = is_scored_BN & is_far.to(tokens_BN.device)
+        columns += count_and_nats(is_far_BN, nats_BN)
+    return columns
+
+
+def count_and_nats(is_scored_BN: Tensor, nats_BN: Tensor) -> list[Tensor]:
+    """Return the number and the nats of some units of each window, two columns `[B, 1]`."""
+    count_B1 = is_scored_BN.sum(dim=1, keepdim=True)
+    nats_BN = torch.where(is_scored_BN, nats_BN.double(), 0.0)
+    return [count_B1, nats_BN.sum(dim=1, keepdim=True)]
+
+
+def score_answers(
+    model: nn.Module,
+    tokens_BN: Tensor,
+    answers: Answers,
+    streaming: bool,
+) -> list[Tensor]:
+    """Return the columns of `score_batch` for windows of which the answers are scored."""
+    position_BA, back_BA = answers(tokens_BN)
+    nats_BA, right_BA, _ = model.answers(  # type: ignore[operator]
+        tokens_BN, position_BA, streaming=streaming
+    )
+    is_answer_BA = position_BA >= 0
+    count_B1 = is_answer_BA.sum(dim=1, keepdim=True)
+    nats_B1 = nats_BA.double().sum(dim=1, keepdim=True)
+    return [count_B1, nats_B1, right_BA, back_BA]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.engine.softmax import recomputed
+from rtx.attention.precision import widened
 from rtx.errors import UserError
 from rtx.model.linear import Linear
 from rtx.settings.derived import sizes_of
@@ -69,7 +70,7 @@ def token_nats(
 
     def nats(hidden_RE: Tensor, target_R: Tensor) -> Tensor:
         logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
-        return nats_of(float32_or_wider(logits_RV), target_R)
+        return nats_of(widened(logits_RV), target_R)
 
     return in_parts(nats, hidden_BNE, target_BN, logits_of_a_row=len(weight_VE))
 
@@ -77,11 +78,6 @@ def token_nats(
 def nats_of(logits_RV: Tensor, target_R: Tensor) -> Tensor:
     """Return -log p(target) of each row by its logits, `[R]`."""
     return F.cross_entropy(logits_RV, target_R, reduction="none")
-
-
-def float32_or_wider(x: Tensor) -> Tensor:
-    """Return numbers of a narrower type as float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def in_parts(
@@ -253,7 +249,7 @@ class AdaptiveSoftmax(nn.Module):
         logits_RG = narrow_RS @ band.table_GS.T + self.bias_V[band.start : band.stop]
         if index == 0:
             logits_RG = torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
-        return float32_or_wider(logits_RG)
+        return widened(logits_RG)
 
     def token_nats(self, hidden_BNE: Tensor, target_BN: Tensor) -> Tensor:
         """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`.

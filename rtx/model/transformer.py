@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention.precision import widened
 from rtx.model.block import Block
 from rtx.model.compiling import recomputed_block
 from rtx.model.embedding import Embedding, projection
 from rtx.model.likelihood import (
     AdaptiveSoftmax,
-    float32_or_wider,
     fused_mean_nats,
     make_bands,
     token_nats,
@@ -259,7 +259,7 @@ class Transformer(nn.Module):
         real_position_BA = position_BA.clamp(min=0)
         target_BA = tokens_BN.gather(1, real_position_BA)
         logits_BAV = self.logits(hidden_BNS[sequence_B1, real_position_BA])
-        wide_BVA = float32_or_wider(logits_BAV).mT
+        wide_BVA = widened(logits_BAV).mT
         nats_BA = F.cross_entropy(wide_BVA, target_BA, reduction="none")
         is_missing_BA = position_BA < 0
         is_right_BA = (logits_BAV.argmax(-1) == target_BA) & ~is_missing_BA

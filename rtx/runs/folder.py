@@ -19,6 +19,7 @@ MOST_LISTED = 5
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 RESUMES = "resumes.jsonl"
+SWEEPS = "sweeps.jsonl"
 FILES_OF_A_RUN = (RUN_CONFIG, STATUS, ENVIRONMENT, METRICS)
 """A run has at least one of them."""
 EXPORT_FACTS = "export.json"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rtx.disk import read_file, replace_file
-from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES
+from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
 from rtx.runs.records import (
     AnalysisRecord,
     EnvironmentRecord,
@@ -24,7 +24,6 @@ from rtx.runs.records import (
 from rtx.runs.status import read_status
 from rtx.settings.run_config import RUN_CONFIG
 
-SWEEPS = "sweeps.jsonl"
 STUDY_SUFFIX = ".jsonl"
 
 

@@ -1,88 +1,236 @@
-"""Words of Hydra's that rtx does not take: what a user of Hydra writes instead. No torch, no Hydra, no YAML."""
+"""Hydra's grammar of overrides: lists, functions such as range(1,5), and what replaces words that rtx does not take.
 
-import math
+Hydra's own parser reads the functions; it is imported only where a word has one. No torch, no YAML.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
 import re
-from collections.abc import Collection
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rtx.settings.fields import convert
+from rtx.errors import UserError, listed, shorten
 
-COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
-"""A comma outside quotes: in a sweep it parts several values."""
-CALL = re.compile(r"(range|choice|glob|interval|shuffle|sort|tag)\((.*)\)", re.DOTALL)
-INTEGERS = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})")
-MOST = 12
-"""Numbers that a message lists at the most."""
-WIDTH = 240
-"""Characters of a list of names in a message at the most."""
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override as HydraOverride
+
+COMMA = re.compile(
+    r"""(?<!\\),(?=(?:[^"'()\[\]{}]|"[^"]*"|'[^']*'|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\})*$)"""
+)
+"""A comma that separates values: outside quotes and brackets, and without a backslash."""
+FUNCTION = re.compile(
+    r"\s*(choice|range|interval|glob|shuffle|sort|tag|int|float|str|bool|json_str)\(.*\)\s*",
+    re.DOTALL,
+)
+QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
+INTEGERS = re.compile(r"\s*(-?\d{1,9})\.\.(-?\d{1,9})\s*")
+PLAIN = re.compile(r"[A-Za-z_][\w.-]*|0|-?[1-9]\d{0,17}")
+"""Texts that Hydra reads as they are; all others are passed to it in quotes."""
+MOST_VALUES = 10_000
+"""Values that a function may stand for."""
+OF_SWEEPS = ("hydra/sweeper", "hydra.sweeper.", "hydra/launcher", "hydra.launcher.")
+"""What the keys begin with that `rtx train -m` passes to Hydra."""
+FOLDERS = "RTX_OUTPUTS=<folder> and name= say where runs go"
+MESSAGES = "what a run prints is in its output.log, metrics in metrics.jsonl"
+REPLACED = {
+    "hydra.run": FOLDERS,
+    "hydra.sweep": FOLDERS,
+    "hydra.output_subdir": "the configuration of a run is its config.yaml",
+    "hydra.job.chdir": f"no run changes the folder; {FOLDERS}",
+    "hydra.job.name": "name= names the runs",
+    "hydra.mode": "rtx train -m starts a sweep",
+    "hydra.searchpath": "--config-dir <folder> adds presets of your own",
+    "hydra.verbose": MESSAGES,
+    "hydra.job_logging": MESSAGES,
+    "hydra.hydra_logging": MESSAGES,
+    "hydra.help": "rtx train --help lists all keys",
+}
+"""Keys of Hydra's that rtx does not read, without what follows a further dot, and what serves instead."""
+SWEEPERS = {
+    "optuna": "hydra_optuna_sweeper",
+    "ax": "hydra_ax_sweeper",
+    "nevergrad": "hydra_nevergrad_sweeper",
+}
+"""Sweepers that draw values, by the module of their plug-in."""
+FLAGS = {
+    ("-cn", "--config-name"): "model= and experiment= choose presets: model=tiny",
+    ("-cp", "-cd", "--config-path"): "--config-dir <folder> adds presets of your own",
+    ("-r", "--run"): "leave it out; -m starts a sweep",
+    ("-i", "--info", "-p", "--package"): "--cfg job prints the configuration",
+    ("--hydra-help",): "--help lists the keys, --help <group> one group",
+    ("-sc", "--shell-completion"): "rtx completion bash prints a script for the shell",
+    ("--experimental-rerun",): "rtx resume <run> continues a run",
+}
+"""Flags of Hydra's that rtx does not take, and what serves instead."""
+
+
+@dataclass(frozen=True)
+class FunctionValues:
+    """What a function of Hydra's grammar stands for."""
+
+    values: tuple[str, ...]
+    """The texts of its values; of an interval, its two ends."""
+    is_interval: bool = False
+    is_sweep: bool = True
+    """False for one value, as of int(3)."""
 
 
 def hydra_flag(flag: str) -> str:
-    """Return what to use instead of a flag of Hydra's, to stand behind its refusal, or ""."""
+    """Return "; " and what to use instead of a flag of Hydra's, else ""."""
     name = flag.partition("=")[0]
-    if name in ("-cn", "--config-name"):
-        return "; model= and experiment= choose presets: model=tiny"
-    if name in ("-cp", "-cd", "--config-path"):
-        return "; --config-dir <folder> adds presets of your own"
+    for names, instead in FLAGS.items():
+        if name in names:
+            return f"; {instead}"
     return ""
 
 
-def hydra_values(text: str, values: Collection[str] = ()) -> str | None:
-    """Return the list, with commas, that Hydra's range(), choice() or glob(), or a..b, stands for.
+def is_hydra_key(key: str) -> bool:
+    """Whether a key is part of Hydra's own configuration."""
+    return key == "hydra" or key.lower().startswith(("hydra.", "hydra/"))
 
-    Empty where it stands for none that can be listed; None where the text is nothing of the kind. `values` are those
-    that a key takes, of which glob() chooses.
+
+def check_hydra_key(key: str, text: str, *, sweep: bool) -> None:
+    """Raise `UserError` for a key of Hydra's that rtx does not pass on, with what to write instead."""
+    word = shorten(f"{key}={text}")
+    if key.startswith(OF_SWEEPS):
+        if not sweep:
+            raise UserError(f"{word}: only a sweep reads it: rtx train -m")
+        if key == "hydra/launcher" and text not in ("rtx_processes", "rtx_slurm"):
+            instead = "sweep.parallel=<number> runs cells side by side, hardware=slurm as jobs"
+            raise UserError(f"{word}: rtx starts the processes of a sweep by itself; {instead}")
+        plugin = SWEEPERS.get(text) if key == "hydra/sweeper" else None
+        if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise UserError(f"{word}: needs a plug-in: pip install {plugin.replace('_', '-')}")
+        if key.startswith("hydra.sweeper.params"):
+            raise UserError(f"{word}: write the key of the run itself, with its values: seed=1,2")
+        return
+    section = key.lower().replace("/", ".")
+    reasons = [
+        instead for name, instead in REPLACED.items() if f"{section}.".startswith(f"{name}.")
+    ]
+    instead = reasons[0] if reasons else f"{FOLDERS}, sweep.parallel= and hardware=slurm how"
+    raise UserError(f"{word}: rtx does not read this key of Hydra; {instead}")
+
+
+def split_values(text: str) -> list[str]:
+    r"""Return the texts of the values that commas separate; `\,` is a comma in a value."""
+    values = COMMA.split(text)
+    return [in_quotes(value.replace("\\,", ",")) if "\\," in value else value for value in values]
+
+
+def in_quotes(text: str) -> str:
+    """Return a text in quotes of the kind that it does not contain."""
+    quote = '"' if "'" in text else "'"
+    return f"{quote}{text}{quote}"
+
+
+def integers_hint(text: str) -> str:
+    """Return Hydra's word for a text such as 1..5, which it reads as no list; else ""."""
+    match = INTEGERS.fullmatch(text)
+    return f"range({match[1]},{int(match[2]) + 1})" if match else ""
+
+
+def is_function(text: str) -> bool:
+    """Whether a value is a function of Hydra's grammar."""
+    return FUNCTION.fullmatch(text) is not None
+
+
+def function_values(key: str, text: str, names: Collection[str]) -> FunctionValues:
+    """Return what a function stands for; `names` are those from which glob() chooses.
+
+    Raises:
+        UserError: Hydra's parser refuses it, or it stands for no value.
     """
-    if spread := INTEGERS.fullmatch(text.strip()):
-        first = int(spread[1])
-        last = int(spread[2])
-        return steps(first, last + 1, 1)
-    call = CALL.fullmatch(text.strip())
-    if call is None:
-        return None
-    name = call[1]
-    arguments = [part.strip() for part in COMMA.split(call[2])]
-    if name == "range":
-        return of_range(arguments)
-    if name == "choice":
-        return whole_names(arguments)
-    if name == "glob":
-        return whole_names([value for value in values if fnmatchcase(value, arguments[0])])
-    return ""
+    from hydra.core.override_parser.types import Glob, IntervalSweep
+    from hydra.errors import HydraException
+
+    word = f"{key}={text.strip()}"
+    parsed = parse(word)
+    value = parsed.value()
+    if isinstance(value, IntervalSweep):
+        return FunctionValues((str(value.start), str(value.end)), is_interval=True)
+    if not parsed.is_sweep_override():
+        return FunctionValues((text_of(parsed._value),), is_sweep=False)
+    if isinstance(value, Glob):
+        values = tuple(value.filter(list(names)))
+        if not values:
+            choices = f"of {listed(names)}" if names else f"because {key} has no list of names"
+            raise UserError(f"{shorten(word)}: matches nothing, {choices}")
+        return FunctionValues(values)
+    try:
+        elements = list(itertools.islice(parsed.sweep_iterator(), MOST_VALUES + 1))
+    except (HydraException, ValueError, ArithmeticError) as error:
+        raise UserError(f"{shorten(word)}: {shorten(str(error))}") from error
+    values = tuple(map(text_of, elements))
+    if len(values) > MOST_VALUES:
+        raise UserError(f"{shorten(word)}: contains more than {MOST_VALUES:,} values")
+    if not values:
+        raise UserError(f"{shorten(word)}: contains no value")
+    return FunctionValues(values)
 
 
-def whole_names(names: list[str]) -> str:
-    """Return names with commas between, a long list cut after a complete name."""
-    text = ",".join(names)
-    return text if len(text) <= WIDTH else f"{text[:WIDTH].rpartition(',')[0]},..."
+def parse(word: str) -> HydraOverride:
+    """Return an override as Hydra's parser reads it; `UserError` where it cannot."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(word)
+    except (HydraException, ValueError, ArithmeticError) as error:
+        reasons = [line for line in str(error).splitlines() if line.strip()]
+        reason = reasons[0].removeprefix(f"Error parsing override '{word}'") if reasons else ""
+        detail = reason.strip() or " ".join(reasons[1:2]).strip() or "Hydra cannot read it"
+        raise UserError(f"{shorten(word)}: {shorten(detail)}") from error
 
 
-def of_range(arguments: list[str]) -> str:
-    """Return the values of range(stop), range(start, stop) or range(start, stop, step), without the stop."""
-    named = {"start": "0", "stop": "", "step": "1"}
-    order = ("stop",) if len(arguments) == 1 else ("start", "stop", "step")
-    if len(arguments) > 3:
-        return ""
-    for place, argument in zip(order, arguments, strict=False):
-        name, equals, value = argument.rpartition("=")
-        named[name.strip() if equals else place] = value.strip()
-    start, stop, step = (number(named[name]) for name in ("start", "stop", "step"))
-    if start is None or stop is None or not step:
-        return ""
-    return steps(start, stop, step)
+def hydra_text(text: str) -> str:
+    """Return the text of one value in Hydra's grammar, for its sweepers; `text_of` reads it back."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    bare = text.strip()
+    if bare.lower() == "null":
+        return "null"
+    if PLAIN.fullmatch(bare):
+        return bare
+    content = bare[1:-1] if QUOTED.fullmatch(bare) else text
+    return QuotedString(text=content, quote=Quote.single).with_quotes()
 
 
-def number(text: str) -> int | float | None:
-    """Return the number that a text is, a whole one as int; None where it is none."""
-    whole = convert(int, text)
-    return convert(float, text) if whole is None else whole
+def text_of(element: Any) -> str:
+    """Return one value that Hydra has parsed as a user of rtx writes it, in quotes where it needs them."""
+    if element is None:
+        return "null"
+    if isinstance(element, bool):
+        return str(element).lower()
+    text = str(getattr(element, "text", element))
+    stripped = text.strip()
+    is_plain = text == stripped and stripped.lower() != "null" and not QUOTED.fullmatch(stripped)
+    return text if is_plain and len(split_values(text)) == 1 else in_quotes(text)
 
 
-def steps(start: float, stop: float, step: float) -> str:
-    """Return start, start + step, ... before stop, without the middle of a long list; empty where there is none."""
-    length = (stop - start) / step
-    count = max(0, math.ceil(length)) if math.isfinite(length) else 0
-    shown = [f"{start + step * place:.12g}" for place in range(min(count, MOST))]
-    if count > MOST:
-        shown[3:] = ["...", f"{start + step * (count - 1):.12g}"]
-    return ",".join(shown)
+def read_jobs(jobs: Iterable[Iterable[str]]) -> list[list[tuple[str, str]]]:
+    """Return the overrides of each job of a sweeper, `key=value` in Hydra's grammar, as keys and texts.
+
+    A text that Hydra would read as a list is one value: sweepers write texts without their quotes.
+    """
+    pairs: dict[str, tuple[str, str]] = {}
+    lists = []
+    for job in jobs:
+        words = list(job)
+        for word in words:
+            if word not in pairs:
+                pairs[word] = read_job(word)
+        lists.append([pairs[word] for word in words])
+    return lists
+
+
+def read_job(word: str) -> tuple[str, str]:
+    """Return the key and the text of one override of a job."""
+    key, _, value = word.partition("=")
+    key = key.lstrip("+")
+    if is_function(value) or len(split_values(value)) > 1:
+        return key, in_quotes(value)
+    return key, text_of(parse(word)._value)

@@ -1,6 +1,7 @@
-"""Words of the form `key=value` as overrides of a configuration, each value checked.
+"""Overrides of a configuration, `key=value`: read from words, their values of the right type and range.
 
-A value is taken as it is written, `~/a=b (1).txt` and all. No torch, no Hydra, no YAML.
+A value is taken as it is written, `~/a=b (1).txt` and all; a sweep reads lists and Hydra's functions.
+No torch and no YAML; Hydra only where a word has a function of its grammar.
 """
 
 import importlib.util
@@ -12,7 +13,15 @@ from dataclasses import dataclass
 from rtx.errors import UserError, shorten
 from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, unknown, unquoted
-from rtx.settings.hydra_words import COMMA, hydra_values
+from rtx.settings.hydra_words import (
+    check_hydra_key,
+    function_values,
+    hydra_text,
+    integers_hint,
+    is_function,
+    is_hydra_key,
+    split_values,
+)
 from rtx.settings.schema import GROUPS, all_fields, settings
 
 EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
@@ -27,107 +36,176 @@ class Override:
 
     key: str
     values: tuple[str, ...]
+    """None where a sweeper draws them from an interval."""
+    function: str = ""
+    """The sweep in Hydra's grammar, such as range(1,5), if it was written so."""
 
     def __str__(self) -> str:
-        return f"{self.key}={','.join(self.values)}"
+        return f"{self.key}={self.function or ','.join(self.values)}"
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether cells of a sweep differ by it."""
+        return len(self.values) != 1
+
+    def in_hydra_words(self) -> str:
+        """Return the override in Hydra's grammar."""
+        if self.function and not self.function.startswith("glob"):
+            return f"{self.key}={self.function}"
+        return f"{self.key}={','.join(map(hydra_text, self.values))}"
 
 
 def split_words(
     words: Iterable[str], own: Mapping[str, Field] | None = None
 ) -> list[tuple[str, str, str]]:
-    """Return each `key=value` with its key and value; `own`: options of a command beside the keys of a configuration.
+    """Return each `key=value` with its key and value, `~key` as null.
 
-    `UserError` for a word of another form, with what the words beside it say of the cause.
+    Args:
+        own: options of a command, beside the keys of a configuration.
+
+    Raises:
+        UserError: a word has another form; the words beside it show the probable cause.
     """
     words = list(words)
-    found = []
-    for at, word in enumerate(words):
+    triples = []
+    for index, word in enumerate(words):
         key, equals, text = word.partition("=")
         key = key.lstrip("+").strip()
+        if word.startswith("~") and not word.startswith("~/"):
+            triples.append((word, word[1:], unset_value(word, own or {})))
+            continue
         if not equals or not key or word.startswith(("-", "~")):
-            hint = cause(words, at, {**all_fields(), **(own or {})})
+            hint = cause(words, index, {**all_fields(), **(own or {})})
             raise UserError(f"{shorten(word)!r} is not of the form key=value{hint}")
-        found.append((word, key, text))
-    return found
+        triples.append((word, key, text))
+    return triples
 
 
-def cause(words: Sequence[str], at: int, known: Mapping[str, Field]) -> str:
-    """Return why a word is probably not of the form key=value, and the way out, to stand behind that; or ""."""
-    word = words[at]
-    before = words[at - 1] if at else ""
-    after = words[at + 1] if at + 1 < len(words) else ""
-    if word.startswith("~") and not word.startswith("~/"):
-        return "; ~ is Hydra's: rtx keeps every key, and key=null unsets those that allow it"
+def unset_value(word: str, own: Mapping[str, Field]) -> str:
+    """Return the value that a key has after Hydra's ~key: null; `UserError` where it cannot be unset."""
+    key, equals, _ = word[1:].partition("=")
+    fields = {**settings(), **own}
+    if equals:
+        raise UserError(f"{shorten(word)}: write ~{shorten(key)}, or {shorten(key)}=null")
+    if key not in fields:
+        raise UserError(unknown(key, fields))
+    if fields[key].optional:
+        return "null"
+    instead = "choose an option" if key in GROUPS else "give it a value"
+    raise UserError(f"{word}: a run cannot be without {key}; {instead}: {key}=<{key}>")
+
+
+def cause(words: Sequence[str], index: int, fields: Mapping[str, Field]) -> str:
+    """Return "; " and why a word is probably not of the form key=value, else ""."""
+    word = words[index]
+    before = words[index - 1] if index else ""
+    after = words[index + 1] if index + 1 < len(words) else ""
     if word.startswith("=") or after.startswith("=") or before.endswith("="):
         return "; no blanks around =: key=value is one word"
     key, equals, text = before.partition("=")
-    field = known.get(key.lstrip("+"))
-    if equals and text and field is not None and field.kind is str and not field.values:
-        rest = itertools.takewhile(lambda each: "=" not in each, words[at:])
+    field = fields.get(key.lstrip("+"))
+    if equals and text and field is not None and is_free(field):
+        rest = itertools.takewhile(lambda other: "=" not in other, words[index:])
         whole = shlex.quote(" ".join([before, *rest]))
         return f"; quote a value with blanks: {shorten(whole, 200)}"
     return ""
 
 
+def is_free(field: Field) -> bool:
+    """Whether a key takes any text."""
+    return field.kind is str and not field.values
+
+
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
     """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
-    pairs = split_words(words)
-    named = {
-        value for _, key, text in pairs if key == "extensions" for value in COMMA.split(text)
-    } - {"null"}
-    files = {
-        value: load_extensions(unquoted(value)) for value in sorted(named)
-    }  # first: what they register is a value, too
-    known, found = settings(), []
-    for word, key, text in pairs:
-        values = [
-            files.get(value, value) if key == "extensions" else value for value in COMMA.split(text)
-        ]
-        if sweep and key.startswith("hydra.launcher."):
-            found.append(Override(key, (text,)))
-            continue
-        if key not in known:
-            raise UserError(unknown(key, known))
-        refuse_hydra_values(known[key], text, sweep)
-        if len(values) > 1 and not sweep:
-            said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
-            raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
-        for value in values:
-            if (
-                "${" not in value or key in GROUPS
-            ):  # what refers to another key is known when all is composed
-                read_value(known[key], value, extended=bool(named))
-        if key in GROUPS:
-            values = [unquoted(value.strip()) for value in values]
-            if {*values} & {*LAUNCHED} and importlib.util.find_spec(
-                "hydra_plugins.hydra_submitit_launcher"
-            ) is None:
-                raise UserError(
-                    f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'"
-                )
-        found.append(Override(key, tuple(values)))
-    return found
+    triples = split_words(words)
+    # Extensions first: what they register is a value of other keys.
+    extensions = run_extensions(triples)
+    fields = settings()
+    overrides = []
+    for word, key, text in triples:
+        if is_hydra_key(key):
+            check_hydra_key(key, text, sweep=sweep)
+            overrides.append(Override(key, (text,)))
+        elif key not in fields:
+            raise UserError(unknown(shorten(key), fields))
+        else:
+            override = read_override(fields[key], word, text, extensions, sweep)
+            check_launcher(override)
+            overrides.append(override)
+    return overrides
 
 
-def refuse_hydra_values(field: Field, text: str, sweep: bool) -> None:
-    """Refuse Hydra's words for several values, such as range(1,5), with the list that says the same."""
-    free = field.kind is str and not field.values
-    if (said := hydra_values(text, field.values)) is None or (
-        free and ("," not in text or not sweep)
-    ):
-        return
+def run_extensions(triples: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    """Run the files that words name as extensions; returns each value with its path and sha256."""
+    values = {
+        value for _, key, text in triples if key == "extensions" for value in split_values(text)
+    }
+    return {value: load_extensions(unquoted(value)) for value in sorted(values - {"null"})}
+
+
+def read_override(
+    field: Field, word: str, text: str, extensions: Mapping[str, str], sweep: bool
+) -> Override:
+    """Return one override of a configuration, its values checked."""
+    if is_function(text) and (sweep or not is_free(field)):
+        return read_function(field, text, bool(extensions), sweep)
+    refuse_integers(field, text, sweep)
+    values = split_values(text)
+    if len(values) > 1 and not sweep:
+        several = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
+        raise UserError(f"{several}; quote it where it is one: '{field.key}=\"...\"'")
+    if field.key == "extensions":
+        values = [extensions.get(value, value) for value in values]
+    for value in values:
+        read_value(field, value, extended=bool(extensions))
+    if field.key in GROUPS:
+        values = [unquoted(value.strip()) for value in values]
+    return Override(field.key, tuple(values))
+
+
+def read_function(field: Field, text: str, extended: bool, sweep: bool) -> Override:
+    """Return the override that a function of Hydra's grammar makes; `UserError` for a sweep where there is none."""
+    result = function_values(field.key, text, field.values)
     word = f"{field.key}={shorten(text.strip())}"
-    listing = f"{field.key}={said}" if said else f"{field.key}=<value>,<value>"
-    if sweep:
-        raise UserError(f"{word}: list the values: {listing}")
-    raise UserError(f"{word}: takes one value; list several for a sweep: rtx train -m {listing}")
+    if result.is_sweep and not sweep:
+        raise UserError(f"{word}: takes one value; a sweep tries several: rtx train -m '{word}'")
+    if result.is_interval and field.kind is int and "." in "".join(result.values):
+        raise UserError(f"{word}: draws fractions; write {field.key}=int({shorten(text.strip())})")
+    for value in result.values:
+        read_value(field, value, extended=extended)
+    if result.is_interval:
+        return Override(field.key, (), text.strip())
+    if result.is_sweep:
+        return Override(field.key, result.values, text.strip())
+    return Override(field.key, result.values)
+
+
+def refuse_integers(field: Field, text: str, sweep: bool) -> None:
+    """Refuse 1..5 as the value of a number; Hydra has range() for it."""
+    instead = integers_hint(text)
+    if instead and not is_free(field):
+        command = "" if sweep else "rtx train -m "
+        word = f"{field.key}={shorten(text.strip())}"
+        raise UserError(f"{word}: takes one value; for a sweep: {command}'{field.key}={instead}'")
 
 
 def read_value(field: Field, text: str, *, extended: bool) -> None:
     """Check the text of a value; `extended`: the line names extensions, which may add values."""
+    # What refers to another key is checked when the configuration is composed.
+    if "${" in text and field.key not in GROUPS:
+        return
     try:
         field.read_word(text)
     except UserError as error:
         if extended or field.key not in EXTENSIBLE:
             raise
         raise UserError(f"{error}; extensions=<file>.py adds names of your own") from None
+
+
+def check_launcher(override: Override) -> None:
+    """Raise `UserError` for cells as jobs where the package that submits them is missing."""
+    if override.key != "hardware" or not {*override.values} & {*LAUNCHED}:
+        return
+    if importlib.util.find_spec("submitit") is None:
+        raise UserError(f"{override}: needs submitit: pip install 'rtx[slurm]'")

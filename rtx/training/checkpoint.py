@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from rtx.disk import sync_folder, write_beside
-from rtx.errors import RunFailed, UserError, refuse, shorten
+from rtx.errors import DAMAGED, RunFailed, UserError, refuse, shorten
 from rtx.machine import out_of_memory
 from rtx.runs.checksum import COMMENT_BYTES, TAG, is_whole, resumable
 from rtx.runs.resumption import differences
@@ -325,6 +325,32 @@ def renumbered(
         if number_before[name] in state:
             moved[number] = state[number_before[name]]
     return moved
+
+
+def with_current_callbacks(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the states of the callbacks by the classes that have them in this version."""
+    if "Watch" not in states:
+        return states
+    state = states["Watch"]
+    timing = {"seconds": state["seconds"]}
+    if "clock" in state:
+        timing["clock"] = state["clock"]
+    return {
+        "Timing": timing,
+        "Validations": {"best": state["best"]},
+        "RankStates": {"ranks": state["ranks"]},
+    }
+
+
+@contextlib.contextmanager
+def resuming_from(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise `UserError` where parts of a checkpoint cannot be restored in this block."""
+    try:
+        yield
+    except (RuntimeError, *DAMAGED) as error:
+        if isinstance(error, UserError | RunFailed) or out_of_memory(error):
+            raise
+        raise UserError(f"{checkpoint['path']} cannot be resumed from: {error!r}") from error
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:

@@ -20,13 +20,12 @@ from rtx.model.transformer import Transformer
 from rtx.settings.identity import ranks_must_agree
 from rtx.settings.schema import Config, flat
 from rtx.sharded import is_sharded
-from rtx.training.checkpoint import FORMAT, renumbered, with_current_names
+from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, shard
 from rtx.training.hardware import Hardware
 from rtx.training.optimizers import (
     build_optimizer,
     clip_gradients,
-    decaying_and_exempt,
     learning_rate,
     set_learning_rate,
 )
@@ -177,41 +176,6 @@ class TrainingModule(pl.LightningModule):
         tensors = checkpoint.pop("state_dict")
         model = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         checkpoint |= {"format": FORMAT, "step": self.global_step, "model": model, **self.metadata}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Set the counters of Lightning's loops: its own count micro-batches, which may have another size now.
-
-        Tensors of older checkpoints, and what the optimizer saved for them, get their current names and numbers.
-        """
-        tensors = with_current_names(checkpoint["model"], self.model.state_dict())
-        checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        for state in checkpoint["optimizer_states"]:
-            state["state"] = renumbered(state["state"], tensors, decaying_and_exempt(self.model))
-        loop, step = self.trainer.fit_loop.epoch_loop, checkpoint["step"]
-        loop.batch_progress.total.ready = step
-        loop.manual_optimization.optim_step_progress.total.completed = step
-
-    def kept_memory(self) -> list[Tensor]:
-        """Return the last units, and what each layer keeps, of this rank's streams, `[micro-batches, B, ...]`."""
-        kept = zip(
-            *([own.last_B, *own.layers, *own.compressed] for own in self.memories), strict=True
-        )
-        return [torch.stack(parts).cpu() for parts in kept]  # type: ignore[arg-type]
-
-    def restore_memory(self, kept: list[list[Tensor]]) -> None:
-        """Take this rank's share of what all ranks had kept, of whatever number and size their micro-batches were."""
-        streams = [torch.stack(parts, dim=1).flatten(0, 2) for parts in zip(*kept, strict=True)]
-        parts = self.hardware.accumulate
-        for part in range(parts if streams else 0):
-            size, share = (
-                len(streams[0]) // (parts * self.ranks.world),
-                part * self.ranks.world + self.ranks.rank,
-            )
-            own = slice(share * size, (share + 1) * size)
-            memory, layers = Memory(self.config.model), self.config.model.layers
-            memory.last_B, *kept_here = (stream[own].to(self.device) for stream in streams)
-            memory.layers, memory.compressed = kept_here[:layers], kept_here[layers:]
-            self.memories.append(memory)
 
     def first_micro_batch(self) -> Tensor:
         """Return the first micro-batch of the run, on the model's device."""

@@ -73,6 +73,28 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a state that is not like its weight: a fused step would write beyond it."""
+    for weight, state in optimizer.state.items():
+        shapes = moment_shapes(weight.shape)
+        for name, moment in state.items():
+            if not torch.is_tensor(moment) or moment.shape != shapes.get(name):
+                raise ValueError(f"{name} is not like its weight, {[*weight.shape]}")
+            if name != "step" and moment.dtype != weight.dtype:
+                raise ValueError(f"{name} is not like its weight, of {weight.dtype}")
+
+
+def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
+    """Return the shapes of all that Adam, AdamW and Adafactor keep of a weight, by its name."""
+    shapes = {"step": torch.Size([])}
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "variance"):
+        shapes[name] = shape
+    if len(shape) > 1:
+        shapes["row_var"] = torch.Size([*shape[:-1], 1])
+        shapes["col_var"] = torch.Size([*shape[:-2], 1, shape[-1]])
+    return shapes
+
+
 def clip_gradients(model: nn.Module, limit: float | None) -> Tensor:
     """Scale the whole gradient down to the norm `limit`, and return the norm that it had, a scalar.
 

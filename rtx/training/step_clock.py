@@ -86,3 +86,68 @@ class StepClock:
                 self.earlier_steps = steps
             case _:
                 raise TypeError("its seconds of training steps")
+
+
+class RunClock:
+    """Times of a run: all seconds since its first step, and in `steps` those of optimizer steps alone.
+
+    Args:
+        first_step: the number of steps that earlier processes have taken.
+        tokens_per_step: of all processes together.
+    """
+
+    def __init__(self, first_step: int = 0, tokens_per_step: int = 0) -> None:
+        self.steps = StepClock(first_step)
+        self.step = first_step
+        self.tokens_per_step = tokens_per_step
+        self.tokens_per_second = 0.0
+        """Since the last row, start-up, validations and checkpoints left out."""
+        self.earlier_seconds = 0.0
+        """Of earlier processes."""
+        self.validation_seconds = 0.0
+        """Of the last validation."""
+        self._started_at = time.monotonic()
+        self._validation_at = 0.0
+        self._row_step = first_step
+        self._row_elapsed = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All seconds since the first step, validations and checkpoints included."""
+        return self.earlier_seconds + time.monotonic() - self._started_at
+
+    @property
+    def training_seconds(self) -> float | None:
+        """The seconds of optimizer steps alone; None as long as they are unknown."""
+        return self.steps.seconds(self.step)
+
+    @property
+    def seconds_since_row(self) -> float:
+        """The seconds of optimizer steps since the last row."""
+        return self.steps.elapsed - self._row_elapsed
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._started_at = time.monotonic()
+        self.steps.start()
+
+    def end_of_step(self, step: int) -> None:
+        """Note the end of a step."""
+        self.step = step
+        self.steps.end_of_step()
+        tokens = (step - self._row_step) * self.tokens_per_step
+        self.tokens_per_second = tokens / max(1e-9, self.seconds_since_row)
+
+    def mark_row(self) -> None:
+        """Note that a row is written."""
+        self._row_step = self.step
+        self._row_elapsed = self.steps.elapsed
+
+    def start_of_validation(self) -> None:
+        """Note the start of a validation, which is no part of a step."""
+        self.steps.stop()
+        self._validation_at = time.monotonic()
+
+    def end_of_validation(self) -> None:
+        """Note the end of a validation."""
+        self.validation_seconds = time.monotonic() - self._validation_at

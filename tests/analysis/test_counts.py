@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis import footprint as plan
+from rtx.analysis import head_memory, micro_batch
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
 from rtx.attention.engine import packed_attention
 from rtx.attention.indexer import Indexer
@@ -126,7 +127,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan for a GPU that has what our kernels need."""
     monkeypatch.setattr(packed_attention, "HAS_TRITON", True)
     monkeypatch.setattr(packed_attention, "HAS_COMPILER", True)
-    monkeypatch.setattr(plan, "_kept", {})
+    monkeypatch.setattr(head_memory, "saved_by_key", {})
 
 
 ON_GPU = (
@@ -199,7 +200,7 @@ def test_on_a_gpu_full_attention_keeps_what_a_window_keeps() -> None:
 def test_tables_by_distance_are_there_in_the_backward_pass_on_a_gpu() -> None:
     shaw = (*SHRUNK, *ON_GPU, *TOPK, "model.positions=shaw")
     less, more = (compose([*shaw, f"model.max_distance={most}"]) for most in (300, 400))
-    works = [plan.attention_bytes(config, 0, 2)[1] for config in (less, more)]
+    works = [head_memory.attention_bytes(config, 0, 2)[1] for config in (less, more)]
     N = less.data.length
     members = clusters(less) * less.routing.window
     tables = 2 * 4 * (N + members) * 100 * 2  # of keys and of values, 4 heads, in bfloat16
@@ -253,9 +254,9 @@ def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
         [f"data={DATA.get(preset) or preset.rpartition('-')[2]}", f"model={preset}", "hardware=gpu"]
     )
     known = vocabulary_size(config.data)
-    choices = [plan.choose_micro_batch(config, known, size * GIB) for size in (16, 24, 80)]
+    choices = [micro_batch.choose_micro_batch(config, known, size * GIB) for size in (16, 24, 80)]
     for size, choice in zip((16, 24, 80), choices, strict=True):
-        assert choice.fits and choice.peak <= plan.FILLED * size * GIB
+        assert choice.fits and choice.peak <= micro_batch.FILLED * size * GIB
         assert config.trainer.batch_size % choice.micro_batch_size == 0
     for less, more in itertools.pairwise(choices):
         assert more.recompute <= less.recompute  # a larger device takes no dearer way
@@ -268,27 +269,27 @@ def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_a
     config = compose(SMALL)
 
     def room(size: int) -> float:
-        tried = plan.with_choice(config, size, False)
-        return sum(plan.footprint(tried, cost(tried, 256), size, 256).values()) / plan.FILLED
+        tried = micro_batch.with_choice(config, size, False)
+        return sum(plan.footprint(tried, cost(tried, 256), size, 256).values()) / micro_batch.FILLED
 
     for size in (12, 4, 1):
-        assert plan.choose_micro_batch(config, 256, 1.001 * room(size))[:2] == (size, False)
-        assert plan.choose_micro_batch(config, 256, 0.999 * room(size))[:2] != (size, False)
-    tight = plan.choose_micro_batch(config, 256, 0.999 * room(1))
+        assert micro_batch.choose_micro_batch(config, 256, 1.001 * room(size))[:2] == (size, False)
+        assert micro_batch.choose_micro_batch(config, 256, 0.999 * room(size))[:2] != (size, False)
+    tight = micro_batch.choose_micro_batch(config, 256, 0.999 * room(1))
     assert tight.recompute and tight.fits
-    nothing = plan.choose_micro_batch(config, 256, 1e6)
+    nothing = micro_batch.choose_micro_batch(config, 256, 1e6)
     assert nothing[:2] == (1, True) and not nothing.fits
-    assert plan.choose_micro_batch(config, 256, 80 * GIB, world=3).micro_batch_size == 4, (
+    assert micro_batch.choose_micro_batch(config, 256, 80 * GIB, world=3).micro_batch_size == 4, (
         "devices share the batch"
     )
     asked = compose([*SMALL, "trainer.micro_batch_size=6", "model.recompute=false"])
-    assert plan.fit_to_device(asked, 256, 80 * GIB) == (asked, "")
-    same, line = plan.fit_to_device(asked, 256, 1e6)
+    assert micro_batch.fit_to_device(asked, 256, 80 * GIB) == (asked, "")
+    same, line = micro_batch.fit_to_device(asked, 256, 1e6)
     assert same == asked and line.startswith("warning: may not fit: ")
-    assert plan.choose_micro_batch(compose([*SMALL, "trainer.micro_batch_size=6"]), 256, 1e6)[
-        :2
-    ] == (6, True)
-    assert plan.choose_micro_batch(compose([*SMALL, "model.recompute=true"]), 256, 80 * GIB)[
+    assert micro_batch.choose_micro_batch(
+        compose([*SMALL, "trainer.micro_batch_size=6"]), 256, 1e6
+    )[:2] == (6, True)
+    assert micro_batch.choose_micro_batch(compose([*SMALL, "model.recompute=true"]), 256, 80 * GIB)[
         :2
     ] == (12, True)
 

@@ -13,6 +13,7 @@ from rtx.attention.engine import norm
 from rtx.attention.members import normalise, normalise_twice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 SHAPES = [(2, 3, 37, 64), (1, 2, 50, 6), (1, 1, 3, 128), (1, 2, 4, 1), (0, 2, 5, 16), (2, 2, 0, 16)]
 

@@ -22,6 +22,7 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.reads import Holes, MemberLists, RangeReads, Window, members_read
 
 DEVICE = "cpu" if packed_attention.INTERPRETED else "cuda"
+pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """The norm of a difference in relation to the norm of what is right."""
 TYPES = list(TOLERANCE)

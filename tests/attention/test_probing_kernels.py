@@ -32,6 +32,7 @@ from rtx.attention.reads import RangeReads
 OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 """numpy warns where numbers of GPUs become infinite."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 
 
 class Case(NamedTuple):

@@ -25,6 +25,7 @@ from rtx.attention.reads import MemberLists, members_read, pack
 from rtx.attention.ties import best_places, centroid_margin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 WAYS = pytest.mark.parametrize("way", [triton_selection, static_selection], ids=["triton", "torch"])
 
 

@@ -1,1 +1,1 @@
-"""Long test campaigns, each run by `make`: presets, fuzz and faults. pytest does not collect them."""
+"""Long campaigns, which pytest does not collect: make presets, make fuzz, make faults."""

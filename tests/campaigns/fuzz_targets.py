@@ -1,7 +1,7 @@
 """The readers that `tests/campaigns/fuzz.py` fuzzes: for each the first bytes and a function.
 
-They are those of a small run in outputs/rtx/run of the current folder, beside sweeps.jsonl; its data are in data/, and
-export/ has its model. The functions raise only what no user may see.
+The files are those of a small run in outputs/rtx/run of the current folder, beside sweeps.jsonl;
+its data are in data/, its exported model in export/. The functions raise only what no user may see.
 """
 
 from __future__ import annotations
@@ -39,91 +39,68 @@ from rtx.training.inference import run_tokenizer
 from tests.helpers.bad_lines import GOOD, VALUES
 
 Read = Callable[[bytes], None]
+Target = tuple[Sequence[bytes], Read]
+"""First inputs, and the function that reads an input."""
 RUN = Path("outputs", "rtx", "run").absolute()
 TEXT = b"the cat sat on the mat and the dog ate the hat of the cat\n" * 60
-ON_RUNS = (
-    "eval",
-    "audit",
-    "analyze",
-    "sample",
-    "export",
-    "resume",
-    "plan",
-)  # `plan` is on none, and as harmless
+# `plan` is not about a run, but as harmless.
+ON_RUNS = ("eval", "audit", "analyze", "sample", "export", "resume", "plan")
 JSON = (
-    "null",
-    "true",
-    "NaN",
-    "-Infinity",
-    "-1",
-    "0",
-    "1",
-    "0.5",
-    "2147483648",
-    "9" * 400,
-    "{}",
-    "[]",
-    "[[1]]",
-    '""',
-)
-JSON += (
-    '"\\u001b[31m"',
-    '"\\ud800"',
-    '"../../x"',
-    '"last"',
-    '"running"',
-    '"done"',
-    '"bits"',
-    '{"a": null}',
-    "[1, 2]",
-    '"7"',
+    *("null", "true", "NaN", "-Infinity", "-1", "0", "1", "0.5", "2147483648", "9" * 400),
+    *("{}", "[]", "[[1]]", '""', '"\\u001b[31m"', '"\\ud800"', '"../../x"', '"last"', '"running"'),
+    *('"done"', '"bits"', '{"a": null}', "[1, 2]", '"7"'),
 )
 YAML = (
-    "&a ",
-    "*a",
-    "<<: *a",
-    "? ",
-    "- ",
-    "!!python/name:os.system ",
-    "|\n",
-    "---\n",
-    "...\n",
-    "\u0085",
-    "\t",
+    *("&a ", "*a", "<<: *a", "? ", "- ", "!!python/name:os.system ", "|\n", "---\n", "...\n"),
+    *("\u0085", "\t"),
 )
 TYPED = [
     word.encode(errors="surrogateescape")
     for word in (*JSON, *YAML, *VALUES, *GROUPS, *all_fields())
 ]
-WORDS = [word for word in TYPED if 0 < len(word) <= 64]  # libFuzzer takes no longer ones
-"""What stands in such files, or in none of them, for a fuzzer to put there."""
+LONGEST_WORD = 64
+"""Bytes of the longest word that libFuzzer accepts."""
+WORDS = [word for word in TYPED if 0 < len(word) <= LONGEST_WORD]
+"""What such files have, or must not have, for a fuzzer to insert."""
 
 
 def mutated(
     content: bytes, longest: int, seed: int, by_bytes: Callable[[bytes, int], bytes]
 ) -> bytes:
-    """Return other content: where a line of it is JSON mostly with one value less or another, else by its bytes."""
-    draw, lines = random.Random(seed), content.split(b"\n")
-    at = draw.randrange(len(lines))
+    """Return other content of at most `longest` bytes.
+
+    Where a line is JSON, mostly one of its values is removed or replaced; else its bytes change.
+    """
+    draw = random.Random(seed)
+    lines = content.split(b"\n")
+    index = draw.randrange(len(lines))
     with contextlib.suppress(ValueError, RecursionError):
-        changed: dict[str, Any] = {"": json.loads(lines[at])}
-        inner: Any = changed
-        key: Any = ""
-        while isinstance(inner[key], dict | list) and inner[key] and draw.random() < 0.9:
-            inner = inner[key]
-            key = draw.choice([*(inner if isinstance(inner, dict) else range(len(inner)))])
-        if inner is not changed and draw.random() < 0.2:
-            del inner[key]
-        else:
-            inner[key] = json.loads(draw.choice(JSON))
-        lines[at] = json.dumps(changed[""]).encode()
-        if len(made := b"\n".join(lines)) <= longest and draw.random() < 0.7:
-            return made
+        value = json.loads(lines[index])
+        lines[index] = json.dumps(mutated_json(value, draw)).encode()
+        other = b"\n".join(lines)
+        if len(other) <= longest and draw.random() < 0.7:
+            return other
     return by_bytes(content, longest)
 
 
+def mutated_json(value: Any, draw: random.Random) -> Any:
+    """Return a JSON value with one inner value removed or replaced."""
+    root: dict[str, Any] = {"": value}
+    inner: Any = root
+    key: Any = ""
+    while isinstance(inner[key], dict | list) and inner[key] and draw.random() < 0.9:
+        inner = inner[key]
+        keys = list(inner) if isinstance(inner, dict) else range(len(inner))
+        key = draw.choice(keys)
+    if inner is not root and draw.random() < 0.2:
+        del inner[key]
+    else:
+        inner[key] = json.loads(draw.choice(JSON))
+    return root[""]
+
+
 def refusing(read: Read) -> Read:
-    """Return a function that reads, and passes over what users are told in a line."""
+    """Return a function that reads an input and ignores what users would read in one line."""
 
     @functools.wraps(read)
     def read_or_refuse(content: bytes) -> None:
@@ -142,27 +119,31 @@ def refusing(read: Read) -> Read:
 def one_line(path: Path) -> bytes:
     """Return the content of a file of JSON, an object on one line."""
     content = path.read_bytes()
-    return content if path.suffix == ".jsonl" else json.dumps(json.loads(content)).encode()
+    if path.suffix == ".jsonl":
+        return content
+    return json.dumps(json.loads(content)).encode()
 
 
-def configuration() -> tuple[Sequence[bytes], Read]:
+def configuration() -> Target:
     path = RUN / "config.yaml"
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        found = collect([RUN]).cells[0].config
+        reported = collect([RUN]).cells[0].config
         config = load_run_config(RUN)
-        assert found.get("seed", config.seed) == config.seed
+        assert reported.get("seed", config.seed) == config.seed
 
     return [path.read_bytes()], read
 
 
-def record(name: str) -> tuple[Sequence[bytes], Read]:
-    path, config = RUN / name, load_run_config(RUN)
+def record(name: str) -> Target:
+    path = RUN / name
+    config = load_run_config(RUN)
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        assert run_state(RUN) and (read_status(RUN) or True)
+        assert run_state(RUN)
+        read_status(RUN)
         assert "\x1b" not in markdown(build(collect([RUN.parent]), ""))
         board(RUN.parent, width=100)
         already_done(RUN, config)
@@ -170,26 +151,27 @@ def record(name: str) -> tuple[Sequence[bytes], Read]:
     return [one_line(path)], read
 
 
-def checkpoint() -> tuple[Sequence[bytes], Read]:
-    """Of the file's parts the pickle alone, which torch reads in Python."""
+def checkpoint() -> Target:
+    """Inputs are the pickle alone, which torch reads in Python."""
     path = RUN / "checkpoints" / "last.ckpt"
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     pickled = next(name for name in members if name.endswith("/data.pkl"))
 
     def read(content: bytes) -> None:
-        with zipfile.ZipFile(made := io.BytesIO(), "w") as archive:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
             archive.comment = bytes(COMMENT_BYTES)
             for name, part in {**members, pickled: content}.items():
                 archive.writestr(name, part)
-        whole = made.getvalue()[:-COMMENT_BYTES]
+        whole = buffer.getvalue()[:-COMMENT_BYTES]
         path.write_bytes(whole + TAG + hashlib.sha256(whole).hexdigest().encode())
         load(RUN, "last", "cpu").tokenizer  # noqa: B018
 
     return [members[pickled]], read
 
 
-def export() -> tuple[Sequence[bytes], Read]:
+def export() -> Target:
     path = Path("export", "export.json").absolute()
 
     def read(content: bytes) -> None:
@@ -199,41 +181,42 @@ def export() -> tuple[Sequence[bytes], Read]:
     return [one_line(path)], read
 
 
-def store() -> tuple[Sequence[bytes], Read]:
-    """With the right checksum of whatever the record says."""
+def store() -> Target:
+    """Inputs are records, which get the right checksum."""
     path = next(Path("data").absolute().glob(f"text-*/{RECORD}"))
 
     def read(content: bytes) -> None:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            said = json.loads(content)
-            content = json.dumps({**said, "sha256": record_sha256(said)}).encode()
+            values = json.loads(content)
+            content = json.dumps({**values, "sha256": record_sha256(values)}).encode()
         path.write_bytes(content)
         open_store(path.parent, "data=text").describe()
 
     return [one_line(path)], read
 
 
-def tokenizer() -> tuple[Sequence[bytes], Read]:
-    """A line of what is said of it, and its file."""
-    known = [
+def tokenizer() -> Target:
+    """Inputs are a line with the description of a tokenizer, and its file."""
+    tokenizers = [
         learn_words([TEXT], "", lambda line: None),
         learn_subwords([TEXT], 300, 10_000, "", lambda line: None),
     ]
+    inputs = [json.dumps(each.describe()).encode() + b"\n" + each.content for each in tokenizers]
 
     def read(content: bytes) -> None:
-        head, _, learned = content.partition(b"\n")
+        head, _, file = content.partition(b"\n")
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            said = {**json.loads(head), "sha256": hashlib.sha256(learned).hexdigest()}
-            for each in known:
-                Path(each.file).write_bytes(learned)
-            found = run_tokenizer(Path(), said)
-            found.decode(found.encode(b"a word  \xff\n of text").tolist())
+            described = {**json.loads(head), "sha256": hashlib.sha256(file).hexdigest()}
+            for each in tokenizers:
+                Path(each.file).write_bytes(file)
+            loaded = run_tokenizer(Path(), described)
+            loaded.decode(loaded.encode(b"a word  \xff\n of text").tolist())
 
-    return [json.dumps(each.describe()).encode() + b"\n" + each.content for each in known], read
+    return inputs, read
 
 
-def line() -> tuple[Sequence[bytes], Read]:
-    """A word of a command line on each line; that of `train` as a sweep of one cell or several."""
+def line() -> Target:
+    """Inputs have a word of a command line on each line; `train` is a sweep."""
 
     def read(content: bytes) -> None:
         command, *words = content.decode(errors="surrogateescape").replace("\0", "").split("\n")
@@ -244,7 +227,10 @@ def line() -> tuple[Sequence[bytes], Read]:
         elif command in ON_RUNS:
             check_first(command, words)
 
-    return ["\n".join(word for word in words if word[0] != "-").encode() for words in GOOD], read
+    inputs = []
+    for words in GOOD:
+        inputs.append("\n".join(word for word in words if word[0] != "-").encode())
+    return inputs, read
 
 
 TARGETS = {

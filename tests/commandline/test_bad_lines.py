@@ -28,7 +28,7 @@ from rtx.settings.compose import compose
 from rtx.settings.fields import Field
 from rtx.settings.run_config import to_yaml
 from rtx.settings.schema import GROUPS, Config, all_fields, flat, to_dict
-from rtx.sweeps.cells import Outcome
+from rtx.sweeps.outcomes import Outcome
 from tests.helpers.bad_lines import GOOD, RUN, bad_lines
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "0"))

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from rtx.cli import main as cli
-from rtx.cli.options import (
-    READS,
-    EvalOptions,
-    SampleOptions,
-    SweepOptions,
-    read_words,
-)
+from rtx.cli.options import READS, EvalOptions, SampleOptions, SweepOptions, read_words
 from rtx.settings.compose import compose
 from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import all_fields, flat, to_dict
@@ -20,9 +14,10 @@ from rtx.settings.schema import all_fields, flat, to_dict
 SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
 ROUTING = ("heads: 0", "layers: 0", "selection: random")
 """Of runs that are named after it."""
-TILDE = "~ is Hydra's: rtx keeps every key, and key=null unsets those that allow it\n"
 BLANKS = "no blanks around =: key=value is one word\n"
-ONE = "takes one value; list several for a sweep: rtx train -m"
+ONE = "takes one value; a sweep tries several: rtx train -m"
+RANGE = "takes one value; for a sweep: rtx train -m 'seed=range(1,6)'\n"
+NOT_READ = "rtx does not read this key of Hydra; RTX_OUTPUTS=<folder> and name= say where"
 PRESETS = "model= and experiment= choose presets: model=tiny\n"
 DATA = "say prepare, verify, info data=<set>, list, or remove <a store of that list>"
 
@@ -133,11 +128,11 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ),
         (
             "train hydra.run.dir=x",
-            "hydra.run.dir: keys of Hydra's own are not read; RTX_OUTPUTS=<folder>",
+            f"hydra.run.dir=x: {NOT_READ}",
         ),
         (
             "train -m seed=1,2 hydra/launcher=joblib",
-            "sweep.parallel= and hardware=slurm how cells are run",
+            "by itself; sweep.parallel=<number> runs cells side by side, hardware=slurm as jobs\n",
         ),
         (
             "train trainer.max_epochs=3",
@@ -145,9 +140,10 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ),
         ("train foo=3", "unknown key 'foo'; --help lists them"),
         ("train trainer.stps", "'trainer.stps' is not of the form key=value"),
-        ("train ~routing", f"'~routing' is not of the form key=value; {TILDE}"),
-        ("train ~routing.heads", f"'~routing.heads' is not of the form key=value; {TILDE}"),
-        ("train ~routing.heads=3", f"'~routing.heads=3' is not of the form key=value; {TILDE}"),
+        ("train ~routing", "~routing: a run cannot be without routing; choose an option: "),
+        ("train ~seed", "~seed: a run cannot be without seed; give it a value: seed=<seed>\n"),
+        ("train ~trainer.max_minutes=3", "write ~trainer.max_minutes, or trainer.max_minutes=null"),
+        ("train ~routing.hed", "unknown key 'routing.hed' (did you mean 'routing.heads'?)"),
         ("train seed = 3", f"'seed' is not of the form key=value; {BLANKS}"),
         ("train seed =3", f"'seed' is not of the form key=value; {BLANKS}"),
         ("train seed= 3", f"'3' is not of the form key=value; {BLANKS}"),
@@ -168,40 +164,49 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train seed=3 tiny", "'tiny' is not of the form key=value\n"),
         (
             "train 'routing.heads=range(1,3)'",
-            f"routing.heads=range(1,3): {ONE} routing.heads=1,2\n",
+            f"routing.heads=range(1,3): {ONE} 'routing.heads=range(1,3)'\n",
+        ),
+        ("train 'seed=choice(1,2)'", f"seed=choice(1,2): {ONE} 'seed=choice(1,2)'\n"),
+        ("plan 'model=glob(rt*)'", f"model=glob(rt*): {ONE} 'model=glob(rt*)'\n"),
+        ("train -m 'routing.heads=range(1,x)'", "routing.heads=range(1,x): "),
+        ("train -m 'seed=range(1,4,0)'", "seed=range(1,4,0): range() arg 3 must not be zero\n"),
+        ("train -m 'seed=range(1e12)'", "contains more than 10,000 values\n"),
+        ("train -m 'seed=range(4,1)'", "seed=range(4,1): contains no value\n"),
+        ("train -m 'routing.heads=range(1,3,0.5)'", "routing.heads=1.5: must be an integer"),
+        ("train -m 'routing.heads=choice(1,many)'", "routing.heads=many: must be an integer"),
+        ("train -m 'model=glob(rx*)'", "model=glob(rx*): matches nothing, of adaptive_input, "),
+        ("train -m 'name=glob(*)'", "matches nothing, because name has no list of names\n"),
+        (
+            "train -m 'optimizer.lr=interval(1e-4,1e-2)'",
+            "an interval has no list of values; hydra/sweeper=optuna draws from it; for a grid",
         ),
         (
-            "train -m 'routing.heads=range(1,5)'",
-            "routing.heads=range(1,5): list the values: routing.heads=1,2,3,4\n",
-        ),
-        ("train -m 'routing.heads=range(4)'", "list the values: routing.heads=0,1,2,3\n"),
-        (
-            "train -m 'routing.heads=range(start=4, stop=0, step=-2)'",
-            "list the values: routing.heads=4,2\n",
+            "train -m 'routing.heads=interval(1,4)'",
+            "draws fractions; write routing.heads=int(interval(1,4))\n",
         ),
         (
-            "train -m 'optimizer.lr=range(0.1,0.5,0.1)'",
-            "list the values: optimizer.lr=0.1,0.2,0.3,0.4\n",
-        ),
-        ("train -m 'seed=range(100)'", "list the values: seed=0,1,2,...,99\n"),
-        (
-            "train -m 'seed=range(1,4,0)'",
-            "seed=range(1,4,0): list the values: seed=<value>,<value>\n",
-        ),
-        ("train -m 'seed=range(1,2,3,4)'", "list the values: seed=<value>,<value>\n"),
-        ("train 'seed=choice(1,2)'", f"seed=choice(1,2): {ONE} seed=1,2\n"),
-        ("train -m 'name=choice(a,b)'", "name=choice(a,b): list the values: name=a,b\n"),
-        (
-            "train -m 'model=glob(rt2*)'",
-            "model=glob(rt2*): list the values: model=rt22,rt24,rt24-imagenet64\n",
+            "train -m 'optimizer.lr=interval(-1,1)'",
+            "optimizer.lr=-1.0: must be a number, greater than 0",
         ),
         (
-            "train 'routing.decay=interval(0,1)'",
-            f"interval(0,1): {ONE} routing.decay=<value>,<value>\n",
+            "train -m 'seed=1,2' hydra/sweeper=nevergrad",
+            "hydra/sweeper=nevergrad: needs a plug-in: pip install hydra-nevergrad-sweeper\n",
         ),
-        ("train seed=1..5", f"seed=1..5: {ONE} seed=1,2,3,4,5\n"),
-        ("train -m seed=1..5", "seed=1..5: list the values: seed=1,2,3,4,5\n"),
-        ("plan seed=1..5", f"seed=1..5: {ONE} seed=1,2,3,4,5\n"),
+        ("train -m seed=1,2 hydra/sweeper=grid", "Could not find 'hydra/sweeper/grid'\n"),
+        ("train -m seed=1 +hydra.sweeper.params.seed=1,2", "write the key of the run itself"),
+        ("train seed=1..5", f"seed=1..5: {RANGE}"),
+        (
+            "train -m seed=1..5",
+            "seed=1..5: takes one value; for a sweep: 'seed=range(1,6)'\n",
+        ),
+        ("plan seed=1..5", f"seed=1..5: {RANGE}"),
+        (
+            "train hydra/sweeper=optuna",
+            "hydra/sweeper=optuna: only a sweep reads it: rtx train -m\n",
+        ),
+        ("train hydra.job.chdir=true", "no run changes the folder; RTX_OUTPUTS=<folder>"),
+        ("train hydra.verbose=true", "what a run prints is in its output.log"),
+        ("train --info", "--info: unknown flag of rtx train; --cfg job prints the configuration\n"),
         ("train --config-name=tiny", f"--config-name=tiny: unknown flag of rtx train; {PRESETS}"),
         ("train --config-name tiny", f"--config-name: unknown flag of rtx train; {PRESETS}"),
         ("train -cn config", f"-cn: unknown flag of rtx train; {PRESETS}"),
@@ -347,10 +352,20 @@ def test_what_a_sweep_lists() -> None:
         "data.path=a.txt,'b,c.txt'": ("a.txt", "'b,c.txt'"),
         "model=rt10, 'rt12'": ("rt10", "rt12"),
         "hydra.launcher.setup=[a,b]": ("[a,b]",),
+        "logger.group=(a,b),c": ("(a,b)", "c"),
+        r"name=a\,b,c": ("'a,b'", "c"),
+        "routing.heads=range(1,4)": ("1", "2", "3"),
+        "optimizer.lr=range(0.1,0.4,0.1)": ("0.1", "0.2", "0.3"),
+        "data.path=choice(a.txt,'b,c.txt')": ("a.txt", "'b,c.txt'"),
+        "routing.attend_self=choice(true,false)": ("true", "false"),
+        "seed=sort(3,1,2)": ("1", "2", "3"),
+        "model=glob(rt2*,exclude=*64)": ("rt22", "rt24"),
+        "routing.layers=int(2)": ("2",),
+        "optimizer.lr=tag(log,interval(1e-4,1e-2))": (),
+        "~trainer.max_minutes": ("null",),
     }
-    assert [override.values for override in check_overrides(listed, sweep=True)] == [
-        *listed.values()
-    ]
+    checked = check_overrides(listed, sweep=True)
+    assert [override.values for override in checked] == [*listed.values()]
 
 
 def test_options_are_read_beside_keys(runs: None) -> None:

@@ -215,7 +215,7 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     assert status.state == "preempted", process.log.read_text()
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
     assert checkpoint["step"] == status.step
-    first, second = checkpoint["callbacks"]["Watch"]["ranks"]
+    first, second = checkpoint["callbacks"]["RankStates"]["ranks"]
     assert not torch.equal(
         first["rng"]["torch"], second["rng"]["torch"]
     )  # each rank drops units of its own

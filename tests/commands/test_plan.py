@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from rtx.analysis import footprint
+from rtx.analysis import head_memory
 from rtx.attention.engine import packed_attention
 from rtx.commands import plan, train
 from rtx.report.summary import routing_lines
@@ -185,7 +185,7 @@ def test_a_plan_says_what_a_gpu_lacks_for_our_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(packed_attention, "HAS_TRITON", False)
-    monkeypatch.setattr(footprint, "_kept", {})
+    monkeypatch.setattr(head_memory, "saved_by_key", {})
     printed = planned(capsys, "plan.memory=80")
     lacks = f"not {OURS}: Triton is not installed"
     assert f"local by {FLASH} ({lacks}), causal by {TILES} ({lacks}) " in printed

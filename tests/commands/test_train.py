@@ -14,7 +14,7 @@ from rtx.evaluation.protocols import baselines
 from rtx.settings.overrides import LAUNCHED
 from rtx.settings.presets import options
 from rtx.settings.run_config import load_run_config
-from rtx.training import callbacks
+from rtx.training import trainer
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
 from tests.helpers.small_runs import SIZES, Workshop, final, read_metrics, status_of
@@ -275,10 +275,10 @@ def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop:
 def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks.Watch, "seconds", 0.0)
+    monkeypatch.setattr("rtx.training.step_clock.RunClock.seconds", 0.0)
     monkeypatch.setattr("rtx.commands.train.device_memory", lambda config, processes=0: 2**10)
     for seconds, windows in ((1e9, None), (1e-9, 5)):  # no fewer than a validation takes
-        monkeypatch.setattr(callbacks, "FINAL_SECONDS", seconds)
+        monkeypatch.setattr(trainer, "CLOSING_SECONDS", seconds)
         run, words = (
             workshop.folder / f"auto{windows}",
             ("data.length=16", "model.recompute=false", "trainer.steps=4"),

@@ -13,8 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from rtx.data import files
-from rtx.data.files import Remote, download, hub_files
+from rtx.data import download as downloading
+from rtx.data import hub
+from rtx.data.download import Remote, download
+from rtx.data.hub import hub_files
 from rtx.errors import RunFailed
 from tests.helpers.bad_servers import (
     CONTENT,
@@ -34,7 +36,7 @@ PART = 300_000
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
-    monkeypatch.setattr(files, "PAUSE", 0)
+    monkeypatch.setattr(downloading, "PAUSE", 0)
     with serving() as state:
         yield state
 
@@ -52,7 +54,7 @@ def test_a_whole_file_arrives_once_and_an_altered_one_again(server, tmp_path, sa
 
 def test_what_broke_or_fell_silent_is_continued_where_it_was(server, tmp_path, said, monkeypatch):
     server.answers = [broken, silent, ranged]
-    monkeypatch.setattr(files, "SILENCE", 0.2)
+    monkeypatch.setattr(downloading, "SILENCE", 0.2)
     (tmp_path / "file.zip.part").write_bytes(CONTENT[:PART])
     assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
     assert server.ranges == ["bytes=300000-", "bytes=550000-", "bytes=800000-"]
@@ -104,7 +106,7 @@ def test_another_file_or_a_refusal_is_told_at_once(server, tmp_path, said, answe
 def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(files, "PAUSE", 1)
+    monkeypatch.setattr(downloading, "PAUSE", 1)
     server.answers = [refuse(503), refuse(429), refuse(500), whole]
     target = download(server.remote, tmp_path, said.append)
     assert target.read_bytes() == CONTENT and pauses == [2, 4, 8]
@@ -112,7 +114,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
     server.answers = [refuse(503)]
     with pytest.raises(RunFailed, match="cannot be fetched: HTTP Error 503"):
         download(server.remote, tmp_path, said.append)
-    assert len(server.ranges) == 4 + files.ATTEMPTS
+    assert len(server.ranges) == 4 + downloading.ATTEMPTS
 
 
 def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
@@ -122,7 +124,7 @@ def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
     ):
         download(Remote(f"{NOBODY}/file.zip", 10, "0" * 64), tmp_path, said.append)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(20))
-    monkeypatch.setattr(files, "ANSWER_WITHIN", 0.05)
+    monkeypatch.setattr(downloading, "ANSWER_WITHIN", 0.05)
     with pytest.raises(RunFailed, match="no answer within 0 s"):
         download(Remote("http://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
 
@@ -196,6 +198,6 @@ def test_what_is_not_cached_is_told_at_once(
 def test_whatever_the_hubs_client_raises_becomes_a_line(cache, said, monkeypatch):
     odd = RuntimeError("503 Server Error\nfor url")  # those of its HTTP library are no OSErrors
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=odd))
-    monkeypatch.setattr(files, "unreachable", lambda address: None)
+    monkeypatch.setattr(hub, "unreachable", lambda address: None)
     with pytest.raises(RunFailed, match="cannot be fetched: 503 Server Error for url; fetch it"):
         hub_files(REPOSITORY, ["*"], None, said.append)

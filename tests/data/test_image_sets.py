@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from rtx.data import images
-from rtx.data.files import Remote
+from rtx.data.download import Remote
 from rtx.data.images import Pixels, cut, held_images
 from rtx.data.store import TokenStore
 from rtx.errors import UserError

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtx.data import files, kernel
+from rtx.data import download as downloading
+from rtx.data import kernel
 from rtx.data.catalog import open_data
-from rtx.data.files import Remote
+from rtx.data.download import Remote
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
@@ -41,7 +42,7 @@ def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(tarball: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server of the published tarball, which is a small one here."""
-    monkeypatch.setattr(files, "PAUSE", 0)
+    monkeypatch.setattr(downloading, "PAUSE", 0)
     content = tarball.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     with serving(content) as state:

@@ -16,8 +16,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from rtx.data import files as hub
-from rtx.data import images, text
+from rtx.data import hub, images, origins, text
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed
@@ -273,7 +272,7 @@ def test_the_hub_is_read_at_a_pinned_commit_which_stands_in_the_record_and_once(
 ):
     asked, copied, real = [], [], text.table_rows
     monkeypatch.setattr(
-        text, "hub_files", lambda *words: asked.append(words) or tables(tmp_path / words[2])
+        origins, "hub_files", lambda *words: asked.append(words) or tables(tmp_path / words[2])
     )
     monkeypatch.setattr(
         text,

@@ -236,11 +236,16 @@ def craft(path: Path, place: list[Any], value: Any = None) -> None:
 
 
 PARTS = [
-    *(["optimizer_states"], ["callbacks"], ["callbacks", "Watch"], ["callbacks", "Watch", "best"]),
-    *(["callbacks", "Watch", "clock"], ["callbacks", "Watch", "clock", "seconds"]),
     *(
-        ["callbacks", "Watch", "seconds"],
-        ["callbacks", "Watch", "ranks"],
+        ["optimizer_states"],
+        ["callbacks"],
+        ["callbacks", "Timing"],
+        ["callbacks", "Validations", "best"],
+    ),
+    *(["callbacks", "Timing", "clock"], ["callbacks", "Timing", "clock", "seconds"]),
+    *(
+        ["callbacks", "Timing", "seconds"],
+        ["callbacks", "RankStates", "ranks"],
         ["lr_schedulers"],
         ["global_step"],
     ),
@@ -251,11 +256,11 @@ PARTS = [
     ),
     *(
         ["optimizer_states", 0, "state", 0, "exp_avg"],
-        ["callbacks", "Watch", "ranks", 0, "sums"],
+        ["callbacks", "RankStates", "ranks", 0, "sums"],
         ["epoch"],
     ),
     *(
-        ["callbacks", "Watch", "ranks", 0, "rng", "torch"],
+        ["callbacks", "RankStates", "ranks", 0, "rng", "torch"],
         ["config", "model"],
         ["config"],
         ["data"],
@@ -272,7 +277,7 @@ PARTS = [
 ]
 MORE = {"step": (-5, "5"), "format": (FORMAT + 1,)}
 """Further values of a part, besides none and a tensor."""
-REFUSED = "is none to go on from|no checkpoint of rtx|not of the format|was trained so|refused"
+REFUSED = "cannot be resumed from|no checkpoint of rtx|not of the format|was trained so|refused"
 
 
 @pytest.mark.parametrize("place", PARTS, ids=lambda place: ".".join(map(str, place)))

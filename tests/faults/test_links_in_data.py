@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rtx.data import files
+from rtx.data.download import download
 from rtx.errors import UserError
 from tests.helpers.bad_servers import CONTENT, serving, whole
 from tests.helpers.disturbances import asked, deadline
@@ -188,7 +188,7 @@ def test_what_is_no_partial_download_is_neither_emptied_nor_waited_for(
         server.answers = [whole]
         told = r"file.zip.part: is a link, or no regular file; remove it"
         with deadline(), pytest.raises(UserError, match=told):
-            files.download(server.remote, part.parent, print)
+            download(server.remote, part.parent, print)
     assert not foreign.exists() or foreign.read_text() == "mine"
     assert foreign.exists() == (kind == "link")
 
@@ -203,10 +203,10 @@ def test_downloads_behind_a_link_are_taken_but_none_is_written_there(
     with serving() as server:
         server.answers = [whole]
         with pytest.raises(UserError, match=f"{folder}: {NO_FOLDER}"):
-            files.download(server.remote, folder, print)
+            download(server.remote, folder, print)
         assert not [*disk.iterdir()]
         (disk / "file.zip").write_bytes(CONTENT)
-        assert files.download(server.remote, folder, print).read_bytes() == CONTENT
+        assert download(server.remote, folder, print).read_bytes() == CONTENT
 
 
 def test_a_data_folder_that_is_a_link_to_nothing_is_told(

@@ -59,7 +59,7 @@ def prepare(workshop: Workshop, server: Server, name: str, trusted: Path | None 
     """Begin `rtx data prepare data=enwik8` against a server of ours; the benchmark is a hundredth of its size."""
     sha256 = [hashlib.sha256(content).hexdigest() for content in (ARCHIVE, CONTENT)]
     inside = (
-        "from rtx.data import text; from rtx.data.files import Remote\n"
+        "from rtx.data import text; from rtx.data.download import Remote\n"
         f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(ARCHIVE)}, {sha256[0]!r})\n"
         f"text.ENWIK8_TEXT = ({len(CONTENT)}, {sha256[1]!r})\n"
     )

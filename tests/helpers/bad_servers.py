@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rtx.data.files import Remote
+from rtx.data.download import Remote
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 1_000_000, dtype=np.uint8).tobytes()
 

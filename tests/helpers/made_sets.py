@@ -17,7 +17,7 @@ from PIL import Image
 
 from rtx.data import images, kernel, text
 from rtx.data.catalog import open_data
-from rtx.data.files import Remote
+from rtx.data.download import Remote
 from rtx.data.sets import SETS as KNOWN
 from rtx.data.store import TokenStore
 from rtx.errors import UserError

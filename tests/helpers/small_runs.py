@@ -318,7 +318,7 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
         for measured in ("seconds", "clock"):
-            content.get("callbacks", {}).get("Watch", {}).pop(measured, None)
+            content.get("callbacks", {}).get("Timing", {}).pop(measured, None)
         del content["config"]["hardware"]["workers"]
         content["data"].pop("folder", None)
         for group in ignoring:

@@ -29,7 +29,11 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontr
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 WHY_NOT = f"needs root and Debian's slurm-wlm and munge; not on the PATH: {', '.join(MISSING) or 'nothing'}"
-pytestmark = pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=WHY_NOT)
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=WHY_NOT),
+]
 
 # A job that is put back into the queue waits until its credential has run out: 5 seconds here, else two minutes.
 CONFIGURATION = """

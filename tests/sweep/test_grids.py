@@ -9,7 +9,7 @@ from rtx.settings.compose import compose
 from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import Config
-from rtx.sweeps.cells import Cell, lay_out, refuse_sweep
+from rtx.sweeps.cells import Cell, lay_out, refuse_sweep, replaced_lines
 
 LOCAL, FULL = " model.base=local routing.heads=0", " model.base=full routing.heads=0"
 SPARSE, LSH = " model=sparse_transformer", " model=reformer trainer.batch_size=8"
@@ -98,37 +98,39 @@ def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None
     with pytest.raises(
         UserError, match=r"is a sweep \(routing.window=512,1024 routing.layers=2,4,8,12\): rtx"
     ):
-        refuse_sweep(["experiment=cifar10_grid", "routing.heads=2"])
+        refuse_sweep(check_overrides(["experiment=cifar10_grid", "routing.heads=2"]))
     for experiment in ("cifar10_grid", "cifar10_baselines"):
-        refuse_sweep(cells(f"experiment={experiment}")[0].overrides)
+        refuse_sweep(check_overrides(cells(f"experiment={experiment}")[0].overrides))
 
 
-def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_row() -> None:
-    assert [
-        config.model.layers for config in configs("experiment=pg19,pg19_local", "model.layers=2")
-    ] == [2, 2]
-    lengths = [
-        config.data.length for config in configs("experiment=enwik8,enwik8_t64", "data.length=1024")
-    ]
-    assert lengths == [1024, 1024]
+def test_the_command_line_wins_in_every_row() -> None:
+    layers = configs("experiment=pg19,pg19_local", "model.layers=2")
+    assert [config.model.layers for config in layers] == [2, 2]
+    lengths = configs("experiment=enwik8,enwik8_t64", "data.length=1024")
+    assert [config.data.length for config in lengths] == [1024, 1024]
+    windows = configs("experiment=far_text_full,far_text_exact", "routing.window=64")
+    assert [config.routing.window for config in windows] == [64, 64]
+    words = ["experiment=cifar10_grid,cifar10_baselines", "trainer.steps=9", "routing.heads=2"]
+    (line,) = replaced_lines(check_overrides(words, sweep=True))
+    replaced = "routing.heads=2 replaces what the file says in "
+    assert line.startswith(f"{replaced}cifar10_full (routing.heads=0), cifar10_local (")
+
+
+def test_an_option_from_which_a_row_would_set_keys_is_refused_with_the_name_of_the_row() -> None:
     refused = {
-        "experiment=cifar10_grid,cifar10_baselines routing.heads=2": (
-            "routing.heads=2 conflicts with cifar10_full (routing.heads=0), cifar10_local ("
+        "experiment=cifar10,cifar10_random routing=causal": (
+            "cifar10_random (routing.selection=random); train such a row"
         ),
-        "experiment=far_text routing.window=64": (
-            "routing.window=64 conflicts with far_text_full (routing.window=2048); train such a row"
+        "experiment=pg19,pg19_local model=rt12": (
+            "model=rt12 conflicts with pg19_local (model.layers=24)"
         ),
-        "experiment=cifar10,cifar10_random routing=causal": "cifar10_random (routing.selection=random)",
-        "experiment=pg19,pg19_local model=rt12": "model=rt12 conflicts with pg19_local (model.layers=24)",
     }
-    for words, said in refused.items():
+    for words, message in refused.items():
         with pytest.raises(UserError) as caught:
             cells(*words.split())
-        assert said in str(caught.value)
-    assert (
-        len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2"))
-        == 2
-    )  # no row keeps its own layers
+        assert message in str(caught.value)
+    words = ("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2")
+    assert len(cells(*words)) == 2, "no row keeps its own layers"
 
 
 def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell() -> None:

@@ -13,7 +13,7 @@ import pytest
 from rtx.cli import main as cli
 from rtx.settings.compose import compose
 from rtx.settings.identity import config_hash
-from rtx.sweeps.launcher import Attempt
+from rtx.sweeps.slurm import Attempt
 from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 SCRIPTS = {
@@ -38,7 +38,7 @@ def cluster(sweep: Sweep) -> Sweep:
     write_book()
     sweep.patch.setenv("RTX_DATA", "data")
     sweep.patch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
-    sweep.patch.setattr("rtx.sweeps.launcher.QUEUE_SECONDS", 0.1)
+    sweep.patch.setattr("rtx.sweeps.slurm.QUEUE_SECONDS", 0.1)
     for folder in ("queue", "bin"):
         Path(folder).mkdir()
     for name, does in SCRIPTS.items():
@@ -104,7 +104,7 @@ def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
 
 def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
     """Here both are killed before they leave a word; `sacct` would know nothing of it."""
-    cluster.patch.setattr("rtx.sweeps.launcher.RESULT_SECONDS", 0.5)
+    cluster.patch.setattr("rtx.sweeps.slurm.RESULT_SECONDS", 0.5)
     program("sbatch", 'echo x >> jobs; echo "Submitted batch job $(wc -l < jobs)"')
     program("squeue", "echo x >> looks; [ $(wc -l < looks) -lt 3 ] && seq $(wc -l < jobs); exit 0")
     rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
@@ -122,12 +122,8 @@ def test_a_machine_without_slurm(sweep: Sweep) -> None:
     sweep.patch.setenv("PATH", "")
     real = importlib.util.find_spec
     for lacking, line, said in (
-        (
-            "hydra_plugins",
-            "train -m hardware=slurm",
-            "needs submitit and its plugin for Hydra: pip install",
-        ),
-        ("hydra_plugins", "train hardware=slurm", "needs submitit"),
+        ("submitit", "train -m hardware=slurm", "needs submitit: pip install 'rtx[slurm]'"),
+        ("submitit", "train hardware=slurm", "needs submitit"),
         ("srun", "train -m hardware=slurm seed=1,2", "there is no srun on this machine"),
         ("srun", "train hardware=slurm", "makes jobs of the cells of a sweep"),
     ):
@@ -154,7 +150,7 @@ os._exit(143)
     attempt = Attempt(["seed=1"], Path.cwd())
 
     def checkpoint(*_: object) -> None:
-        assert attempt.checkpoint().function.given[0] == ["seed=1"] and Path("saved").exists()
+        assert attempt.checkpoint().function.words == ["seed=1"] and Path("saved").exists()
         raise SystemExit(7)
 
     def tell_the_cell() -> None:

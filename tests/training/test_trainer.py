@@ -66,8 +66,10 @@ def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
         "few", "trainer.steps=4", "trainer.val_windows=2", "optimizer.schedule=constant"
     )
     better = read_checkpoint(last(run))
-    assert better["callbacks"]["Watch"]["best"]["windows"] == 2
-    better["callbacks"]["Watch"]["best"]["bits"] = 0.1  # as if the few windows had been easy ones
+    assert better["callbacks"]["Validations"]["best"]["windows"] == 2
+    better["callbacks"]["Validations"]["best"]["bits"] = (
+        0.1  # as if the few windows had been easy ones
+    )
     CheckpointFiles().save_checkpoint(better, last(run))
     workshop.command("resume", str(run), "trainer.steps=8", "trainer.val_windows=null")
     best = status_of(run).best

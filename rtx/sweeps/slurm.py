@@ -1,0 +1,144 @@
+"""Cells as jobs of Slurm, by submitit: each is polled and signalled as a process of this machine is.
+
+hydra-submitit-launcher submits all cells as one array and loses all to the first that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rtx.disk import open_no_link
+from rtx.errors import UserError
+from rtx.sweeps.cells import Cell
+from rtx.sweeps.launcher import OUTPUT, Starter, start
+from rtx.sweeps.outcomes import NO_CODE
+
+QUEUE_SECONDS = 5.0
+"""Between two looks at the queue of a cluster."""
+RESULT_SECONDS = 15.0
+"""For what a job returns to appear on a disk that machines share."""
+SHARED = (
+    "timeout_min",
+    "cpus_per_task",
+    "gpus_per_node",
+    "tasks_per_node",
+    "mem_gb",
+    "nodes",
+    "name",
+    "stderr_to_stdout",
+)
+"""Parameters that submitit has for every kind of cluster; the others are Slurm's."""
+
+
+def submitter(parameters: Mapping[str, Any]) -> Starter:
+    """Return the function that submits the job of a cell with parameters of submitit."""
+    if shutil.which("srun") is None:
+        instead = "hardware=auto runs the cells here"
+        raise UserError(f"hardware=slurm: there is no srun on this machine; {instead}")
+    # An extra.
+    import submitit
+
+    timeouts = parameters["max_num_timeout"]
+    requested = {}
+    for name, value in parameters.items():
+        if name != "max_num_timeout":
+            requested[name if name in SHARED else f"slurm_{name}"] = value
+
+    def submit(cell: Cell) -> Job:
+        folder = cell.folder.parent / ".submitit" / "%j"
+        request = dict(requested)
+        request["name"] = request["name"] or cell.config.name
+        try:
+            # An rtx.py in the current folder must not be imported in place of ours.
+            with submitit.helpers.environment_variables(PYTHONSAFEPATH="1"):
+                executor = submitit.AutoExecutor(
+                    folder, cluster="slurm", slurm_max_num_timeout=timeouts
+                )
+                executor.update_parameters(**request)
+                return Job(executor.submit(Attempt(cell.overrides, cell.folder)), cell.folder)
+        except Exception as error:
+            # submitit raises errors of many kinds.
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"its job cannot be submitted: {lines[-1]}") from error
+
+    return submit
+
+
+@functools.lru_cache(maxsize=1)
+def queue(moment: int) -> set[str] | None:
+    """Return the numbers of the user's jobs in the queue, None if it does not answer; asked once in a `moment`."""
+    # submitit asks `sacct`, which without accounting never reports the end of a job that was killed.
+    answer = subprocess.run(
+        ["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True
+    )
+    return None if answer.returncode else set(answer.stdout.split())
+
+
+class Job:
+    """The job of a cell."""
+
+    def __init__(self, job: Any, folder: Path) -> None:
+        self.job = job
+        self.folder = folder
+        self.seen = time.monotonic()
+        """When it was last in the queue."""
+
+    def poll(self) -> int | None:
+        """Return what the job has returned, or `NO_CODE` where it is gone without.
+
+        In the second case the last line of its log becomes the last line of the cell's output.
+        """
+        queued = queue(int(time.monotonic() / QUEUE_SECONDS))
+        if queued is None or self.job.job_id in queued:
+            self.seen = time.monotonic()
+            return None
+        if self.job.paths.result_pickle.exists():
+            # submitit raises whatever the job raised.
+            with contextlib.suppress(Exception):
+                return self.job.result()
+        elif time.monotonic() - self.seen < RESULT_SECONDS:
+            return None
+        log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()
+        last = log[-1] if log else "it left no word"
+        with open_no_link(self.folder / OUTPUT, "a") as output:
+            output.write(f"rtx: its job ended: {last}\n")
+        return NO_CODE
+
+    def send_signal(self, number: int, /) -> None:
+        """Cancel the job; one that runs saves first, and is killed only where that takes too long."""
+        self.job.cancel(check=False)
+
+
+class Attempt:
+    """What a job runs: the process of a cell."""
+
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        self.words = words
+        self.folder = folder
+
+    def __call__(self) -> int:
+        """Run the process to its end; returns its exit code."""
+        self.process = start(self.words, self.folder, {})
+        # A scheduler may have signalled the cell, too: a second SIGUSR2 changes nothing.
+        signal.signal(signal.SIGTERM, lambda *_: self.process.send_signal(signal.SIGUSR2))
+        while (code := self.process.poll()) is None:
+            time.sleep(0.5)
+        return code
+
+    def checkpoint(self) -> Any:
+        """Let the cell save, and return what runs when the job comes back; it has interrupted `__call__`."""
+        from submitit.helpers import DelayedSubmission
+
+        self.process.send_signal(signal.SIGUSR2)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(Attempt(self.words, self.folder))

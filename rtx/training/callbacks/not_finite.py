@@ -1,0 +1,32 @@
+"""Losses and gradients that are not numbers."""
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from rtx.errors import RunFailed
+from rtx.training.optimizers import learning_rate
+from rtx.training.session import Session
+
+
+class NotFinite(Callback):
+    """Ends the run on all ranks where the loss or the gradient of one of them is not finite."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        """Look at the loss since the last row and the last gradient; `RunFailed` where one is not finite."""
+        step = trainer.global_step
+        if not self.session.looks_at(step):
+            return
+        nats, _, passes = module.sums.tolist()
+        norm = float(module.norm)
+        self.session.bits = nats / passes / math.log(2)
+        is_finite = math.isfinite(nats) and math.isfinite(norm)
+        (is_anywhere,) = self.session.ranks.largest(int(not is_finite))
+        if is_anywhere:
+            what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
+            rate = learning_rate(self.session.config, step)
+            raise RunFailed(f"step {step}: the {what} at learning rate {rate:g}")

@@ -1,0 +1,29 @@
+"""Compiling and recording the forward passes."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from rtx.training.session import Session
+
+
+class PreparePasses(Callback):
+    """Compiles and records the passes before the first step, and again where lists lack room."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        # From here on a signal waits for the end of a step. Lightning has just set its own handler.
+        self.session.signals.hold()
+        if trainer.global_step >= self.session.config.trainer.steps:
+            return
+        line = module.passes.prepare(module.first_micro_batch())
+        if line:
+            self.session.say(line)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if self.session.looks_at(step):
+            for line in module.passes.make_room():
+                self.session.say(f"step {step}: {line}")

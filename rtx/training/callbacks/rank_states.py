@@ -1,0 +1,105 @@
+"""Random streams, sums of losses and memories of streams, of all ranks, which a resumed run goes on with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from rtx.model.memory import Memory
+from rtx.training.checkpoint import resuming_from
+from rtx.training.first_weights import seed_everything
+from rtx.training.module import TrainingModule
+from rtx.training.session import Session
+
+
+class RankStates(Callback):
+    """Keeps in checkpoints what each rank has for itself, and gives it back."""
+
+    def __init__(self, session: Session, module: TrainingModule) -> None:
+        self.session = session
+        self.module = module
+        self.restored: list[dict[str, Any]] = []
+        """The state of each rank in the checkpoint; none without a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks, which all call this."""
+        streams = {name: stream.get_rng_state() for name, stream in random_streams().items()}
+        state = {
+            "rng": streams,
+            "sums": self.module.sums.tolist(),
+            "memory": packed(self.module.memories),
+        }
+        return {"ranks": self.session.ranks.gather(state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not isinstance(state_dict["ranks"], list):
+            raise TypeError("its random streams")
+        self.restored = state_dict["ranks"]
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if self.session.start:
+            with resuming_from(self.session.start):
+                self.restore(trainer.global_step)
+        else:
+            self.seed_anew(trainer.global_step)
+
+    def restore(self, step: int) -> None:
+        """Give this rank its state, or a share of the states, if they are of another number of ranks."""
+        self.restore_memories()
+        ranks = self.session.ranks
+        if len(self.restored) != ranks.world:
+            self.seed_anew(step)
+            return
+        state = self.restored[ranks.rank]
+        sums = torch.tensor(state["sums"], dtype=torch.float64)
+        self.module.sums = sums.view_as(self.module.sums)
+        for name, stream in random_streams().items():
+            if name in state["rng"]:
+                stream.set_rng_state(state["rng"][name])
+
+    def seed_anew(self, step: int) -> None:
+        """Seed the random streams of this rank by the step, for want of a state of them."""
+        ranks = self.session.ranks
+        seed_everything(self.module.config.seed, 1 + ranks.rank + ranks.world * step)
+
+    def restore_memories(self) -> None:
+        """Take this rank's share of the streams, whatever number and size their micro-batches had."""
+        stored = [state["memory"] for state in self.restored]
+        # Of all ranks, in the order of the batch: [micro-batches, ranks, B, ...] without the first three.
+        streams = [torch.stack(parts, dim=1).flatten(0, 2) for parts in zip(*stored, strict=True)]
+        if not streams:
+            return
+        ranks = self.session.ranks
+        parts = self.session.hardware.accumulate
+        size = len(streams[0]) // (parts * ranks.world)
+        for part in range(parts):
+            first = (part * ranks.world + ranks.rank) * size
+            share = [stream[first : first + size] for stream in streams]
+            memory = unpacked([each.to(self.module.device) for each in share], self.module)
+            self.module.memories.append(memory)
+
+
+def random_streams() -> dict[str, Any]:
+    """Return what holds the state of random numbers on each kind of device."""
+    streams: dict[str, Any] = {"torch": torch}
+    if torch.cuda.is_available():
+        streams["cuda"] = torch.cuda
+    return streams
+
+
+def packed(memories: Sequence[Memory]) -> list[Tensor]:
+    """Return the last tokens, and what each layer keeps, of all micro-batches, `[micro-batches, B, ...]`."""
+    tensors = [[memory.last_B, *memory.layers, *memory.compressed] for memory in memories]
+    return [torch.stack(parts).cpu() for parts in zip(*tensors, strict=True)]  # type: ignore[arg-type]
+
+
+def unpacked(tensors: Sequence[Tensor], module: TrainingModule) -> Memory:
+    """Return the memory of one micro-batch from its tensors, in the order of `packed`."""
+    model = module.config.model
+    memory = Memory(model)
+    memory.last_B = tensors[0]
+    memory.layers = list(tensors[1 : 1 + model.layers])
+    memory.compressed = list(tensors[1 + model.layers :])
+    return memory

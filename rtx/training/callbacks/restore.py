@@ -1,0 +1,74 @@
+"""Going on from a checkpoint."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from rtx.training.checkpoint import (
+    Checkpoint,
+    read_checkpoint,
+    renumbered,
+    resuming_from,
+    with_current_callbacks,
+    with_current_names,
+)
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import check_moments, decaying_and_exempt
+from rtx.training.session import Session
+
+
+class Restore(Callback):
+    """Restores weights, optimizer, number of steps, and the states of the other callbacks."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        if self.session.start:
+            with resuming_from(self.session.start):
+                restore(trainer, module, read_checkpoint(self.session.start["path"]))
+
+
+class PendingValidation(Callback):
+    """Validates before the first step, if the run was stopped when a validation was due."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        step = trainer.global_step
+        is_due = trainer.should_stop or step % self.session.config.trainer.val_every == 0
+        if step and is_due:
+            # Lightning has no hook that validates: this is how its own loop runs a validation.
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+
+
+def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) -> None:
+    """Bring trainer, module and callbacks to the state of a checkpoint, which may be of an older version."""
+    tensors = with_current_names(checkpoint["model"], module.model.state_dict())
+    checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    groups = decaying_and_exempt(module.model)
+    for state in checkpoint["optimizer_states"]:
+        state["state"] = renumbered(state["state"], tensors, groups)
+    trainer.strategy.load_model_state_dict(checkpoint)
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
+    for optimizer in trainer.optimizers:
+        check_moments(optimizer)
+    states = with_current_callbacks(checkpoint["callbacks"])
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    set_steps(trainer, checkpoint["step"])
+
+
+def set_steps(trainer: Trainer, step: int) -> None:
+    """Set the number of steps that have been taken.
+
+    Lightning counts batches and optimizer steps apart. A batch is a step here, so both numbers
+    follow from the step, and checkpoints hold no state of loops. There is no public method for it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.total.ready = step
+    loop.manual_optimization.optim_step_progress.total.completed = step

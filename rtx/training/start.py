@@ -1,0 +1,109 @@
+"""How a run begins or goes on: its checkpoint, and what is recorded before the first step."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rtx.disk import replace_file
+from rtx.errors import UserError
+from rtx.runs.environment import record_start
+from rtx.runs.folder import shown
+from rtx.runs.resumption import Differences, differences, refuse_changes
+from rtx.settings.extensions import copies
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.schema import Config, to_dict
+from rtx.training.checkpoint import Checkpoint, newest_checkpoint
+from rtx.training.session import Session
+
+
+def find_start(session: Session) -> tuple[Checkpoint | None, Differences | None]:
+    """Return the checkpoint to go on from, and the keys that have other values than before.
+
+    The first is None where the run begins at its first step, the second where it has never begun,
+    and on all ranks but the first. Raises `UserError` where checkpoint, configuration and data do
+    not fit together.
+    """
+    if not session.resumed:
+        session.say(f"run: {shown(session.folder)}")
+        return None, None
+    folder = session.folder / "checkpoints"
+    is_first = session.status is not None
+    start = newest_checkpoint(folder, set_aside=is_first, report=session.say)
+    if not is_first:  # the other ranks are compared with the first one
+        return start, None
+    changed = changed_keys(session, start)
+    if start:
+        check_start(session, start, changed)
+        begins = f"from step {start['step']:,}"
+    else:
+        set_best_aside(session)
+        begins = "from the beginning: it has no checkpoint"
+    lines = [f"resuming {shown(session.folder)} ({session.reason}) {begins}"]
+    for key, (old, new) in changed.items():
+        lines.append(f"  {key}: {old} -> {new}")
+    session.say("\n".join(lines))
+    return start, changed
+
+
+def changed_keys(session: Session, start: Checkpoint | None) -> Differences:
+    """Return the keys with other values than before; `UserError` for those that may not change."""
+    now = to_dict(session.config)
+    # An editor, or a disk, may have changed config.yaml: the checkpoint is compared as well.
+    changed = differences(start["config"] if start else {}, now, shared=True)
+    changed |= differences(to_dict(load_run_config(session.folder)), now)
+    refuse_changes(changed)
+    return changed
+
+
+def check_start(session: Session, start: Checkpoint, changed: Differences) -> None:
+    """Raise `UserError` where a run cannot go on from a checkpoint."""
+    steps = session.config.trainer.steps
+    step = start["step"]
+    if "trainer.steps" in changed and steps <= step:
+        newest = f"the newest checkpoint is of step {step}"
+        raise UserError(f"trainer.steps={steps}: {newest}; give more than that")
+    if start["data"]["fingerprint"] != session.store.fingerprint:
+        name = session.store.name
+        raise UserError(f"the data of {name} are not those that the run began with")
+
+
+def set_best_aside(session: Session) -> None:
+    """Rename a best.ckpt that is there: a run from the beginning writes its own."""
+    best = session.folder / "checkpoints" / "best.ckpt"
+    if best.exists():
+        aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
+        session.say(f"{best} is kept as {aside.name}")
+
+
+def record_beginning(session: Session, parameters: int, changed: Differences | None) -> None:
+    """Record machine, software and configuration, once it is certain that these fit the checkpoint."""
+    record: dict[str, Any] = {
+        "hardware": vars(session.hardware),
+        "data": session.store.describe(),
+        "parameters": parameters,
+        "extensions": extension_names(session.config),
+    }
+    if session.command:
+        record["command"] = session.command
+    moved = record_start(session.folder, record, changed, anew=session.start is None)
+    if moved:
+        session.say(f"no longer exact: {', '.join(moved)}")
+    write_config(session.config, session.folder)
+    tokenizer = session.store.tokenizer_file
+    if tokenizer:
+        # With it in the folder sampling needs no data.
+        content = tokenizer.read_bytes()
+        replace_file(session.folder / tokenizer.name, lambda file: file.write(content))
+
+
+def extension_names(config: Config) -> dict[str, str]:
+    """Return the names that the copies of extensions have in the run's folder, by their paths."""
+    return {str(code.path): name for name, code in copies(config.extensions).items()}
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """Write config.yaml, and copies of the extensions, into a run's folder."""
+    for name, code in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, code=code: file.write(code.content))
+    text = to_yaml(config).encode()
+    replace_file(folder / RUN_CONFIG, lambda file: file.write(text))
