@@ -1,6 +1,7 @@
 """The files of `conf/`: each composes, says where its values come from, writes only what it may, and takes a step."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from rtx.analysis.cost import cost
 from rtx.analysis.micro_batch import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
+from rtx.cli import help
+from rtx.cli.help import candidates
 from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
@@ -18,7 +21,7 @@ from rtx.report.summary import routing_lines
 from rtx.settings.compose import NAMED_BY_FILE, compose
 from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.presets import conf_dir, options
+from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options
 from rtx.settings.rules import resolve
 from rtx.settings.schema import GROUPS, Config, all_fields, with_values
 from rtx.sweeps.cells import lay_out
@@ -141,6 +144,31 @@ def test_heads_are_those_of_the_experiment_or_of_any() -> None:
         compose(["experiment=pg19", "heads=t64"])
 
 
+@pytest.fixture
+def presets(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the user's presets, as --config-dir adds it."""
+    CONFIG_DIRS.append(tmp_path)
+    forget()
+    yield tmp_path
+    CONFIG_DIRS.remove(tmp_path)
+    forget()
+
+
+def test_options_in_folders_are_composed_completed_and_listed(presets: Path) -> None:
+    for path, text in (
+        ("experiment/study/small", "defaults:\n  - smoke\n  - _self_\n\nname: small\n"),
+        ("heads/study/small/wide", "model:\n  hidden: 320\n"),
+    ):
+        file = presets / f"{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n# Of the user.\n{text}")
+    forget()
+    config = compose(["experiment=study/small", "heads=wide"])
+    assert (config.name, config.trainer.steps, config.model.hidden) == ("small", 20, 320)
+    assert candidates("rtx train experiment=st") == ["study/small "]
+    assert "\n  study/small " in help.command_page("train", ["experiment"])
+
+
 def test_several_loggers_and_the_mode_of_wandb() -> None:
     logger = compose(["logger=[csv,wandb]", "logger.mode=offline"]).logger
     assert (logger.csv, logger.wandb, logger.tensorboard) == (True, True, False)
@@ -229,7 +257,7 @@ def test_topk_is_algorithm_1_with_every_model_and_none_has_no_routing_heads(mode
     routing = compose(words).routing
     file = OmegaConf.load(conf_dir() / "routing" / "topk.yaml")
     assert isinstance(file, DictConfig)
-    assert {key: getattr(routing, key) for key in file} == OmegaConf.to_container(file)
+    assert {key: getattr(routing, str(key)) for key in file} == OmegaConf.to_container(file)
     others = (routing.keys, routing.key_shift, routing.key_conv, routing.rotary, routing.merge)
     assert others == ("shared", 0, 1, True, "mean")
 

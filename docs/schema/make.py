@@ -1,6 +1,7 @@
-"""Writes the JSON schemas beside this file, by which editors complete and check `conf/` and a run's config.yaml.
+"""Writes the JSON schemas beside this file: editors complete and check `conf/` and runs by them.
 
-Run `python docs/schema/make.py` after a change of a key, its range or its docstring in rtx/settings/schema.py.
+Run `python docs/schema/make.py` after a change of a key, its range or its docstring in
+rtx/settings/schema.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEFAULTS = {"type": "array", "description": "Options of this and of other groups
 
 
 def text_of(group: str) -> str:
-    """Return the schema of a group's files, or of a run's config.yaml (`config`), as the text of a JSON file."""
+    """Return the JSON schema of a group's files, or of a run's config.yaml (`config`)."""
     section = typing.get_type_hints(Config).get(group)
     whole = of_section(Config, f"conf/{group}" if group != "config" else "config.yaml")
     schema = of_section(section, f"conf/{group}") if section and group != "model" else whole

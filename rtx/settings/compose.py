@@ -161,10 +161,14 @@ def refuse_second_model(groups: Mapping[str, str], name: str) -> None:
 
 
 def name_in_preset(model: str) -> str:
-    """Return the model.name that the file of a model sets, else its name."""
+    """Return the model.name that the file of a model sets, else the name of the file."""
     path = preset("model", model)
-    values = OmegaConf.load(path) if path else OmegaConf.create()
-    return OmegaConf.select(values, "model.name") or OmegaConf.select(values, "name") or model
+    if path is None:
+        return model
+    # Hydra's directive in the first line: the file sets keys of all groups.
+    is_global = "@package _global_" in path.read_text("utf-8").partition("\n")[0]
+    key = "model.name" if is_global else "name"
+    return OmegaConf.select(OmegaConf.load(path), key) or model
 
 
 @functools.lru_cache(maxsize=64)

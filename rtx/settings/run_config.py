@@ -36,16 +36,21 @@ def to_yaml(config: Config) -> str:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted keys, each in the type and range of its key.
+    """Return the values in a config.yaml by dotted keys, see `values_of`; OSError as read."""
+    return values_of(read_file(path).decode())
+
+
+def values_of(content: str) -> dict[str, Any]:
+    """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
 
     Texts are returned as they are: an extension may know a name that is no value here.
 
     Raises:
         UserError: whatever YAML can express beside keys with a value each: aliases, lists,
             deeper or repeated keys.
-        OSError, yaml.YAMLError: the file cannot be read.
+        yaml.YAMLError: the text is no YAML.
     """
-    texts = read_texts(path)
+    texts = texts_of(content)
     if not texts:
         raise UserError("is not the configuration of a run")
     fields = all_fields()
@@ -63,16 +68,15 @@ def read_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_texts(path: Path) -> dict[str, str]:
-    """Return the text of each value in a config.yaml; see `read_values`.
+def texts_of(content: str) -> dict[str, str]:
+    """Return the text of each value in the text of a config.yaml; see `values_of`.
 
-    The file is read as a stream of events. Nothing is built from it, which a file could make
-    endless.
+    It is read as a stream of events. Nothing is built from it, which a file could make endless.
     """
     path_of_names: list[str] = []  # section and key of the next value
     depth = 0
     texts: dict[str, str] = {}
-    for event in yaml.parse(read_file(path).decode(), Loader=LOADER):
+    for event in yaml.parse(content, Loader=LOADER):
         expects_name = len(path_of_names) < depth
         key = ".".join(path_of_names)
         match event:

@@ -563,7 +563,7 @@ def to_config(values: Mapping[str, Any]) -> Config:
     dotted = {name: field.since.value for name, field in fields.items() if field.since}
     for name, value in flat(values).items():
         if name not in fields:
-            raise UserError(unknown(str(name), fields))
+            raise UserError(unknown(str(name), [*SECTIONS, *fields]))
         if isinstance(value, (dict, list)):
             raise UserError(f"{name} must be one value")
         dotted[name] = fields[name].read(value)

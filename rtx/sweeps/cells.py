@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from rtx.errors import UserError, refuse, written
 from rtx.runs.folder import outputs_root
-from rtx.runs.signals import SWEEP_VARIABLE
 from rtx.settings.compose import compose_unresolved, composed, heads_option, user_errors
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
 from rtx.settings.identity import cell_hashes, digest
@@ -23,6 +22,7 @@ from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
 from rtx.settings.run_config import RUN_CONFIG, read_values
 from rtx.settings.schema import Config, flat, to_dict
+from rtx.variables import SWEEP_VARIABLE
 
 DEFINING = (
     "model",

@@ -17,7 +17,7 @@ from rtx.analysis.choice_gradients import choice_gradients
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
 from rtx.errors import RunFailed
-from rtx.report.summary import sees_future
+from rtx.evaluation.protocol import sees_future
 from rtx.settings.names import SELECTIONS
 from rtx.settings.schema import all_fields
 from tests.helpers.tiny_models import (

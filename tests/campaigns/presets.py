@@ -417,7 +417,7 @@ def planned(words: list[str]) -> Row:
 def training_bits(run: Path) -> dict[int, float]:
     """Return the training loss of every step in bits; of a step logged twice the last one."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["bits"] for row in rows if row["kind"] == "train"}
+    return {row["step"]: row["train/bits"] for row in rows if "train/bits" in row}
 
 
 @contextlib.contextmanager

@@ -30,8 +30,7 @@ from rtx.report.curves import (
 )
 from rtx.report.headline import Duel, verdict_on
 from rtx.report.ranking import Comparison
-from rtx.report.run_records import Collection, collect
-from rtx.report.steps import read_records
+from rtx.report.run_records import collect
 from rtx.report.tables import Table
 from rtx.report.time_plot import marks_of_time
 from rtx.report.times import curve_of, ratio_and_interval
@@ -51,7 +50,7 @@ RANDOM = {"routing__selection": "random"}
 
 def built(folder: Path) -> Report:
     found = collect([folder])
-    return build(found, "a report", read_records([folder], Collection()))
+    return build(found, "a report")
 
 
 def table_of(report: Report, start: str) -> Table:
