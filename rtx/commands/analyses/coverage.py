@@ -30,12 +30,14 @@ KEYS = Column("keys", "keys read", 1)
 OF_ALL = Column("of all", "of all weight", 3)
 
 
-def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
+def coverage(
+    run: LoadedRun,
+    store: Store,
+    options: CoverageOptions,
+) -> Result:
     """Fit the clusters of selections, measure what they retain, and print it."""
     config = with_values(run.config, {"seed": options.seed, "trainer.steps": options.steps})
-    cut = whole_windows(store, options.split, config.data.length)
-    chosen = sample_windows(cut, options.windows, options.seed)
-    tokens_KN, _ = read_windows(store.split(options.split), chosen)
+    tokens_KN = tokens_of_sample(store, options, config.data.length)
     window = options.window
     if window is None:
         window = config.model.window
@@ -43,39 +45,69 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
     keys = options.keys or config.routing.window
     block = options.block or config.routing.block
     sizes = sizes_around(keys, config.data.length)
-    patterns = nn.ModuleList()
-    layers = []
-    for layer in range(config.model.layers):
-        patterns.append(selections(config, layer, sizes, block))
-        if len(patterns[layer]):  # type: ignore[arg-type]
-            layers.append(f"layer {layer}")
-    patterns.to(run.device)
+    patterns = patterns_of_layers(config, sizes, block).to(run.device)
+    layers = [f"layer {layer}" for layer, of_layer in enumerate(patterns) if len(of_layer)]
     fit_to_training(run, store, config, patterns)
     retained = measure_windows(run, config, patterns, tokens_KN, window)
     shape = (len(tokens_KN), len(layers), len(NAMES), len(sizes), 3)
     retained_SLKZ3 = np.reshape(retained, shape).transpose(2, 1, 0, 3, 4)
-    beyond = weight_beyond(retained_SLKZ3[0, :, :, 0, 0], layers)
-    rows = rows_of_selections(retained_SLKZ3, layers, keys)
-    columns_of_layers = [Column(layer, layer, 3) for layer in layers]
-    print(f"share of full heads' weight that lies {window} or more positions back")
-    beyond_row = {"what": "beyond the window", **beyond}
-    print_table([beyond_row], [Column("what", ""), MEAN, *columns_of_layers])
-    errors = f"standard errors over {plural(len(chosen), 'window')}"
-    print(f"\nshare of that kept with {keys} keys a query, {errors}")
-    with_means = [{**row, "mean": row["share"]} for row in rows]
-    columns = [Column("selection", "selection"), MEAN, KEYS, OF_ALL, *columns_of_layers]
-    print_table(with_means, columns)
-    return {
+    result = {
         "window": window,
         "keys": keys,
         "block": block,
-        "beyond": beyond,
-        "rows": rows,
-        "picture": draw_curves(rows),
+        "beyond": weight_beyond(retained_SLKZ3[0, :, :, 0, 0], layers),
+        "rows": rows_of_selections(retained_SLKZ3, layers, keys),
     }
+    print_coverage(result, layers, len(tokens_KN))
+    return {**result, "picture": draw_curves(result["rows"])}
 
 
-def check_window(window: int, length: int, split: str) -> None:
+def tokens_of_sample(
+    store: Store,
+    options: CoverageOptions,
+    length: int,
+) -> Tensor:
+    """Return the windows that are measured, `[K, N]`."""
+    cut = whole_windows(store, options.split, length)
+    chosen = sample_windows(cut, options.windows, options.seed)
+    tokens_KN, _ = read_windows(store.split(options.split), chosen)
+    return tokens_KN
+
+
+def patterns_of_layers(
+    config: Config,
+    sizes: list[int],
+    block: int,
+) -> nn.ModuleList:
+    """Return the selections of every layer, none for a layer without full heads."""
+    patterns = nn.ModuleList()
+    for layer in range(config.model.layers):
+        patterns.append(selections(config, layer, sizes, block))
+    return patterns
+
+
+def print_coverage(
+    result: Result,
+    layers: list[str],
+    windows: int,
+) -> None:
+    """Print the weight beyond the window, and the share of it that each selection retains."""
+    columns_of_layers = [Column(layer, layer, 3) for layer in layers]
+    print(f"share of full heads' weight that lies {result['window']} or more positions back")
+    beyond = {"what": "beyond the window", **result["beyond"]}
+    print_table([beyond], [Column("what", ""), MEAN, *columns_of_layers])
+    errors = f"standard errors over {plural(windows, 'window')}"
+    print(f"\nshare of that kept with {result['keys']} keys a query, {errors}")
+    rows = [{**row, "mean": row["share"]} for row in result["rows"]]
+    columns = [Column("selection", "selection"), MEAN, KEYS, OF_ALL, *columns_of_layers]
+    print_table(rows, columns)
+
+
+def check_window(
+    window: int,
+    length: int,
+    split: str,
+) -> None:
     """Raise UserError if no key of a window of the split is beyond the local window."""
     if window >= length:
         units = f"the {length} units of split {split}"
