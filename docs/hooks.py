@@ -9,7 +9,9 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-ELSEWHERE = re.compile(r"""<(?:script|img|iframe|link(?![^>]*rel="?canonical))[^>]*(?:src|href)=["']?(?:https?:)?//""")
+ELSEWHERE = re.compile(
+    r"""<(?:script|img|iframe|link(?![^>]*rel="?canonical))[^>]*(?:src|href)=["']?(?:https?:)?//"""
+)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -106,16 +106,20 @@ def least_norm(pattern: Pattern, query_grad: Tensor) -> float:
     return min(norms, key=lambda norm: (math.isfinite(norm), norm))
 
 
+TRAINED_BY: tuple[tuple[Any, str], ...] = (
+    (Random | RandomBlocks, "nothing: it is drawn"),
+    (Lsh, "its queries, by the attention; what they are hashed by is drawn"),
+    (Indexer, "the divergence of its scores to the attention"),
+    (Probed, "the attention's own queries and keys; centroids by k-means of the keys"),
+)
+"""What trains the choice of some patterns, in words."""
+
+
 def trained_by(pattern: Pattern) -> str:
     """Return what trains the choice of a pattern, in words."""
-    if isinstance(pattern, Random | RandomBlocks):
-        return "nothing: it is drawn"
-    if isinstance(pattern, Lsh):
-        return "its queries, by the attention; what they are hashed by is drawn"
-    if isinstance(pattern, Indexer):
-        return "the divergence of its scores to the attention"
-    if isinstance(pattern, Probed):
-        return "the attention's own queries and keys; centroids by k-means of the keys"
+    for kind, words in TRAINED_BY:
+        if isinstance(pattern, kind):
+            return words
     if isinstance(pattern, Routing):
         return what_trains_clusters(pattern)
     if [*pattern.parameters()]:

@@ -65,7 +65,7 @@ def check_coverage(config: Config, options: CoverageOptions) -> None:
     if not any(full_group(config, layer)[1] for layer in range(model.layers)):
         said = f"model.base={model.base}: no layer has full heads, whose attention could be covered"
         raise UserError(
-            f"{said}; train one with experiment=far_text_full, or model.base=local+full"
+            f"{said}; train one with experiment=far_text heads=full, or model.base=local+full"
         )
     window = model.window if options.window is None else options.window
     if window < length:

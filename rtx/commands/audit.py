@@ -57,10 +57,10 @@ def main(request: Request) -> int:
         paid = price_run(run, options, store)
         path = save(folder / "audit.json", {**known, **moves, "price": paid})
         figures = {
-            f"sees_future/{mode}": moves["changes"][mode]["sees_future"]
+            f"audit/sees_future/{mode}": moves["changes"][mode]["sees_future"]
             for mode in (TEACHER_FORCED, STREAMING)
         }
-        figures |= {f"bits/{reading}": mean for reading, mean in paid["bits"].items()}
+        figures |= {f"audit/bits/{reading}": mean for reading, mean in paid["bits"].items()}
         add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
 

@@ -30,15 +30,17 @@ from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError
-from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.evaluation.protocol import further_lines, protocol_of, score_record
+from rtx.evaluation.protocols import baselines, measures
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
-from rtx.report.summary import closing_lines, protocol_line, routing_lines
+from rtx.report.summary import closing_lines, routing_lines
 from rtx.runs.environment import code_commit
 from rtx.runs.folder import new_run_folder, shown
 from rtx.runs.lock import working_in
+from rtx.runs.records import DataRecord, ScoreRecord
 from rtx.runs.resumption import place_of
-from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
+from rtx.runs.signals import Signals, Stopped, ignore_signals, state_after
 from rtx.runs.status import Status, run_state
 from rtx.settings.compose import compose_checked
 from rtx.settings.identity import with_absolute_path
@@ -58,6 +60,7 @@ from rtx.training.optimizers import learning_rate
 from rtx.training.session import Session
 from rtx.training.start import find_start, record_beginning, write_config
 from rtx.training.trainer import Outcome, fit
+from rtx.variables import started_by_another
 
 SAMPLE_LENGTH = 240
 SAMPLE_TEMPERATURE = 0.8
@@ -272,7 +275,7 @@ def train(session: Session) -> None:
     with logging_to(folder, config, logged, session.say, session.first_step) as loggers:
         outcome = fit(session, module, data, loggers, run_meter(session))
         if session.status:
-            record_end(session.status, outcome, session.store)
+            record_end(session, session.status, outcome)
             session.signals.end()
             # The sample is drawn by the checkpoint, and may need the memory of these.
             del model, module
@@ -335,11 +338,15 @@ def logged_facts(session: Session) -> dict[str, Any]:
     }
 
 
-def record_end(status: Status, outcome: Outcome, store: Store) -> None:
+def record_end(session: Session, status: Status, outcome: Outcome) -> None:
     """Write the closing score to the status, and that the run is done."""
+    store = session.store
     score = outcome.final
-    final = {"bits": score.bits, "unit": store.unit, "units": score.units, **outcome.sample}
-    final |= measures(store, "valid", score, partial=bool(outcome.sample))
+    data = DataRecord.model_validate(store.describe())
+    sample = outcome.sample.get("windows")
+    protocol = protocol_of(session.config, data, "valid", sample=sample)
+    further = measures(store, "valid", score, is_sample=sample is not None)
+    final = score_record(session.config, protocol, score, further)
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
@@ -366,27 +373,20 @@ def print_score(
 ) -> None:
     """Print the closing score with its protocol, and beside baselines, if it is of all bytes."""
     store = session.store
-    final = status.fields["final"]
+    final = status.record.final
+    assert isinstance(final, ScoreRecord)
     if store.unit == "byte" and not outcome.sample:
-        final["baselines"] = baselines(store.split("valid"))
-        status.update(write=True)
-    protocol = protocol_line(
-        session.config,
-        "valid",
-        store.unit,
-        outcome.final.units,
-        partial=bool(outcome.sample),
-        stamps=stamp_phrases(store.stamps, "valid"),
-    )
+        final = final.model_copy(update={"baselines": baselines(store.split("valid"))})
+        status.update(final=final, write=True)
     steps = f"{outcome.step:,} steps"
     if outcome.time_up:
         steps += " (trainer.max_minutes is up)"
-    further = further_lines(store.unit, final)
+    further = further_lines(final)
     if outcome.step < session.config.optimizer.steps:
         further += short_run(session.config, outcome.step)
-    say(closing_lines(shown(session.folder), steps, final, protocol, further))
+    say(closing_lines(shown(session.folder), steps, final, further))
     if wandb:
-        wandb.summarize(protocol=protocol)
+        wandb.summarize(protocol=final.line())
 
 
 def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) -> None:

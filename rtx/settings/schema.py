@@ -26,11 +26,14 @@ from rtx.settings.effects import (
 )
 from rtx.settings.fields import Field, Since, fields_of, key, unknown
 from rtx.settings.names import BASES, REGISTERED, SELECTIONS, add_installed
-from rtx.settings.presets import CACHES, options
+from rtx.settings.presets import CACHES, option_words
 
-GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
+SECTIONS = ("data", "routing", "optimizer", "hardware", "logger", "model", "trainer")
+"""The dataclasses of a configuration, by their keys."""
+UNSET_GROUPS = ("experiment", "heads", "trainer")
+"""Groups of which no option is chosen by default."""
+GROUPS = (*SECTIONS[:-1], *UNSET_GROUPS)
 """Hydra groups in the order of composition; a later one wins."""
-SECTIONS = (*GROUPS[:-1], "trainer")
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
 """Data sets of text."""
@@ -51,8 +54,6 @@ ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
 """Keys of routing that are sizes, not rules."""
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name with one process per device."""
-WANDB_LOGGERS = ("auto", "online", "offline")
-"""Values of logger.name that write to Weights & Biases."""
 
 # Conditions under which a run reads a key: another key, and the values of it, or parts of values.
 IF_HUB = {"data.name": ("hub",)}
@@ -65,7 +66,7 @@ IF_SPAN = {"model.base": ("adaptive_span",)}
 IF_XL = {"model.positions": ("xl",)}
 IF_BANDS = {"model.embedding": ("adaptive",)}
 IF_ADAM = {"optimizer.name": ("adam", "adamw")}
-IF_WANDB = {"logger.name": WANDB_LOGGERS}
+IF_WANDB = {"logger.wandb": ("true",)}
 
 
 @dataclass
@@ -425,13 +426,17 @@ class HardwareConfig:
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl; `logger=[csv,wandb]` chooses several."""
 
-    name: Literal["auto", "online", "offline", "jsonl", "csv", "tensorboard"] = key(
-        "auto", changes=NOTHING
-    )
-    """Weights & Biases: auto (online with a key, else offline), online, offline; csv, tensorboard;
-    jsonl: nowhere."""
+    wandb: bool = key(False, changes=NOTHING)
+    """Write to Weights & Biases."""
+    csv: bool = key(False, changes=NOTHING)
+    """Write tables, csv/version_N/metrics.csv in the run folder."""
+    tensorboard: bool = key(False, changes=NOTHING)
+    """Write TensorBoard events, tensorboard/ in the run folder."""
+    mode: Literal["auto", "online", "offline"] = key("auto", changes=NOTHING, read_with=IF_WANDB)
+    """Weights & Biases online, or offline to be uploaded later; auto: online with a key, else
+    offline."""
     project: str = key("rtx", changes=NOTHING, read_with=IF_WANDB)
     """Weights & Biases project."""
     entity: str | None = key(None, changes=NOTHING, read_with=IF_WANDB)
@@ -478,6 +483,8 @@ class TrainerConfig:
     profile: int | None = key(None, low=1, high=1000, changes=NOTHING)
     """Steps to record with torch.profiler, after the first few, in the run's trace.json.gz (for
     Perfetto)."""
+    overfit_batches: int | None = key(None, low=1, since=Since("0.4.0", None))
+    """Train on the batches of this many first steps alone, again and again; unset: on all."""
 
 
 @dataclass
@@ -513,7 +520,7 @@ def settings() -> dict[str, Field]:
     keys = all_fields()
     groups = {}
     for group in GROUPS:
-        names = options(group)
+        names = option_words(group)
         if group == "data":
             names += tuple(name for name in SETS if name in REGISTERED)
         groups[group] = Field(
@@ -521,7 +528,7 @@ def settings() -> dict[str, Field]:
             str,
             default=None,
             doc=f"a file of conf/{group}/",
-            optional=group == "experiment",
+            optional=group in UNSET_GROUPS,
             values=names,
             extensible=group == "data",
         )

@@ -17,8 +17,9 @@ from typing import IO
 from rtx.errors import RunFailed, UserError, printable
 from rtx.progress import WholeLines, say
 from rtx.runs.folder import shown
-from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import read_status
+from rtx.variables import SWEEP_VARIABLE
 
 POLL_SECONDS = 0.1
 LEAVING_SECONDS = 60.0
@@ -150,8 +151,8 @@ def tell(lines: str) -> None:
 
 def reason_of_failure(code: int, folder: Path) -> str:
     """Return why a run failed that printed no reason on stderr."""
-    status = read_status(folder) or {}
-    if status.get("state") == "failed" and status.get("reason"):
-        return status["reason"]
+    status = read_status(folder)
+    if status and status.state == "failed" and status.reason:
+        return status.reason
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     return f"the first process of the run {how}; continue with: rtx resume {shown(folder)}"

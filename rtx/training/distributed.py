@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from rtx.errors import UserError
 from rtx.model.block import Block
 from rtx.runs.processes import launch
-from rtx.runs.signals import PARENT_VARIABLE, started_by_another
 from rtx.settings.identity import short_hash
 from rtx.sharded import sharded_as, whole
 from rtx.training.hardware import Hardware
+from rtx.variables import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = 10.0
 """The main thread has so long to notice by itself that another process is gone."""
@@ -195,18 +195,10 @@ def shard(model: nn.Module, mesh: Any) -> None:
 class Sharded(ModelParallelStrategy):
     """hardware=fsdp: weights, gradients and optimizer state are sharded, checkpoints are whole."""
 
-    # By `load_optimizer_state_dict` below.
-    lightning_restore_optimizer = True  # type: ignore[assignment]
-
     def __init__(self, world: int) -> None:
         super().__init__(
             data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtx.data.catalog import Store
+from rtx.data.store import Store
 from rtx.progress import say
 from rtx.runs.folder import shown
 from rtx.runs.signals import Signals, state_after

@@ -120,7 +120,7 @@ def closing_score(
     count = closing_windows(session, module, data)
     if count != len(module.score.units_K):  # the windows of the last validation were others
         trainer.validate(module, data.val_dataloader(count), verbose=False)
-    write_score(trainer, "final", module.score, session)
+    write_score(trainer, "valid/final_", module.score, session)
     return Outcome(
         step=step,
         seconds=session.clock.seconds,

@@ -1,4 +1,4 @@
-"""The plan's counts of work and memory against counting for real, and what `auto` takes on devices that are made up."""
+"""The plan's counts of work and memory against real counts, and what `auto` chooses."""
 
 import dataclasses
 import gc
@@ -132,9 +132,10 @@ def test_an_index_of_base_heads_saves_scores_while_its_own_heads_have_few(
 
 
 def kept_for_backward(config: Config) -> int:
-    """Return the bytes that a training forward pass leaves behind: for the backward pass, and for telemetry."""
+    """Return the bytes that a forward pass saves for the backward pass, and for telemetry."""
     torch.manual_seed(0)
-    model, tracker = Transformer(config, 256).train(), MemTracker()
+    model = Transformer(config, 256).train()
+    tracker = MemTracker()
     tracker.track_external(model)
     tokens_BN = torch.randint(0, 256, (config.trainer.batch_size, config.data.length))
     with (
@@ -193,7 +194,7 @@ def test_what_is_kept_on_a_gpu_is_what_its_engines_save(overrides: tuple[str, ..
 
 
 def saved_without_numbers(config: Config) -> int:
-    """Return the bytes that a training forward pass saves, by tensors that take a GPU's way and have shapes alone."""
+    """Return the bytes that a forward pass saves on a GPU, by tensors that have shapes alone."""
     dtype = torch.bfloat16 if config.hardware.precision == "bf16-true" else torch.float32
     model = Transformer(config, 256).to(device="meta", dtype=dtype).train()
     tokens_BN = torch.zeros(
@@ -248,7 +249,8 @@ def test_lists_of_thresholds_have_their_room_on_a_gpu() -> None:
         for how in ("causal", "topk")
     )
     members = clusters(topk) * topk.routing.window
-    heads, size = 2, 32
+    heads = 2
+    size = 32
     lists = 6 * 4 + 4  # six numbers in int32, and a log-sum
     more = (ROOM - 1) * members * heads * (lists + 2 * size)
     assert 2 * more == pytest.approx(plan.saved(causal, 2) - plan.saved(topk, 2), rel=0.01)
@@ -288,9 +290,7 @@ def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
         assert more.recompute < less.recompute or more.micro_batch_size >= less.micro_batch_size
 
 
-def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_asked_for_stays() -> (
-    None
-):
+def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None:
     config = compose(SMALL)
 
     def room(size: int) -> float:
