@@ -4,8 +4,9 @@
 - hydra/launcher=rtx_processes: a process a cell on this machine
 - hydra/launcher=rtx_slurm: a job of Slurm a cell, as hardware=slurm chooses
 
-Hydra imports this file whenever it starts, so that it imports little itself. It runs the file before the module is in
-`sys.modules`, where `dataclass` would look annotations up: they are no texts here.
+Hydra imports this file whenever it starts, so that it imports little itself. It runs the file
+before the module is in `sys.modules`, where `dataclass` would look annotations up: they are no
+texts here.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""The pages of `--help`, and completion, whose scripts ask `rtx completion words` with the line so far."""
+"""The pages of `--help`, and completion, whose scripts ask `rtx completion words` with the line so
+far.
+"""
 
 import shutil
 import textwrap
@@ -55,10 +57,12 @@ def front_page() -> str:
 
 
 def command_page(word: str, words: Sequence[str]) -> str:
-    """Return the page of `rtx <word> --help`; the values shown are those that overrides among the words give.
+    """Return the page of `rtx <word> --help`.
 
-    Of a command that makes a configuration the other words are groups and keys, which are then all that is on the page;
-    `UserError` for one that does not exist.
+    The values shown are those that overrides among the words give.
+
+    Of a command that makes a configuration the other words are groups and keys, which are then all
+    that is on the page; `UserError` for one that does not exist.
     """
     commands = [command for command in COMMANDS if command.name.split()[0] == word]
     first = commands[0]
@@ -86,7 +90,9 @@ def command_page(word: str, words: Sequence[str]) -> str:
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return what overrides make of a configuration: the value of every key, and the option of every group."""
+    """Return what overrides make of a configuration: the value of every key, and the option of
+    every group.
+    """
     from rtx.settings.compose import chosen, compose_unresolved, composed
     from rtx.settings.schema import flat, to_dict
 
@@ -151,7 +157,9 @@ def key_line(field: Field, values: Mapping[str, Any]) -> str:
 
 
 def entry(left: str, right: str, column: int = 30) -> str:
-    """Return an indented line of two columns, wrapped below the second where the terminal is too narrow."""
+    """Return an indented line of two columns, wrapped below the second where the terminal is too
+    narrow.
+    """
     head, indent = f"  {left}".ljust(column + 2) + "  ", " " * (column + 4)
     width = terminal_width()
     return textwrap.fill(
@@ -165,12 +173,16 @@ def terminal_width() -> int:
 
 
 def prose_width() -> int:
-    """Return how long a line of text may be: as the terminal is wide, 120 columns at the most, 80 without one."""
+    """Return how long a line of text may be: as the terminal is wide, 120 columns at the most, 80
+    without one.
+    """
     return min(MOST_PROSE, shutil.get_terminal_size(fallback=(80, 24)).columns)
 
 
 def completion(words: Sequence[str]) -> str:
-    """Return the script for a shell, or what may stand at the end of a line (`words <line>`), one a line."""
+    """Return the script for a shell, or what may stand at the end of a line (`words <line>`), one a
+    line.
+    """
     if len(words) == 1 and words[0] in SCRIPTS:
         return SCRIPTS[words[0]]
     if words[:1] == ["words"] and len(words) == 2:
@@ -179,7 +191,10 @@ def completion(words: Sequence[str]) -> str:
 
 
 def candidates(line: str) -> list[str]:
-    """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
+    """Return what the last word of a line may become.
+
+    Bash takes what stands behind its "=" for a word.
+    """
     _, *words, last = line.replace("--multirun", "-m").split(" ")
     name = max((name for name in BY_NAME if {*name.split()} <= {*words}), key=len, default="")
     if not name:

@@ -1,7 +1,9 @@
-"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that command needs.
+"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that
+command needs.
 
-Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 after SIGINT; 143 after SIGTERM, and
-after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run starts its other ranks with it.
+Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 after SIGINT; 143
+after SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run
+starts its other ranks with it.
 """
 
 import atexit
@@ -57,7 +59,10 @@ def entry() -> None:
 
 
 def handle_signals(words: list[str]) -> None:
-    """Leave with the code that schedulers expect while imports take their seconds; later a run has its own handlers."""
+    """Leave with the code that schedulers expect while imports take their seconds.
+
+    Later a run has its own handlers.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
@@ -103,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(arguments: list[str]) -> int:
     """Run the command that `arguments` begin with."""
-    # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2 to 5 times slower
-    # as soon as another program took one of two cores; sleeping costs a quarter or more where nothing else runs.
+    # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2
+    # to 5 times slower as soon as another program took one of two cores; sleeping costs a quarter
+    # or more where nothing else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rtx.cli import help
     from rtx.cli.commands import HELP_FLAGS, WORDS, find_command
@@ -160,7 +166,8 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
 
 
 def split_flags(word: str, words: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the flags among the words of a command, and the other words, without those that belong to a flag.
+    """Return the flags among the words of a command, and the other words, without those that belong
+    to a flag.
 
     Presets of a folder that --config-dir names are options from then on.
     """
@@ -209,7 +216,9 @@ def flag_hint(flag: str, known: Iterable[str]) -> str:
 
 
 def complain(message: str, code: int) -> int:
-    """Write each line of an error message to stderr, the middle of one left out that a value makes endless."""
+    """Write each line of an error message to stderr, the middle of one left out that a value makes
+    endless.
+    """
     sys.stdout.flush()
     lines = (
         line if len(line) <= 1000 else f"{line[:250]} ... {line[-250:]}"
@@ -228,7 +237,10 @@ def only_prints(words: Sequence[str]) -> bool:
 
 
 def reader_is_gone() -> bool:
-    """Whether what reads our output has gone away (`rtx train --help | head`); then nothing more is written to it."""
+    """Whether what reads our output has gone away (`rtx train --help | head`).
+
+    Then nothing more is written to it.
+    """
     poller = select.poll()
     poller.register(sys.stdout.fileno(), 0)  # errors are reported whatever is asked for
     if not poller.poll(0):

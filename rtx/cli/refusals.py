@@ -18,7 +18,9 @@ from rtx.settings.schema import Config
 
 
 def refuse(command: str, config: Config, options: Any) -> None:
-    """Raise `UserError` where a command (its name as in `rtx.cli.commands.BY_NAME`) has no answer for such a run."""
+    """Raise `UserError` where a command (its name as in `rtx.cli.commands.BY_NAME`) has no answer
+    for such a run.
+    """
     if check := CHECKS.get(command):
         check(config, options)
 

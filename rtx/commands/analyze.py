@@ -1,4 +1,6 @@
-"""`rtx analyze WHAT RUN`: what heads read (divergence, patterns, coverage), and what far context is worth (context)."""
+"""`rtx analyze WHAT RUN`: what heads read (divergence, patterns, coverage), and what far context is
+worth (context).
+"""
 
 import dataclasses
 import io
@@ -50,7 +52,9 @@ HEADS = (
     Column("farthest", "farthest"),
     Column("self_weight", "own weight", 3),
 )
-"""Of a head: how many positions read anything, how many keys, how far back, the weight on the own position."""
+"""Of a head: how many positions read anything, how many keys, how far back, the weight on the own
+position.
+"""
 POSITIONS = (Column("at", "positions"), Column("bits", "bits", 4, "error"))
 GAINS = (
     Column("context", "units before"),
@@ -69,7 +73,10 @@ ROWS, BINS = (
 
 
 def main(request: Request) -> int:
-    """Run `rtx analyze WHAT RUN [overrides]`; figures, and a picture, stand in the run's `analysis/`."""
+    """Run `rtx analyze WHAT RUN [overrides]`.
+
+    Figures and a picture are written to the run's `analysis/`.
+    """
     folder = request.run
     options = request.options
     config = request.config
@@ -91,7 +98,9 @@ def main(request: Request) -> int:
 
 
 def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
-    """How far apart the heads of a layer read, by layer and as mean over the layers (the paper's Table 6)."""
+    """How far apart the heads of a layer read, by layer and as mean over the layers (the paper's
+    Table 6).
+    """
     tokens = store.split(options.split)
     chosen = sample_windows(
         windows(len(tokens), run.config.data.length), options.sequences, options.seed
@@ -118,7 +127,9 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
 
 
 def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
-    """Which positions the heads of a layer read in one sequence: a table, and a picture with a map for each head."""
+    """Which positions the heads of a layer read in one sequence: a table, and a picture with a map
+    for each head.
+    """
     N = run.config.data.length
     layer = run.config.model.layers - 1 if options.layer is None else options.layer
     tokens = store.split(options.split)
@@ -148,7 +159,9 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
 
 
 def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
-    """Return a PNG of what heads read, a map of queries by keys for each in the manner of the paper's Figure 1."""
+    """Return a PNG of what heads read, a map of queries by keys for each in the manner of the
+    paper's Figure 1.
+    """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -185,7 +198,8 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
             )
 
     bits_KN = np.stack(score(chosen))
-    # A part of an image at another place is no image; a choice that sees the future is another one in a part.
+    # A part of an image at another place is no image; a choice that sees the future is another one
+    # in a part.
     apart = not SETS[config.data.name].image and not sees_future(config, mode)
     gains = by_context(score, chosen) if apart else []
     positions, partial = by_position(bits_KN, BINS), bits_KN.size < len(tokens)
@@ -270,7 +284,10 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
 
 
 def coverage_rows(found_SLKZ3: np.ndarray, layers: list[str], keys: int) -> list[Result]:
-    """Return what each selection keeps with so many keys, by layers and at all its sizes; the most first."""
+    """Return what each selection keeps with so many keys, by layers and at all its sizes.
+
+    The largest share comes first.
+    """
     rows = []
     for name, found_LKZ3 in zip(covered.NAMES, found_SLKZ3, strict=True):
         mean_KZ3, every = found_LKZ3.mean(0), (keys, *found_LKZ3[..., 2].mean((0, 1)))

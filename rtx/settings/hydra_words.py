@@ -1,4 +1,5 @@
-"""Hydra's grammar of overrides: lists, functions such as range(1,5), and what replaces words that rtx does not take.
+"""Hydra's grammar of overrides: lists, functions such as range(1,5), and what replaces words that
+rtx does not take.
 
 Hydra's own parser reads the functions; it is imported only where a word has one. No torch, no YAML.
 """
@@ -48,7 +49,9 @@ REPLACED = {
     "hydra.hydra_logging": MESSAGES,
     "hydra.help": "rtx train --help lists all keys",
 }
-"""Keys of Hydra's that rtx does not read, without what follows a further dot, and what serves instead."""
+"""Keys of Hydra's that rtx does not read, without what follows a further dot, and what serves
+instead.
+"""
 SWEEPERS = {
     "optuna": "hydra_optuna_sweeper",
     "ax": "hydra_ax_sweeper",
@@ -93,7 +96,8 @@ def is_hydra_key(key: str) -> bool:
 
 
 def check_hydra_key(key: str, text: str, *, sweep: bool) -> None:
-    """Raise `UserError` for a key of Hydra's that rtx does not pass on, with what to write instead."""
+    """Raise `UserError` for a key of Hydra's that rtx does not pass on, with what to write instead.
+    """
     word = shorten(f"{key}={text}")
     if key.startswith(OF_SWEEPS):
         if not sweep:
@@ -187,7 +191,8 @@ def parse(word: str) -> HydraOverride:
 
 
 def hydra_text(text: str) -> str:
-    """Return the text of one value in Hydra's grammar, for its sweepers; `text_of` reads it back."""
+    """Return the text of one value in Hydra's grammar, for its sweepers; `text_of` reads it back.
+    """
     from hydra.core.override_parser.types import Quote, QuotedString
 
     bare = text.strip()
@@ -200,7 +205,9 @@ def hydra_text(text: str) -> str:
 
 
 def text_of(element: Any) -> str:
-    """Return one value that Hydra has parsed as a user of rtx writes it, in quotes where it needs them."""
+    """Return one value that Hydra has parsed as a user of rtx writes it, in quotes where it needs
+    them.
+    """
     if element is None:
         return "null"
     if isinstance(element, bool):
@@ -212,7 +219,8 @@ def text_of(element: Any) -> str:
 
 
 def read_jobs(jobs: Iterable[Iterable[str]]) -> list[list[tuple[str, str]]]:
-    """Return the overrides of each job of a sweeper, `key=value` in Hydra's grammar, as keys and texts.
+    """Return the overrides of each job of a sweeper, `key=value` in Hydra's grammar, as keys and
+    texts.
 
     A text that Hydra would read as a list is one value: sweepers write texts without their quotes.
     """

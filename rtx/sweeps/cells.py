@@ -1,6 +1,7 @@
 """The cells of a sweep: which runs the overrides of a command and the axes of experiments make.
 
-Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their own.
+Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their
+own.
 """
 
 import os
@@ -32,14 +33,17 @@ DEFINING = (
     "routing.clusters",
     "routing.window",
 )
-"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement."""
+"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement.
+"""
 Job = Sequence[Override]
 """The overrides of one run, each with one value."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells differ."""
+    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells
+    differ.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -47,7 +51,9 @@ class Cell:
     config: Config
     title: str
     combinations: tuple[str, ...]
-    """The combinations of values that make this run; several where they differ by keys it does not read."""
+    """The combinations of values that make this run; several where they differ by keys it does not
+    read.
+    """
 
 
 def lay_out(checked: Sequence[Override]) -> list[Cell]:
@@ -64,7 +70,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 
 
 def grid_jobs(checked: Sequence[Override]) -> list[Job]:
-    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper makes them."""
+    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper
+    makes them.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -128,7 +136,10 @@ def titled(entries: Iterable[Override]) -> str:
 
 
 def is_idle(entry: Override, idle_keys: Collection[str]) -> bool:
-    """Whether a run ignores an override; an option of the group routing is ignored where routing.selection is."""
+    """Whether a run ignores an override.
+
+    An option of the group routing is ignored where routing.selection is.
+    """
     key = "routing.selection" if entry.key == "routing" else entry.key
     return key in idle_keys
 
@@ -139,7 +150,9 @@ def words_of(job: Job) -> tuple[str, ...]:
 
 
 def folder_of(config: Config) -> Path:
-    """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
+    """Return the folder of a cell, named by its hash, or as earlier versions named it where that
+    folder exists.
+    """
     parent = outputs_root() / config.name
     folders = [parent / name for name in cell_hashes(config)]
     return next((folder for folder in folders if folder.exists()), folders[0])
@@ -167,7 +180,8 @@ def merged_lines(cells: Sequence[Cell]) -> list[str]:
 
 
 def grids(checked: Sequence[Override]) -> Iterator[list[Override]]:
-    """Yield the grid of each chosen experiment, or of none: each key once, the axes of its file first.
+    """Yield the grid of each chosen experiment, or of none: each key once, the axes of its file
+    first.
 
     The command line wins over the files in every row.
     """
@@ -185,7 +199,9 @@ def grids(checked: Sequence[Override]) -> Iterator[list[Override]]:
 
 
 def experiment_rows(name: str) -> list[tuple[str, list[Override]]]:
-    """Return the experiments that one stands for, itself or those of its own axis, each with its axes."""
+    """Return the experiments that one stands for, itself or those of its own axis, each with its
+    axes.
+    """
     axes = {axis.key: axis for axis in own_axes(name)}
     rows = axes.pop("experiment", None)
     if rows is None:
@@ -230,7 +246,9 @@ def refuse_hidden_options(rows: Sequence[str], entries: Sequence[Override]) -> N
 
 
 def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str]) -> bool:
-    """Whether a key in the file of a row would win over an option of its group from the command line."""
+    """Whether a key in the file of a row would win over an option of its group from the command
+    line.
+    """
     if entry.key not in ("model", "routing", "optimizer"):
         return False
     if entry.values == (values.get(entry.key),):
@@ -240,7 +258,9 @@ def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str
 
 
 def replaced_lines(checked: Sequence[Override]) -> list[str]:
-    """Return a line for each key from the command line that makes rows of several other than their names say."""
+    """Return a line for each key from the command line that makes rows of several other than their
+    names say.
+    """
     chosen = [entry for entry in checked if entry.key == "experiment"]
     rows = [row for entry in chosen[-1:] for row in row_names(entry)]
     lines = []
@@ -264,7 +284,10 @@ def row_names(chosen: Override) -> list[str]:
 
 
 def own_values(experiment: str) -> dict[str, str]:
-    """Return the groups and keys that the file of an experiment sets, if it builds on another one; else none."""
+    """Return the groups and keys that the file of an experiment sets.
+
+    None where it builds on no other experiment.
+    """
     path = preset("experiment", experiment)
     node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
     defaults = node.pop("defaults", [])
@@ -278,7 +301,9 @@ def own_values(experiment: str) -> dict[str, str]:
 
 
 def refuse_sweep(overrides: Sequence[Override]) -> None:
-    """Raise `UserError` where overrides describe a sweep: an experiment with axes, or cells as jobs."""
+    """Raise `UserError` where overrides describe a sweep: an experiment with axes, or cells as
+    jobs.
+    """
     last = {entry.key: entry for entry in overrides}
     hardware = last.get("hardware")
     if hardware and hardware.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:
