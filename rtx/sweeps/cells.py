@@ -229,20 +229,25 @@ def refuse_hidden_options(rows: Sequence[str], entries: Sequence[Override]) -> N
     keys = {entry.key for entry in entries}
     lines = []
     for entry in entries:
-        named = []
-        for row in rows:
-            values = own_values(row)
-            hidden = [
-                f"{key}={value}"
-                for key, value in values.items()
-                if key not in keys and hides_option(key, value, entry, values)
-            ]
-            if hidden:
-                named.append(f"{row} ({' '.join(hidden)})")
-        if named:
+        named = [hidden_by(row, entry, keys) for row in rows]
+        hiding = ", ".join(text for text in named if text)
+        if hiding:
             instead = f"train such a row by a command of its own, without {entry.key}"
-            lines.append(f"{entry} conflicts with {', '.join(named)}; {instead}")
+            lines.append(f"{entry} conflicts with {hiding}; {instead}")
     refuse(lines)
+
+
+def hidden_by(row: str, entry: Override, keys: Collection[str]) -> str:
+    """Return a row with the keys by which its file would win over an option of a group, else "".
+
+    `keys` are those of the command line, which win over the file.
+    """
+    values = own_values(row)
+    hiding = []
+    for key, value in values.items():
+        if key not in keys and hides_option(key, value, entry, values):
+            hiding.append(f"{key}={value}")
+    return f"{row} ({' '.join(hiding)})" if hiding else ""
 
 
 def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str]) -> bool:
@@ -258,29 +263,29 @@ def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str
 
 
 def replaced_lines(checked: Sequence[Override]) -> list[str]:
-    """Return a line for each key from the command line that makes rows of several other than their
-    names say.
-    """
+    """Return a line for each key of a command by which rows are other than their names say."""
     chosen = [entry for entry in checked if entry.key == "experiment"]
-    rows = [row for entry in chosen[-1:] for row in row_names(entry)]
+    rows = row_names(chosen[-1]) if chosen else []
+    if len(rows) < 2:
+        return []
     lines = []
     for entry in checked:
-        if entry.key not in DEFINING or len(rows) < 2:
-            continue
-        before = {row: own_values(row).get(entry.key) for row in rows}
-        changed = [
-            f"{row} ({entry.key}={value})"
-            for row, value in before.items()
-            if value is not None and entry.values != (value,)
-        ]
-        if changed:
+        changed = []
+        for row in rows:
+            value = own_values(row).get(entry.key)
+            if value is not None and entry.values != (value,):
+                changed.append(f"{row} ({entry.key}={value})")
+        if changed and entry.key in DEFINING:
             lines.append(f"{entry} replaces what the file says in {', '.join(changed)}")
     return lines
 
 
 def row_names(chosen: Override) -> list[str]:
     """Return the experiments that a choice of experiments stands for."""
-    return [row for name in chosen.values for row, _ in experiment_rows(name)]
+    names = []
+    for name in chosen.values:
+        names += [row for row, _ in experiment_rows(name)]
+    return names
 
 
 def own_values(experiment: str) -> dict[str, str]:
@@ -289,15 +294,22 @@ def own_values(experiment: str) -> dict[str, str]:
     None where it builds on no other experiment.
     """
     path = preset("experiment", experiment)
-    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
-    defaults = node.pop("defaults", [])
-    if not any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
+    if path is None:
         return {}
-    values = {}
-    for entry in defaults:
+    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    values: dict[str, str] = {}
+    builds_on_another = False
+    for entry in node.pop("defaults", []):
         if isinstance(entry, dict):
-            values |= {key.rpartition("/")[2]: str(option) for key, option in entry.items()}
-    return values | {key: written(value) for key, value in flat(node).items()}
+            for group, option in entry.items():
+                values[group.rpartition("/")[2]] = str(option)
+        elif entry != "_self_":
+            builds_on_another = True
+    if not builds_on_another:
+        return {}
+    for key, value in flat(node).items():
+        values[key] = written(value)
+    return values
 
 
 def refuse_sweep(overrides: Sequence[Override]) -> None:
