@@ -1,5 +1,6 @@
-"""The table of commands: what follows the name of each, its options, and which keys it reads. No
-torch, no Hydra.
+"""The table of commands: what follows each name, its options, which keys it reads.
+
+No torch, no Hydra.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from rtx.cli.options import (
 from rtx.errors import UserError, nearest
 from rtx.settings.fields import Field, fields_of
 from rtx.settings.identity import may_change
-from rtx.settings.schema import all_fields, settings
+from rtx.settings.schema import Config, all_fields, settings
 
 HELP_FLAGS = ("--help", "-h")
 OF_GROUPS = ("--cfg", "--resolve", "--config-dir")
@@ -105,13 +106,7 @@ class Command:
         return " ".join(parts)
 
 
-DEVICE = (
-    "hardware",
-    "hardware.name",
-    "hardware.precision",
-    "hardware.deterministic",
-    "hardware.threads",
-)
+DEVICE = ("hardware", *(name for name, field in fields_of(Config).items() if field.one_device))
 """What a command on a run reads of its hardware: it works on one device."""
 RUN = ("data.*", *DEVICE)
 DATA = ("data", "data.*", "extensions")

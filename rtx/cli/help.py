@@ -12,7 +12,7 @@ from rtx.cli.commands import BY_NAME, COMMANDS, Command
 from rtx.errors import UserError, nearest, shorten, written
 from rtx.settings.fields import Field
 from rtx.settings.overrides import check_overrides
-from rtx.settings.presets import preset
+from rtx.settings.presets import about, preset
 from rtx.settings.schema import GROUPS, SECTIONS, all_fields, flat, settings, to_dict
 
 MOST_PROSE = 120
@@ -142,20 +142,12 @@ def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
     """Return the options of a group, each with the first line of its file."""
     lines = ["", f"{group}=<option>"]
     for option in settings()[group].values:
+        # The short word for options of several experiments is no file.
+        if group == "heads" and preset(group, option) is None:
+            continue
         mark = " *" if option == values.get(group) else ""
-        lines.append(entry(option + mark, about_option(group, option)))
+        lines.append(entry(option + mark, about(group, option)))
     return lines
-
-
-def about_option(group: str, option: str) -> str:
-    """Return the first line of the file of an option, without Hydra's own directive."""
-    path = preset(group, option)
-    if path is None:
-        return "of an extension"
-    for line in path.read_text("utf-8").splitlines():
-        if not line.startswith("# @"):
-            return line.removeprefix("#").strip()
-    return ""
 
 
 def key_lines(section: str, known: Collection[str], values: Mapping[str, Any]) -> list[str]:

@@ -22,15 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.machine import out_of_memory
-from rtx.runs.signals import (
-    EXIT_CODES,
-    INTERRUPTED,
-    PREEMPTED,
-    Stopped,
-    ignore_signals,
-    started_by_another,
-)
+from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
+from rtx.variables import started_by_another
 
 if TYPE_CHECKING:
     from rtx.cli.commands import Command

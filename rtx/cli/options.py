@@ -1,47 +1,49 @@
-"""The options of each command, as dataclasses: type, range and docstring of each. No torch, no
-Hydra, no YAML.
+"""The options of each command, as dataclasses: type, range and docstring of each.
+
+No torch, no Hydra, no YAML.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from rtx.settings.fields import one_of, ranged
+from rtx.settings.fields import key as option
 
 
 @dataclass(kw_only=True)
 class RunOptions:
-    checkpoint: str = one_of("best", "last")
+    checkpoint: Literal["best", "last"] = "best"
     """Checkpoint of the run: of the best validation, or the last."""
 
 
 @dataclass
 class EvalOptions(RunOptions):
-    split: str = one_of("valid", "test", "train")
+    split: Literal["valid", "test", "train"] = "valid"
     """Part of the data to score."""
-    mode: str = one_of("parallel", "streaming")
+    mode: Literal["parallel", "streaming"] = "parallel"
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the
     prefix alone.
     """
-    stride: int | None = ranged(None, low=1)
+    stride: int | None = option(None, low=1)
     """Units by which windows advance; unset: N (65,536 with a memory). Smaller gives more context,
     at more cost.
     """
-    limit: int | None = ranged(None, low=1)
+    limit: int | None = option(None, low=1)
     """Score a seeded sample of this many windows only; the result is marked partial."""
-    batch_size: int | None = ranged(None, low=1)
+    batch_size: int | None = option(None, low=1)
     """Windows scored at once; unset: as many as make 16,384 units."""
-    memory: int | None = ranged(None, low=0)
+    memory: int | None = option(None, low=0)
     """Units of memory (model.base=recurrent; data.length=N says how many make a segment); unset:
     the run's.
     """
-    clamp: int | None = ranged(None, low=1)
+    clamp: int | None = option(None, low=1)
     """Largest distance told apart (model.positions=xl); unset: the run's."""
     same_length: bool = False
     """Let every position read as many keys, the memory's number (model.base=recurrent)."""
-    protocol: str = one_of("whole", "released")
+    protocol: Literal["whole", "released"] = "whole"
     """whole: every unit of the split once; released: the text as the paper's released code reads
     it, parts left out.
     """
-    ablate: str = one_of("none", "routing", "local", "random")
+    ablate: Literal["none", "routing", "local", "random"] = "none"
     """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or
     random members.
     """
@@ -49,61 +51,61 @@ class EvalOptions(RunOptions):
 
 @dataclass
 class SampleOptions(RunOptions):
-    length: int | None = ranged(None, low=1)
+    length: int | None = option(None, low=1)
     """Units to generate; unset: 1,000 of text, a whole image of N."""
-    temperature: float = ranged(1.0, low=0.0)
+    temperature: float = option(1.0, low=0.0)
     """Divides the logits; 0: always the most likely unit."""
-    top_k: int | None = ranged(None, low=1)
+    top_k: int | None = option(None, low=1)
     """Draw from this many most likely units only."""
-    top_p: float | None = ranged(None, above=0.0, high=1.0)
+    top_p: float | None = option(None, above=0.0, high=1.0)
     """Draw from the most likely units that hold this share of the probability (nucleus)."""
     prompt: str = ""
     """Text to continue."""
-    seed: int = ranged(0, low=0)
+    seed: int = option(0, low=0)
     """Seed of the draw."""
 
 
 @dataclass
 class AnalyzeOptions(RunOptions):
-    split: str = one_of("valid", "test", "train")
+    split: Literal["valid", "test", "train"] = "valid"
     """Part of the data to take sequences from."""
-    seed: int = ranged(0, low=0, high=2**31 - 1)
+    seed: int = option(0, low=0, high=2**31 - 1)
     """Seed of what is drawn: the same for every run."""
 
 
 @dataclass
 class AuditOptions(AnalyzeOptions):
-    sequences: int = ranged(2, low=1)
+    sequences: int = option(2, low=1)
     """Sequences whose future is changed."""
-    prefixes: int = ranged(24, low=1)
+    prefixes: int = option(24, low=1)
     """Prefix lengths behind which everything is changed, one after the other."""
-    tolerance: float = ranged(1e-9, low=0.0)
+    tolerance: float = option(1e-9, low=0.0)
     """Relative change from which on an output counts as moved."""
-    windows: int = ranged(32, low=1)
+    windows: int = option(32, low=1)
     """Windows of a run's data that are priced."""
-    positions: int = ranged(32, low=1)
+    positions: int = option(32, low=1)
     """Positions scored in each window: each is a run of the model on its prefix alone."""
 
 
 @dataclass
 class DivergenceOptions(AnalyzeOptions):
-    sequences: int = ranged(1, low=1)
+    sequences: int = option(1, low=1)
     """Sequences read; draws take them in turn."""
-    draws: int = ranged(10, low=1, high=10_000)
+    draws: int = option(10, low=1, high=10_000)
     """Pairs of heads drawn for each layer and kind of pair."""
 
 
 @dataclass
 class PatternsOptions(AnalyzeOptions):
-    layer: int | None = ranged(None, low=0)
+    layer: int | None = option(None, low=0)
     """Layer to draw, 0 the lowest; unset: the topmost."""
 
 
 @dataclass
 class ContextOptions(AnalyzeOptions):
-    windows: int = ranged(64, low=1)
+    windows: int = option(64, low=1)
     """Windows scored."""
-    mode: str = one_of("parallel", "streaming")
+    mode: Literal["parallel", "streaming"] = "parallel"
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the
     prefix alone.
     """
@@ -111,21 +113,21 @@ class ContextOptions(AnalyzeOptions):
 
 @dataclass
 class CoverageOptions(AnalyzeOptions):
-    windows: int = ranged(8, low=1)
+    windows: int = option(8, low=1)
     """Windows scored."""
-    window: int | None = ranged(None, low=0)
+    window: int | None = option(None, low=0)
     """Keys, the own included, that local heads read anyhow; unset: the run's model.window; 0: none,
     all keys count.
     """
-    keys: int | None = ranged(None, low=1)
+    keys: int | None = option(None, low=1)
     """Keys at which selections are compared (not indexer, which must train); unset: the run's
     routing.window.
     """
-    block: int | None = ranged(None, low=1)
+    block: int | None = option(None, low=1)
     """Positions of a block (blocks, blocks_random), at most its keys; unset: the run's
     routing.block.
     """
-    steps: int = ranged(50, low=1)
+    steps: int = option(50, low=1)
     """Training batches that centroids and thresholds are fitted to, the model frozen."""
 
 
@@ -145,7 +147,7 @@ class ExportOptions(RunOptions):
 
 @dataclass
 class PlanOptions:
-    memory: float | None = ranged(None, above=0.0, high=1e6)
+    memory: float | None = option(None, above=0.0, high=1e6)
     """GiB of the GPU (with hardware=cpu: of the machine) to plan for; unset: usual GPUs and this
     machine.
     """
@@ -153,7 +155,7 @@ class PlanOptions:
 
 @dataclass
 class SweepOptions:
-    parallel: int | None = ranged(None, low=1, high=1_000)
+    parallel: int | None = option(None, low=1, high=1_000)
     """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the
     queue takes them.
     """

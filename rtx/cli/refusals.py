@@ -71,7 +71,7 @@ def check_coverage(config: Config, options: CoverageOptions) -> None:
     length = config.data.length
     if not any(full_group(config, layer)[1] for layer in range(model.layers)):
         reason = "no layer has full heads, whose attention could be covered"
-        instead = "train one with experiment=far_text_full, or model.base=local+full"
+        instead = "train one with experiment=far_text heads=full, or model.base=local+full"
         raise UserError(f"model.base={model.base}: {reason}; {instead}")
     if options.window is None:
         window = model.window

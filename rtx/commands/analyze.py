@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
+from rtx.analysis.divergence import divergences, mean_over_layers
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
 from rtx.cli.help import prose_width
 from rtx.cli.options import (
@@ -29,17 +30,18 @@ from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import UserError, plural
+from rtx.evaluation.protocol import protocol_of, sees_future, selection_words
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.divergences import heads_name
-from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
+from rtx.runs.records import DataRecord
 from rtx.runs.status import utc_now
 from rtx.settings.identity import short_hash
-from rtx.settings.schema import with_values
+from rtx.settings.schema import flat, to_dict, with_values
 from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 
@@ -107,11 +109,11 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     )
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
     with run.autocast(), progress_bar("layers") as show:
-        found = weights.divergences(
+        found = divergences(
             run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show
         )
     means, what = (
-        weights.over_layers(found),
+        mean_over_layers(found),
         f"Jensen-Shannon divergence on {options.split} of {store.name}",
     )
     print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")
@@ -200,15 +202,20 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     bits_KN = np.stack(score(chosen))
     # A part of an image at another place is no image; a choice that sees the future is another one
     # in a part.
-    apart = not SETS[config.data.name].image and not sees_future(config, mode)
+    values = flat(to_dict(config))
+    looks_on = sees_future(values, mode)
+    apart = not SETS[config.data.name].image and not looks_on
     gains = by_context(score, chosen) if apart else []
     positions, partial = by_position(bits_KN, BINS), bits_KN.size < len(tokens)
-    strided, told = (
+    protocol = protocol_of(
         with_values(config, {"trainer.val_stride": None}),
-        (options.split, store.unit, bits_KN.size),
+        DataRecord.model_validate(store.describe()),
+        options.split,
+        sample=len(chosen) if partial else None,
+        mode=mode,
+        own_data=run.has_data(store),
     )
-    other = "" if run.has_data(store) else store.name
-    protocol = protocol_line(strided, *told, mode=mode, partial=partial, other_data=other)
+    line = protocol.line_for_run(bits_KN.size, selection_words(values), looks_on)
     print(
         f"bits/{store.unit} by position, with standard errors over {plural(len(chosen), 'window')}"
     )
@@ -224,8 +231,8 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
         print(
             "no gain from far context: of images, of short windows, and where selection sees the future"
         )
-    print(textwrap.fill(protocol, prose_width()))
-    sampled = {"windows": len(chosen), "partial": partial, "protocol": protocol}
+    print(textwrap.fill(line, prose_width()))
+    sampled = {"windows": len(chosen), "protocol": protocol.to_json()}
     return {"unit": store.unit, "positions": positions, "gains": gains, **sampled}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rtx.analysis.causality import Audit, audit_model, choice_gradients
+from rtx.analysis.causality import Audit, audit_model
+from rtx.analysis.choice_gradients import choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.attention import Pattern
 from rtx.cli.help import prose_width
@@ -58,10 +59,10 @@ def main(request: Request) -> int:
         paid = price_run(run, options, store)
         path = save(folder / "audit.json", {**known, **moves, "price": paid})
         figures = {
-            f"sees_future/{mode}": moves["changes"][mode]["sees_future"]
+            f"audit/sees_future/{mode}": moves["changes"][mode]["sees_future"]
             for mode in (TEACHER_FORCED, STREAMING)
         }
-        figures |= {f"bits/{reading}": mean for reading, mean in paid["bits"].items()}
+        figures |= {f"audit/bits/{reading}": mean for reading, mean in paid["bits"].items()}
         add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
 

@@ -34,7 +34,7 @@ def main(request: Request) -> int:
     model, kept = checkpoint["model"], ("centroid_HCD", "threshold_HC")
     centroids = sum(tensor.numel() for name, tensor in model.items() if name.endswith(kept))
     page = card(collect([folder]).cells[0], config, checkpoint, centroids)
-    files = {name: code.content for name, code in copies(config.extensions).items()}
+    files = copies(config.extensions)
     files |= {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
     if described := checkpoint["data"].get("tokenizer"):
         tokenizer = run_tokenizer(folder, described)

@@ -16,9 +16,10 @@ from rtx.cli.help import prose_width
 from rtx.cli.request import Request
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
-from rtx.report.summary import heads_phrase, sees_future
+from rtx.evaluation.protocol import sees_future
+from rtx.report.summary import heads_phrase
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import Config, with_values
+from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12
@@ -116,7 +117,7 @@ def routing_phrase(config: Config) -> str:
     phrase = heads_phrase(config)
     if config.routing.heads and config.routing.layers:
         phrase = f"routing={config.routing.selection}: {phrase}"
-    if sees_future(config, "parallel"):
+    if sees_future(flat(to_dict(config))):
         phrase += ", which see the future"
     return phrase
 

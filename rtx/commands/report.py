@@ -9,11 +9,10 @@ from rtx.cli.request import Request
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import build, list_of_tables, printed_view, write
 from rtx.report.paper import paper_tables
-from rtx.report.run_records import collect, run_folders
-from rtx.report.steps import read_records, recorded
+from rtx.report.run_records import collect
 from rtx.report.tables import aligned, terminal
-from rtx.runs.folder import outputs_root, shown
-from rtx.runs.status import read_status
+from rtx.runs.folder import last_active, outputs_root, run_folders, shown
+from rtx.runs.study import is_study, steps_files
 
 
 def main(request: Request) -> int:
@@ -24,7 +23,7 @@ def main(request: Request) -> int:
     if output and not runs:
         raise UserError(f"output={output}: which runs? usage: {request.command.usage()}")
     for folder in runs:
-        if not run_folders(folder) and not recorded(folder):
+        if not is_study(folder) and not run_folders(folder) and not steps_files(folder):
             why = "no such folder"
             if folder.is_dir():
                 why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
@@ -33,12 +32,10 @@ def main(request: Request) -> int:
         print("\n".join(offered(width)))
         return 0
     found = collect(runs)
-    records = read_records(runs, found)
-    report = build(found, "rtx report: " + ", ".join(map(shown, runs)), records)
-    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[
-        :100
-    ]  # a report of one stays as it is
-    output = Path(output or runs[0] / f"report{others}").expanduser()
+    report = build(found, "rtx report: " + ", ".join(map(shown, runs)))
+    # A report of one run has no name of others.
+    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[:100]
+    output = Path(output or beside(runs[0]) / f"report{others}").expanduser()
     try:
         files = write(report, output)
     except OSError as error:
@@ -78,6 +75,11 @@ def main(request: Request) -> int:
     return 0
 
 
+def beside(place: Path) -> Path:
+    """Return the folder for the report of a folder, or of a study file."""
+    return place.with_suffix("") if is_study(place) else place
+
+
 def offered(width: int) -> list[str]:
     """Return what a report could be made of, in lines: the user's folders with runs, then the paper's tables."""
     root = outputs_root()
@@ -88,9 +90,7 @@ def offered(width: int) -> list[str]:
         mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
         if mine:
             scored = sum(bool(cell.final or cell.scores) for cell in mine)
-            latest = max(
-                str((read_status(cell.folder) or {}).get("heartbeat", "")) for cell in mine
-            )
+            latest = max(last_active(cell.folder) for cell in mine)
             rows.append(
                 (
                     latest,

@@ -11,14 +11,17 @@ from rtx.settings.schema import Config
 
 
 def changed(before: Config, overrides: Sequence[Override]) -> Config:
-    """Return a run's configuration with changes; its micro-batch is chosen anew where its devices change."""
-    # The old one need not divide the share of a device.
+    """Return a run's configuration with changes.
+
+    Where its devices change, the micro-batch is chosen anew: the old one need not fit.
+    """
     auto = Override("trainer.micro_batch_size", ("auto",))
     return as_chosen(with_absolute_path(merge_checked(before, [auto, *overrides])), before)
 
 
 def main(request: Request) -> int:
-    # It imports torch: only after all that can be refused is.
+    """Go on with the run that a command line names, and return the exit code."""
+    # It imports torch, which takes seconds, so only after all that can be refused before.
     from rtx.commands.train import run
 
-    return run(request.config, request.run, request.state)
+    return run(request.config, request.run, reason=request.state)

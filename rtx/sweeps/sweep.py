@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import shlex
 import signal
 import textwrap
@@ -29,7 +28,8 @@ from rtx.disk import open_no_link
 from rtx.errors import RunFailed, UserError, plural, refuse, shorten
 from rtx.progress import say
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import outputs_root, shown, unwritable
+from rtx.runs.folder import SWEEPS, outputs_root, shown, unwritable
+from rtx.runs.records import SweepRow
 from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
 from rtx.settings.compose import (
@@ -298,9 +298,9 @@ class Sweep:
             (folder,) = cells_of([job], self.checked)
             outcome = self.outcomes[folder]
             status = read_status(folder)
-            if outcome.is_done and status is not None and has_score(status):
+            if outcome.is_done and status is not None and status.final is not None:
                 result = JobReturn(overrides=words, status=JobStatus.COMPLETED)
-                result.return_value = status["final"]["bits"]
+                result.return_value = status.final.bits
             else:
                 result = JobReturn(overrides=words, status=JobStatus.FAILED)
                 reason = outcome.reason or f"exit code {outcome.code}"
@@ -339,11 +339,11 @@ def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
     time = utc_now()
     for folder in folders:
         titles = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == folder}
-        row = {"time": time, "command": command, "cells": titles}
+        row = SweepRow(time=time, command=command, cells=titles)
         make_folder(folder)
         try:
-            with open_no_link(folder / "sweeps.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+            with open_no_link(folder / SWEEPS, "a") as file:
+                file.write(f"{row.model_dump_json()}\n")
         except OSError as error:
             raise UserError(unwritable(folder, error)) from error
     return folders
@@ -360,7 +360,7 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     rows = []
     for cell, outcome in zip(cells, outcomes, strict=True):
         status = read_status(cell.folder) if outcome.is_done else None
-        rows.append((cell, outcome, bits_of(status or {})))
+        rows.append((cell, outcome, bits_of(status)))
     rows.sort(key=lambda row: float(row[2].lstrip("~") or "inf"))
     heads = ["state", "bits", "run"]
     columns = [[outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]

@@ -27,13 +27,13 @@ from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
+from rtx.runs.checksum import COMMENT_BYTES, TAG
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
 from rtx.settings.compose import compose_data_checked
 from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
-from rtx.training.checkpoint import COMMENT_BYTES, TAG
 from rtx.training.inference import run_tokenizer
 from tests.helpers.bad_lines import GOOD, VALUES
 

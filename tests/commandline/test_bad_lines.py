@@ -20,7 +20,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import rtx.commands.data
-import rtx.settings.compose
 import rtx.sweeps.launcher
 from rtx.cli import main as cli
 from rtx.errors import written

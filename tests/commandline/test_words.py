@@ -13,7 +13,7 @@ from rtx.settings.compose import compose
 from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import all_fields, flat, to_dict
 
-SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
+SWEEP = "is a sweep (heads=full,local,random): rtx train -m runs it; for one cell of it"
 ROUTING = ("heads: 0", "layers: 0", "selection: random")
 """Of runs that are named after it."""
 BLANKS = "no blanks around =: key=value is one word\n"
