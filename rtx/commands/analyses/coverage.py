@@ -9,6 +9,7 @@ of 3 is `rtx.analysis.coverage.Retained`.
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rtx.analysis.coverage import NAMES, at_keys, fit, measure, selections
@@ -128,8 +129,9 @@ def fit_to_training(
     patterns: nn.ModuleList,
 ) -> None:
     """Fit centroids and thresholds of the patterns to training batches; the model stays."""
-    for tokens_BN in RtxDataModule(config, store).train_dataloader():
-        fit(config, run.model, patterns, tokens_BN.long().to(run.device))
+    for micro_batches in RtxDataModule(config, store).train_dataloader():
+        tokens_BN = torch.cat(micro_batches).long()
+        fit(config, run.model, patterns, tokens_BN.to(run.device))
 
 
 def measure_windows(
