@@ -9,6 +9,7 @@ of 3 is `rtx.analysis.coverage.Retained`.
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rtx.analysis.coverage import NAMES, at_keys, fit, measure, selections
@@ -129,8 +130,8 @@ def fit_to_training(
 ) -> None:
     """Fit centroids and thresholds of the patterns to training batches; the model stays."""
     for micro_batches in RtxDataModule(config, store).train_dataloader():
-        for tokens_BN in micro_batches:
-            fit(config, run.model, patterns, tokens_BN.long().to(run.device))
+        tokens_BN = torch.cat(micro_batches).long()
+        fit(config, run.model, patterns, tokens_BN.to(run.device))
 
 
 def measure_windows(
