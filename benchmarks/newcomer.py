@@ -68,7 +68,7 @@ def train_and_measure(scratch: Path) -> dict[str, Any]:
 def loader_shares(run: Path) -> list[float]:
     """Return the share of time that each row of a run's metrics waited for data."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["data_share"] for row in rows if "data_share" in row]
+    return [row["train/data_share"] for row in rows if "train/data_share" in row]
 
 
 if __name__ == "__main__":

@@ -209,6 +209,9 @@ def presets() -> dict[str, list[str]]:
     for name in options("experiment"):
         cells = lay_out(check_overrides([f"experiment={name}"], sweep=True))
         overrides[f"experiment/{name}"] = list(cells[0].overrides)
+    for name in options("heads"):
+        words = overrides_in(header("heads", name), "train")
+        overrides[f"heads/{name}"] = [word for word in words if not word.startswith("data.path=")]
     return overrides
 
 
@@ -414,7 +417,7 @@ def planned(words: list[str]) -> Row:
 def training_bits(run: Path) -> dict[int, float]:
     """Return the training loss of every step in bits; of a step logged twice the last one."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["bits"] for row in rows if row["kind"] == "train"}
+    return {row["step"]: row["train/bits"] for row in rows if "train/bits" in row}
 
 
 @contextlib.contextmanager

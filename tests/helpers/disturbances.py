@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rtx.errors import RunFailed
-from rtx.training.checkpoint import is_whole, newest_checkpoint
+from rtx.runs.checksum import is_whole
+from rtx.training.checkpoint import newest_checkpoint
 from tests.helpers.small_runs import Workshop
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rtx.report.steps import WHAT
+from rtx.runs.records import TIMED_STEPS
 from rtx.settings.compose import compose
 from rtx.settings.identity import digest
 from rtx.settings.schema import flat, to_dict
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @functools.cache
 def base(experiment: str) -> dict[str, Any]:
-    return to_dict(compose([f"experiment={experiment}"]))
+    return to_dict(compose(f"experiment={experiment}".split()))
 
 
 def config(experiment: str = "cifar10_grid", **values: Any) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def steps_record(*rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
         "ids": "training batches",
         "device": "CPU, 1 thread",
     }
-    return {"what": WHAT, **how, "time": "2026", "rows": rows, **facts}
+    return {"what": TIMED_STEPS, **how, "time": "2026", "rows": rows, **facts}
 
 
 def write_record(folder: Path, content: Any, name: str = "a") -> Path:

@@ -21,6 +21,8 @@ import pytest
 import torch
 
 from rtx.cli.main import main
+from rtx.runs.records import EvaluationRecord, MetricsRow, StatusRecord
+from rtx.runs.status import read_status
 from rtx.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,11 +212,9 @@ class Workshop:
         said = self.command("eval", str(run), *overrides)
         newest = max(run.glob("eval/*.json"), key=lambda path: path.stat().st_mtime_ns)
         result = json.loads(newest.read_text(), parse_constant=pytest.fail)
-        unit = result["data"]["unit"]
-        assert (
-            result["protocol"] in said and f"{result[f'bits_per_{unit}']:.5f} bits/{unit}" in said
-        )
-        return result, said
+        record = EvaluationRecord.model_validate(result)
+        assert record.line() in said and f"{record.bits:.5f} bits/{record.unit}" in said
+        return {**result, **result["protocol"], **result, "protocol": record.line()}, said
 
     def train(self, name: str, *overrides: str) -> Path:
         """Train in this process; returns the run folder."""
@@ -274,18 +274,30 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the last row of each kind and step, in the order of steps."""
+    """Return the rows that count, with their kinds, in the order of their steps.
+
+    Of each kind and step that is the last one written.
+    """
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):  # one cut short by a kill is no row
-            row = json.loads(line)
-            rows[row["step"], row["kind"]] = row
+            row = MetricsRow.model_validate_json(line)
+            rows[row.step, row.kind] = {"kind": row.kind, **row.model_dump()}
     order = ("train", "valid", "final")
     return sorted(rows.values(), key=lambda row: (row["step"], order.index(row["kind"])))
 
 
+def status_of(run: Path) -> StatusRecord:
+    """Return the status of a run, which must have one."""
+    status = read_status(run)
+    assert status is not None
+    return status
+
+
 def final(run: Path) -> dict[str, Any]:
-    return json.loads((run / "status.json").read_text())["final"]
+    """Return the closing score of a run with its unit."""
+    score = json.loads((run / "status.json").read_text())["final"]
+    return {**score, "unit": score["protocol"]["unit"]}
 
 
 def children(process: int) -> list[int]:
@@ -324,7 +336,11 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
 def counted_rows(run: Path) -> list[dict[str, Any]]:
     """Return the rows of a run without the fields that a clock or the machine measures."""
     rows = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in TIME_FIELDS} for row in rows]
+    counted = []
+    for row in rows:
+        names = [name for name in row if name.rpartition("/")[2] not in TIME_FIELDS]
+        counted.append({name: row[name] for name in names})
+    return counted
 
 
 def first_difference(a: Any, b: Any, where: str) -> str:
