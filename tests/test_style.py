@@ -102,8 +102,9 @@ def is_sequence(node: ast.AST) -> bool:
 
 def is_nested_comprehension(node: ast.AST) -> bool:
     """Return whether a node is a comprehension with more than one `for`."""
-    kinds = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-    return isinstance(node, kinds) and len(node.generators) > 1
+    if not isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return False
+    return len(node.generators) > 1
 
 
 def is_truth_slice(node: ast.AST) -> bool:
