@@ -202,7 +202,10 @@ def vocabulary_size(data: DataConfig) -> int:
 
 @contextlib.contextmanager
 def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
-    """Let one process at a time work on the store at `folder`."""
+    """Let one process at a time work on the store at `folder`.
+
+    Other than the lock of a run, this one waits, and works on file systems without flock.
+    """
     from filelock import FileLock, Timeout
 
     path = folder.with_name(f".{folder.name}.lock")
