@@ -8,6 +8,7 @@ import torch
 
 from rtx.analysis import head_memory
 from rtx.attention.engine import packed_attention
+from rtx.cli import main as cli
 from rtx.commands import plan, train
 from rtx.report.summary import routing_lines
 from rtx.settings.compose import compose
@@ -16,7 +17,7 @@ from rtx.training.hardware import resolve_hardware
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the words of a plan, whose lines fit a terminal of 80 columns."""
-    assert plan.main(list(words)) == 0
+    assert cli.main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
     assert all(f"\n{word}" in text for word in ("parameters", "operations", "memory"))
@@ -70,7 +71,7 @@ def test_a_wide_terminal_is_used(
     columns: int, longest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert plan.main(["data=enwik8", "model=rt24"]) == 0
+    assert cli.main(["plan", "data=enwik8", "model=rt24"]) == 0
     lengths = [len(line) for line in capsys.readouterr().out.splitlines()]
     assert longest - 20 < max(lengths) <= longest
 
