@@ -53,6 +53,7 @@ class GridSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch all combinations; `arguments` are those of the command, which the sweep has read."""
+        assert self.launcher is not None
         return self.launcher.launch(self.sweep_of_runs.grid(), initial_job_idx=0)
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -209,7 +211,9 @@ def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # what stands for a recent GPU
     config = compose(["routing=topk"])
     on_cpu = resolve_hardware(config)
-    assert train.opening_lines(config, on_cpu) == routing_lines(config)
-    on_gpu = dataclasses.replace(on_cpu, accelerator="gpu")
+    store: Any = types.SimpleNamespace(name="text")
+    session: Any = types.SimpleNamespace(config=config, hardware=on_cpu, store=store)
+    assert train.opening_lines(session, 1)[1:] == routing_lines(config)
+    session.hardware = dataclasses.replace(on_cpu, accelerator="gpu")
     engines = f"attention: local by {OURS}, topk by {OURS}"
-    assert train.opening_lines(config, on_gpu) == [*routing_lines(config), engines]
+    assert train.opening_lines(session, 1)[1:] == [*routing_lines(config), engines]
