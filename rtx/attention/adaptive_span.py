@@ -69,8 +69,8 @@ class AdaptiveSpan(ContiguousPattern):
     def spans(self) -> Tensor:
         """Return the spans in positions, `[H]`, in float32 or wider."""
         share_H = widened(self.share_H)
-        share_H = share_H.clamp(0, 1)
-        return share_H * self.window
+        inside_H = share_H.clamp(0, 1)
+        return inside_H * self.window
 
     @torch.no_grad()
     def reach(self) -> int:
@@ -113,10 +113,11 @@ class AdaptiveSpan(ContiguousPattern):
         """Return the weighted mean span in training, otherwise zero."""
         if not self.training:
             return super().loss(qk, parts)
-        spans = self.spans()
-        heads = max(1, len(spans))
-        total = spans.sum()
-        return self.cost * total / heads
+        span_H = self.spans()
+        heads = max(1, len(span_H))
+        total = span_H.sum()
+        weighted = self.cost * total
+        return weighted / heads
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -228,8 +228,8 @@ class Centroids(nn.Module):
     def seed_from(self, clustered: list[Tensor]) -> None:
         """Start at vectors of the first sequence of a batch; without any position do nothing.
 
-        Centroids start at queries, in their direction. Thresholds start where `window` of `length`
-        positions of the sequence reach them.
+        Centroids start at queries, in their direction; k-means commonly starts at data, the paper
+        at random. Thresholds start where `window` of `length` positions of the sequence reach them.
 
         Args:
             clustered: the vectors of each side, `[B, H, N, D]`.

@@ -3,10 +3,10 @@
 
 With two matrices of shape `[D, E]`, learned for each head, the score of key j for query i is
 
-    (q_i W_q) . (k_j W_k) / sqrt(E),
+    (q_i P_q) . (k_j P_k) / sqrt(E),
 
 and the query reads the W keys, up to its position, with the largest scores. The choice has no
-gradient, so W_q and W_k learn by an auxiliary loss: the mean over all queries of
+gradient, so P_q and P_k learn by an auxiliary loss: the mean over all queries of
 
     KL(attention over the keys that are read || softmax of their scores),
 
@@ -67,9 +67,9 @@ class Indexer(TopKeys):
         self.warmup = warmup
         deviation = size**-0.5
         self.query_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
-        """W_q."""
+        """P_q."""
         self.key_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
-        """W_k."""
+        """P_k."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
         self.step_count: int | None = 0

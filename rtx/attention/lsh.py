@@ -3,8 +3,8 @@
 
 Queries and keys are the same vectors; a key is its query scaled to norm 1. Each of T hash rounds
 has a fixed random matrix Phi, `[D, F]`. It puts the query x, before it is rotated, into the bucket
-argmax [x Phi, -x Phi] of C = 2 F. In each round a query may read some members of its bucket, up to its
-position. It reads the keys of all rounds in one softmax, where a key that several rounds have
+argmax [x Phi, -x Phi] of C = 2 F. In each round a query may read some members of its bucket, up to
+its position. It reads the keys of all rounds in one softmax, where a key that several rounds have
 counts once (Reformer corrects for this by the logarithm of the count). It reads its own key only if
 it reads no other.
 

@@ -5,7 +5,7 @@ sequences of the positions 0 to 3 the first is real at 0, 1 and 3. It is attende
 three positions; its outputs return to 0, 1 and 3, and position 2 gets zero.
 
 Shapes: B sequences, H heads, N positions, D head size, U groups of sequences that are padded alike,
-S real positions of all sequences, group after group; a row is a position of a sequence, b * N + n.
+J real positions of all sequences, group after group; a row is a position of a sequence, b * N + n.
 """
 
 from collections.abc import Callable
@@ -50,14 +50,14 @@ def attend_padded(
         memory: see `Pattern.forward`.
     """
     q_BHND, k_BHND, v_BHND = qkv
-    groups, row_S = groups_padded_alike(real_BN, memory)
+    groups, row_J = groups_padded_alike(real_BN, memory)
     # One gather and one write for all groups, so that gradients are added up once.
-    queries = real_parts(q_BHND, row_S, groups)
+    queries = real_parts(q_BHND, row_J, groups)
     keys: list[Tensor] | list[None] = [None for _ in groups]
     if k_BHND is not None:
-        keys = real_parts(k_BHND, row_S, groups)
-    values = real_parts(v_BHND, row_S, groups)
-    real_positions = max(1, len(row_S))
+        keys = real_parts(k_BHND, row_J, groups)
+    values = real_parts(v_BHND, row_J, groups)
+    real_positions = max(1, len(row_J))
     outs = []
     losses = []
     for number, group in enumerate(groups):
@@ -68,7 +68,7 @@ def attend_padded(
         outs.append(by_rows(out_BHND))
         share = group.positions() / real_positions
         losses.append(loss * share)
-    out_BHND = scattered(torch.cat(outs), row_S, v_BHND.shape)
+    out_BHND = scattered(torch.cat(outs), row_J, v_BHND.shape)
     return out_BHND[:, :, memory:], torch.stack(losses).sum()
 
 
@@ -79,8 +79,8 @@ def by_rows(x_BHND: Tensor) -> Tensor:
 
 
 def scattered(
-    out_SHD: Tensor,
-    row_S: Tensor,
+    out_JHD: Tensor,
+    row_J: Tensor,
     shape: torch.Size,
 ) -> Tensor:
     """Return the outputs at their rows, and zeros in all others, `[B, H, N, D]`.
@@ -89,14 +89,14 @@ def scattered(
         shape: `[B, H, N, D]`.
     """
     B, H, N, D = shape
-    out_RHD = out_SHD.new_zeros(B * N, H, D)
-    out_RHD = out_RHD.index_copy(0, row_S, out_SHD)
+    out_RHD = out_JHD.new_zeros(B * N, H, D)
+    out_RHD = out_RHD.index_copy(0, row_J, out_JHD)
     out_BNHD = out_RHD.view(B, N, H, D)
     return out_BNHD.transpose(1, 2)
 
 
 def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tensor]:
-    """Return the groups that have real positions, and the rows of these positions, `[S]`."""
+    """Return the groups that have real positions, and the rows of these positions, `[J]`."""
     B, N = real_BN.shape
     real_UN, group_B = real_BN.unique(dim=0, return_inverse=True)
     order_B = group_B.argsort(stable=True)
@@ -104,7 +104,7 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
     row_BN = row_R.view(B, N)
     ordered_row_BN = row_BN[order_B]
     ordered_real_BN = real_BN[order_B]
-    row_S = ordered_row_BN[ordered_real_BN]
+    row_J = ordered_row_BN[ordered_real_BN]
     sequences = group_B.bincount().tolist()
     lengths = real_UN.sum(1).tolist()
     memory_UN = real_UN[:, :memory]
@@ -121,21 +121,21 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
     if not groups:
         # An empty pass, so that outputs and loss depend on the inputs all the same.
         groups = [Group(sequences=B, length=0, memory=0)]
-    return groups, row_S
+    return groups, row_J
 
 
 def real_parts(
     x_BHND: Tensor,
-    row_S: Tensor,
+    row_J: Tensor,
     groups: list[Group],
 ) -> list[Tensor]:
     """Return the vectors of each group's sequences at its real positions, `[B, H, N, D]` each."""
     x_RHD = by_rows(x_BHND)
-    x_SHD = x_RHD[row_S]
+    x_JHD = x_RHD[row_J]
     counts = [group.positions() for group in groups]
-    pieces = x_SHD.split(counts)
+    pieces = x_JHD.split(counts)
     parts = []
-    for group, piece_SHD in zip(groups, pieces, strict=True):
-        x_BNHD = piece_SHD.unflatten(0, (group.sequences, group.length))
+    for group, piece_JHD in zip(groups, pieces, strict=True):
+        x_BNHD = piece_JHD.unflatten(0, (group.sequences, group.length))
         parts.append(x_BNHD.transpose(1, 2))
     return parts

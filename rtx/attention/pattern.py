@@ -177,16 +177,23 @@ class Pattern(nn.Module, ABC):
         ) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
-        def attend(
-            q_BHND: Tensor,
-            k_BHND: Tensor | None,
-            v_BHND: Tensor,
-        ) -> Tensor:
-            options = {"rotate": rotate, "relative": relative, "streaming": True}
-            out_BHND, _ = self(q_BHND, k_BHND, v_BHND, **options)
-            return out_BHND
+        read_prompt = partial(self.read_prompt, rotate=rotate, relative=relative)
+        return Stream(self.start(relative), inputs, read_prompt)
 
-        return Stream(self.start(relative), inputs, attend)
+    def read_prompt(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotate | None,
+        relative: RelativeTables | None,
+    ) -> tuple[Tensor, QueriesKeys]:
+        """Return the outputs of a prompt, selected as streams do, and its queries and keys."""
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative)
+        qk = self.inputs(q_BHND, k_BHND, rotate)
+        parts = self.observe(qk, streaming=True)
+        return self.attend(qk, v_BHND, parts, relative), qk
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return what enters logits and weights besides queries, keys and values.
@@ -215,8 +222,8 @@ class Pattern(nn.Module, ABC):
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
-            rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers select
-                by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
+            rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers
+                select by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
             streaming: make every choice from the prefix alone, as a stream does. It matters for
                 patterns that are not strictly causal.

@@ -267,9 +267,9 @@ class ContiguousPattern(PositionPattern):
 class Full(ContiguousPattern):
     """Every position reads all positions up to itself (Vaswani et al. 2017, section 3.2).
 
-    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: tables by distance,
-    and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there is a mask
-    of N^2 for all heads.
+    Cost N^2 / 2. Memory is linear in N, with two exceptions in PyTorch's kernels: tables by
+    distance, and dropout on a CPU, copy keys and values N / 1024 times; without `attend_self` there
+    is a mask of N^2 for all heads.
     """
 
     reads_all_cached = True
@@ -416,7 +416,10 @@ class Fixed(PositionPattern):
 
 
 class FixedBlock(Recurrent):
-    """Position i reads its block up to itself: the first part of `Fixed` alone."""
+    """Position i reads its block up to itself: the first kind of head of `Fixed`.
+
+    Child et al. 2019, section 4.3, first give the pattern as two kinds of heads.
+    """
 
     def __init__(self, *, block: int, **options: Any) -> None:
         check_positive(block=block)
@@ -430,7 +433,10 @@ class FixedBlock(Recurrent):
 
 
 class FixedSummary(Fixed):
-    """Position i reads all summary columns up to itself: the second part of `Fixed` alone."""
+    """Position i reads all summary columns up to itself: the second kind of head of `Fixed`.
+
+    Child et al. 2019, section 4.3. A query reads the summary columns of its block as well.
+    """
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return self.is_summary(head, j)

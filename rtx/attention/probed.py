@@ -47,8 +47,8 @@ a compiled kernel makes both (engine/probing.cpp). On a GPU our kernels make the
 Torch's operations make all else; on a GPU they are many times slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
-a cache, A keys that a query probes, K keys that it reads, at most W of A with `candidates`, M keys of
-all lists, L = B * H * C lists.
+a cache, A keys that a query probes, K keys that it reads (all A, or with `candidates` the W best of
+them), M keys of all lists, L = B * H * C lists.
 """
 
 from __future__ import annotations

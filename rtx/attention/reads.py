@@ -121,8 +121,8 @@ class RangeReads(NamedTuple):
     derived: dict[str, Any] | None = None
     """What engines derive from the lists, by name.
 
-    A dictionary where lists serve several passes (`rtx.attention.once` fills it), or where it is made
-    together with the lists. None: engines derive it anew for every pass.
+    A dictionary where lists serve several passes (`rtx.attention.once` fills it), or where it is
+    made together with the lists. None: engines derive it anew for every pass.
     """
 
     def times_R(self, rows: int) -> Tensor:

@@ -1,8 +1,10 @@
-"""Lists with room for a fixed number of members, on a GPU, and what happens if it does not suffice.
+"""Room: the fixed number of members that the lists of a GPU have space for.
 
-The CPU does not wait to learn how many members the lists of a GPU have. So they get room for
-`room_factor` times as many as are expected. In training, members without room are left out of the
-lists and counted. `make_room` looks at the counts from time to time, and doubles the room.
+It is what the capacity of an expert is in a mixture of experts. Members of clusters depend on the
+data, and the CPU does not wait for a GPU to learn how many there are. So tensors are as long as the
+room: `room_factor` times the number of members that is expected. In training, members without room
+are left out of the lists and counted. `make_room` looks at the counts from time to time, and
+doubles the room of the patterns that have left members out.
 
 A pattern with such lists has three attributes:
 

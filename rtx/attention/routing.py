@@ -13,8 +13,8 @@ key: there is one *side*. With `keys="separate"` queries and keys join clusters 
 there are two sides, `QUERIES` and `KEYS`. Every side has scores, thresholds and lists of members.
 
 The batch form has two kinds. On a CPU, lists are as long as the scores make them
-(`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits; lists
-then have room for a fixed number of members (room.py).
+(`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits; then
+lists have room for a fixed number of members (room.py).
 
 Statistics. `reads` changes nothing. In training, the forward pass calls `observe` instead, which
 also gathers what the centroids move by (centroids.py).
@@ -89,7 +89,8 @@ class Routing(ClusterPattern):
             "projected": W_R (q + k) of each position, not normalised again. A position is a member
             as query and as key (the paper's first versions, of ICLR and arXiv).
         commitment: the weight, in the loss, of the mean squared distance of vectors to their
-            nearest centroids.
+            nearest centroids. Both released codes of the paper have it, at 1e-4; Roy et al. 2021
+            does not mention it.
     """
 
     def __init__(

@@ -22,19 +22,19 @@ class Stream:
     Args:
         cache: an empty cache of the pattern.
         inputs: prepares queries and keys of positions from a first one on.
-        attend: returns the outputs of whole sequences, in which every selection is made from the
-            prefix.
+        read_prompt: returns the outputs of the first positions, and their prepared queries and
+            keys. Every selection is made from the prefix.
     """
 
     def __init__(
         self,
         cache: Cache,
         inputs: Callable[[Tensor, Tensor | None, int], QueriesKeys],
-        attend: Callable[[Tensor, Tensor | None, Tensor], Tensor],
+        read_prompt: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, QueriesKeys]],
     ) -> None:
         self.cache = cache
         self.inputs = inputs
-        self.attend = attend
+        self.read_prompt = read_prompt
         self.position = 0
         """The number of positions that have been read."""
         self.shape_BH: tuple[int, int] | None = None
@@ -57,8 +57,8 @@ class Stream:
                 f"prefill reads the first positions of a stream, and this one is at position"
                 f" {self.position}: use decode for the next one, or begin a new stream"
             )
-        out_BHND = self.attend(q_BHND, k_BHND, v_BHND)
-        self.cache.prefill(self.inputs(q_BHND, k_BHND, 0), v_BHND)
+        out_BHND, qk = self.read_prompt(q_BHND, k_BHND, v_BHND)
+        self.cache.prefill(qk, v_BHND)
         self.position = v_BHND.shape[2]
         if self.position:
             self.shape_BH = (v_BHND.shape[0], v_BHND.shape[1])
@@ -83,9 +83,8 @@ class Stream:
                 f"v_BH1D has {N} positions: decode reads one at a time, and prefill the first ones"
             )
         if self.shape_BH is not None and self.shape_BH != (B, H):
-            raise ValueError(
-                f"v_BH1D has B={B}, H={H}: this stream has B={self.shape_BH[0]}, H={self.shape_BH[1]}"
-            )
+            streams, heads = self.shape_BH
+            raise ValueError(f"v_BH1D has B={B}, H={H}: this stream has B={streams}, H={heads}")
         qk = self.inputs(q_BH1D, k_BH1D, self.position)
         out_BH1D = self.cache.decode(qk, v_BH1D, self.position)
         self.position += 1

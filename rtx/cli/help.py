@@ -5,11 +5,11 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rtx.cli.options import COMMANDS, READS, Command
+from rtx.cli.commands import BY_NAME, COMMANDS, Command
 from rtx.errors import UserError, nearest, shorten, written
 from rtx.settings.fields import Field
 from rtx.settings.overrides import check_overrides
-from rtx.settings.presets import preset
+from rtx.settings.presets import about, preset
 from rtx.settings.schema import GROUPS, SECTIONS, all_fields, settings
 
 MOST_PROSE = 120  # columns beyond which lines of text are hard to read
@@ -120,16 +120,14 @@ def topic_lines(
 
 
 def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
-    """Return a group's options, each with the first line of its file."""
+    """Return a group's options, each with what the comment on top of its file says first."""
     lines = ["", f"{group}=<option>"]
     for option in settings()[group].values:
-        path = preset(group, option)
-        texts = path.read_text("utf-8").splitlines() if path else ["of an extension"]
-        about = next(
-            (text for text in texts if not text.startswith("# @")), ""
-        )  # Hydra's own directive
+        # The short word for options of several experiments is no file.
+        if group == "heads" and preset(group, option) is None:
+            continue
         left = f"{option} *" if option == values.get(group) else option
-        lines.append(entry(left, about.removeprefix("#").strip()))
+        lines.append(entry(left, about(group, option)))
     return lines
 
 
@@ -181,19 +179,21 @@ def completion(words: Sequence[str]) -> str:
 def candidates(line: str) -> list[str]:
     """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
     _, *words, last = line.replace("--multirun", "-m").split(" ")
-    name = max((name for name in READS if {*name.split()} <= {*words}), key=len, default="")
+    name = max((name for name in BY_NAME if {*name.split()} <= {*words}), key=len, default="")
     if not name:
         later = [
-            each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words
+            each.split()[len(words) :] for each in BY_NAME if each.split()[: len(words)] == words
         ]
         return [
             f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)
         ]
-    command = READS[name]
+    command = BY_NAME[name]
     key, equals, start = last.partition("=")
     if not equals:
         runs = (
-            ["last "] if "<run" in command.runs and not any("=" in word for word in words) else []
+            ["last "]
+            if command.positional.takes_runs and not any("=" in word for word in words)
+            else []
         )
         return [
             each

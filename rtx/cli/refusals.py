@@ -18,7 +18,7 @@ from rtx.settings.schema import Config
 
 
 def refuse(command: str, config: Config, options: Any) -> None:
-    """Raise `UserError` where a command (its name as in `rtx.cli.options.READS`) has no answer for such a run."""
+    """Raise `UserError` where a command (its name as in `rtx.cli.commands.BY_NAME`) has no answer for such a run."""
     if check := CHECKS.get(command):
         check(config, options)
 
@@ -65,7 +65,7 @@ def check_coverage(config: Config, options: CoverageOptions) -> None:
     if not any(full_group(config, layer)[1] for layer in range(model.layers)):
         said = f"model.base={model.base}: no layer has full heads, whose attention could be covered"
         raise UserError(
-            f"{said}; train one with experiment=far_text_full, or model.base=local+full"
+            f"{said}; train one with experiment=far_text heads=full, or model.base=local+full"
         )
     window = model.window if options.window is None else options.window
     if window < length:

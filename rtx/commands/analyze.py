@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
+from rtx.analysis.divergence import divergences, mean_over_layers
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
 from rtx.cli.help import prose_width
 from rtx.cli.options import (
@@ -21,14 +22,13 @@ from rtx.cli.options import (
     CoverageOptions,
     DivergenceOptions,
     PatternsOptions,
-    read_words,
-    what_to_do,
 )
+from rtx.cli.request import Request
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import UserError, plural
-from rtx.evaluation.protocol import protocol_of, sees_future, selection_words
+from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.progress import progress_bar
@@ -40,7 +40,7 @@ from rtx.runs.records import DataRecord
 from rtx.runs.status import utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import flat, to_dict, with_values
-from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 
 Result = dict[str, Any]
@@ -70,19 +70,14 @@ ROWS, BINS = (
 )  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx analyze WHAT RUN [overrides]`; figures, and a picture, stand in the run's `analysis/`."""
-    what, rest = what_to_do("analyze", arguments)
-    words = read_words(f"analyze {what}", rest)
-    folder, options, config = (
-        words.runs[0],
-        words.options,
-        run_config(words.runs[0], words.overrides),
-    )
+    folder = request.run
+    options = request.options
+    config = request.config
     run, store = open_run(folder, config, options.checkpoint)
-    result = {way.__name__: way for way in (divergence, patterns, context, coverage)}[what](
-        run, store, options
-    )
+    what = request.command.name.removeprefix("analyze ")
+    result = ANALYSES[what](run, store, options)
     picture = result.pop("picture", None)
     asked = {
         "analyze": dataclasses.asdict(options),
@@ -105,11 +100,11 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     )
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
     with run.autocast(), progress_bar("layers") as show:
-        found = weights.divergences(
+        found = divergences(
             run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show
         )
     means, what = (
-        weights.over_layers(found),
+        mean_over_layers(found),
         f"Jensen-Shannon divergence on {options.split} of {store.name}",
     )
     print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")
@@ -202,8 +197,8 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
         with_values(config, {"trainer.val_stride": None}),
         DataRecord.model_validate(store.describe()),
         options.split,
+        Reading(mode),
         sample=len(chosen) if partial else None,
-        mode=mode,
         own_data=run.has_data(store),
     )
     line = protocol.line_for_run(bits_KN.size, selection_words(values), looks_on)
@@ -313,3 +308,12 @@ def curves(rows: Sequence[Result]) -> bytes:
     axis.set(xscale="log", ylim=(0, 1.02))
     axis.legend(fontsize="small")
     return plots.finished("coverage", "", figure).png
+
+
+ANALYSES = {
+    "divergence": divergence,
+    "patterns": patterns,
+    "context": context,
+    "coverage": coverage,
+}
+"""What each analysis computes and prints, by its word on the command line."""

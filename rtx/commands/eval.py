@@ -1,17 +1,23 @@
 """`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, with the protocol."""
 
-import re
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import EvalOptions, Words, read_words
+from rtx.cli.options import EvalOptions
+from rtx.cli.request import Request
 from rtx.data.store import Store
-from rtx.errors import UserError, printable, written
+from rtx.errors import printable
 from rtx.evaluation import protocols
-from rtx.evaluation.protocol import further_lines, memory_phrases, protocol_of, score_record
+from rtx.evaluation.protocol import (
+    Reading,
+    further_lines,
+    memory_phrases,
+    protocol_of,
+    score_record,
+)
 from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
 from rtx.progress import clock, say
@@ -19,22 +25,28 @@ from rtx.runs.folder import is_export, save, shown
 from rtx.runs.records import CheckpointRecord, DataRecord, EvaluationRecord
 from rtx.runs.status import read_status, state_of, utc_now
 from rtx.settings.identity import short_hash
-from rtx.settings.schema import Config, flat, to_dict
-from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
+from rtx.settings.schema import flat, to_dict
+from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
-OF_MODEL = ("memory", "clamp", "same_length")
-"""Options that are keys of the model; messages name them as they are typed."""
-LOGGED = ("bits", "standard_error", "accuracy", "perplexity_per_word", "bits_per_byte")
-"""Numbers of a score that W&B gets, and `bits_far_repeated`."""
+LOGGED = (
+    "bits",
+    "standard_error",
+    "accuracy",
+    "perplexity_per_word",
+    "bits_per_byte",
+    "bits_far_repeated",
+)
+"""Numbers of a score that W&B gets."""
 
 
-def main(arguments: list[str]) -> int:
-    words = read_words("eval", arguments)
-    folder = words.runs[0]
-    options = words.options
+def main(request: Request) -> int:
+    folder = request.run
+    options = request.options
     began = time.monotonic()
-    config = config_of(words)
+    config = request.config
+    if "stride" in request.named or config.model.memory:
+        config = with_stride(config, options.stride)
     if note := note_on_end(folder):
         say(note)
     run, store = open_run(folder, config, options.checkpoint)
@@ -62,21 +74,6 @@ def main(arguments: list[str]) -> int:
     ending = {"split_units": units, "seconds": time.monotonic() - began, "time": utc_now()}
     keep(folder, record.model_copy(update=ending))
     return 0
-
-
-def config_of(words: Words) -> Config:
-    """Return the configuration of an evaluation: the run's, with overrides and the stride."""
-    options = words.options
-    keys = [key for key in OF_MODEL if key in words.given]
-    of_model = [f"model.{key}={written(getattr(options, key))}" for key in keys]
-    try:
-        config = run_config(words.runs[0], [*words.overrides, *of_model])
-    except UserError as error:
-        typed = re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))
-        raise UserError(typed) from error
-    if "stride" in words.given or config.model.memory:
-        config = with_stride(config, options.stride)
-    return config
 
 
 def note_on_end(folder: Path) -> str:
@@ -109,10 +106,8 @@ def evaluation_of(
         run.config,
         data,
         split,
+        Reading(options.mode, options.ablate, habits),
         sample=len(score.units_K) if is_sample else None,
-        mode=options.mode,
-        ablate=options.ablate,
-        released=habits,
         own_data=own_data,
     )
     scored = score_record(run.config, protocol, score, measures)
@@ -178,7 +173,7 @@ def logged(record: EvaluationRecord) -> dict[str, float]:
         place += f"/ablate_{how.ablate}"
     prefix = "" if how.split == "test" else "eval_"
     numbers = {}
-    for name in (*LOGGED, "bits_far_repeated"):
+    for name in LOGGED:
         value = getattr(record, name)
         if value is not None:
             numbers[f"{place}/{prefix}{name}"] = value

@@ -11,12 +11,11 @@ from rtx.analysis.micro_batch import choose_micro_batch, with_choice
 from rtx.analysis.planned_device import devices, on_gpu
 from rtx.analysis.speed import expected_step, rates
 from rtx.cli.help import prose_width
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.evaluation.protocol import sees_future
 from rtx.report.summary import heads_phrase
-from rtx.settings.compose import compose
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.training.hardware import device_memory
@@ -25,15 +24,16 @@ GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx plan <overrides>`."""
-    words = read_words("plan", arguments)
-    config, memory = compose(words.overrides), words.options.memory
-    known, world, width = vocabulary_size(config.data), devices(config), prose_width()
-    for line in (
-        *cost_lines(config, known, world, memory),
-        *fit_lines(config, known, world, memory),
-    ):
+    config = request.config
+    memory = request.options.memory
+    vocabulary = vocabulary_size(config.data)
+    world = devices(config)
+    width = prose_width()
+    lines = cost_lines(config, vocabulary, world, memory)
+    lines += fit_lines(config, vocabulary, world, memory)
+    for line in lines:
         print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import READS, read_words
+from rtx.cli.request import Request
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import build, list_of_tables, printed_view, write
 from rtx.report.paper import paper_tables
@@ -15,28 +15,28 @@ from rtx.runs.folder import last_active, outputs_root, run_folders, shown
 from rtx.runs.study import is_study, steps_files
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
-    words, width = read_words("report", arguments), terminal_width()
-    if words.options.output and not words.runs:
-        raise UserError(
-            f"output={words.options.output}: which runs? usage: {READS['report'].usage()}"
-        )
-    for folder in words.runs:
+    width = terminal_width()
+    runs = list(request.runs)
+    output = request.options.output
+    if output and not runs:
+        raise UserError(f"output={output}: which runs? usage: {request.command.usage()}")
+    for folder in runs:
         if not is_study(folder) and not run_folders(folder) and not steps_files(folder):
             why = "no such folder"
             if folder.is_dir():
                 why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
             raise UserError(f"{folder}: {why}")
-    if not words.runs:
+    if not runs:
         print("\n".join(offered(width)))
         return 0
-    found = collect(words.runs)
-    report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)))
-    others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[
+    found = collect(runs)
+    report = build(found, "rtx report: " + ", ".join(map(shown, runs)))
+    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[
         :100
     ]  # a report of one stays as it is
-    output = Path(words.options.output or beside(words.runs[0]) / f"report{others}").expanduser()
+    output = Path(output or beside(runs[0]) / f"report{others}").expanduser()
     try:
         files = write(report, output)
     except OSError as error:
@@ -67,9 +67,7 @@ def main(arguments: list[str]) -> int:
         *map(shown, files),
         sep="\n",
     )
-    for folder in (
-        run for run in words.runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]
-    ):
+    for folder in (run for run in runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]):
         from rtx.training.loggers import (
             add_to_wandb,
         )  # imports Lightning, which most reports need not

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.errors import UserError, printable
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import ENVIRONMENT, outputs_root, runs_below, shown
@@ -15,10 +15,10 @@ HEADS = ["run", "what differs", "step", "bits", "state"]
 LEAST_DIFFERS = 12  # columns below which what differs is left out: nothing of it could be read
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Print a row for each run in a folder, or in outputs/; its name there is what other commands take."""
     root = outputs_root()
-    folder = next(iter(read_words("runs", arguments).runs), root)
+    folder = request.runs[0] if request.runs else root
     if not (runs := runs_below(folder.absolute())):
         why = "holds no run" if folder.is_dir() else "no such folder"
         raise UserError(f"{shown(folder)}: {why}; rtx train makes one")

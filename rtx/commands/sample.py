@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtx.cli.options import SampleOptions, read_words
+from rtx.cli.options import SampleOptions
+from rtx.cli.request import Request
 from rtx.data.images import png
 from rtx.data.sets import SETS
 from rtx.data.tokenizers import encode_text
@@ -18,15 +19,14 @@ from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
 from rtx.runs.folder import save
 from rtx.runs.signals import INTERRUPTED, Stopped
-from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
+from rtx.training.inference import LoadedRun, load_run, prepare_device
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Print the text on stdout, on a terminal as it comes, or the path of a picture; all else on stderr."""
-    words = read_words("sample", arguments)
-    folder, options = words.runs[0], words.options
-    config = run_config(folder, words.overrides)
-    run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
+    options = request.options
+    config = request.config
+    run = load_run(request.run, config, options.checkpoint, prepare_device(config), say=tell)
     return draw_image(run, options) if SETS[config.data.name].image else write_text(run, options)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.errors import UserError, printable
 from rtx.progress import clock
 from rtx.report.tables import GAP, aligned, shortened
@@ -36,15 +36,14 @@ ORDER = (
 )  # those of interest first
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx sweep FOLDER`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
-    if not arguments:
+    if not request.runs:
         found = sweeps_here()
         listed = f"; here are {', '.join(found)}" if found else "; there is none here"
         raise UserError(f"rtx sweep needs the sweep's folder: rtx sweep outputs/<name>{listed}")
-    words = read_words("sweep", arguments)
     width = shutil.get_terminal_size().columns
-    console, folder, code = Console(width=width, highlight=False), words.runs[0], 0
+    console, folder, code = Console(width=width, highlight=False), request.run, 0
     if console.is_terminal and not console.is_dumb_terminal:
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -24,6 +24,7 @@ from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
+from rtx.cli.request import Request
 from rtx.commands.sample import draw_image, write_text
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
@@ -41,7 +42,7 @@ from rtx.runs.records import DataRecord, ScoreRecord
 from rtx.runs.resumption import place_of
 from rtx.runs.signals import Signals, Stopped, ignore_signals, state_after
 from rtx.runs.status import Status, run_state
-from rtx.settings.compose import compose
+from rtx.settings.compose import compose_checked
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.logger import check_logger
 from rtx.settings.overrides import check_overrides
@@ -67,23 +68,21 @@ SAMPLE_TOKENS = 3072
 """Of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
-def main(arguments: list[str]) -> int:
-    """Train as the words of the command line say, and return the exit code."""
-    config, folder, state = place_of(with_absolute_path(compose(arguments)))
-    if state is None:  # nothing is left to do
-        return 0
-    return run(config, folder, reason=state)
+def main(request: Request) -> int:
+    """Train what a command line asks for, and return the exit code."""
+    folder = request.run if request.runs else None
+    return run(request.config, folder, reason=request.state)
 
 
 def call(overrides: Sequence[str]) -> Path:
-    """Train for a caller from Python as `rtx train` with these overrides, and return the run's folder.
+    """Train as `rtx train` with these overrides for Python code, and return the run's folder.
 
     The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
-    what is wrong with the overrides, `RunFailed` where the run fails, loses one of its processes, or
-    is stopped.
+    wrong overrides, `RunFailed` for a run that fails, loses a process or is stopped.
     """
-    refuse_sweep(check_overrides(overrides))
-    config, folder, state = place_of(with_absolute_path(compose(overrides)))
+    checked = check_overrides(overrides)
+    refuse_sweep(checked)
+    config, folder, state = place_of(with_absolute_path(compose_checked(checked)))
     folder = folder or new_run_folder(config.name)
     if state is None:
         return folder
@@ -315,7 +314,7 @@ def opening_lines(session: Session, parameters: int) -> list[str]:
 
 
 def run_meter(session: Session) -> Meter:
-    """Return what computes the share of the chip's peak; say so where no peak is known of a GPU."""
+    """Return what computes the share of the chip's peak; say so where a GPU's is unknown."""
     config = session.config
     hardware = session.hardware
     name = torch.cuda.get_device_name() if hardware.on_gpu else None
@@ -328,7 +327,7 @@ def run_meter(session: Session) -> Meter:
 
 
 def logged_facts(session: Session) -> dict[str, Any]:
-    """Return what loggers get beside the configuration: size and cost, fingerprints of code and data."""
+    """Return what loggers get beside the configuration: sizes, costs, versions of code and data."""
     total = cost(session.config, session.store.vocabulary)
     return {
         "parameters": total.parameters,
@@ -372,7 +371,7 @@ def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Log
 def print_score(
     session: Session, status: Status, outcome: Outcome, wandb: GuardedWandbLogger | None
 ) -> None:
-    """Print the closing score with its protocol, and baselines where all bytes of the split count."""
+    """Print the closing score with its protocol, and beside baselines, if it is of all bytes."""
     store = session.store
     final = status.record.final
     assert isinstance(final, ScoreRecord)
@@ -408,7 +407,7 @@ def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) 
 
 
 def short_run(config: Config, step: int) -> list[str]:
-    """Return the lines on a run that ends before the steps that its optimizer's preset is made for."""
+    """Return lines on a run with fewer steps than its optimizer's preset is made for."""
     optimizer = config.optimizer
     share = learning_rate(config, step) / optimizer.lr
     if step < optimizer.warmup:

@@ -54,7 +54,11 @@ class Window(NamedTuple):
     first: int
 
 
-def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
+def windows(
+    units: int,
+    length: int,
+    stride: int | None = None,
+) -> list[Window]:
     """Return windows that together score each unit of a split once.
 
     Each window scores the units that no earlier window scored. The last one ends with the split. A
@@ -121,7 +125,11 @@ def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
     return run_BS
 
 
-def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
+def read_as_released(
+    store: Store,
+    split: str,
+    length: int,
+) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, and what that leaves out.
 
     Args:
@@ -202,7 +210,12 @@ def far_measures(score: Score) -> dict[str, Any]:
     return {"bits_far_repeated": bits, "far_repeated": float(units / score.units)}
 
 
-def text_measures(store: Store, split: str, score: Score, released: bool) -> dict[str, Any]:
+def text_measures(
+    store: Store,
+    split: str,
+    score: Score,
+    released: bool,
+) -> dict[str, Any]:
     """Return the score of a whole split of a text per byte and per word, if it has such a count."""
     result: dict[str, Any] = {}
     # Words account neither for the bytes between them nor for those within.
@@ -231,7 +244,12 @@ class Words(NamedTuple):
     """Whether published perplexities are over the same number."""
 
 
-def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
+def words_scored(
+    store: Store,
+    split: str,
+    units: int,
+    released: bool,
+) -> Words | None:
     """Return how many words a score of a whole split is over; None if it has no words."""
     published = {}
     if store.name in SETS:

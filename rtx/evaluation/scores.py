@@ -99,7 +99,11 @@ def accuracy_by(group: np.ndarray, right: np.ndarray) -> dict[str, tuple[float, 
     return accuracies
 
 
-def sample_windows(windows: Sequence[Any], count: int | None, seed: int = 0) -> Sequence[Any]:
+def sample_windows(
+    windows: Sequence[Any],
+    count: int | None,
+    seed: int = 0,
+) -> Sequence[Any]:
     """Return `count` of the windows in their order, drawn by a seed, or all if there are fewer."""
     if count is None or count >= len(windows):
         return windows

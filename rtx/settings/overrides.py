@@ -6,6 +6,7 @@ No torch and no YAML; Hydra only where a word has a function of its grammar.
 
 import importlib.util
 import itertools
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,9 @@ from rtx.settings.hydra_words import (
     is_hydra_key,
     split_values,
 )
+from rtx.settings.presets import replacement
 from rtx.settings.schema import GROUPS, all_fields, settings
 
-EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
-"""Keys whose values an extension adds to."""
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
@@ -71,7 +71,7 @@ def split_words(
     for index, word in enumerate(words):
         key, equals, text = word.partition("=")
         key = key.lstrip("+").strip()
-        if word.startswith("~") and not word.startswith("~/"):
+        if is_unset(word):
             triples.append((word, word[1:], unset_value(word, own or {})))
             continue
         if not equals or not key or word.startswith(("-", "~")):
@@ -79,6 +79,11 @@ def split_words(
             raise UserError(f"{shorten(word)!r} is not of the form key=value{hint}")
         triples.append((word, key, text))
     return triples
+
+
+def is_unset(word: str) -> bool:
+    """Whether a word is Hydra's ~key; ~/book.txt is a path."""
+    return word.startswith("~") and not word.startswith("~/")
 
 
 def unset_value(word: str, own: Mapping[str, Field]) -> str:
@@ -127,6 +132,8 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
         if is_hydra_key(key):
             check_hydra_key(key, text, sweep=sweep)
             overrides.append(Override(key, (text,)))
+        elif "@" in key and key.partition("@")[0] in GROUPS:
+            raise UserError(f"{shorten(word)}: rtx has no packages: {key.partition('@')[0]}={text}")
         elif key not in fields:
             raise UserError(unknown(shorten(key), fields))
         else:
@@ -148,6 +155,10 @@ def read_override(
     field: Field, word: str, text: str, extensions: Mapping[str, str], sweep: bool
 ) -> Override:
     """Return one override of a configuration, its values checked."""
+    if field.key == "logger" and is_list(text):
+        for name in text.strip(" []").split(","):
+            read_value(field, name, extended=False)
+        return Override(field.key, (text.strip(),))
     if is_function(text) and (sweep or not is_free(field)):
         return read_function(field, text, bool(extensions), sweep)
     refuse_integers(field, text, sweep)
@@ -162,6 +173,11 @@ def read_override(
     if field.key in GROUPS:
         values = [unquoted(value.strip()) for value in values]
     return Override(field.key, tuple(values))
+
+
+def is_list(text: str) -> bool:
+    """Whether a value is a list of options, such as [csv,wandb]."""
+    return re.fullmatch(r"\[[\w, ]+\]", text.strip()) is not None
 
 
 def read_function(field: Field, text: str, extended: bool, sweep: bool) -> Override:
@@ -195,10 +211,13 @@ def read_value(field: Field, text: str, *, extended: bool) -> None:
     # What refers to another key is checked when the configuration is composed.
     if "${" in text and field.key not in GROUPS:
         return
+    instead = replacement(field.key, unquoted(text.strip()))
+    if instead:
+        raise UserError(f"{field.key}={shorten(text)}: write {instead}")
     try:
         field.read_word(text)
     except UserError as error:
-        if extended or field.key not in EXTENSIBLE:
+        if extended or not field.extensible:
             raise
         raise UserError(f"{error}; extensions=<file>.py adds names of your own") from None
 

@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 
 from rtx.errors import UserError, refuse, written
 from rtx.runs.folder import outputs_root
-from rtx.settings.compose import compose_unresolved, composed, user_errors
+from rtx.settings.compose import compose_unresolved, composed, heads_option, user_errors
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
-from rtx.settings.identity import cell_hashes
+from rtx.settings.identity import cell_hashes, digest
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
+from rtx.settings.run_config import RUN_CONFIG, read_values
 from rtx.settings.schema import Config, flat, to_dict
 from rtx.variables import SWEEP_VARIABLE
 
@@ -33,6 +34,7 @@ DEFINING = (
     "routing.window",
 )
 """Groups and keys that make a row of a table what its name says: a sweep reports their replacement."""
+NO_EXPERIMENT = Override("experiment", ("",))
 Job = Sequence[Override]
 """The overrides of one run, each with one value."""
 
@@ -141,8 +143,21 @@ def words_of(job: Job) -> tuple[str, ...]:
 def folder_of(config: Config) -> Path:
     """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
     parent = outputs_root() / config.name
-    folders = [parent / name for name in cell_hashes(config)]
-    return next((folder for folder in folders if folder.exists()), folders[0])
+    name, *former_names = cell_hashes(config)
+    if (parent / name).exists():
+        return parent / name
+    for former_name in former_names:
+        path = parent / former_name / RUN_CONFIG
+        # An earlier version gave one hash to cells that are two now.
+        if path.exists() and digest(values_in(path)) == name:
+            return path.parent
+    return parent / name
+
+
+def values_in(path: Path) -> dict[str, Any]:
+    """Return the values in a config.yaml; UserError if it is damaged."""
+    with user_errors(f"{path}: "):
+        return read_values(path)
 
 
 def joined(first: Cell, second: Cell) -> Cell:
@@ -171,32 +186,21 @@ def grids(checked: Sequence[Override]) -> Iterator[list[Override]]:
 
     The command line wins over the files in every row.
     """
-    last = {entry.key: entry for entry in checked if not is_hydra_key(entry.key)}
-    chosen = last.pop("experiment", Override("experiment", ("",)))
-    rows: dict[str, list[Override]] = {}
-    for name in chosen.values:
-        for row, axes in experiment_rows(name):
-            rows.setdefault(row, axes)
+    last = last_entries(checked)
+    rows = table_rows(checked)
     if len(rows) > 1:
-        refuse_hidden_options(list(rows), list(last.values()))
-    for axes in rows.values():
-        merged = {axis.key: axis for axis in axes}
-        yield list((merged | last).values())
+        refuse_hidden_options(rows, list(last.values()))
+    chosen = last.pop("experiment", NO_EXPERIMENT)
+    for name in dict.fromkeys(chosen.values):
+        grid = {axis.key: axis for axis in own_axes(name)}
+        if name:
+            grid["experiment"] = Override("experiment", (name,))
+        yield list((grid | last).values())
 
 
-def experiment_rows(name: str) -> list[tuple[str, list[Override]]]:
-    """Return the experiments that one stands for, itself or those of its own axis, each with its axes."""
-    axes = {axis.key: axis for axis in own_axes(name)}
-    rows = axes.pop("experiment", None)
-    if rows is None:
-        chosen = [Override("experiment", (name,))] if name else []
-        return [(name, [*axes.values(), *chosen])]
-    found = []
-    for row in rows.values:
-        for inner, inner_axes in experiment_rows(row):
-            merged = {axis.key: axis for axis in inner_axes} | axes
-            found.append((inner, list(merged.values())))
-    return found
+def last_entries(checked: Iterable[Override]) -> dict[str, Override]:
+    """Return the last override of each key of a configuration."""
+    return {entry.key: entry for entry in checked if not is_hydra_key(entry.key)}
 
 
 def own_axes(experiment: str) -> list[Override]:
@@ -205,17 +209,48 @@ def own_axes(experiment: str) -> list[Override]:
         return []
     params = composed((f"experiment={experiment}",)).hydra.sweeper.params or {}
     with user_errors("hydra.sweeper.params: "):
-        return check_overrides([f"{key}={values}" for key, values in params.items()], sweep=True)
+        axes = check_overrides([f"{key}={values}" for key, values in params.items()], sweep=True)
+    if any(axis.key == "experiment" for axis in axes):
+        problem = "hydra.sweeper.params lists experiments"
+        raise UserError(f"experiment={experiment}: {problem}; let it list options of heads")
+    return axes
 
 
-def refuse_hidden_options(rows: Sequence[str], entries: Sequence[Override]) -> None:
-    """Raise `UserError` for options of groups from which the file of a row would still set a key."""
+def table_rows(checked: Iterable[Override]) -> dict[str, dict[str, str]]:
+    """Return the groups and keys that the file of each row of a sweep sets, by the name of the row.
+
+    Rows are the experiments of a command, if it lists several, and the options of heads that it or
+    the file of an experiment lists.
+    """
+    last = last_entries(checked)
+    experiments = last.get("experiment", NO_EXPERIMENT).values
+    rows = {}
+    for experiment in experiments:
+        if len(experiments) > 1:
+            rows[experiment] = own_values("experiment", experiment)
+        axes = {axis.key: axis for axis in own_axes(experiment)}
+        heads = (axes | last).get("heads")
+        if heads is None or not heads.sweeps:
+            continue
+        for word in heads.values:
+            option = "" if word.lower() == "null" else heads_option(word, experiment)
+            rows[f"heads={word}"] = own_values("heads", option)
+    return rows
+
+
+def refuse_hidden_options(
+    rows: Mapping[str, Mapping[str, str]], entries: Sequence[Override]
+) -> None:
+    """Raise `UserError` for options of groups from which the file of a row would still set a key.
+
+    Args:
+        rows: the groups and keys that the file of each row sets, by the name of the row.
+    """
     keys = {entry.key for entry in entries}
     lines = []
     for entry in entries:
         named = []
-        for row in rows:
-            values = own_values(row)
+        for row, values in rows.items():
             hidden = [
                 f"{key}={value}"
                 for key, value in values.items()
@@ -241,13 +276,14 @@ def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str
 
 def replaced_lines(checked: Sequence[Override]) -> list[str]:
     """Return a line for each key from the command line that makes rows of several other than their names say."""
-    chosen = [entry for entry in checked if entry.key == "experiment"]
-    rows = [row for entry in chosen[-1:] for row in row_names(entry)]
+    rows = table_rows(checked)
+    if len(rows) < 2:
+        return []
     lines = []
     for entry in checked:
-        if entry.key not in DEFINING or len(rows) < 2:
+        if entry.key not in DEFINING:
             continue
-        before = {row: own_values(row).get(entry.key) for row in rows}
+        before = {row: values.get(entry.key) for row, values in rows.items()}
         changed = [
             f"{row} ({entry.key}={value})"
             for row, value in before.items()
@@ -258,17 +294,16 @@ def replaced_lines(checked: Sequence[Override]) -> list[str]:
     return lines
 
 
-def row_names(chosen: Override) -> list[str]:
-    """Return the experiments that a choice of experiments stands for."""
-    return [row for name in chosen.values for row, _ in experiment_rows(name)]
+def own_values(group: str, option: str) -> dict[str, str]:
+    """Return the groups and keys that the file of an option sets.
 
-
-def own_values(experiment: str) -> dict[str, str]:
-    """Return the groups and keys that the file of an experiment sets, if it builds on another one; else none."""
-    path = preset("experiment", experiment)
+    An experiment that builds on no other sets none: it is no row of a table.
+    """
+    path = preset(group, option)
     node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
     defaults = node.pop("defaults", [])
-    if not any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
+    builds_on_another = any(isinstance(entry, str) and entry != "_self_" for entry in defaults)
+    if group == "experiment" and not builds_on_another:
         return {}
     values = {}
     for entry in defaults:
@@ -287,7 +322,7 @@ def refuse_sweep(overrides: Sequence[Override]) -> None:
     if "experiment" not in last:
         return
     name = last["experiment"].values[0]
-    axes = [axis for axis in own_axes(name) if axis.key == "experiment" or axis.key not in last]
+    axes = [axis for axis in own_axes(name) if axis.key not in last]
     listed = " ".join(str(axis) for axis in axes if axis.sweeps)
     if listed:
         advice = "rtx train -m runs it; for one cell of it, give each key one value"

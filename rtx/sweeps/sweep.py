@@ -20,7 +20,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, flag_override
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import SweepOptions, read_words
+from rtx.cli.options import SweepOptions
+from rtx.cli.request import Request
 from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
 from rtx.errors import RunFailed, UserError, plural, refuse, shorten
@@ -37,7 +38,7 @@ from rtx.settings.compose import (
 )
 from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.logger import check_logger
-from rtx.settings.overrides import LAUNCHED, Override, check_overrides
+from rtx.settings.overrides import LAUNCHED, Override
 from rtx.settings.presets import conf_dir
 from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
@@ -65,15 +66,14 @@ class SweepStopped(Exception):
     """A signal has stopped the sweep; raised so that a sweeper asks for no further cell."""
 
 
-def sweep(arguments: Sequence[str], preview: bool = False) -> int:
+def sweep(request: Request, preview: bool = False) -> int:
     """Train every run of a sweep; `preview`: print their configurations instead.
 
     Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and obey first.
     """
-    words = read_words("train -m", arguments)
-    checked = check_overrides(words.overrides, sweep=True)
-    command = shlex.join(["rtx", "train", "-m", *arguments])
-    task = Sweep(checked, words.options, command, preview)
+    checked = request.overrides
+    command = shlex.join(["rtx", "train", "-m", *request.words])
+    task = Sweep(checked, request.options, command, preview)
     refuse_for_launcher(checked)
     config = sweep_config(checked)
     task.is_grid = config.hydra.sweeper._target_ == GRID

@@ -55,15 +55,26 @@ def logging_to(
         contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics,
         contextlib.ExitStack() as stack,
     ):
-        if make := LOCAL.get(config.logger.name):
-            other = make(folder)
-            other.log_hyperparams(facts)
+        loggers: list[Logger] = [metrics]
+        for name, make in LOCAL.items():
+            if not getattr(config.logger, name):
+                continue
+            local = make(folder)
+            local.log_hyperparams(facts)
             for values, at in rows_before(folder / "metrics.jsonl", step, config):
-                other.log_metrics(values, at)
-            stack.push(lambda kind, *_: other.finalize("failed" if kind else "success"))
-        elif other := wandb_logger(config, folder, facts, say):
-            stack.push(lambda kind, *_: other.finish(exit_code=int(kind is not None)))
-        yield [metrics, *filter(None, [other])]
+                local.log_metrics(values, at)
+            stack.push(partial(finalize, local))
+            loggers.append(local)
+        wandb = wandb_logger(config, folder, facts, say) if config.logger.wandb else None
+        if wandb:
+            stack.push(lambda kind, *_: wandb.finish(exit_code=int(kind is not None)))
+            loggers.append(wandb)
+        yield loggers
+
+
+def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
+    """End a logger of Lightning's, after an exception of some kind or none."""
+    logger.finalize("failed" if kind else "success")
 
 
 def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
@@ -225,7 +236,8 @@ class GuardedWandbLogger(WandbLogger):
 def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedWandbLogger | None:
     """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
     os.environ |= QUIET
-    wished, mode = config.logger, config.logger.name
+    wished = config.logger
+    mode = wished.mode
     try:
         if mode == "auto":
             mode, why = quiet_mode()

@@ -115,7 +115,7 @@ def fit(
 def closing_score(
     session: Session, trainer: pl.Trainer, module: TrainingModule, data: RtxDataModule
 ) -> Outcome:
-    """Score the trained model on the validation split, write the row, and return how the fit ended."""
+    """Score the trained model on the validation split, and return how the fit has ended."""
     step = trainer.global_step
     count = closing_windows(session, module, data)
     if count != len(module.score.units_K):  # the windows of the last validation were others

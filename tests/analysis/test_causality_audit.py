@@ -1,4 +1,4 @@
-"""The audit itself: zero where nothing leaks, what leaks is found, counted and located; and what trains a choice."""
+"""The audit: zero if nothing leaks; leaks are counted and located; and what trains a choice."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from rtx.analysis.causality import (
     Group,
     audit_model,
     audit_outputs,
-    choice_gradients,
 )
+from rtx.analysis.choice_gradients import choice_gradients
 from rtx.attention.indexer import Indexer
 from rtx.attention.positional import Full
 from rtx.errors import RunFailed
@@ -127,10 +127,8 @@ def test_what_a_module_draws_is_no_move_and_what_it_remembers_is_told() -> None:
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_every_choice_that_should_train_gets_a_gradient_and_nothing_changes(selection: str) -> None:
     asked = tiny_model(selection=selection, base="local+full")
-    before, drawn = (
-        {name: x.clone() for name, x in asked.state_dict().items()},
-        torch.random.get_rng_state(),
-    )
+    before = {name: x.clone() for name, x in asked.state_dict().items()}
+    drawn = torch.random.get_rng_state()
     first, second = choice_gradients(asked, tokens())
     assert (first["layer"], second["layer"], first["heads"], second["missing"]) == (
         1,

@@ -1,4 +1,5 @@
-"""How centroids change: statistics, three updates, thresholds, revival. (All ranks alike: test_many_processes.py.)
+"""How centroids change: statistics, three updates, thresholds, revival. (All ranks alike:
+test_many_processes.py.)
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
@@ -72,7 +73,9 @@ def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_su
 def test_counts_come_to_the_window_and_no_cluster_stays_dead(
     decay: float, dead: int, tilt: float, steps: int
 ) -> None:
-    """Within 100 steps, nobody left out; centroids that start far from all data find members, and follow them."""
+    """Within 100 steps, nobody left out; centroids that start far from all data find members, and
+    follow them.
+    """
     pattern = make(threshold_rate=0.1, decay=decay)
     tilt_D = tilt * torch.tensor([1.0, 0.3, -0.2, -1.1])
     pattern.centroids.centroid_HCD[:, C - dead :] = to_sphere(-normalise(tilt_D).expand(H, dead, D))
@@ -144,7 +147,9 @@ def test_neither_autocast_nor_a_model_in_float64_changes_the_precision_of_statis
 def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(
     backend: str, deviation: float
 ) -> None:
-    """Scores of mean 63 in float32, of a head whose vectors have collapsed; the first step tells mean and deviation."""
+    """Scores of mean 63 in float32, of a head whose vectors have collapsed; the first step tells
+    mean and deviation.
+    """
     if backend == "native" and not has_compiler():
         pytest.skip("no C++ compiler on this machine")
     units, positions = 64, 1024
@@ -193,7 +198,9 @@ def test_layers_move_together_as_each_would_alone(update: str, selection: str, k
 
 
 class Calls(TorchDispatchMode):
-    """Records the names of the kernels that are called, but for those that only look at a tensor another way."""
+    """Records the names of the kernels that are called, but for those that only look at a tensor
+    another way.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,9 @@ from rtx.attention.engine.combine import Partial, combine, combined
 
 
 def drawn() -> list[Partial]:
-    """Return members of 5 rows: rows in several lists, row 3 in none, and many members that read nothing."""
+    """Return members of 5 rows: rows in several lists, row 3 in none, and many members that read
+    nothing.
+    """
     partials = []
     for row_S in ([0, 1, 1, 4, 2, 0], [1, 2, 4, *[0] * 100]):
         sum_S = torch.randn(len(row_S), dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""What a GPU computes, without a GPU: by our kernels in Triton's interpreter, and on the meta device, whose tensors
-have shapes alone, so that whatever depends on numbers raises there.
+"""What a GPU computes, without a GPU: by our kernels in Triton's interpreter, and on the meta
+device, whose tensors have shapes alone, so that whatever depends on numbers raises there.
 """
 
 from functools import partial
@@ -276,7 +276,8 @@ def test_no_option_of_routing_waits_for_a_number(more: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_the_best_of_probed_keys_wait_for_no_number(backend: str) -> None:
     meta_step(
-        f"{SHORT} routing=probed routing.window=32 routing.candidates=64 hardware.attention={backend}"
+        f"{SHORT} routing=probed routing.window=32 routing.candidates=64"
+        f" hardware.attention={backend}"
     )
 
 
@@ -301,7 +302,9 @@ ONE_LAYER = (
     ),
     "sparse_transformer-imagenet64",
 )
-"""Another preset has two layers of their kind in one graph; what they have of their own is in the first, or in none."""
+"""Another preset has two layers of their kind in one graph; what they have of their own is in the
+first, or in none.
+"""
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model not in ("rt12", "rt22")])
@@ -311,7 +314,8 @@ def test_the_loss_of_every_preset_is_one_graph(model: str) -> None:
     if model.startswith("rt"):
         words += f" routing.layers={layers}"
     if model.startswith(("reformer", "sparse_transformer", "adaptive_span")):
-        # They drop within what is recomputed: a graph then keeps the state of the device's generator, and the meta
+        # They drop within what is recomputed: a graph then keeps the state of the device's
+        # generator, and the meta
         # device has none.
         words += " model.dropout=0 model.attention_dropout=0 model.ffn_dropout=0"
     meta_step(words, compiled=True)
@@ -422,7 +426,10 @@ def test_the_loss_of_a_preset_is_one_graph(model: str) -> None:
     ],
 )
 def test_a_graph_computes_what_an_eager_step_does(words: str) -> None:
-    small = "model.layers=2 model.hidden=64 model.ffn_hidden=64 data.length=128 routing.layers=1 routing.window=32"
+    small = (
+        "model.layers=2 model.hidden=64 model.ffn_hidden=64 data.length=128"
+        " routing.layers=1 routing.window=32"
+    )
     config = compose(f"{small} {words} hardware.attention=triton".split())
     torch.manual_seed(0)
     model = Transformer(config, 256).train()

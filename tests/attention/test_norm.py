@@ -1,4 +1,6 @@
-"""The kernels that normalise vectors give LayerNorm and its gradient, on the GPU or else in Triton's interpreter."""
+"""The kernels that normalise vectors give LayerNorm and its gradient, on the GPU or else in
+Triton's interpreter.
+"""
 
 from collections.abc import Callable
 
@@ -19,7 +21,7 @@ SHAPES = [(2, 3, 37, 64), (1, 2, 50, 6), (1, 1, 3, 128), (1, 2, 4, 1), (0, 2, 5,
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Return vectors as a layer's projection gives them: a view `[B, H, N, D]` of `[B, N, H, D]`."""
+    """Return vectors as a layer projects them: a view `[B, H, N, D]` of `[B, N, H, D]`."""
     B, H, N, D = shape
     x_BNHD = torch.randn(B, N, H, D, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5
     return x_BNHD.to(DEVICE, dtype).transpose(1, 2)

@@ -1,4 +1,6 @@
-"""The packed kernels against a dense softmax in float64, on the GPU or else in Triton's interpreter."""
+"""The packed kernels against a dense softmax in float64, on the GPU or else in Triton's
+interpreter.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -98,7 +100,7 @@ def whole(sizes: Sizes, window: int = 9) -> RangeReads:
 
 
 def apart(sizes: Sizes) -> RangeReads:
-    """Lists of queries and of keys, ranges of any form whose bounds never fall, some of them empty."""
+    """Lists of queries and of keys; ranges whose bounds never fall, some of them empty."""
     queries, keys = members(sizes, 0.4), members(sizes, 0.7)
     start_P, stop_P, begin = [], [], 0
     for count_P, count_M in zip(queries.count_L.tolist(), keys.count_L.tolist(), strict=True):
@@ -147,7 +149,9 @@ def dense(
     merge: str,
     kept_PM: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `packed_attention.attend` does, by definition; weights are dropped where `kept_PM` is False."""
+    """Return what `packed_attention.attend` does, by definition; weights are dropped where
+    `kept_PM` is False.
+    """
     row_P, row_M, read_PM = part.query.row_M, part.key.row_M, read_pairs(part)
     q_PD, k_MD, v_ME = (
         x.flatten(0, 2)[row] for x, row in ((q_BHND, row_P), (k_BHND, row_M), (v_BHNE, row_M))
@@ -479,7 +483,9 @@ def test_room_for_more_members_than_there_are(merge: str) -> None:
 
 
 def kept_pairs(part: RangeReads, dropout: float) -> Tensor:
-    """Return which weights the kernel keeps with the seed that torch's generator gives next: values tell the keys."""
+    """Return which weights the kernel keeps with the seed that torch's generator gives next: values
+    tell the keys.
+    """
     N = part.length
     q = torch.zeros(1, 1, N, 16, device=DEVICE)
     one_hot = torch.eye(N, device=DEVICE)[None, None]
@@ -634,7 +640,9 @@ FORMS = {
     "mean": [(False, True), (True, False)],
     "lse": [(False, False), (True, True)],
 }
-"""For each merge both kinds of sequences, and terms by distance once: whether `form` is whole, and by distance."""
+"""For each merge both kinds of sequences, and terms by distance once: whether `form` is whole, and
+by distance.
+"""
 
 
 @pytest.mark.parametrize("merge", MERGES)

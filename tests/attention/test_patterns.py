@@ -1,6 +1,7 @@
-"""What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types; and
-what torch's engine gives the compiled kernel gives, too, forward and backward, on any number of threads. The example
-of docs/attention.md keeps the same, and the one of docs/api.md runs.
+"""What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding,
+edges, all types; and what torch's engine gives the compiled kernel gives, too, forward and
+backward, on any number of threads. The example of docs/attention.md keeps the same, and the one of
+docs/api.md runs.
 """
 
 import contextlib
@@ -156,7 +157,7 @@ def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: boo
 
 
 class Cooled(Local):
-    """A pattern of somebody's that changes what it is given, and has a loss of nothing but means."""
+    """A user's pattern that changes its inputs, and has a loss of nothing but means."""
 
     def forward(
         self, q_BHND: torch.Tensor, *given: Any, **more: Any
@@ -401,9 +402,13 @@ def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(
     if compiler:
         (tmp_path / "c++").write_text(compiler)
         (tmp_path / "c++").chmod(0o755)
-    program = """import torch; from rtx.attention import Local; from rtx.attention.engine import native
+    program = """import torch
+from rtx.attention import Local
+from rtx.attention.engine import native
+
 q = torch.randn(1, 2, 1100, 4)
-print(torch.equal(*(Local(window=4, backend=name)(q, q, q)[0] for name in ("auto", "torch"))), native.library())"""
+outputs = [Local(window=4, backend=name)(q, q, q)[0] for name in ("auto", "torch")]
+print(torch.equal(*outputs), native.library())"""
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600
@@ -429,7 +434,9 @@ def test_flex_gives_the_same_forward_pass(kind: str, monkeypatch: pytest.MonkeyP
 
 
 def checked_mask(block_mask: Callable[[RangeReads], BlockMask], part: RangeReads) -> BlockMask:
-    """Return the mask, once its blocks, which a CPU does not look at, hold all pairs for queries and for keys."""
+    """Return the mask, once its blocks, which a CPU does not look at, hold all pairs for queries
+    and for keys.
+    """
     mask, size = block_mask(part), flex.BLOCK
     key_M = torch.arange(len(part.key.row_M))
     pairs = ((key_M >= part.start_P[:, None]) & (key_M < part.stop_P[:, None])).nonzero() // size
@@ -457,7 +464,9 @@ def blocks(page: str) -> list[str]:
 
 
 def example_with(*methods: str) -> Any:
-    """Return the class of the page with some of the methods that it adds, without the name for commands."""
+    """Return the class of the page with some of the methods that it adds, without the name for
+    commands.
+    """
     texts = [
         text
         for text in blocks("attention.md")

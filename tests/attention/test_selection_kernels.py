@@ -1,4 +1,5 @@
-"""The selection of a GPU, without a wait, gives the members, ranges and statistics of torch's own on a CPU.
+"""The selection of a GPU, without a wait, gives the members, ranges and statistics of torch's own
+on a CPU.
 
 Its kernels run on the GPU where there is one, else in Triton's interpreter.
 """
@@ -114,7 +115,9 @@ def nearest(way: ModuleType, data: Drawn) -> Tensor:
 
 
 def check_lists(lists: KernelLists, wanted: KernelLists) -> None:
-    """Compare lists with those in which every member is real; members behind the count are read by none."""
+    """Compare lists with those in which every member is real; members behind the count are read by
+    none.
+    """
     P = len(wanted.query_row_P)
     M = len(wanted.key_row_M)
     assert lists.count_2.tolist() == [P, M]
@@ -269,7 +272,9 @@ def test_infinite_thresholds_take_all_positions_or_give_all_to_the_first_cluster
 
 @WAYS
 def test_of_tied_clusters_the_first_wins_however_far_apart_they_are(way: ModuleType) -> None:
-    """Chains of near ties: a later cluster is better, and tied with an earlier one, but not with the first."""
+    """Chains of near ties: a later cluster is better, and tied with an earlier one, but not with
+    the first.
+    """
     D, C = 16, 100
     case = Case(1, 1, 40, D, C, 5)
     x_BHND = normalise(torch.randn(1, 1, 40, D, generator=torch.Generator().manual_seed(1)))
@@ -341,7 +346,9 @@ def scores(name: str, N: int, seed: int = 0) -> Tensor:
 
 
 def check_best(score: Tensor, ours: Tensor, theirs: Tensor, any_equals: bool = False) -> None:
-    """Compare ascending places; of equal infinities or NaN, or of all equals, torch takes any, but as many."""
+    """Compare ascending places; of equal infinities or NaN, or of all equals, torch takes any, but
+    as many.
+    """
     assert bool((ours.diff(dim=-1) > 0).all())
     our_score, their_score = (score.gather(-1, x.long()) for x in (ours, theirs))
     torch.testing.assert_close(
@@ -391,7 +398,9 @@ def test_a_sample_leads_to_the_same_members(name: str, window: int) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 8])
 def test_candidates_of_any_number_lead_to_the_same_members(room: int) -> None:
-    """The sample has the worst scores, the best or all kinds of a row that falls, rises or does neither."""
+    """The sample has the worst scores, the best or all kinds of a row that falls, rises or does
+    neither.
+    """
     score_N = scores("normal", 300)[0, 0]
     score_XCN = torch.stack([score_N, score_N.sort().values, score_N.sort(descending=True).values])[
         None
@@ -459,7 +468,9 @@ def test_lists_of_as_many_members_each_follow_from_their_positions(
 def test_the_sums_of_lists_are_those_of_their_members(
     way: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In three parts, of which short lists leave some empty: the interpreter's time is that of programs."""
+    """In three parts, of which short lists leave some empty: the interpreter's time is that of
+    programs.
+    """
     monkeypatch.setattr(triton_selection, "PARTS_OF_SUM", 3)
     data = drawn(case)
     packed, _, _ = expected(data, case, True)
@@ -517,7 +528,7 @@ class Launches:
 
 
 def test_nothing_waits_for_numbers() -> None:
-    """Tensors without numbers go through what is around the kernels, and through torch's own way."""
+    """Tensors without numbers go through what is around the kernels, and through torch's way."""
     with (
         FakeTensorMode(),
         mock.patch.multiple(

@@ -1,7 +1,8 @@
 """Equal vectors are equal in every choice by content, however the products that score them round.
 
-Passes, streams, other batches, the kernel and the oracle then read the same of what comes several times. The vectors
-are no whole numbers: products of those are exact, so that they have no rounding to tell equals apart.
+Passes, streams, other batches, the kernel and the oracle then read the same of what comes several
+times. The vectors are no whole numbers: products of those are exact, so that they have no rounding
+to tell equals apart.
 """
 
 import math
@@ -34,7 +35,9 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
 
 
 def units(case: Case, count: int, dtype: torch.dtype, number: int) -> Tensor:
-    """Return vectors `[B, H, N, D]` of `count` different ones, the same units in the same places for every number."""
+    """Return vectors `[B, H, N, D]` of `count` different ones, the same units in the same places
+    for every number.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     unit_BN = torch.randint(count, (case.B, case.N), generator=generator)
     table_HUD = torch.randn(
@@ -46,7 +49,9 @@ def units(case: Case, count: int, dtype: torch.dtype, number: int) -> Tensor:
 def repeated(
     kind: str, case: Case, dtype: torch.dtype, shift: bool = False
 ) -> tuple[Pattern, dict[str, Any]]:
-    """Return a pattern, and tensors whose queries and keys come again and again; with `shift` keys look back."""
+    """Return a pattern, and tensors whose queries and keys come again and again; with `shift` keys
+    look back.
+    """
     pattern, here = drawn(kind, case, dtype)
     count = 2 + case.seed
     q, k = units(case, count, dtype, 1), units(case, count, dtype, 2)
@@ -63,7 +68,9 @@ def cut(here: dict[str, Any], where: Any) -> dict[str, Any]:
 
 
 def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> None:
-    """Compare a pass with the oracle, with streams behind some prompts, and with other batches and lengths."""
+    """Compare a pass with the oracle, with streams behind some prompts, and with other batches and
+    lengths.
+    """
     close: Callable[..., None] = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     N = here["v"].shape[2]
     for prefix in (False, True):
@@ -102,7 +109,9 @@ def test_vectors_that_return_are_read_alike_by_pass_stream_batch_and_oracle(
 def test_of_equal_centroids_the_first_takes_and_a_score_reaches_its_own_threshold(
     selection: str, keys: str, dtype: torch.dtype
 ) -> None:
-    """Centroids that start at the data are equal where units are, and thresholds may be scores of units."""
+    """Centroids that start at the data are equal where units are, and thresholds may be scores of
+    units.
+    """
     for case in CASES:
         pattern, here = repeated(f"{selection}-{keys}", case, dtype)
         assert isinstance(pattern, Routing)
@@ -241,7 +250,9 @@ def test_the_kernel_reads_what_torchs_engine_reads_of_vectors_that_return(kind: 
 def test_the_kernel_selects_the_earlier_of_equals(
     choice: str, noise: float, N: int, W: int, C: int, count: int
 ) -> None:
-    """Also of vectors that differ by rounding, which are equal to every score, and more than a list has room for."""
+    """Also of vectors that differ by rounding, which are equal to every score, and more than a list
+    has room for.
+    """
     draw = torch.Generator().manual_seed(N)
     unit_N = torch.randint(count, (N,), generator=draw)
     x_BHND = torch.randn(2, 2, count, 32, generator=draw)[:, :, unit_N]

@@ -9,7 +9,7 @@ from rtx.attention import Blocks, Exact, RandomBlocks
 def keys_read(
     pattern: Exact | Blocks, q: torch.Tensor, k: torch.Tensor, position: int
 ) -> list[int]:
-    """Return the positions that a query reads, after the rule and the forward pass agreed on them."""
+    """Return the positions that a query reads, once rule and forward pass agree on them."""
     mask_1NN = pattern.rule(pattern.inputs(q, k, None), 0, False)
     by_rule = mask_1NN[0, position].nonzero()[:, 0].tolist()
     v = torch.eye(q.shape[2], dtype=q.dtype)[None, None]

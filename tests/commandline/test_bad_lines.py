@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 
 import rtx.commands.data
 import rtx.settings.compose
+import rtx.settings.run_config
 import rtx.sweeps.launcher
 from rtx.cli import main as cli
 from rtx.errors import written
@@ -125,7 +126,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         Path(RUN, "config.yaml").write_text(GOOD_FILE)
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
-        patch.setattr(rtx.settings.compose, "resolve", stage.resolve)
+        for module in (rtx.settings.compose, rtx.settings.run_config):
+            patch.setattr(module, "resolve", stage.resolve)
         patch.setattr(
             "rtx.cli.refusals.refuse", lambda *given: None
         )  # here words are judged, not what the run has
@@ -207,7 +209,7 @@ def value_of(field: Field, text: str) -> Any:
         return None
     quotes = re.fullmatch(QUOTED, word)
     bare = word[1:-1] if quotes else word
-    if field.auto and bare == "auto":
+    if bare in field.words:
         return bare
     if field.kind is str:
         return bare if quotes or field.values else text

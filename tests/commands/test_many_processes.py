@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from rtx.commands.train import follow
+from rtx.commands.train import run_other_rank
 from rtx.errors import UserError
 from rtx.settings.schema import Config
 from rtx.training import distributed
@@ -304,7 +304,7 @@ def test_a_child_that_cannot_begin_tells_its_parent(capsys: pytest.CaptureFixtur
     refused = Mock(side_effect=UserError("no data"))
     with patch.multiple("rtx.commands.train", started_by_another=lambda: True, open_data=refused):
         assert (
-            follow(Config(), hardware, Path(os.devnull), "") == 2
+            run_other_rank(Config(), hardware, Path(os.devnull), "") == 2
         )  # the parent looks at this code
     assert capsys.readouterr().err == "rtx: no data\n"
 

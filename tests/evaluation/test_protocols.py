@@ -1,4 +1,4 @@
-"""Windows score every unit once; what the released code leaves out, how many words and bytes are left; baselines."""
+"""Windows score every unit once; what the released code leaves out; words, bytes and baselines."""
 
 import lzma
 import math

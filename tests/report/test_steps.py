@@ -53,10 +53,10 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
     for values in (LOCAL, FULL, CAUSAL):
-        write_run(tmp_path, config("far_text_causal", **values), speed=7.0)
+        write_run(tmp_path, config("far_text heads=causal", **values), speed=7.0)
     rows = [
-        timed_row(100.0, "far_text_causal", **LOCAL),
-        timed_row(400.0, "far_text_causal", "ids drawn at random", **FULL),
+        timed_row(100.0, "far_text heads=causal", **LOCAL),
+        timed_row(400.0, "far_text heads=causal", "ids drawn at random", **FULL),
     ]
     write_record(tmp_path, steps_record(*rows))
     assert cli.main(["report", str(tmp_path)]) == 0

@@ -36,8 +36,8 @@ def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_p
 
 
 ONLINE, AUTO = (
-    LoggerConfig(name="online", project="p", entity="e", group="g"),
-    LoggerConfig(name="auto"),
+    LoggerConfig(wandb=True, mode="online", project="p", entity="e", group="g"),
+    LoggerConfig(wandb=True),
 )
 ON = "W&B: https://wandb.example/run"
 
@@ -163,7 +163,7 @@ def test_a_real_run_offline_read_back(
     sweep.mkdir()
     (sweep / "sweeps.jsonl").touch()
     run = workshop.train(
-        "sweep/cell", "logger=auto", "logger.project=p", "routing=causal", "trainer.steps=10"
+        "sweep/cell", "logger=wandb", "logger.project=p", "routing=causal", "trainer.steps=10"
     )
     workshop.command("resume", str(run), "trainer.steps=12")
     workshop.command("eval", str(run))

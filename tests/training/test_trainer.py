@@ -137,7 +137,7 @@ def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
     assert seconds[2] < whole - 1.5, "three validations do not count"
 
 
-def scheduled(schedule: str, warmup: int) -> Config:
+def scheduled(schedule: Any, warmup: int) -> Config:
     optimizer = OptimizerConfig(lr=0.4, schedule=schedule, warmup=warmup)
     return Config(optimizer=optimizer, trainer=TrainerConfig(steps=100))
 

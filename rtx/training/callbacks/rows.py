@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.speed import Meter
+from rtx.analysis.telemetry import read_telemetry
 from rtx.evaluation.scores import Score
 from rtx.progress import peak_memory
 from rtx.training.module import TrainingModule
@@ -81,7 +81,7 @@ def write_score(trainer: Trainer, prefix: str, score: Score, session: Session) -
 
 
 def training_seconds(session: Session) -> dict[str, float]:
-    """Return the seconds of optimizer steps alone, under their name; nothing where they are unknown."""
+    """Return the seconds of optimizer steps alone, by their name in a row; {} if unknown."""
     seconds = session.clock.training_seconds
     return {} if seconds is None else {"train_seconds": seconds}
 
