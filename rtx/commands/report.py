@@ -33,9 +33,8 @@ def main(request: Request) -> int:
         return 0
     found = collect(runs)
     report = build(found, "rtx report: " + ", ".join(map(shown, runs)))
-    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[
-        :100
-    ]  # a report of one stays as it is
+    # A report of one run has no name of others.
+    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[:100]
     output = Path(output or beside(runs[0]) / f"report{others}").expanduser()
     try:
         files = write(report, output)
