@@ -1,7 +1,7 @@
 # `make help` prints a line for each target: the text after `##`.
 PYTHON ?= python3
 VENV := .venv
-SOURCES := rtx tests $(wildcard benchmarks)
+SOURCES := rtx hydra_plugins tests $(wildcard benchmarks)
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Test files that are fast, and find most mistakes.
 QUICK := tests/test_config.py tests/test_conf.py tests/test_docs.py tests/commandline \

@@ -54,7 +54,8 @@ def arguments() -> argparse.Namespace:
 def train(args: argparse.Namespace, selection: str, seed: int) -> Path:
     """Train a run, unless it is done already, and return its folder."""
     run = args.folder / f"{selection}-{seed}"
-    if (read_status(run) or {}).get("state") == "done":
+    status = read_status(run)
+    if status and status.state == "done":
         return run
     overrides = [
         *(
@@ -122,10 +123,17 @@ def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[
     }
     rows = []
     for run, result in zip(runs, results, strict=True):
-        final = (read_status(run) or {})["final"]["bits"]
+        status = read_status(run)
+        assert status is not None and status.final is not None
         priced = {name: result["price"][name] for name in ("bits", *DIFFERENCES)}
         rows.append(
-            {"what": "audit", "seed": result["seed"], "final_bits": final, **priced, **common}
+            {
+                "what": "audit",
+                "seed": result["seed"],
+                "final_bits": status.final.bits,
+                **priced,
+                **common,
+            }
         )
     if len(runs) > 1:
         means = {}

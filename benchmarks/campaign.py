@@ -172,11 +172,11 @@ def keep(planned: Planned, place: Place, out: Path) -> None:
 
 def line_of(planned: Planned, state: str, run: Path) -> str:
     """Return a run's last validation as a line."""
-    validations = [row for row in rows_of(run / "metrics.jsonl") if row["kind"] == "valid"]
+    validations = [row for row in rows_of(run / "metrics.jsonl") if "valid/bits" in row]
     if not validations:
         return f"{planned.name:<36} {state}"
     last = validations[-1]
-    return f"{planned.name:<36} {state:<12} step {last['step']:>7,}  {last['val_bits']:.4f} bits"
+    return f"{planned.name:<36} {state:<12} step {last['step']:>7,}  {last['valid/bits']:.4f} bits"
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def main() -> None:
             for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()
         ]
         size = Path(scratch, "run", "checkpoints", "last.ckpt").stat().st_size
-    paces = [row["tokens_per_second"] for row in rows if row["kind"] == "train"]
+    paces = [row["train/tokens_per_second"] for row in rows if "train/bits" in row]
     step = config.trainer.batch_size * config.data.length / statistics.median(paces)
     result = {
         "what": "checkpoints",

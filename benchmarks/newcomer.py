@@ -46,7 +46,7 @@ def main() -> None:
         status = json.loads((run / "status.json").read_text())
         store = next(Path(scratch, "data").glob("*/store.json")).parent
         others = baselines(np.memmap(store / "valid.bin", dtype=np.uint8, mode="r"))
-    shares = [row["data_share"] for row in rows if "data_share" in row]
+    shares = [row["train/data_share"] for row in rows if "train/data_share" in row]
     result = {
         "what": "rtx train",
         "overrides": sys.argv[1:],

@@ -82,13 +82,13 @@ def peak(scratch: Path, name: str, before: str, overrides: tuple[str, ...]) -> i
                 raise SystemExit(f"{name}: ended with {process.returncode}")
             time.sleep(0.2)
         process.kill()
-    return rows[STEPS_TAKEN - 1]["memory_bytes"]
+    return rows[STEPS_TAKEN - 1]["train/memory_bytes"]
 
 
 def taken(metrics: Path) -> list[dict[str, Any]]:
     """Return the rows of the steps that a run has told of."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+    return [row for row in map(json.loads, lines) if "train/bits" in row]
 
 
 def imports() -> int:

@@ -104,8 +104,8 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
         ]
         config = OmegaConf.to_container(OmegaConf.load(Path(scratch, "run", "config.yaml")))
     assert isinstance(config, dict)
-    scores = [row for row in rows if row["kind"] == "valid"]
-    accuracy = {str(row["step"]): round(row["val_accuracy"], 4) for row in scores}
+    scores = [row for row in rows if "valid/bits" in row]
+    accuracy = {str(row["step"]): round(row["valid/accuracy"], 4) for row in scores}
     settings = {group: config[group] for group in ("data", "model", "routing", "optimizer")}
     return {
         "what": "recall",
@@ -117,10 +117,10 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
         "steps": args.steps,
         "batch_size": config["trainer"]["batch_size"],
         "accuracy": accuracy,
-        "final": rows[-1]["val_accuracy"],
-        "steps_to_99": next((row["step"] for row in scores if row["val_accuracy"] >= 0.99), None),
+        "final": rows[-1]["valid/final_accuracy"],
+        "steps_to_99": next((row["step"] for row in scores if row["valid/accuracy"] >= 0.99), None),
         "chance": 1 / config["data"]["values"],
-        "answers": rows[-1]["val_units"],
+        "answers": rows[-1]["valid/final_units"],
         "seconds": round(seconds, 1),
         "overrides": args.overrides,
         "settings": settings,

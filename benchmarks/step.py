@@ -5,6 +5,7 @@ The peer is the PyPI package routing_transformer (extra `peers`); without it the
 Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
 Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
+Ours take the step of `rtx train` (`TrainingModule.take_step`), all others a plain loop with Adam.
 Ours take products with weights from oneDNN, as hardware.products does unless told otherwise, the peer from torch.
 The rows `weights` and `weights_torch` are floors: these products of our top-w model by either, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -23,17 +25,27 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from ending import end_with_children
 from machine import code, machine
 from torch import Tensor, nn
 
-from rtx.attention import after_step
 from rtx.model.transformer import Transformer
 from rtx.settings.rules import resolve
-from rtx.settings.schema import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
-from rtx.training.hardware import keep_freed_memory
+from rtx.settings.schema import (
+    Config,
+    DataConfig,
+    HardwareConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RoutingConfig,
+    TrainerConfig,
+)
+from rtx.training.hardware import keep_freed_memory, resolve_hardware
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import build_optimizer
 
 RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 
@@ -41,7 +53,7 @@ Step = Callable[[], None]
 
 
 def ours(
-    args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "onednn"
+    args: argparse.Namespace, selection: str | None, backend: Any = "auto", products: Any = "onednn"
 ) -> Config:
     """Return the configuration of one of our rows; no selection: full attention."""
     base = "local" if selection else "full"
@@ -49,7 +61,11 @@ def ours(
     return resolve(
         Config(
             data=DataConfig(length=args.length),
-            hardware=HardwareConfig(attention=backend, products=products),
+            hardware=HardwareConfig(
+                attention=backend, products=products, precision="fp32", compile=False, graphs=False
+            ),
+            optimizer=OptimizerConfig(name="adam", lr=1e-4, schedule="constant", warmup=0),
+            trainer=TrainerConfig(batch_size=1, micro_batch_size=1, clip=0.0),
             routing=RoutingConfig(
                 selection=selection or "causal",
                 update="nearest" if selection == "topk" else "members",
@@ -72,32 +88,17 @@ def ours(
     )
 
 
-def training_step(model: nn.Module, loss: Callable[[], Tensor], after: Callable[[], None]) -> Step:
-    """Return a whole step: forward, backward, Adam, and what the model does after it."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss().backward()
-        optimizer.step()
-        after()
-
-    return step
-
-
 def our_step(
     args: argparse.Namespace, selection: str | None, backend: str, tokens_BN: Tensor
 ) -> Step:
-    """Return the step of one of our models."""
+    """Return the step of one of our models, that of `rtx train`."""
     torch.manual_seed(0)
-    model = Transformer(ours(args, selection, backend), 256).to(tokens_BN.device)
-    model.train()
-
-    def loss() -> Tensor:
-        nats_BN, auxiliary = model.loss(tokens_BN)
-        return nats_BN.mean() + auxiliary
-
-    return training_step(model, loss, lambda: after_step(model))
+    config = ours(args, selection, backend)
+    model = Transformer(config, 256).to(tokens_BN.device).train()
+    module = TrainingModule(model, config, resolve_hardware(config))
+    optimizer = build_optimizer(model, config.optimizer)
+    steps = itertools.count(1)
+    return lambda: module.take_step([tokens_BN], optimizer, next(steps))
 
 
 def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
@@ -127,7 +128,14 @@ def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
         )
         return cross_entropy + auxiliary
 
-    return training_step(model, loss, lambda: None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss().backward()
+        optimizer.step()
+
+    return step
 
 
 def weights_step(args: argparse.Namespace, products: str) -> Step:

@@ -28,10 +28,11 @@ from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory
 from rtx.progress import progress_bar
-from rtx.report.steps import WHAT, read_record, views
+from rtx.report.steps import timed_records, views
 from rtx.report.tables import terminal
 from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
+from rtx.runs.records import TIMED_STEPS, StepsRecord
 from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config, to_dict
@@ -181,11 +182,11 @@ def finish(
 ) -> None:
     """Print the tables and keep the record, which replaces that of the same rows on this device."""
     command = shlex.join(["python", "benchmarks/steps.py", *words])
-    facts = environment({"what": WHAT, "command": command, "ids": "training batches"})
+    facts = environment({"what": TIMED_STEPS, "command": command, "ids": "training batches"})
     gpu = facts["gpu"] if rows[0].config.hardware.name != "cpu" else None
     facts |= {"bench": dict(asked), "device": gpu or f"CPU, {plural(facts['threads'], 'thread')}"}
     record = {**facts, "rows": [{**vars(row), "config": to_dict(row.config)} for row in rows]}
-    for view in views(read_record(record)):
+    for view in views(timed_records([StepsRecord.model_validate(record)])[0]):
         print("\n" + terminal(view))
     key = short_hash(
         {"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12

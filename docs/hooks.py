@@ -9,7 +9,9 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-ELSEWHERE = re.compile(r"""<(?:script|img|iframe|link(?![^>]*rel="?canonical))[^>]*(?:src|href)=["']?(?:https?:)?//""")
+ELSEWHERE = re.compile(
+    r"""<(?:script|img|iframe|link(?![^>]*rel="?canonical))[^>]*(?:src|href)=["']?(?:https?:)?//"""
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -20,7 +22,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leave the names of folders that are not part of the site as plain text."""
+    """Leave the names of folders and of code, which are not part of the site, as plain text."""
+    markdown = re.sub(r"\[([^\]]*)\]\((?:\.\./)+rtx/[^)]*\)", r"\1", markdown)
     return re.sub(r"\[([^\]]*)\]\((?:\.\./)*(?:results/)?records/[^)]*\)", r"`\1`", markdown)
 
 

@@ -21,7 +21,10 @@ from rtx.attention.centroid_update import to_sphere
 N, D, W, C = 32, 8, 8, 4
 CELL, EDGE = 8, 18  # pixels of a pair, and left of and above all pairs
 COLOURS = ("#4878b8", "#e07b2a", "#3f9a5a", "#a865b5")
-SEVERAL, MAY = "#777777", "#80808026"  # read in several clusters; a pair that a causal pattern may read
+SEVERAL, MAY = (
+    "#777777",
+    "#80808026",
+)  # read in several clusters; a pair that a causal pattern may read
 FOLDER = Path(__file__).parent / "pictures"
 
 
@@ -30,7 +33,9 @@ def sequence() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(11)
     centroid_HCD = to_sphere(torch.randn(1, C, D, generator=generator))
     topic_N = torch.randint(C, (N,), generator=generator)
-    near = [centroid_HCD[0, topic_N] + 0.8 * torch.randn(N, D, generator=generator) for _ in range(2)]
+    near = [
+        centroid_HCD[0, topic_N] + 0.8 * torch.randn(N, D, generator=generator) for _ in range(2)
+    ]
     return centroid_HCD, near[0][None, None], near[1][None, None]
 
 
@@ -99,10 +104,17 @@ def draw(name: str, reads_PNN: Tensor) -> str:
             columns = [column for column, _ in run]
             if colour >= 0:
                 width = CELL * len(columns) - 1
-                paths[(*COLOURS, SEVERAL)[colour]] += f"M{CELL * columns[0]} {CELL * row}h{width}v{CELL - 1}h-{width}z"
-    side, share = CELL * N, f"{(lists_NN > 0).sum() / math.comb(N + 1, 2):.0%} of all pairs j \u2264 i"
+                paths[(*COLOURS, SEVERAL)[colour]] += (
+                    f"M{CELL * columns[0]} {CELL * row}h{width}v{CELL - 1}h-{width}z"
+                )
+    side, share = (
+        CELL * N,
+        f"{(lists_NN > 0).sum() / math.comb(N + 1, 2):.0%} of all pairs j \u2264 i",
+    )
     stairs = "".join(f"V{CELL * (n + 1)}H{CELL * (n + 2)}" for n in range(N - 1))
-    drawn = "".join(f'<path fill="{colour}" d="{path}"/>\n' for colour, path in paths.items() if path)
+    drawn = "".join(
+        f'<path fill="{colour}" d="{path}"/>\n' for colour, path in paths.items() if path
+    )
     size = f'viewBox="0 0 {side + EDGE} {side + 2 * EDGE}" width="{side + EDGE}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
 <title>{name}: {share}</title>

@@ -24,25 +24,45 @@ from rich.text import Text
 COLUMNS, LINES = 80, 40
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-WORDS = ("trainer.steps=400", "trainer.val_every=200", "data.length=512", "model.window=32", "logger=jsonl")
+WORDS = (
+    "trainer.steps=400",
+    "trainer.val_every=200",
+    "data.length=512",
+    "model.window=32",
+    "logger=jsonl",
+)
 WIDTH = 1200  # pixels of the picture of the heads
 
 
 def main() -> None:
     """Train, record the screen, and draw the heads of the topmost layer."""
     with tempfile.TemporaryDirectory() as place:
-        os.environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm", "RTX_DATA": str(Path(place) / "data")}
+        os.environ |= {
+            "PYTHONPATH": str(ROOT),
+            "TERM": "xterm",
+            "RTX_DATA": str(Path(place) / "data"),
+        }
         recorded(["data", "prepare"], place)
         lines = screen(recorded(["train", *WORDS], place).replace(f"{place}/", ""))
         console = Console(record=True, width=COLUMNS, file=io.StringIO())
-        console.print(Text("\n".join([f"$ rtx train {' '.join(WORDS[:2])} \\", f"    {' '.join(WORDS[2:])}", *lines])))
+        console.print(
+            Text(
+                "\n".join(
+                    [f"$ rtx train {' '.join(WORDS[:2])} \\", f"    {' '.join(WORDS[2:])}", *lines]
+                )
+            )
+        )
         drawing = console.export_svg(title="rtx train")
-        drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL)  # those of another site
+        drawing = re.sub(
+            r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL
+        )  # those of another site
         (PICTURES / "terminal.svg").write_text(drawing, encoding="utf-8")
         recorded(["analyze", "patterns", "last"], place)
         (path,) = Path(place).glob("outputs/*/*/analysis/*.png")
         with Image.open(path) as image:
-            small = image.convert("RGB").resize((WIDTH, WIDTH * image.height // image.width), Image.Resampling.LANCZOS)
+            small = image.convert("RGB").resize(
+                (WIDTH, WIDTH * image.height // image.width), Image.Resampling.LANCZOS
+            )
             small.quantize(64).save(PICTURES / "heads.png", optimize=True)
 
 
@@ -51,7 +71,9 @@ def recorded(words: list[str], folder: str) -> str:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     command = [sys.executable, "-m", "rtx", *words]
-    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     said = b""
     try:

@@ -1,4 +1,7 @@
-"""Tensors whose parts lie on several processes (hardware=fsdp): DTensors, whose import takes a second."""
+"""Tensors whose parts are on several processes (hardware=fsdp).
+
+They are DTensors, whose module takes a second to import.
+"""
 
 from typing import Any
 
@@ -11,7 +14,10 @@ def is_sharded(value: Any) -> bool:
 
 
 def whole(value: Any) -> Any:
-    """Return the whole of a sharded tensor on every process, which all call it; all else as it is."""
+    """Return the whole of a sharded tensor, on every process, and any other value as it is.
+
+    All processes call it.
+    """
     if is_sharded(value):
         return value.full_tensor().detach()
     return value

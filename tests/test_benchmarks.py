@@ -239,5 +239,5 @@ def test_a_campaign_reads_the_rows_before_half_a_line(
     campaign = importlib.import_module("campaign")
     path = tmp_path / "metrics.jsonl"
     assert campaign.rows_of(path) == []
-    path.write_text('{"kind": "valid", "step": 3, "val_bits": 2.5}\n{"kind": "va')
-    assert campaign.rows_of(path) == [{"kind": "valid", "step": 3, "val_bits": 2.5}]
+    path.write_text('{"step": 3, "valid/bits": 2.5}\n{"step": 4, "va')
+    assert campaign.rows_of(path) == [{"step": 3, "valid/bits": 2.5}]

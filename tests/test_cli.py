@@ -102,7 +102,7 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
         tag = TAG + hashlib.sha256(content).hexdigest().encode()
         (tmp_path / "finished" / "checkpoints" / f"{name}.ckpt").write_bytes(content + tag)
     running = run_folder(tmp_path / "running", state="running")
-    way_out = "; train one with experiment=far_text_full, or model.base=local+full"
+    way_out = "; train one with experiment=far_text heads=full, or model.base=local+full"
     no_full = (
         f"model.base=local: no layer has full heads, whose attention could be covered{way_out}"
     )

@@ -1,5 +1,9 @@
 """The files of `conf/`: each composes, says where its values come from, writes only what it may, and takes a step."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -8,12 +12,16 @@ from rtx.analysis.cost import cost
 from rtx.analysis.micro_batch import choose_micro_batch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
+from rtx.cli import help
+from rtx.cli.help import candidates
 from rtx.data.sets import IMAGE_SETS, MADE
+from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
-from rtx.settings.compose import compose
+from rtx.settings.compose import NAMED_BY_FILE, compose
+from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
-from rtx.settings.presets import conf_dir, options
+from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options
 from rtx.settings.rules import resolve
 from rtx.settings.schema import GROUPS, Config, all_fields, with_values
 from rtx.sweeps.cells import lay_out
@@ -58,11 +66,13 @@ SPARSE = {
 BASELINES = {model for model in SAID if not model.startswith("rt")}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = ("text", "images", "hub")
+HASHES = json.loads(Path(__file__).with_name("preset_hashes.json").read_text())
+"""Both names that the folder of a cell may have, by the words of presets that runs were recorded with."""
 
 
 def header(group: str, option: str) -> list[str]:
     text = (conf_dir() / group / f"{option}.yaml").read_text()
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 100
     assert "_target_" not in text and "${oc." not in text, (
         "nothing in conf/ names a class or asks the host"
     )
@@ -80,12 +90,13 @@ def keys_of(group: str, option: str) -> set[str]:
         for name in value
     }
     keys |= {str(key) for key, value in node.items() if not isinstance(value, DictConfig)}
+    keys.discard("defaults")
     keys = (
         keys
         if "# @package _global_" in header(group, option)
         else {f"{group}.{key}" for key in keys}
     )
-    return {key for key in keys if key not in ("defaults", "hydra.sweeper", "hydra.launcher")}
+    return {key for key in keys if key not in ("hydra.sweeper", "hydra.launcher")}
 
 
 @pytest.mark.parametrize(
@@ -94,23 +105,101 @@ def keys_of(group: str, option: str) -> set[str]:
 def test_every_option_composes_sets_keys_of_the_schema_and_carries_its_own_name(
     group: str, option: str
 ) -> None:
-    config = compose([f"{group}={option}", *(["data.path=here"] if option in NEEDS_A_PATH else [])])
+    words = [f"{group}={option}"]
+    if option in NEEDS_A_PATH:
+        words.append("data.path=here")
+    if group == "heads" and "/" in option:
+        words.append(f"experiment={option.partition('/')[0]}")
+    config = compose(words)
     assert resolve(config) == config
     assert keys_of(group, option) <= set(all_fields())
-    if group not in ("routing", "experiment"):
+    if group in NAMED_BY_FILE:
         name = getattr(config, group).name
         assert name == (
             "auto" if option in LAUNCHED else option
         )  # a job is to be the same cell wherever it runs
 
 
+def test_cells_that_were_recorded_are_found_by_their_presets() -> None:
+    found = {words: {*cell_hashes(compose(words.split()))} for words in HASHES}
+    assert found == {words: {*names} for words, names in HASHES.items()}
+
+
+def test_an_experiment_whose_name_had_its_heads_in_it_is_refused_with_the_words_for_it() -> None:
+    for words, instead in (
+        ("experiment=long_text_probed", "experiment=long_text heads=probed"),
+        ("experiment=enwik8_transformer_xl", "experiment=enwik8 heads=transformer_xl"),
+    ):
+        with pytest.raises(UserError, match=f"{words}: write {instead}"):
+            compose([words])
+
+
+def test_heads_are_those_of_the_experiment_or_of_any() -> None:
+    assert compose(["experiment=pg19", "heads=local"]).model.layers == 24
+    assert compose(["experiment=pg19_baselines", "heads=local"]).model.layers == 24
+    assert compose(["experiment=pg19", "heads=full"]).model.layers == 22
+    assert compose(["heads=full"]).model.base == "full"
+    assert compose(["experiment=mqar", "heads=null"]) == compose(["experiment=mqar"])
+    with pytest.raises(UserError, match="heads=t64: with experiment=pg19 heads is one of full,"):
+        compose(["experiment=pg19", "heads=t64"])
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the user's presets, as --config-dir adds it."""
+    CONFIG_DIRS.append(tmp_path)
+    forget()
+    yield tmp_path
+    CONFIG_DIRS.remove(tmp_path)
+    forget()
+
+
+def test_options_in_folders_are_composed_completed_and_listed(presets: Path) -> None:
+    for path, text in (
+        ("experiment/study/small", "defaults:\n  - smoke\n  - _self_\n\nname: small\n"),
+        ("heads/study/small/wide", "model:\n  hidden: 320\n"),
+    ):
+        file = presets / f"{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n# Of the user.\n{text}")
+    forget()
+    config = compose(["experiment=study/small", "heads=wide"])
+    assert (config.name, config.trainer.steps, config.model.hidden) == ("small", 20, 320)
+    assert candidates("rtx train experiment=st") == ["study/small "]
+    assert "\n  study/small " in help.command_page("train", ["experiment"])
+
+
+def test_several_loggers_and_the_mode_of_wandb() -> None:
+    logger = compose(["logger=[csv,wandb]", "logger.mode=offline"]).logger
+    assert (logger.csv, logger.wandb, logger.tensorboard) == (True, True, False)
+    assert logger.mode == "offline"
+    assert compose([]).logger.wandb and not compose(["logger=jsonl"]).logger.wandb
+    with pytest.raises(UserError, match=r"logger=wand \(did you mean 'wandb'\?\)"):
+        compose(["logger=[csv,wand]"])
+    for mode in ("auto", "online", "offline"):
+        instead = f"logger={mode}: write logger=wandb logger.mode={mode}"
+        with pytest.raises(UserError, match=instead):
+            compose([f"logger={mode}"])
+
+
+def test_an_option_of_trainer_wins_over_an_experiment_and_the_command_line_over_it() -> None:
+    debug = compose(["experiment=enwik8", "trainer=debug", "trainer.val_every=2"])
+    assert (debug.trainer.steps, debug.trainer.val_every) == (5, 2)
+    assert (debug.hardware.compile, debug.logger.wandb) == (False, False)
+    assert debug.trainer.batch_size == compose(["experiment=enwik8"]).trainer.batch_size
+    assert compose(["trainer=overfit"]).trainer.overfit_batches == 1
+    assert compose(["trainer=profile"]).trainer.profile == 10
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(model: str) -> None:
-    assert (compose([f"model={model}", "routing=topk"]).routing.heads == 0) == (model in BASELINES)
+    assert (compose([f"model={model}"]).routing.heads == 0) == (model in BASELINES)
     keys = keys_of("model", model)
-    sizes = {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
+    sizes = {"data.length"}
+    if model not in BASELINES:
+        sizes |= {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
     assert "model.window" in keys
-    assert {key for key in keys if not key.startswith("model.")} == {"data.length", *sizes}
+    assert {key for key in keys if not key.startswith("model.")} == sizes
     lines = header("model", model)
     published = () if model in ("tiny", "recall") else ("# Score: ", "# The released code differs")
     for title in ("# Source: ", *published):
@@ -152,7 +241,31 @@ def test_a_model_of_the_paper_selects_algorithm_1_and_the_command_line_another(m
     )
 
 
-@pytest.mark.parametrize("routing", options("routing"))
+@pytest.mark.parametrize("model", MODELS)
+def test_topk_is_algorithm_1_with_every_model_and_none_has_no_routing_heads(model: str) -> None:
+    base = compose([f"model={model}"]).model.base
+    without = compose([f"model={model}", "routing=none"])
+    assert (without.routing.heads, without.routing.layers) == (0, 0)
+    words = [f"model={model}", "routing=topk"]
+    if model in BASELINES:
+        # As many as leave all patterns of model.base the same number of heads.
+        words += [f"routing.heads={base.count('+') + 1}", "routing.layers=1"]
+    if base == "recurrent":
+        with pytest.raises(UserError, match=r"has no place beside model\.base=recurrent"):
+            compose(words)
+        return
+    routing = compose(words).routing
+    file = OmegaConf.load(conf_dir() / "routing" / "topk.yaml")
+    assert isinstance(file, DictConfig)
+    assert {key: getattr(routing, str(key)) for key in file} == OmegaConf.to_container(file)
+    others = (routing.keys, routing.key_shift, routing.key_conv, routing.rotary, routing.merge)
+    assert others == ("shared", 0, 1, True, "mean")
+
+
+ROUTINGS = [routing for routing in options("routing") if routing != "none"]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_it_has_others(
     routing: str,
 ) -> None:
@@ -256,7 +369,7 @@ def take_step(config: Config) -> None:
 
 
 ROUTED = [[f"model={model}"] for model in MODELS if model not in BASELINES]
-ROUTED = [[*words, f"routing={routing}"] for words in ROUTED for routing in options("routing")]
+ROUTED = [[*words, f"routing={routing}"] for words in ROUTED for routing in ROUTINGS]
 OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [
     [f"optimizer={name}"] for name in options("optimizer")
 ]
@@ -269,24 +382,14 @@ def test_presets_take_a_step(words: list[str]) -> None:
     take_step(config)
 
 
-TEXTS = {
-    name: (conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in options("experiment")
-}
-
-
-@pytest.mark.parametrize(
-    "experiment", [name for name, text in TEXTS.items() if "\n      experiment:" not in text]
-)
+@pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_cell_of_every_experiment(experiment: str) -> None:
     laid_out = [
         cell.overrides
         for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))
     ]
-    sizes = (
-        "routing.layers=",
-        "routing.window=",
-        "seed=",
-    )  # cells that differ by these alone are one at reduced size
+    # Cells that differ by these alone are one at reduced size, or take the same step.
+    sizes = ("routing.layers=", "routing.window=", "seed=", "optimizer.lr=")
     alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
     assert len(alike) >= min(len(laid_out), 2)
     for cell in alike.values():

@@ -11,7 +11,7 @@ from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.rules import resolve
 from rtx.settings.run_config import load_run_config, merge, to_yaml
-from rtx.settings.schema import Config, all_fields, to_config, to_dict, with_values
+from rtx.settings.schema import Config, LoggerConfig, all_fields, to_config, to_dict, with_values
 from rtx.sweeps.cells import lay_out
 
 HASHES = {
@@ -44,7 +44,9 @@ def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() ->
 @pytest.mark.parametrize("rows", ["far_text", "mqar"])
 def test_rows_that_are_named_by_a_selection_have_it(rows: str) -> None:
     names = ("causal", "exact", "blocks", "blocks_random", "indexer", "topk", "random")
-    found = {name: compose([f"experiment={rows}_{name}"]).routing.selection for name in names}
+    found = {
+        name: compose([f"experiment={rows}", f"heads={name}"]).routing.selection for name in names
+    }
     assert found == {name: name for name in names}
 
 
@@ -87,6 +89,22 @@ def test_plain_values_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "logger"),
+    [
+        ("auto", LoggerConfig(wandb=True)),
+        ("offline", LoggerConfig(wandb=True, mode="offline")),
+        ("csv", LoggerConfig(csv=True)),
+        ("jsonl", LoggerConfig()),
+    ],
+)
+def test_the_logger_of_a_run_of_version_0_4(
+    tmp_path: Path, name: str, logger: LoggerConfig
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"logger:\n  name: {name}\n  project: rtx\n")
+    assert load_run_config(tmp_path).logger == logger
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "is not the configuration of a run"),
@@ -114,7 +132,7 @@ def test_merge_takes_keys_and_groups_and_checks_them() -> None:
         default, ["hardware.threads=2", "hardware=cpu", "data.length=512", "logger=jsonl", "seed=3"]
     )
     assert (merged.hardware.name, merged.hardware.threads, merged.data.length) == ("cpu", 2, 512)
-    assert (merged.logger.name, merged.seed) == ("jsonl", 3)
+    assert (merged.logger.wandb, merged.seed) == (False, 3)
     assert merge(default, []) == default
     with pytest.raises(UserError, match=r"name=\$\{oc\.env:HOME\}: a run takes no references"):
         merge(default, ["name=${oc.env:HOME}"])
@@ -135,11 +153,15 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
         "trainer.steps=5",
         "hardware.threads=1",
         "optimizer.lr=0.1",
+        "hardware.products=torch",
+        "model.ffn_parts=2",
     )
-    assert len({reference, *(config_hash(compose([word])) for word in others)}) == 6
+    assert len({reference, *(config_hash(compose([word])) for word in others)}) == 8
     assert (
         compose(["seed=1"]) != compose([]) == default
     )  # a later cell of the same groups knows nothing of an earlier
+    # Up to version 0.4 this key told no cells apart.
+    assert cell_hashes(compose(["hardware.products=torch"]))[1] == reference
     for words, recorded in HASHES.items():
         assert cell_hashes(compose(words.split())) == tuple(dict.fromkeys(recorded)), words
 
@@ -416,7 +438,7 @@ def test_what_fits() -> None:
         ),
         (
             "logger=jsonl logger.project=x",
-            "logger.project=x has no effect with logger.name=jsonl; it is for auto",
+            "logger.project=x has no effect with logger.wandb=false; it is for true",
         ),
     ],
 )

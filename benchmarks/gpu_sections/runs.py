@@ -150,9 +150,10 @@ def train_if_missing(place: Place) -> None:
 
 
 def losses(place: Place, run: str) -> list[Found]:
-    """Return the rows of training steps of a run."""
+    """Return the rows of training steps of a run, their names without `train/`."""
     lines = (place.folder / run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+    rows = [row for row in map(json.loads, lines) if "train/bits" in row]
+    return [{name.removeprefix("train/"): row[name] for name in row} for row in rows]
 
 
 def evaluate(place: Place, mode: str) -> Found:
@@ -232,7 +233,7 @@ def train_until_killed(place: Place, words: list[str]) -> int:
     metrics, step, began = place.folder / "killed" / "metrics.jsonl", 0, time.monotonic()
     while step <= KILLED_AT and process.poll() is None and time.monotonic() - began < LIMIT:
         time.sleep(0.02)
-        step = metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+        step = metrics.read_text().count('"train/bits"') if metrics.exists() else 0
     kill(process)
     if not KILLED_AT < step < SHORT_STEPS:
         raise RuntimeError(

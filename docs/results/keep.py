@@ -32,7 +32,11 @@ def main(runs: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     paths = [*runs.glob("config.yaml"), *runs.glob("*/config.yaml")]
     configs = [path.read_text(encoding="utf-8") for path in paths]
-    found = {place for config in configs for place in re.findall(r"^  path: (/.+)$", config, re.MULTILINE)}
+    found = {
+        place
+        for config in configs
+        for place in re.findall(r"^  path: (/.+)$", config, re.MULTILINE)
+    }
     places = sorted(found, key=len, reverse=True)
     for pattern in (*KEPT, *NAMELESS):
         for path in [*runs.glob(pattern), *runs.glob(f"*/{pattern}")]:
@@ -42,7 +46,9 @@ def main(runs: Path, folder: Path) -> None:
             for place in places:
                 text = re.sub(rf"(?<![\w./-]){re.escape(place)}(?![\w.-])", Path(place).name, text)
             is_named = pattern in NAMELESS
-            target.write_text(json.dumps(nameless(json.loads(text)), indent=1) + "\n" if is_named else text)
+            target.write_text(
+                json.dumps(nameless(json.loads(text)), indent=1) + "\n" if is_named else text
+            )
 
 
 if __name__ == "__main__":

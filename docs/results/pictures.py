@@ -47,9 +47,20 @@ def screen(place: Path, width: int, height: int, scheme: int) -> Image.Image:
     """Return what a browser shows of report.html in a window of some size (its own windows have a least width)."""
     frame, shot = place / "frame.html", place / "shot.png"
     style = f"border:0;width:{width}px;height:{height}px"
-    frame.write_text(f'<body style="margin:0"><iframe src="report.html" scrolling="no" style="{style}"></iframe>')
+    frame.write_text(
+        f'<body style="margin:0"><iframe src="report.html" scrolling="no" style="{style}"></iframe>'
+    )
     browser = shutil.which("chromium") or shutil.which("google-chrome") or "chrome"
-    command = [browser, *["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1300,900"]]
+    command = [
+        browser,
+        *[
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--window-size=1300,900",
+        ],
+    ]
     command += [f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=3000"]
     command += [f"--user-data-dir={place / 'profile'}", f"--screenshot={shot}", frame.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -1,6 +1,7 @@
-"""Writes the JSON schemas beside this file, by which editors complete and check `conf/` and a run's config.yaml.
+"""Writes the JSON schemas beside this file: editors complete and check `conf/` and runs by them.
 
-Run `python docs/schema/make.py` after a change of a key, its range or its docstring in rtx/settings/schema.py.
+Run `python docs/schema/make.py` after a change of a key, its range or its docstring in
+rtx/settings/schema.py.
 """
 
 from __future__ import annotations
@@ -17,24 +18,33 @@ from rtx.settings.schema import GROUPS, Config
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}
 """The value of another key, such as ${optimizer.steps}."""
+DEFAULTS = {"type": "array", "description": "Options of this and of other groups."}
+"""Hydra's list of what a file builds on."""
 
 
 def text_of(group: str) -> str:
-    """Return the schema of a group's files, or of a run's config.yaml (`config`), as the text of a JSON file."""
+    """Return the JSON schema of a group's files, or of a run's config.yaml (`config`)."""
     section = typing.get_type_hints(Config).get(group)
     whole = of_section(Config, f"conf/{group}" if group != "config" else "config.yaml")
     schema = of_section(section, f"conf/{group}") if section and group != "model" else whole
     if group != "config":
-        whole["properties"] |= {"defaults": {"type": "array", "description": "Options of other groups."}, "hydra": {}}
-    if group == "hardware":  # a launcher's option sets keys of hydra, too
+        whole["properties"] |= {"defaults": DEFAULTS, "hydra": {}}
+        schema["properties"]["defaults"] = DEFAULTS
+    if group in ("hardware", "trainer"):  # some of their files set keys of other sections
         schema = {"title": schema["title"], "anyOf": [schema, whole]}
-    return json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1) + "\n"
+    return (
+        json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1)
+        + "\n"
+    )
 
 
 def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
     fields, hints = fields_of(cls), typing.get_type_hints(cls).items()
-    inner = {name: of_field(fields[name]) if name in fields else of_section(hint, name) for name, hint in hints}
+    inner = {
+        name: of_field(fields[name]) if name in fields else of_section(hint, name)
+        for name, hint in hints
+    }
     facts = {"title": title, "description": cls.__doc__, "type": "object"}
     return {**facts, "additionalProperties": False, "properties": inner}
 

@@ -44,16 +44,20 @@ class Cost:
         return self.dense + self.attention + self.selection
 
     def step(self, config: Config) -> float:
-        """Operations of one optimizer step.
-
-        The backward pass takes twice those of the forward pass, and recomputation once more. A
-        selection is not computed backward.
-        """
-        passes = 3
-        if config.model.recompute is True:
-            passes = 4
+        """Operations of one optimizer step; a selection is not computed backward."""
+        passes = passes_of_step(config)
         each_sequence = passes * (self.dense + self.attention) + self.selection
         return config.trainer.batch_size * each_sequence
+
+
+def passes_of_step(config: Config) -> int:
+    """Return how many forward passes have the operations of a step.
+
+    A backward pass counts twice, and recomputation once.
+    """
+    if config.model.recompute is True:
+        return 4
+    return 3
 
 
 def cost(config: Config, vocabulary: int) -> Cost:
@@ -112,8 +116,8 @@ def dense_operations(model: Transformer, config: Config) -> float:
         weights += model.softmax.bands.tables[0].numel()
     # A memory gets queries, keys and values again.
     projections = 0
-    for block in model.blocks:
-        projections += block.attention.qkv.weight.numel()  # type: ignore[union-attr,operator]
+    for attention in model.attentions():
+        projections += attention.qkv.weight.numel()
     return 2.0 * (config.data.length * weights + memory_slots(config.model) * projections)
 
 
@@ -249,7 +253,11 @@ def strided_pairs(n: int, stride: int) -> float:
     return float((np.arange(n) // stride + 1).sum())
 
 
-def fixed_pairs(n: int, block: int, summary: int) -> float:
+def fixed_pairs(
+    n: int,
+    block: int,
+    summary: int,
+) -> float:
     """Pairs j <= i among n positions in one block, or with j in a summary column of an earlier one.
 
     Args:
@@ -259,6 +267,10 @@ def fixed_pairs(n: int, block: int, summary: int) -> float:
     return float((i % block + 1 + i // block * summary).sum())
 
 
-def finished_blocks(n: int, block: int, most: int) -> float:
+def finished_blocks(
+    n: int,
+    block: int,
+    most: int,
+) -> float:
     """Blocks that end before a position, at most `most` of them, summed over n positions."""
     return float((np.arange(n) // block).clip(max=most).sum())

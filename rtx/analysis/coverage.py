@@ -1,116 +1,246 @@
-"""Coverage: what share of full heads' attention each selection keeps at equal keys, without training a model for it.
+"""Coverage: the share of full heads' attention that each selection retains at equal keys.
 
-Of keys at least `back` positions back a pattern chooses by its own rule, over queries that stand so much earlier: all
-it sees is that far back. Shapes: K sequences, N positions, P of them looked at, H heads, S selections, Z sizes.
+No model is trained for it. Only keys at least `back` positions back count: a pattern chooses among
+them by its own rule, for queries that are moved so much earlier, and so sees nothing else.
+
+Shapes: K sequences, N positions, P of them measured, H heads, S selections, Z sizes, D head size.
 """
 
-from itertools import product
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
+from rtx.analysis.attention_weights import Heads, groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
 from rtx.attention.centroids import after_step
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.routing import Routing
-from rtx.model.heads import make_pattern
+from rtx.model.heads import HeadGroup, make_pattern
+from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 from rtx.settings.derived import ROUTED, full_group
 from rtx.settings.names import SELECTIONS
 from rtx.settings.schema import Config, RoutingConfig, with_values
 
-NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")
-"""Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""
+DRAWN = "drawn keys"
+"""Keys that are drawn one by one."""
+NEXT = "next keys"
+"""The last keys before those left out, as a longer window reads them."""
+NAMES = (*(name for name in SELECTIONS if name != "indexer"), DRAWN, NEXT)
+"""All selections but the indexer, which gradients train."""
+
+DECAY = 0.9
+"""Of centroids, which are fitted in tens of steps."""
+MAX_POSITIONS = 256
+"""The most positions that are measured in a sequence."""
 
 
-def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.ModuleList:
-    """Return S * Z patterns of as many heads as are full in a layer, or none; their clusters are yet to be fitted."""
-    (_, heads), made = full_group(config, layer), nn.ModuleList()
-    for name, size in product(NAMES, sizes if heads else ()):
-        kind, width = ("blocks_random", 1) if name == "drawn keys" else (name, min(block, size))
-        routing = RoutingConfig(
-            selection=kind, keys="separate", window=size, block=width, decay=0.9
-        )  # tens of steps
-        asked = with_values(config, {"routing": routing, "model.window": size})
-        made.append(
-            pattern := make_pattern("local" if name == "next keys" else ROUTED, heads, asked, layer)
-        )
-        if isinstance(pattern, Routing):
-            pattern.centroids.seed_with_next = True
-    return made
+def selections(
+    config: Config,
+    layer: int,
+    sizes: list[int],
+    block: int,
+) -> nn.ModuleList:
+    """Return S * Z patterns with as many heads as are full in a layer, or none if none is.
+
+    Their clusters are not fitted yet.
+    """
+    patterns = nn.ModuleList()
+    _, heads = full_group(config, layer)
+    if not heads:
+        return patterns
+    for name in NAMES:
+        for size in sizes:
+            patterns.append(selection(name, heads, config, layer, size, block))
+    return patterns
+
+
+def selection(
+    name: str,
+    heads: int,
+    config: Config,
+    layer: int,
+    size: int,
+    block: int,
+) -> Pattern:
+    """Return heads of one of `NAMES`.
+
+    Args:
+        size: keys that a query reads.
+        block: keys of a block, at most.
+    """
+    kind = name
+    block = min(block, size)
+    if name == DRAWN:
+        # Random blocks of one key each.
+        kind = "blocks_random"
+        block = 1
+    if name == NEXT:
+        return make_pattern("local", heads, with_values(config, {"model.window": size}), layer)
+    routing = RoutingConfig(selection=kind, keys="separate", window=size, block=block, decay=DECAY)
+    pattern = make_pattern(ROUTED, heads, with_values(config, {"routing": routing}), layer)
+    if isinstance(pattern, Routing):
+        pattern.centroids.seed_with_next = True
+    return pattern
+
+
+class FullHeads(NamedTuple):
+    """The full heads of a layer, with the patterns that are compared with them."""
+
+    attention: MultiheadAttention
+    number: int
+    """Of their group in the layer."""
+    x_BNE: Tensor
+    """The input of the attention."""
+    patterns: nn.ModuleList
+
+    @property
+    def group(self) -> HeadGroup:
+        """Their group."""
+        return self.attention.head_groups()[self.number]
+
+
+def full_heads(
+    config: Config,
+    model: Transformer,
+    patterns: nn.ModuleList,
+    tokens_BN: Tensor,
+) -> Iterator[FullHeads]:
+    """Yield the full heads of each layer that has some.
+
+    Args:
+        patterns: `selections` of every layer.
+    """
+    layers = zip(patterns, layer_inputs(model, tokens_BN), strict=True)
+    for layer, (layer_patterns, (attention, x_BNE)) in enumerate(layers):
+        assert isinstance(layer_patterns, nn.ModuleList)
+        if len(layer_patterns):
+            number, _ = full_group(config, layer)
+            yield FullHeads(attention, number, x_BNE, layer_patterns)
 
 
 @torch.no_grad()
-def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
-    """Move centroids and thresholds of the `selections` of every layer as training does, by what full heads see."""
-    for layer, (patterns, (attention, x_BNE)) in enumerate(
-        zip(made.train(), layer_inputs(model, ids_BN), strict=True)
-    ):
-        for pattern in (each for each in patterns if isinstance(each, Routing | Probed)):
-            number, _ = full_group(config, layer)
-            group = attention.head_groups()[number]
-            q_BHND, k_BHND, _ = attention.project(x_BNE)[number]
-            q_BHND, k_BHND, _ = group.queries_and_keys(q_BHND, k_BHND)
-            # Probed keys are those that the logits read.
-            rotary = group.rotate if isinstance(pattern, Probed) else None
-            qk = pattern.inputs(q_BHND, k_BHND, rotary)
-            pattern.observe(qk, False)
-    after_step(made)
+def fit(
+    config: Config,
+    model: Transformer,
+    patterns: nn.ModuleList,
+    tokens_BN: Tensor,
+) -> None:
+    """Move centroids and thresholds as a training step does, by the vectors of full heads.
+
+    Args:
+        patterns: `selections` of every layer.
+    """
+    for full in full_heads(config, model, patterns.train(), tokens_BN):
+        q_BHND, k_BHND, _ = full.attention.project(full.x_BNE)[full.number]
+        q_BHND, k_BHND, _ = full.group.queries_and_keys(q_BHND, k_BHND)
+        for pattern in full.patterns:
+            if isinstance(pattern, Routing):
+                pattern.observe(pattern.inputs(q_BHND, k_BHND, None), False)
+            if isinstance(pattern, Probed):
+                # Probed keys are those that the logits read.
+                qk = pattern.inputs(q_BHND, k_BHND, full.group.rotate)
+                pattern.observe(qk, False)
+    after_step(patterns)
+
+
+Retained = tuple[float, float, float]
+"""Means over queries: their weight on keys that are far enough back, the part of it that a
+selection of these keys retains, and the number of keys that it reads."""
 
 
 @torch.no_grad()
 def measure(
-    config: Config, model: Transformer, made: Any, ids_1N: Tensor, back: int
-) -> list[list[tuple[float, ...]]]:
-    """Return what `selections` keep, at up to 256 positions, by layers with full heads, `[., S * Z, 3]`; see `kept`."""
-    found, N = [], ids_1N.shape[1]
-    at_P = torch.linspace(back, N - 1, min(256, N - back), device=ids_1N.device).round().long()
-    for layer, (patterns, (attention, x_1NE)) in enumerate(
-        zip(made.eval(), layer_inputs(model, ids_1N), strict=True)
-    ):
-        if len(patterns):
-            number, _ = full_group(config, layer)
-            group = attention.head_groups()[number]
-            heads = groups_of(attention, x_1NE)[group.name]
-            weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
-            q, k, *_ = heads[1]
-            found.append(
-                [kept(p, p.inputs(q, k, group.rotate), weight_HPN, at_P, back) for p in patterns]
-            )
-    return found
+    config: Config,
+    model: Transformer,
+    patterns: nn.ModuleList,
+    tokens_1N: Tensor,
+    back: int,
+) -> list[list[Retained]]:
+    """Return what `selections` retain, for each layer with full heads, `[., S * Z, 3]`."""
+    N = tokens_1N.shape[1]
+    device = tokens_1N.device
+    positions = min(MAX_POSITIONS, N - back)
+    position_P = torch.linspace(back, N - 1, positions, device=device).round().long()
+    layers = []
+    for full in full_heads(config, model, patterns.eval(), tokens_1N):
+        heads = groups_of(full.attention, full.x_BNE)[full.group.name]
+        weight_HPN = torch.cat(list(weight_blocks(heads, position_P)), dim=-1)
+        of_layer = []
+        for pattern in full.patterns:
+            assert isinstance(pattern, Pattern)
+            qk = pattern.inputs(heads.qk.q_BHND, heads.qk.k_BHND, full.group.rotate)
+            of_layer.append(retained(pattern, qk, weight_HPN, position_P, back))
+        layers.append(of_layer)
+    return layers
 
 
-def kept(
-    pattern: Pattern, qk: QueriesKeys, weight_HPN: Tensor, at_P: Tensor, back: int
-) -> tuple[float, ...]:
-    """Return what a query puts on keys at least `back` back, what of it a selection of these keeps, and how many."""
-    N = weight_HPN.shape[-1] - back
-    queries, keys = (qk.q_BHND, qk.rotated_q_BHND), (qk.k_BHND, qk.rotated_k_BHND)
-    (q, turned_q), (k, turned_k) = (x[:, :, back:] for x in queries), (x[:, :, :N] for x in keys)
-    moved = QueriesKeys(q, k, turned_q, turned_k)
-    alike = moved._replace(
-        rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND)
-    )  # what is read then has equal weights
-    heads = pattern, alike, pattern.reads(moved, False), None
-    read_HPN = torch.cat(list(weight_blocks(heads, at_P - back)), dim=-1) > 0
-    far_HPN = weight_HPN[..., :N] * (torch.arange(N, device=at_P.device) <= at_P[:, None] - back)
-    return tuple(float(x.double().sum(-1).mean()) for x in (far_HPN, far_HPN * read_HPN, read_HPN))
+def retained(
+    pattern: Pattern,
+    qk: QueriesKeys,
+    weight_HPN: Tensor,
+    position_P: Tensor,
+    back: int,
+) -> Retained:
+    """Return what a pattern retains of the weights of full heads on keys at least `back` back."""
+    moved = with_queries_moved(qk, back)
+    keys = moved.k_BHND.shape[2]
+    # Without queries every key that is read has the same weight.
+    equal = moved._replace(rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND))
+    heads = Heads(pattern, equal, pattern.reads(moved, False), None)
+    is_read_HPN = torch.cat(list(weight_blocks(heads, position_P - back)), dim=-1) > 0
+    key_N = torch.arange(keys, device=position_P.device)
+    is_far_PN = key_N <= position_P[:, None] - back
+    far_HPN = weight_HPN[..., :keys] * is_far_PN
+    return (
+        mean_over_queries(far_HPN),
+        mean_over_queries(far_HPN * is_read_HPN),
+        mean_over_queries(is_read_HPN),
+    )
 
 
-def at_keys(found_KZ3: np.ndarray, keys: float) -> dict[str, Any]:
-    """Return the share kept with so many keys, its standard error, and that of all weight; linear between sizes."""
-    found_KZ3 = found_KZ3[:, found_KZ3[..., 2].mean(0).argsort()]
-    keys_Z = [0.0, *found_KZ3[..., 2].mean(0)]
-    kept_K = np.array([np.interp(keys, keys_Z, [0.0, *kept_Z]) for kept_Z in found_KZ3[..., 1]])
-    share, error = estimate(kept_K / found_KZ3[:, 0, 0])
+def with_queries_moved(qk: QueriesKeys, back: int) -> QueriesKeys:
+    """Return the queries from position `back` on as if they were `back` positions earlier.
+
+    The last keys, which no moved query reads, are left out.
+    """
+    keys = qk.k_BHND.shape[2] - back
+    return QueriesKeys(
+        qk.q_BHND[:, :, back:],
+        qk.k_BHND[:, :, :keys],
+        qk.rotated_q_BHND[:, :, back:],
+        qk.rotated_k_BHND[:, :, :keys],
+    )
+
+
+def mean_over_queries(x_HPN: Tensor) -> float:
+    """Return the mean over heads and positions of the sum over keys."""
+    return float(x_HPN.double().sum(-1).mean())
+
+
+def at_keys(retained_KZ3: np.ndarray, keys: float) -> dict[str, Any]:
+    """Return the share of weight that a selection retains with this many keys.
+
+    It is linear between sizes. `error` is its standard error over sequences, and `of all` the share
+    of all weight, near keys included.
+
+    Args:
+        retained_KZ3: `Retained` of each sequence and size.
+    """
+    by_keys_Z = retained_KZ3[..., 2].mean(0).argsort()
+    retained_KZ3 = retained_KZ3[:, by_keys_Z]
+    keys_Z = [0.0, *retained_KZ3[..., 2].mean(0)]
+    weights = [np.interp(keys, keys_Z, [0.0, *weight_Z]) for weight_Z in retained_KZ3[..., 1]]
+    weight_K = np.array(weights)
+    share, error = estimate(weight_K / retained_KZ3[:, 0, 0])
     return {
         "keys": min(keys, keys_Z[-1]),
         "share": share,
         "error": error,
-        "of all": float(kept_K.mean()),
+        "of all": float(weight_K.mean()),
     }

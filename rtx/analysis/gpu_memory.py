@@ -61,10 +61,10 @@ class Saved(NamedTuple):
     """Vectors that are views of that product."""
     transient: float = 0.0
     """What the backward pass of this head holds besides gradients until it ends."""
-    scores: int = 0
-    """Pairs of an index, N * N, whose scores are saved if the heads of a pass have few."""
-    score_saved: float = 0.0
-    """Bytes of each of these scores, if they are saved."""
+    pairs: int = 0
+    """Pairs of an index, N * N, whose scores are saved if all heads of a pass have few."""
+    scores: float = 0.0
+    """Bytes of these scores, if they are saved."""
     score_recomputed: float = 0.0
     """Bytes of each score of a piece that is computed again."""
 
@@ -240,7 +240,11 @@ def tables_bytes(part: Part) -> float:
     return tables * rows_and_members * distances_of(part.config) * part.narrow
 
 
-def lists_bytes(ranges: RangeReads, pattern: Pattern, rows: int) -> int:
+def lists_bytes(
+    ranges: RangeReads,
+    pattern: Pattern,
+    rows: int,
+) -> int:
     """Return the bytes of the lists that our kernels save of every forward pass."""
     if ranges.derived is None:
         lists = kernel_lists(ranges, rows)

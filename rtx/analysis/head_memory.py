@@ -28,6 +28,7 @@ from rtx.attention.clusters import Random
 from rtx.attention.engine import blocks as engine_blocks
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_SCORES_CPU, MAX_SCORES_GPU
+from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
@@ -49,7 +50,11 @@ class HeadsMemory(NamedTuple):
     """What they hold besides in the backward pass."""
 
 
-def attention_bytes(config: Config, layer: int, micro_batch: int) -> HeadsMemory:
+def attention_bytes(
+    config: Config,
+    layer: int,
+    micro_batch: int,
+) -> HeadsMemory:
     """Return what the heads of a layer save, and what they work with."""
     N = config.data.length
     groups = layer_patterns(config, layer)
@@ -93,7 +98,12 @@ saved_by_key: dict[str, list[Saved]] = {}
 """The phases of patterns that were counted before, by what they depend on."""
 
 
-def saved_by_head(name: str, config: Config, layer: int, heads: int) -> Saved:
+def saved_by_head(
+    name: str,
+    config: Config,
+    layer: int,
+    heads: int,
+) -> Saved:
     """Return what a head of a group saves in the phase of a training in which it saves most.
 
     Args:
@@ -112,7 +122,11 @@ def saved_by_head(name: str, config: Config, layer: int, heads: int) -> Saved:
     return fullest._replace(recomputed=recomputed)
 
 
-def with_scores(saved: Saved, heads: int, gpu: bool) -> Saved:
+def with_scores(
+    saved: Saved,
+    heads: int,
+    gpu: bool,
+) -> Saved:
     """Return what a head saves together with the scores of an index.
 
     Scores of all pairs are computed in pieces and again in the backward pass, or saved if they are
@@ -121,16 +135,16 @@ def with_scores(saved: Saved, heads: int, gpu: bool) -> Saved:
     Args:
         heads: of the group, in all sequences of a micro-batch.
     """
-    if not saved.scores:
+    if not saved.pairs:
         return saved
-    scores_of_all_heads = heads * saved.scores
+    pairs_of_all_heads = heads * saved.pairs
     most = MAX_SCORES_CPU
     if gpu:
         most = MAX_SCORES_GPU
     others = saved.others
-    if scores_of_all_heads <= MAX_SCORES_CPU:
-        others += saved.scores * saved.score_saved
-    recomputed = min(most, scores_of_all_heads) * saved.score_recomputed
+    if pairs_of_all_heads <= MAX_SCORES_CPU:
+        others += saved.scores
+    recomputed = min(most, pairs_of_all_heads) * saved.score_recomputed
     return saved._replace(others=others, recomputed=recomputed)
 
 
@@ -175,8 +189,8 @@ def added(parts: list[Saved]) -> Saved:
         freed=sum(part.freed for part in parts),
         views=sum(part.views for part in parts),
         transient=max(part.transient for part in parts),
+        pairs=max(part.pairs for part in parts),
         scores=max(part.scores for part in parts),
-        score_saved=max(part.score_saved for part in parts),
         score_recomputed=max(part.score_recomputed for part in parts),
     )
 
@@ -230,7 +244,11 @@ def reads_projection(pattern: Pattern, config: Config) -> bool:
     return has_compressed_branch(pattern, config) or isinstance(pattern, Lsh | Indexer)
 
 
-def saved_on_gpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[Saved]:
+def saved_on_gpu(
+    pattern: Pattern,
+    reads: list[Reads],
+    config: Config,
+) -> list[Saved]:
     """Return what each part of what a head reads saves on a GPU, vectors by column."""
     all_saved = []
     for part_computed in computed(pattern, reads, config):
@@ -245,7 +263,11 @@ def saved_on_gpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[S
     return all_saved
 
 
-def saved_on_cpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[Saved]:
+def saved_on_cpu(
+    pattern: Pattern,
+    reads: list[Reads],
+    config: Config,
+) -> list[Saved]:
     """Return what each part of what a head reads saves on a CPU, vectors by column."""
     all_saved = []
     for part_reads in reads:
@@ -316,16 +338,21 @@ def saved_by_index(part: TorchPart, index: IndexReads) -> Saved:
     saved = Saved(vectors=3 * N * narrow, others=INDEX * index.index_RK.numel())
     if part.is_native:
         return saved
-    # A score, two masks and a weight of each pair.
-    score_saved = wide + 3
+    # The weight of a pair, and whether it is read.
+    score_bytes = wide + 1
     if part.by_distance:
-        score_saved += INDEX + wide + 2
+        score_bytes += INDEX + wide + 2
     if part.has_dropout:
-        score_saved += wide + 2
+        score_bytes += wide + 2
+    scores = N * N
+    if not on_gpu(part.config):
+        # A CPU computes scores in pieces of a quarter of the queries, with the keys up to the last
+        # of them.
+        scores = N * (N + whole_pieces(N, 4)) // 2
     copies = SCORE_COPIES + DISTANCE_COPIES / N * distances_of(part.config)
     return saved._replace(
-        scores=N * N,
-        score_saved=score_saved,
+        pairs=N * N,
+        scores=score_bytes * scores,
         score_recomputed=wide * copies,
     )
 

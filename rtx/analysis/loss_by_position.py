@@ -1,6 +1,7 @@
-"""Loss by position: what farther context gives the same units, and what it is worth in bits to see the future.
+"""Loss by position: what farther context gains, and what seeing the future is worth in bits.
 
-Shapes: K windows, B spans of a batch, N units of a window or span, P positions scored in each window.
+Shapes: K windows, N units of a window, B spans of a batch, P positions scored in each window, L
+levels of context.
 """
 
 import math
@@ -15,19 +16,27 @@ from rtx.errors import RunFailed
 from rtx.evaluation.protocols import Window
 from rtx.evaluation.scores import equal_batches, read_windows
 
-CONTEXTS, LEAST_CONTEXT = (
-    8,
-    8,
-)  # how many contexts are tried, each half of the one before, and the shortest
-TEACHER_FORCED, RERUN, STREAMING = "teacher-forced", "prefix rerun", "streaming"
+CONTEXTS = 8
+"""The most contexts that are tried, each half of the one before."""
+LEAST_CONTEXT = 8
+"""The shortest context that is tried."""
+
+TEACHER_FORCED = "teacher-forced"
+RERUN = "prefix rerun"
+STREAMING = "streaming"
 DIFFERENCES = {
     "leak_gives": (RERUN, TEACHER_FORCED),
     "competing_costs": (STREAMING, RERUN),
     "together": (STREAMING, TEACHER_FORCED),
 }
-"""The first minus the second, in bits: what teacher-forcing gains by the future; what a stream loses to a rerun."""
+"""The first minus the second, in bits: what teacher-forcing gains by the future, and what a stream
+loses to a rerun."""
 
-Progress = Callable[[int, int], None]  # called with how many are done, and how many there are
+Progress = Callable[[int, int], None]
+"""Is called with the number of spans done, and of all spans."""
+
+Scorer = Callable[[Sequence[Window]], list[np.ndarray]]
+"""Returns the bits of every scored unit of each span."""
 
 
 @torch.no_grad()
@@ -39,65 +48,106 @@ def unit_bits(
     streaming: bool = False,
     on_progress: Progress = lambda done, total: None,
 ) -> list[np.ndarray]:
-    """Return the bits of every scored unit of each span, float64; `RunFailed` where they are no numbers.
+    """Return the bits of every scored unit of each span, float64.
 
-    The `model`, in evaluation mode, has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`. `tokens`: the split,
-    unsigned integers `[units]`; `streaming`: decisions from the prefix alone, instead of teacher-forced.
+    Args:
+        model: in evaluation mode; has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`.
+        tokens: the split, unsigned integers `[units]`.
+        streaming: every selection of keys is made from the prefix alone.
+        on_progress: is called with the number of spans done, and of all spans.
+
+    Raises:
+        RunFailed: the bits are no numbers.
     """
-    device, found = next(model.parameters()).device, {}
+    device = next(model.parameters()).device
     ordered = sorted(spans, key=lambda span: span.stop - span.start)
-    for batch in equal_batches(ordered, None):
-        tokens_BN, skipped_B = read_windows(tokens, [ordered[k] for k in batch])
+    bits_of_spans: dict[Window, np.ndarray] = {}
+    for numbers in equal_batches(ordered, None):
+        batch = [ordered[number] for number in numbers]
+        tokens_BN, skipped_B = read_windows(tokens, batch)
         nats_BN, _ = model.loss(tokens_BN.to(device), streaming=streaming)  # type: ignore[operator]
         if not bool(nats_BN.isfinite().all()):
             raise RunFailed("the model gives nats that are no numbers: the run has diverged")
         bits_BN = (nats_BN.double() / math.log(2)).cpu().numpy()
-        found |= {
-            ordered[k]: bits_N[skipped:]
-            for k, bits_N, skipped in zip(batch, bits_BN, skipped_B.tolist(), strict=True)
-        }
-        on_progress(batch[-1] + 1, len(spans))
-    return [found[span] for span in spans]
+        for span, bits_N, skipped in zip(batch, bits_BN, skipped_B.tolist(), strict=True):
+            bits_of_spans[span] = bits_N[skipped:]
+        on_progress(numbers[-1] + 1, len(spans))
+    return [bits_of_spans[span] for span in spans]
 
 
 def estimate(values: np.ndarray) -> tuple[float, float | None]:
-    """Return the mean of independent values and its standard error, None for a single one."""
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-    return float(values.mean()), error
+    """Return the mean of independent values and its standard error, None for a single value."""
+    mean = float(values.mean())
+    if len(values) == 1:
+        return mean, None
+    return mean, float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def by_position(bits_KN: np.ndarray, bins: int) -> list[dict[str, Any]]:
-    """Return the bits of ranges of position, at most `bins` of about equal size: a mean over windows and its error."""
+    """Return the mean bits of ranges of position, with standard errors over windows.
+
+    Args:
+        bins: the most ranges, of about equal size.
+    """
+    N = bits_KN.shape[1]
     rows = []
-    for part in np.array_split(np.arange(bits_KN.shape[1]), min(bins, bits_KN.shape[1])):
-        bits, error = estimate(bits_KN[:, part].mean(1))
-        rows.append({"first": int(part[0]), "last": int(part[-1]), "bits": bits, "error": error})
+    for position in np.array_split(np.arange(N), min(bins, N)):
+        bits, error = estimate(bits_KN[:, position].mean(1))
+        first = int(position[0])
+        last = int(position[-1])
+        rows.append({"first": first, "last": last, "bits": bits, "error": error})
     return rows
 
 
-def by_context(
-    score: Callable[[Sequence[Window]], list[np.ndarray]], windows_K: Sequence[Window]
-) -> list[dict[str, Any]]:
-    """Return the bits of the second half of windows with ever less context, and what half a window gains over it.
+def by_context(score: Scorer, windows_K: Sequence[Window]) -> list[dict[str, Any]]:
+    """Return the bits of the second half of windows with ever less context.
 
-    At each level a unit has from `context` to 2 * `context` - 1 others before it. What lies behind it is left out, so
-    the selection must not see the future. Gains are paired by window. Windows that are too short have no row.
-
-    `score` returns the bits of every scored unit of each span.
+    At each level a unit has from `context` to 2 * `context` - 1 units before it. Earlier ones are
+    left out, so the selection must not see the future. A row also has the `gain` of half a window
+    of context over this level, paired by window. Windows that are too short have no row.
     """
-    half, bits_LK, rows = (windows_K[0].stop - windows_K[0].start) // 2, [], []
-    levels = [half >> halved for halved in range(CONTEXTS) if half >> halved >= LEAST_CONTEXT]
-    for context in levels if len(levels) > 1 else ():
-        firsts = [range(stop - half, stop, context) for _, stop, _ in windows_K]
-        spans = [Window(n - context, min(n + context, of.stop), n) for of in firsts for n in of]
-        bits_LK.append(np.concatenate(score(spans)).reshape(len(windows_K), half).mean(1))
-        (bits, error), (gain, gain_error) = (
-            estimate(bits_LK[-1]),
-            estimate(bits_LK[-1] - bits_LK[0]),
-        )
+    half = (windows_K[0].stop - windows_K[0].start) // 2
+    contexts = contexts_of(half)
+    if len(contexts) < 2:
+        return []
+    bits_LK: list[np.ndarray] = []
+    rows = []
+    for context in contexts:
+        spans = spans_with_context(windows_K, half, context)
+        bits_KN = np.concatenate(score(spans)).reshape(len(windows_K), half)
+        bits_LK.append(bits_KN.mean(1))
+        bits, error = estimate(bits_LK[-1])
+        gain, gain_error = estimate(bits_LK[-1] - bits_LK[0])
         row = {"context": [context, 2 * context - 1], "bits": bits, "error": error}
         rows.append({**row, "gain": gain, "gain_error": gain_error})
     return rows
+
+
+def contexts_of(half: int) -> list[int]:
+    """Return the contexts that are tried: half a window, a quarter, and so on."""
+    contexts = []
+    for halvings in range(CONTEXTS):
+        context = half >> halvings
+        if context >= LEAST_CONTEXT:
+            contexts.append(context)
+    return contexts
+
+
+def spans_with_context(
+    windows_K: Sequence[Window],
+    half: int,
+    context: int,
+) -> list[Window]:
+    """Return spans that together score the second half of each window.
+
+    Each scores up to `context` units, and starts `context` units before them.
+    """
+    spans = []
+    for window in windows_K:
+        for first in range(window.stop - half, window.stop, context):
+            stop = min(first + context, window.stop)
+            spans.append(Window(first - context, stop, first))
+    return spans
 
 
 def price(
@@ -107,37 +157,52 @@ def price(
     positions: np.ndarray,
     on_progress: Progress = lambda done, total: None,
 ) -> dict[str, np.ndarray]:
-    """Return the bits of some windows at positions, `[K, P]` or for all alike `[P]`, in three ways, float64 `[K, P]`.
+    """Return the bits of windows at some positions in three readings, float64 `[K, P]` each.
 
-    Teacher-forced, in one pass over the whole window, as published scores are; by prefix rerun, the model run on the
-    units up to each position alone, so that nothing behind it exists; and streaming, where every decision is made on
-    arrival and never revised. For patterns that see no future all agree. What the leak gives is net: later positions
-    also take places from earlier ones, which a rerun's prefix has to itself.
+    - Teacher-forced: one pass over the whole window, as published scores are.
+    - Prefix rerun: the model runs on the units up to each position alone, so that no later unit
+      exists.
+    - Streaming: every selection is made when a unit arrives, and never revised.
+
+    For patterns that see no future all agree. The gain of teacher-forcing is net: later positions
+    also take places from earlier ones, which a rerun's prefix does not share.
+
+    Args:
+        positions: `[K, P]`, or `[P]` for the same ones in all windows.
     """
     positions_KP = np.broadcast_to(positions, (len(windows_K), positions.shape[-1]))
-    pairs = zip(windows_K, positions_KP.tolist(), strict=True)
-    prefixes = [
-        Window(start, start + p + 1, start + p) for (start, _, _), of_one in pairs for p in of_one
-    ]
+    prefixes = []
+    for window, positions_P in zip(windows_K, positions_KP.tolist(), strict=True):
+        for position in positions_P:
+            last = window.start + position
+            prefixes.append(Window(window.start, last + 1, last))
     rerun = np.concatenate(unit_bits(model, tokens, prefixes, on_progress=on_progress))
-    whole, streamed = (
-        np.stack(unit_bits(model, tokens, windows_K, streaming=how)) for how in (False, True)
-    )
+    whole_KN = np.stack(unit_bits(model, tokens, windows_K))
+    streamed_KN = np.stack(unit_bits(model, tokens, windows_K, streaming=True))
     return {
-        TEACHER_FORCED: np.take_along_axis(whole, positions_KP, axis=1),
+        TEACHER_FORCED: np.take_along_axis(whole_KN, positions_KP, axis=1),
         RERUN: rerun.reshape(positions_KP.shape),
-        STREAMING: np.take_along_axis(streamed, positions_KP, axis=1),
+        STREAMING: np.take_along_axis(streamed_KN, positions_KP, axis=1),
     }
 
 
 def differences(bits_of: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Return `DIFFERENCES` in bits, paired by position, with standard errors; None where they would be over one value.
+    """Return `DIFFERENCES` in bits, paired by position, with standard errors.
 
-    `over_positions` takes positions as independent, `over_windows` the means of windows, which may move together.
+    `over_positions` takes positions as independent; `over_windows` takes the means of windows,
+    whose positions may move together. An error over a single value is None.
+
+    Args:
+        bits_of: what `price` returns.
     """
-    found = {}
+    results = {}
     for name, (more, less) in DIFFERENCES.items():
         bits_KP = bits_of[more] - bits_of[less]
-        (bits, positions), (_, windows) = estimate(bits_KP.ravel()), estimate(bits_KP.mean(axis=1))
-        found[name] = {"bits": bits, "over_positions": positions, "over_windows": windows}
-    return found
+        bits, over_positions = estimate(bits_KP.ravel())
+        _, over_windows = estimate(bits_KP.mean(axis=1))
+        results[name] = {
+            "bits": bits,
+            "over_positions": over_positions,
+            "over_windows": over_windows,
+        }
+    return results

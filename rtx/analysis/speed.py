@@ -1,6 +1,6 @@
-"""How fast training is beside what a chip can do at the most, and how fast it is expected to be.
+"""How fast training is as a share of a chip's peak, and how fast it is expected to be.
 
-Peaks and the constants of the expectation are in rates.json beside this file, with their sources.
+Peaks and the constants of the expectation are in rates.json in this folder, with their sources.
 """
 
 import functools
@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rtx.analysis.cost import Cost
+from rtx.analysis.cost import Cost, passes_of_step
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
 
 RATES = Path(__file__).with_name("rates.json")
 ARITHMETIC = {"bf16": "bf16", "bf16-true": "bf16", "tf32": "tf32", "fp32": "fp32"}
-"""The column of the peaks for each hardware.precision; fp64, which is for tests, has none."""
+"""The column of the peaks for each hardware.precision. fp64, which is for tests, has none."""
 
 
 @functools.cache
@@ -23,36 +23,54 @@ def rates() -> dict[str, Any]:
 
 
 def peak_of(device: str, precision: str) -> float | None:
-    """Return the operations a second that a device can do at the most, None where its name is not in the table."""
-    known = rates()["peaks"]["devices"].get(device, {})
-    return known.get(ARITHMETIC.get(precision, ""))
+    """Return the most operations a second of a device; None if the table does not have it."""
+    peaks = rates()["peaks"]["devices"].get(device, {})
+    return peaks.get(ARITHMETIC.get(precision, ""))
 
 
 class Meter(NamedTuple):
-    """What turns units a second into a share of the peak; the operations are those that are computed."""
+    """Converts units a second into a share of the peak.
+
+    Its operations are those that are computed, recomputation included.
+    """
 
     operations_per_unit: float
     peak: float | None
-    """Of all devices together; None where it is not known."""
+    """Of all devices together; None if it is not known."""
 
     def share(self, units_per_second: float) -> float | None:
         """Return the share of the peak (model FLOPs utilisation, MFU)."""
-        return (
-            None if self.peak is None else units_per_second * self.operations_per_unit / self.peak
-        )
+        if self.peak is None:
+            return None
+        return units_per_second * self.operations_per_unit / self.peak
 
 
-def meter(config: Config, total: Cost, device: str | None, precision: str, world: int = 1) -> Meter:
-    """Return the meter of a run on `world` devices of a name; None: a CPU, of which no peak is known."""
+def meter(
+    config: Config,
+    total: Cost,
+    device: str | None,
+    precision: str,
+    world: int = 1,
+) -> Meter:
+    """Return the meter of a run on `world` devices.
+
+    Args:
+        device: the name of each; None: a CPU, whose peak is not known.
+    """
     units = config.trainer.batch_size * config.data.length
-    peak = peak_of(device, precision) if device else None
-    return Meter(total.step(config) / units, peak and world * peak)
+    operations_per_unit = total.step(config) / units
+    if device is None:
+        return Meter(operations_per_unit, None)
+    peak = peak_of(device, precision)
+    if peak is None:
+        return Meter(operations_per_unit, None)
+    return Meter(operations_per_unit, world * peak)
 
 
 class Expected(NamedTuple):
     """The time of an optimizer step by a roofline, in seconds.
 
-    Products and memory traffic add up; launches by the CPU count only where they take longer than both.
+    Products and memory traffic add up. Launches by the CPU count only if they take longer.
     """
 
     products: float
@@ -65,32 +83,47 @@ class Expected(NamedTuple):
 
 
 def expected_step(
-    config: Config, total: Cost, micro_batch: int, vocabulary: int, world: int
+    config: Config,
+    total: Cost,
+    micro_batch: int,
+    vocabulary: int,
+    world: int,
 ) -> Expected | None:
-    """Return the expected time of a step on the device of the roofline; None for a precision without a peak.
+    """Return the expected time of a step on the device of the roofline.
 
-    `config` has the micro-batch and recomputation that are chosen.
+    It is None for a precision without a peak.
+
+    Args:
+        config: has the micro-batch and recomputation that are chosen.
     """
-    known = rates()["roofline"]
+    roofline = rates()["roofline"]
     precision = precision_on(config.hardware, gpu=True)
-    peak = peak_of(known["device"], precision)
+    peak = peak_of(roofline["device"], precision)
     if peak is None:
         return None
-    passes = 4 if config.model.recompute is True else 3
+    passes = passes_of_step(config)
     sequences = config.trainer.batch_size / world
-    dense = passes * total.dense / known["product_share"]
-    attention = passes * total.attention / known["attention_share"]
-    selection = total.selection / known["product_share"]
-    width = 2 if precision == "bf16-true" else 4
-    stream = (
-        known["passes_per_layer"] * config.model.layers * config.model.hidden * width * passes / 3
-    )
-    logits = known["passes_of_logits"] * vocabulary * 4
-    moved = sequences * config.data.length * (stream + logits)
-    moved += known["optimizer_bytes_per_parameter"] * total.parameters
-    launches = known["launches_per_layer"] * config.model.layers * sequences / micro_batch
+    dense = passes * total.dense / roofline["product_share"]
+    attention = passes * total.attention / roofline["attention_share"]
+    selection = total.selection / roofline["product_share"]
+    bytes_moved = sequences * bytes_of_sequence(config, vocabulary)
+    bytes_moved += roofline["optimizer_bytes_per_parameter"] * total.parameters
+    micro_batches = sequences / micro_batch
+    launches = roofline["launches_per_layer"] * config.model.layers * micro_batches
     return Expected(
         products=sequences * (dense + attention + selection) / peak,
-        traffic=moved / known["bytes_per_second"],
-        launches=launches * known["launch_seconds"],
+        traffic=bytes_moved / roofline["bytes_per_second"],
+        launches=launches * roofline["launch_seconds"],
     )
+
+
+def bytes_of_sequence(config: Config, vocabulary: int) -> float:
+    """Return the bytes that a step moves for a sequence, through all layers and the logits."""
+    roofline = rates()["roofline"]
+    number_bytes = 4
+    if precision_on(config.hardware, gpu=True) == "bf16-true":
+        number_bytes = 2
+    stream_bytes = config.model.hidden * config.model.layers * number_bytes
+    stream = roofline["passes_per_layer"] * stream_bytes * passes_of_step(config) / 3
+    logits = roofline["passes_of_logits"] * vocabulary * 4
+    return config.data.length * (stream + logits)

@@ -1,4 +1,6 @@
-"""`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in bits."""
+"""`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in
+bits.
+"""
 
 import copy
 import textwrap
@@ -8,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rtx.analysis.causality import Audit, audit_model, choice_gradients
+from rtx.analysis.causality import Audit, audit_model
+from rtx.analysis.choice_gradients import choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.attention import Pattern
 from rtx.cli.help import prose_width
-from rtx.cli.options import AuditOptions, read_words
+from rtx.cli.options import AuditOptions
+from rtx.cli.request import Request
 from rtx.data.store import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
@@ -21,7 +25,7 @@ from rtx.progress import progress_bar
 from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
 from rtx.runs.status import utc_now
-from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 
 Result = dict[str, Any]
@@ -40,33 +44,34 @@ PRICES = (
 )
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx audit RUN ... [overrides]`; the record stands in each run as `audit.json`."""
-    words = read_words("audit", arguments)
-    configs = [
-        run_config(folder, words.overrides) for folder in words.runs
-    ]  # all are checked before one is opened
-    for folder, config in zip(words.runs, configs, strict=True):
-        run, store = open_run(folder, config, words.options.checkpoint)
+    options = request.options
+    for folder, config in zip(request.runs, request.configs, strict=True):
+        run, store = open_run(folder, config, options.checkpoint)
         known = {
             "run": str(folder),
             "checkpoint": run.facts(),
             "seed": config.seed,
             "time": utc_now(),
         }
-        moves, paid = what_moves(run, words.options), price_run(run, words.options, store)
+        moves = what_moves(run, options)
+        paid = price_run(run, options, store)
         path = save(folder / "audit.json", {**known, **moves, "price": paid})
         figures = {
-            f"sees_future/{mode}": moves["changes"][mode]["sees_future"]
+            f"audit/sees_future/{mode}": moves["changes"][mode]["sees_future"]
             for mode in (TEACHER_FORCED, STREAMING)
         }
-        figures |= {f"bits/{reading}": mean for reading, mean in paid["bits"].items()}
+        figures |= {f"audit/bits/{reading}": mean for reading, mean in paid["bits"].items()}
         add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
 
 
 def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
-    """Audit a model in every reading on random units, and what trains its choices; print both, return the record."""
+    """Audit a model in every reading on random units, and what trains its choices.
+
+    Print both, return the record.
+    """
     B, N, generator = (
         options.sequences,
         run.config.data.length,

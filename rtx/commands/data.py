@@ -1,34 +1,43 @@
 """`rtx data <action>`: make, check, look at, list and remove token stores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.data import catalog
 from rtx.data.store import Store
 from rtx.errors import UserError, nearest, printable, shorten
 from rtx.settings.schema import DataConfig
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx data <action> <words>`; stores lie below RTX_DATA, or ./data."""
-    word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if word == "list" and not words:
+    action = request.names[0] if request.names else ""
+    stores = request.names[1:]
+    if action == "list" and len(request.words) == 1:
         print("\n".join(catalog.listing(catalog.data_root())))
-    elif word == "remove" and words:
-        for name in words:
+    elif action == "remove" and stores:
+        for name in stores:
             catalog.remove_store(catalog.data_root(), name)
-    elif word in ACTIONS:
+    elif action in ACTIONS and not stores:
         # Imported once the action is known to be right: Hydra takes its time.
-        from rtx.settings.compose import compose_data
+        from rtx.settings.compose import compose_data_checked
 
-        ACTIONS[word](compose_data(read_words("data", words).overrides))
+        ACTIONS[action](compose_data_checked(request.overrides))
+    elif action in ACTIONS:
+        raise UserError(f"{shorten(stores[0])!r} is not of the form key=value")
     else:
-        known, said = [*ACTIONS, "list", "remove"], shorten(" ".join(["rtx data", *arguments]))
-        near = "" if word in known else nearest(word, known)
-        raise UserError(
-            f"{said}: say {', '.join(ACTIONS)} data=<set>, list, or remove <a store of that list>{near}"
-        )
+        refuse_action(action, request.words)
     return 0
+
+
+def refuse_action(action: str, words: Sequence[str]) -> NoReturn:
+    """Raise `UserError` for words that are no action, with those that are."""
+    actions = [*ACTIONS, "list", "remove"]
+    line = shorten(" ".join(["rtx data", *words]))
+    near = "" if action in actions else nearest(action, actions)
+    several = f"{', '.join(ACTIONS)} data=<set>, list, or remove <a store of that list>"
+    raise UserError(f"{line}: say {several}{near}")
 
 
 def show(store: Store) -> None:

@@ -1,159 +1,169 @@
-"""`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, and say by which protocol."""
+"""`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, with the protocol."""
 
-import math
-import re
 import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import EvalOptions, read_words
+from rtx.cli.options import EvalOptions
+from rtx.cli.request import Request
 from rtx.data.store import Store
-from rtx.errors import UserError, printable, written
+from rtx.errors import printable
 from rtx.evaluation import protocols
+from rtx.evaluation.protocol import further_lines, memory_phrases, protocol_of, score_record
 from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
 from rtx.progress import clock, say
-from rtx.report.summary import protocol_line, sees_future
 from rtx.runs.folder import is_export, save, shown
-from rtx.runs.status import read_status, run_state, utc_now
+from rtx.runs.records import CheckpointRecord, DataRecord, EvaluationRecord
+from rtx.runs.status import read_status, state_of, utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import flat, to_dict
-from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
+from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
-OF_MODEL = (
-    "memory",
-    "clamp",
-    "same_length",
-)  # options that are keys of the model, and told as they are typed
+LOGGED = ("bits", "standard_error", "accuracy", "perplexity_per_word", "bits_per_byte")
+"""Numbers of a score that W&B gets, and `bits_far_repeated`."""
 
 
-def main(arguments: list[str]) -> int:
-    words = read_words("eval", arguments)
-    folder, options, began = words.runs[0], words.options, time.monotonic()
-    own = [
-        f"model.{key}={written(getattr(options, key))}" for key in OF_MODEL if key in words.given
-    ]
-    try:
-        config = run_config(folder, [*words.overrides, *own])
-    except UserError as error:
-        raise UserError(re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))) from error
-    if "stride" in words.given or config.model.memory:
+def main(request: Request) -> int:
+    folder = request.run
+    options = request.options
+    began = time.monotonic()
+    config = request.config
+    if "stride" in request.named or config.model.memory:
         config = with_stride(config, options.stride)
     if note := note_on_end(folder):
         say(note)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
-    tokens, habits = store.split(options.split), ""
+    tokens = store.split(options.split)
+    habits = ""
     if options.protocol == "released":
         tokens, habits = protocols.read_as_released(store, options.split, config.data.length)
-    how: dict[str, Any] = {
-        "batch_size": options.batch_size,
-        "streaming": options.mode == "streaming",
-    }
-    score, every = score_split(run, store, options.split, tokens, options.limit, **how)
-    partial = len(score.units_K) < every
+    is_streaming = options.mode == "streaming"
+    score, all_windows = score_split(
+        run,
+        store,
+        options.split,
+        tokens,
+        options.limit,
+        batch_size=options.batch_size,
+        streaming=is_streaming,
+    )
     units = store.scored_tokens(tokens)
-    assert partial or score.units == units, f"scored {score.units} units of a split of {units}"
-    counts = {"windows": len(score.units_K), "split_units": units}
-    result = described(run, store, score, options, habits, partial) | counts
-    if store.unit == "byte" and not partial and not habits and options.split != "train":
-        result["baselines"] = protocols.baselines(tokens)
-    keep(folder, result | {"seconds": time.monotonic() - began, "time": utc_now()})
+    is_sample = len(score.units_K) < all_windows
+    assert is_sample or score.units == units, f"scored {score.units} units of a split of {units}"
+    record = evaluation_of(run, store, score, options, habits, is_sample)
+    if store.unit == "byte" and not is_sample and not habits and options.split != "train":
+        record = record.model_copy(update={"baselines": protocols.baselines(tokens)})
+    ending = {"split_units": units, "seconds": time.monotonic() - began, "time": utc_now()}
+    keep(folder, record.model_copy(update=ending))
     return 0
 
 
 def note_on_end(folder: Path) -> str:
-    """Return a line on a run that has not come to its end, or nothing."""
-    status, state = read_status(folder) or {}, run_state(folder)
-    if is_export(folder) or state in ("done", "unknown"):
+    """Return a line on a run that is not done, else an empty text."""
+    status = read_status(folder)
+    state = state_of(status)
+    if status is None or is_export(folder) or state == "done":
         return ""
-    steps = f" of {status['steps']:,}" if status.get("steps") else ""
-    at = f"at step {status['step']:,}{steps}"
+    steps = f" of {status.steps:,}" if status.steps else ""
+    place = f"at step {status.step:,}{steps}"
     if state == "running":
-        return f"note: the run is still running, {at}"
-    return f"note: the run is not done: {state} {at}; rtx resume {shown(folder)} goes on"
+        return f"note: the run is still running, {place}"
+    return f"note: the run is not done: {state} {place}; rtx resume {shown(folder)} goes on"
 
 
-def described(
-    run: LoadedRun, store: Store, score: Score, options: EvalOptions, habits: str, partial: bool
-) -> dict[str, Any]:
-    """Return a score and all that it means: which weights, on what data, read how, in what arithmetic."""
-    config, split, own = run.config, options.split, run.has_data(store)
-    reads, stride = protocols.spans(values := flat(to_dict(config)))
-    how = {"mode": options.mode, "ablate": options.ablate}
-    stamps, other = protocols.stamp_phrases(store.stamps, split), "" if own else store.name
-    read = {"partial": partial, "other_data": other, "released": habits, "stamps": stamps}
-    return {
-        **protocols.measures(store, split, score, partial=partial, released=bool(habits)),
-        "nats": score.nats,
-        "units": score.units,
-        "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
-        **how,
-        "split": split,
-        "read_as": options.protocol,
-        "length": reads,
-        "stride": stride,
-        "memory": protocols.memory_phrases(values),
-        "partial": partial,
-        "seed": config.seed if partial else None,
-        "selection_sees_future": sees_future(config, options.mode, options.ablate),
-        "protocol": protocol_line(config, split, store.unit, score.units, **how, **read),
-        "checkpoint": run.facts(),
-        "data": store.describe(),
-        "own_data": own,
-        "precision": run.precision,
-    }
-
-
-def keep(folder: Path, result: dict[str, Any]) -> None:
-    """Print a result with its protocol, and write it to a file of its own, beside those of other protocols."""
-    unit, error, checkpoint = result["data"]["unit"], result["standard_error"], result["checkpoint"]
-    spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
-    share = (
-        f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
+def evaluation_of(
+    run: LoadedRun,
+    store: Store,
+    score: Score,
+    options: EvalOptions,
+    habits: str,
+    is_sample: bool,
+) -> EvaluationRecord:
+    """Return the record of a score: which weights, on what data, read how, in what arithmetic."""
+    split = options.split
+    data = DataRecord.model_validate(store.describe())
+    own_data = run.has_data(store)
+    measures = protocols.measures(store, split, score, is_sample=is_sample, released=bool(habits))
+    protocol = protocol_of(
+        run.config,
+        data,
+        split,
+        sample=len(score.units_K) if is_sample else None,
+        mode=options.mode,
+        ablate=options.ablate,
+        released=habits,
+        own_data=own_data,
     )
-    lines = [
-        f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}",
-        *protocols.further_lines(unit, result),
-    ]
-    lines += [
-        f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}"
-    ]
+    scored = score_record(run.config, protocol, score, measures)
+    return EvaluationRecord(
+        **scored.to_json(),
+        checkpoint=CheckpointRecord.model_validate(run.facts()),
+        data=data,
+        own_data=own_data,
+        precision=run.precision,
+        read_as=options.protocol,
+        seed=run.config.seed if is_sample else None,
+        memory=tuple(memory_phrases(flat(to_dict(run.config)))),
+    )
+
+
+def keep(folder: Path, record: EvaluationRecord) -> None:
+    """Print a score with its protocol, and write it to a file that scores by others leave alone."""
     width = terminal_width() if sys.stdout.isatty() else 10_000
-    print(printable("\n".join([*lines, *textwrap.wrap(result["protocol"], width)])))
-    sample = f"{result['windows']}windows" + (f"-seed{result['seed']}" if result["partial"] else "")
-    parts = [
-        result["split"],
-        result["mode"],
-        f"N{result['length']}",
-        f"stride{result['stride']}",
-        sample,
+    lines = [*score_lines(record), *textwrap.wrap(record.line(), width)]
+    print(printable("\n".join(lines)))
+    path = save(folder / "eval" / f"{file_name(record)}.json", record.to_json())
+    add_to_wandb(folder, "eval", logged(record), [path], record.checkpoint.step)
+
+
+def score_lines(record: EvaluationRecord) -> list[str]:
+    """Return a score in every measure, and how much of the split was scored, in lines."""
+    spread = ""
+    if record.standard_error is not None:
+        spread = f" (standard error {record.standard_error:.5f} over windows)"
+    unit = record.unit
+    share = "a sample:" if record.sample else "all"
+    scored = f"{share} {record.units:,} of the split's {record.split_units:,} {unit}s scored"
+    return [
+        f"{record.bits:.5f} bits/{unit}{spread}",
+        *further_lines(record),
+        f"{scored}, in {clock(record.seconds or 0)}",
     ]
-    parts += [f"memory_{short_hash({'': result['memory']})}"] if result["memory"] else []
-    parts += [
-        result["precision"],
-        result["read_as"],
-        f"ablate_{result['ablate']}",
-        result["data"]["fingerprint"][:8],
-    ]
-    name = "-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"])
-    path = save(folder / "eval" / f"{name}.json", result)
-    place = f"{result['split']}/{result['mode']}" + f"/ablate_{result['ablate']}" * (
-        result["ablate"] != "none"
-    )
-    measured = [
-        key
-        for key in result
-        if key.startswith(("bits_", "accuracy", "perplexity", "standard_error"))
-    ]
-    add_to_wandb(
-        folder,
-        "eval",
-        {f"{place}/{key}": result[key] for key in measured},
-        [path],
-        checkpoint["step"],
-    )
+
+
+def file_name(record: EvaluationRecord) -> str:
+    """Return a name that tells evaluations of different protocols, weights and data apart."""
+    how = record.protocol
+    sample = f"{record.windows}windows"
+    if record.sample:
+        sample += f"-seed{record.seed}"
+    parts = [how.split, how.mode, f"N{how.length}", f"stride{how.stride}", sample]
+    if record.memory:
+        parts.append(f"memory_{short_hash({'': list(record.memory)})}")
+    parts += [record.precision, record.read_as, f"ablate_{how.ablate}", how.fingerprint[:8]]
+    return "-".join([*parts, record.checkpoint.name, f"step{record.checkpoint.step}"])
+
+
+def logged(record: EvaluationRecord) -> dict[str, float]:
+    """Return the numbers of a score for W&B: `test/bits`, or `test/streaming/bits`.
+
+    Of the splits that training logs, too, `valid/eval_bits`: other windows are no point of a curve.
+    """
+    how = record.protocol
+    place = how.split
+    if how.mode != "parallel":
+        place += f"/{how.mode}"
+    if how.ablate != "none":
+        place += f"/ablate_{how.ablate}"
+    prefix = "" if how.split == "test" else "eval_"
+    numbers = {}
+    for name in (*LOGGED, "bits_far_repeated"):
+        value = getattr(record, name)
+        if value is not None:
+            numbers[f"{place}/{prefix}{name}"] = value
+    return numbers

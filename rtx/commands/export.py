@@ -1,24 +1,27 @@
-"""`rtx export RUN [overrides]`: the model of a run as safetensors, its configuration and a card, for others to load."""
+"""`rtx export RUN [overrides]`: the model of a run as safetensors, its configuration and a card,
+for others to load.
+"""
 
 from pathlib import Path
 
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.disk import MARK
 from rtx.errors import UserError
 from rtx.report.run_records import collect
 from rtx.report.summary import card
 from rtx.runs.folder import is_export, shown
 from rtx.settings.extensions import copies
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.run_config import RUN_CONFIG, to_yaml
 from rtx.settings.schema import to_dict
 from rtx.training.checkpoint import check_config, load_for_use
 from rtx.training.inference import run_tokenizer, write_export
 
 
-def main(arguments: list[str]) -> int:
-    words = read_words("export", arguments)
-    folder, options = words.runs[0], words.options
-    config, output = load_run_config(folder), Path(options.output or folder / "export").expanduser()
+def main(request: Request) -> int:
+    folder = request.run
+    options = request.options
+    config = request.config
+    output = Path(options.output or folder / "export").expanduser()
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
@@ -31,7 +34,7 @@ def main(arguments: list[str]) -> int:
     model, kept = checkpoint["model"], ("centroid_HCD", "threshold_HC")
     centroids = sum(tensor.numel() for name, tensor in model.items() if name.endswith(kept))
     page = card(collect([folder]).cells[0], config, checkpoint, centroids)
-    files = {name: code.content for name, code in copies(config.extensions).items()}
+    files = copies(config.extensions)
     files |= {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
     if described := checkpoint["data"].get("tokenizer"):
         tokenizer = run_tokenizer(folder, described)

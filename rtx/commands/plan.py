@@ -1,4 +1,6 @@
-"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits; nothing is read or run."""
+"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits; nothing is
+read or run.
+"""
 
 import textwrap
 
@@ -11,34 +13,37 @@ from rtx.analysis.micro_batch import choose_micro_batch, with_choice
 from rtx.analysis.planned_device import devices, on_gpu
 from rtx.analysis.speed import expected_step, rates
 from rtx.cli.help import prose_width
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
-from rtx.report.summary import heads_phrase, sees_future
-from rtx.settings.compose import compose
+from rtx.evaluation.protocol import sees_future
+from rtx.report.summary import heads_phrase
 from rtx.settings.devices import precision_on
-from rtx.settings.schema import Config, with_values
+from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx plan <overrides>`."""
-    words = read_words("plan", arguments)
-    config, memory = compose(words.overrides), words.options.memory
-    known, world, width = vocabulary_size(config.data), devices(config), prose_width()
-    for line in (
-        *cost_lines(config, known, world, memory),
-        *fit_lines(config, known, world, memory),
-    ):
+    config = request.config
+    memory = request.options.memory
+    vocabulary = vocabulary_size(config.data)
+    world = devices(config)
+    width = prose_width()
+    lines = cost_lines(config, vocabulary, world, memory)
+    lines += fit_lines(config, vocabulary, world, memory)
+    for line in lines:
         print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
 
 
 def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> list[str]:
-    """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a GPU of 80 GiB."""
+    """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a
+    GPU of 80 GiB.
+    """
     trainer, total, room = asked.trainer, cost(asked, known), (memory or 0) * GIB
     micro, recompute, *_ = choose_micro_batch(
         asked, known, room or device_memory(asked) or GPUS[-1] * GIB, world
@@ -68,7 +73,9 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
 
 
 def attention_lines(config: Config, memory: float | None) -> list[str]:
-    """Return by which engines a GPU computes attention: one of `memory` GiB, or asked for, or of this machine."""
+    """Return by which engines a GPU computes attention: one of `memory` GiB, or asked for, or of
+    this machine.
+    """
     if memory and config.hardware.name in ("auto", "ddp"):
         config = with_values(config, {"hardware.name": "gpu"})
     if not on_gpu(config):
@@ -77,7 +84,9 @@ def attention_lines(config: Config, memory: float | None) -> list[str]:
 
 
 def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list[str]:
-    """Return how long a step is expected to take on the GPU of the roofline, and that this is no measurement."""
+    """Return how long a step is expected to take on the GPU of the roofline, and that this is no
+    measurement.
+    """
     planned = (
         with_values(asked, {"hardware.name": "gpu"})
         if asked.hardware.name in ("auto", "cpu")
@@ -108,13 +117,15 @@ def routing_phrase(config: Config) -> str:
     phrase = heads_phrase(config)
     if config.routing.heads and config.routing.layers:
         phrase = f"routing={config.routing.selection}: {phrase}"
-    if sees_future(config, "parallel"):
+    if sees_future(flat(to_dict(config))):
         phrase += ", which see the future"
     return phrase
 
 
 def fit_lines(config: Config, known: int, world: int, asked: float | None) -> list[str]:
-    """Return what `auto` takes, or whether what is asked for fits, in `asked` GiB, or usual GPUs and this machine."""
+    """Return what `auto` takes, or whether what is asked for fits, in `asked` GiB, or usual GPUs
+    and this machine.
+    """
     gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
@@ -149,7 +160,9 @@ def size_text(size: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time in the largest of hours, minutes and seconds of which it has two, in three digits."""
+    """Return a time in the largest of hours, minutes and seconds of which it has two, in three
+    digits.
+    """
     if seconds < 0.001:
         return "less than 0.001 seconds"
     count = seconds

@@ -5,40 +5,37 @@ from dataclasses import replace
 from pathlib import Path
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import READS, read_words
+from rtx.cli.request import Request
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import build, list_of_tables, printed_view, write
 from rtx.report.paper import paper_tables
-from rtx.report.run_records import collect, run_folders
-from rtx.report.steps import read_records, recorded
+from rtx.report.run_records import collect
 from rtx.report.tables import aligned, terminal
-from rtx.runs.folder import outputs_root, shown
-from rtx.runs.status import read_status
+from rtx.runs.folder import last_active, outputs_root, run_folders, shown
+from rtx.runs.study import is_study, steps_files
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
-    words, width = read_words("report", arguments), terminal_width()
-    if words.options.output and not words.runs:
-        raise UserError(
-            f"output={words.options.output}: which runs? usage: {READS['report'].usage()}"
-        )
-    for folder in words.runs:
-        if not run_folders(folder) and not recorded(folder):
+    width = terminal_width()
+    runs = list(request.runs)
+    output = request.options.output
+    if output and not runs:
+        raise UserError(f"output={output}: which runs? usage: {request.command.usage()}")
+    for folder in runs:
+        if not is_study(folder) and not run_folders(folder) and not steps_files(folder):
             why = "no such folder"
             if folder.is_dir():
                 why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
             raise UserError(f"{folder}: {why}")
-    if not words.runs:
+    if not runs:
         print("\n".join(offered(width)))
         return 0
-    found = collect(words.runs)
-    records = read_records(words.runs, found)
-    report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
-    others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[
-        :100
-    ]  # a report of one stays as it is
-    output = Path(words.options.output or words.runs[0] / f"report{others}").expanduser()
+    found = collect(runs)
+    report = build(found, "rtx report: " + ", ".join(map(shown, runs)))
+    # A report of one run has no name of others.
+    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[:100]
+    output = Path(output or beside(runs[0]) / f"report{others}").expanduser()
     try:
         files = write(report, output)
     except OSError as error:
@@ -69,15 +66,18 @@ def main(arguments: list[str]) -> int:
         *map(shown, files),
         sep="\n",
     )
-    for folder in (
-        run for run in words.runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]
-    ):
+    for folder in (run for run in runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]):
         from rtx.training.loggers import (
             add_to_wandb,
         )  # imports Lightning, which most reports need not
 
         add_to_wandb(folder, "report", {}, files)
     return 0
+
+
+def beside(place: Path) -> Path:
+    """Return the folder for the report of a folder, or of a study file."""
+    return place.with_suffix("") if is_study(place) else place
 
 
 def offered(width: int) -> list[str]:
@@ -90,9 +90,7 @@ def offered(width: int) -> list[str]:
         mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
         if mine:
             scored = sum(bool(cell.final or cell.scores) for cell in mine)
-            latest = max(
-                str((read_status(cell.folder) or {}).get("heartbeat", "")) for cell in mine
-            )
+            latest = max(last_active(cell.folder) for cell in mine)
             rows.append(
                 (
                     latest,

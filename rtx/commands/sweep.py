@@ -14,14 +14,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from rtx.cli.options import read_words
+from rtx.cli.request import Request
 from rtx.errors import UserError, printable
 from rtx.progress import clock
-from rtx.report.run_records import Collection, read_lines, sweeps_of
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import outputs_root, shown
-from rtx.runs.status import SAMPLED, bits_of, read_status, run_state
+from rtx.runs.folder import METRICS, outputs_root, shown
+from rtx.runs.records import MetricsRow, StatusRecord, read_rows
+from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
+from rtx.runs.study import read_sweeps
 
+LONGEST_SECONDS = 1e9
+"""Of a time that is left, which a terminal can show."""
 ORDER = (
     "running",
     "failed",
@@ -33,15 +36,14 @@ ORDER = (
 )  # those of interest first
 
 
-def main(arguments: list[str]) -> int:
+def main(request: Request) -> int:
     """Run `rtx sweep FOLDER`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
-    if not arguments:
+    if not request.runs:
         found = sweeps_here()
         listed = f"; here are {', '.join(found)}" if found else "; there is none here"
         raise UserError(f"rtx sweep needs the sweep's folder: rtx sweep outputs/<name>{listed}")
-    words = read_words("sweep", arguments)
     width = shutil.get_terminal_size().columns
-    console, folder, code = Console(width=width, highlight=False), words.runs[0], 0
+    console, folder, code = Console(width=width, highlight=False), request.run, 0
     if console.is_terminal and not console.is_dumb_terminal:
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -61,14 +63,14 @@ def board(root: Path, width: int = 80) -> tuple[Group, bool]:
     path = root / "sweeps.jsonl"
     if not path.is_file():
         raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
-    if not (sweeps := sweeps_of(path, Collection())):
+    if not (sweeps := read_sweeps(root, problems=[])):
         raise UserError(f"{path}: holds no sweep; half written, or damaged")
-    titles = {name: title for sweep in sweeps for name, title in sweep["cells"].items()}
+    titles = {name: title for sweep in sweeps for name, title in sweep.cells.items()}
     cells = sorted((standing(root / name, title) for name, title in titles.items()), key=place)
     counts = Counter(cell.state for cell in cells)
     said = ", ".join(f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state])
     again = "made by" if counts.keys() == {"done"} else "asked again it goes on"
-    head = printable(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1]['command']}")
+    head = printable(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1].command}")
     lines = [*textwrap.wrap(head, width, break_on_hyphens=False), *cell_lines(cells, width)]
     if any("~" in cell.bits for cell in cells):
         lines.append(SAMPLED)
@@ -112,32 +114,45 @@ def place(cell: Standing) -> tuple[int, float]:
 
 def standing(folder: Path, title: str) -> Standing:
     """Return how a cell stands by its records."""
-    status = read_status(folder) or {}
-    state = run_state(folder) if status else "waiting"
-    rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())
-    numbers = [
-        [row.get(key) for key in ("step", "bits", "seconds")]
-        for row in rows
-        if row.get("kind") == "train"
-    ]
-    sound = [
-        row
-        for row in numbers
-        if all(isinstance(number, int | float) and number > 0 for number in row)
-    ]
-    at, last, seconds = sound[-1] if sound else (0, 0.0, 0.0)
-    step, steps = max(status.get("step") or 0, at), status.get("steps") or 0
-    bits = bits_of(status) if state == "done" else f"{last:.4f}" if last else ""
-    left = seconds * (steps / at - 1) if state == "running" and steps and at else 0.0
-    of = f"/{steps:,}" if steps else ""
+    status = read_status(folder)
+    if status is None:
+        return Standing(title, "waiting", "", "", "", "")
+    state = state_of(status)
+    last = None if state == "done" else last_train_row(folder)
+    step = status.step
+    if last is not None:
+        step = max(step, last.step)
+    bits = bits_of(status) if state == "done" else ""
+    if last is not None:
+        bits = f"{last.get('train/bits'):.4f}"
+    of_steps = f"/{status.steps:,}" if status.steps else ""
     return Standing(
         title,
         state,
-        f"{step:,}{of}" if step else "",
+        f"{step:,}{of_steps}" if step else "",
         bits,
-        clock(min(left, 1e9)) if left else "",
-        str(status["reason"]) if state == "failed" else "",
+        time_left(status, last) if state == "running" else "",
+        status.reason or "" if state == "failed" else "",
     )
+
+
+def last_train_row(folder: Path) -> MetricsRow | None:
+    """Return the last row with the bits and seconds of training steps."""
+    rows = read_rows(MetricsRow, folder / METRICS, problems=[])
+    for row in reversed(rows):
+        bits = row.get("train/bits") or 0
+        seconds = row.get("train/seconds") or 0
+        if row.step > 0 and bits > 0 and seconds > 0:
+            return row
+    return None
+
+
+def time_left(status: StatusRecord, last: MetricsRow | None) -> str:
+    """Return the time until the last step at the mean pace so far, empty where it is not known."""
+    if last is None or not status.steps:
+        return ""
+    left = (last.get("train/seconds") or 0) * (status.steps / last.step - 1)
+    return clock(min(left, LONGEST_SECONDS)) if left > 0 else ""
 
 
 def sweeps_here() -> list[str]:

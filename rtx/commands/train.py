@@ -24,22 +24,25 @@ from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
 from rtx.attention.engine.packed_attention import device_refusal
 from rtx.cli.options import SampleOptions
+from rtx.cli.request import Request
 from rtx.commands.sample import draw_image, write_text
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError
-from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.evaluation.protocol import further_lines, protocol_of, score_record
+from rtx.evaluation.protocols import baselines, measures
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
-from rtx.report.summary import closing_lines, protocol_line, routing_lines
+from rtx.report.summary import closing_lines, routing_lines
 from rtx.runs.environment import code_commit
 from rtx.runs.folder import new_run_folder, shown
 from rtx.runs.lock import working_in
+from rtx.runs.records import DataRecord, ScoreRecord
 from rtx.runs.resumption import place_of
-from rtx.runs.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
+from rtx.runs.signals import Signals, Stopped, ignore_signals, state_after
 from rtx.runs.status import Status, run_state
-from rtx.settings.compose import compose
+from rtx.settings.compose import compose_checked
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.logger import check_logger
 from rtx.settings.overrides import check_overrides
@@ -57,6 +60,7 @@ from rtx.training.optimizers import learning_rate
 from rtx.training.session import Session
 from rtx.training.start import find_start, record_beginning, write_config
 from rtx.training.trainer import Outcome, fit
+from rtx.variables import started_by_another
 
 SAMPLE_LENGTH = 240
 SAMPLE_TEMPERATURE = 0.8
@@ -64,23 +68,21 @@ SAMPLE_TOKENS = 3072
 """Of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
-def main(arguments: list[str]) -> int:
-    """Train as the words of the command line say, and return the exit code."""
-    config, folder, state = place_of(with_absolute_path(compose(arguments)))
-    if state is None:  # nothing is left to do
-        return 0
-    return run(config, folder, reason=state)
+def main(request: Request) -> int:
+    """Train what a command line asks for, and return the exit code."""
+    folder = request.run if request.runs else None
+    return run(request.config, folder, reason=request.state)
 
 
 def call(overrides: Sequence[str]) -> Path:
-    """Train for a caller from Python as `rtx train` with these overrides, and return the run's folder.
+    """Train as `rtx train` with these overrides for Python code, and return the run's folder.
 
     The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
-    what is wrong with the overrides, `RunFailed` where the run fails, loses one of its processes, or
-    is stopped.
+    wrong overrides, `RunFailed` for a run that fails, loses a process or is stopped.
     """
-    refuse_sweep(check_overrides(overrides))
-    config, folder, state = place_of(with_absolute_path(compose(overrides)))
+    checked = check_overrides(overrides)
+    refuse_sweep(checked)
+    config, folder, state = place_of(with_absolute_path(compose_checked(checked)))
     folder = folder or new_run_folder(config.name)
     if state is None:
         return folder
@@ -273,7 +275,7 @@ def train(session: Session) -> None:
     with logging_to(folder, config, logged, session.say, session.first_step) as loggers:
         outcome = fit(session, module, data, loggers, run_meter(session))
         if session.status:
-            record_end(session.status, outcome, session.store)
+            record_end(session, session.status, outcome)
             session.signals.end()
             # The sample is drawn by the checkpoint, and may need the memory of these.
             del model, module
@@ -312,7 +314,7 @@ def opening_lines(session: Session, parameters: int) -> list[str]:
 
 
 def run_meter(session: Session) -> Meter:
-    """Return what computes the share of the chip's peak; say so where no peak is known of a GPU."""
+    """Return what computes the share of the chip's peak; say so where a GPU's is unknown."""
     config = session.config
     hardware = session.hardware
     name = torch.cuda.get_device_name() if hardware.on_gpu else None
@@ -325,7 +327,7 @@ def run_meter(session: Session) -> Meter:
 
 
 def logged_facts(session: Session) -> dict[str, Any]:
-    """Return what loggers get beside the configuration: size and cost, fingerprints of code and data."""
+    """Return what loggers get beside the configuration: sizes, costs, versions of code and data."""
     total = cost(session.config, session.store.vocabulary)
     return {
         "parameters": total.parameters,
@@ -336,11 +338,15 @@ def logged_facts(session: Session) -> dict[str, Any]:
     }
 
 
-def record_end(status: Status, outcome: Outcome, store: Store) -> None:
+def record_end(session: Session, status: Status, outcome: Outcome) -> None:
     """Write the closing score to the status, and that the run is done."""
+    store = session.store
     score = outcome.final
-    final = {"bits": score.bits, "unit": store.unit, "units": score.units, **outcome.sample}
-    final |= measures(store, "valid", score, partial=bool(outcome.sample))
+    data = DataRecord.model_validate(store.describe())
+    sample = outcome.sample.get("windows")
+    protocol = protocol_of(session.config, data, "valid", sample=sample)
+    further = measures(store, "valid", score, is_sample=sample is not None)
+    final = score_record(session.config, protocol, score, further)
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
@@ -365,29 +371,22 @@ def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Log
 def print_score(
     session: Session, status: Status, outcome: Outcome, wandb: GuardedWandbLogger | None
 ) -> None:
-    """Print the closing score with its protocol, and baselines where all bytes of the split count."""
+    """Print the closing score with its protocol, and beside baselines, if it is of all bytes."""
     store = session.store
-    final = status.fields["final"]
+    final = status.record.final
+    assert isinstance(final, ScoreRecord)
     if store.unit == "byte" and not outcome.sample:
-        final["baselines"] = baselines(store.split("valid"))
-        status.update(write=True)
-    protocol = protocol_line(
-        session.config,
-        "valid",
-        store.unit,
-        outcome.final.units,
-        partial=bool(outcome.sample),
-        stamps=stamp_phrases(store.stamps, "valid"),
-    )
+        final = final.model_copy(update={"baselines": baselines(store.split("valid"))})
+        status.update(final=final, write=True)
     steps = f"{outcome.step:,} steps"
     if outcome.time_up:
         steps += " (trainer.max_minutes is up)"
-    further = further_lines(store.unit, final)
+    further = further_lines(final)
     if outcome.step < session.config.optimizer.steps:
         further += short_run(session.config, outcome.step)
-    say(closing_lines(shown(session.folder), steps, final, protocol, further))
+    say(closing_lines(shown(session.folder), steps, final, further))
     if wandb:
-        wandb.summarize(protocol=protocol)
+        wandb.summarize(protocol=final.line())
 
 
 def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) -> None:
@@ -408,7 +407,7 @@ def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) 
 
 
 def short_run(config: Config, step: int) -> list[str]:
-    """Return the lines on a run that ends before the steps that its optimizer's preset is made for."""
+    """Return lines on a run with fewer steps than its optimizer's preset is made for."""
     optimizer = config.optimizer
     share = learning_rate(config, step) / optimizer.lr
     if step < optimizer.warmup:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from rtx.data.sampler import Sampler
+from rtx.data.sampler import FirstBatches, Sampler
 from rtx.data.store import Store
-from rtx.evaluation.protocols import Window, spans, windows
+from rtx.evaluation.protocol import spans
+from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
 from rtx.settings.schema import Config, flat, to_dict
 
@@ -87,7 +88,9 @@ class RtxDataModule(pl.LightningDataModule):
         self.step = step
         self.seconds = 0.0
         self.loader = loader
-        self.sampler = store.training_sampler(config)
+        self.sampler: Sampler = store.training_sampler(config)
+        if config.trainer.overfit_batches:
+            self.sampler = FirstBatches(self.sampler, config.trainer.overfit_batches)
         self.held_out = store.split("valid")
         self.windows = windows(len(self.held_out), *spans(flat(to_dict(config))))
 

@@ -95,6 +95,19 @@ class ShuffledWindows:
         return offset
 
 
+class FirstBatches:
+    """The sequences of the first `batches` batches of a sampler, again and again."""
+
+    def __init__(self, sampler: Sampler, batches: int) -> None:
+        self.sampler = sampler
+        self.seed = sampler.seed
+        self.batch_size = sampler.batch_size
+        self.count = batches * sampler.batch_size
+
+    def sequence(self, index: int) -> np.ndarray:
+        return self.sampler.sequence(index % self.count)
+
+
 class ContiguousStreams:
     """Segments of `batch_size` parallel streams, for models with a memory.
 

@@ -102,3 +102,21 @@ class Source:
     """Deviations from the published set, for every result: {"newlines": "drop"}."""
     image: tuple[int, int] | None = None
     """Height and width of every image; None for text."""
+
+
+def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:
+    """Return in words what the stamps of a store mean for a score on a split."""
+    phrases = []
+    if stamps.get("newlines") == "drop":
+        phrases.append("newlines dropped")
+    if stamps.get("lossy"):
+        phrases.append("lossy JPEG, not comparable")
+    if "scaled" in stamps:
+        phrases.append(f"scaled to {stamps['scaled']}, not comparable")
+    if stamps.get("variant") == "other":
+        phrases.append("not the PixelRNN images, not comparable")
+    if stamps.get("complete") is False:
+        phrases.append("not the whole published set, not comparable")
+    if stamps.get("valid") == "test" and split == "valid":
+        phrases.append("valid is the published test split")
+    return phrases

@@ -11,7 +11,6 @@ import itertools
 import lzma
 import math
 import zlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import UserError
+from rtx.runs.records import Measures
 from rtx.settings.schema import TEXTS, Config
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class Window(NamedTuple):
     first: int
 
 
-def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
+def windows(
+    units: int,
+    length: int,
+    stride: int | None = None,
+) -> list[Window]:
     """Return windows that together score each unit of a split once.
 
     Each window scores the units that no earlier window scored. The last one ends with the split. A
@@ -121,45 +125,11 @@ def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
     return run_BS
 
 
-def spans(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Return length and stride of the windows of a configuration.
-
-    With a memory, a window starts with as many units as the memory reads, which are not scored.
-
-    Args:
-        values: the configuration by its dotted keys.
-    """
-    length = values["data.length"]
-    stride = values["trainer.val_stride"] or length
-    memory = values.get("model.memory") or 0
-    compressed = values.get("model.compressed") or 0
-    rate = values.get("model.compression_rate") or 1
-    memory += compressed * rate
-    if memory:
-        length = stride + memory
-    return length, stride
-
-
-def memory_phrases(values: Mapping[str, Any]) -> list[str]:
-    """Return how a model with a memory reads a window, in words; an empty list for other models.
-
-    Args:
-        values: the configuration by its dotted keys.
-    """
-    memory = values.get("model.memory")
-    if not memory:
-        return []
-    phrase = f"segments of {values['data.length']:,} with a memory of {memory:,}"
-    if compressed := values.get("model.compressed"):
-        phrase += f" and {compressed:,} compressed"
-    if clamp := values.get("model.clamp"):
-        phrase += f", distances clamped at {clamp:,}"
-    if values.get("model.same_length"):
-        phrase += ", the same length for all"
-    return [phrase]
-
-
-def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
+def read_as_released(
+    store: Store,
+    split: str,
+    length: int,
+) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, and what that leaves out.
 
     Args:
@@ -206,39 +176,46 @@ def measures(
     split: str,
     score: Score,
     *,
-    partial: bool = False,
+    is_sample: bool = False,
     released: bool = False,
-) -> dict[str, Any]:
-    """Return a score in every measure that its data has.
+) -> Measures:
+    """Return a score in the measures that its data have.
 
     Args:
-        partial: the score is of a sample of windows, which has no words or bytes of its own.
+        is_sample: the score is of a sample of windows, which has no words or bytes of its own.
         released: the split was read as the released code reads it.
     """
-    result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
-    if store.answer_values is not None:
-        return result | answer_measures(store.answer_values, score)
-    if score.far_K2 is not None and score.far_K2[:, 0].any():
-        units, nats = score.far_K2.sum(0)
-        result["bits_far_repeated"] = nats / units / math.log(2)
-        result["far_repeated"] = units / score.units
-    if store.image is None and not partial:
-        result |= text_measures(store, split, score, released)
-    return result
+    values = store.answer_values
+    if values is not None:
+        accuracies = score.accuracies()
+        return Measures(
+            accuracy=score.accuracy,
+            chance=1 / values,
+            accuracy_by_distance=accuracies["distance"],
+            accuracy_by_pairs=accuracies["pairs"],
+            baselines={"chance": math.log2(values)},
+        )
+    numbers = far_measures(score)
+    if store.image is None and not is_sample:
+        numbers |= text_measures(store, split, score, released)
+    return Measures(**numbers)
 
 
-def answer_measures(values: int, score: Score) -> dict[str, Any]:
-    """Return the accuracies of a recall task, and what guessing among `values` scores."""
-    result: dict[str, Any] = {}
-    for kind, accuracies in score.accuracies().items():
-        result[f"accuracy_by_{kind}"] = accuracies
-    result["accuracy"] = score.accuracy
-    result["chance"] = 1 / values
-    result["baselines"] = {"chance": math.log2(values)}
-    return result
+def far_measures(score: Score) -> dict[str, Any]:
+    """Return the bits of far-repeated units and their share, where they were counted."""
+    if score.far_K2 is None or not score.far_K2[:, 0].any():
+        return {}
+    units, nats = score.far_K2.sum(0)
+    bits = float(nats / units) / math.log(2)
+    return {"bits_far_repeated": bits, "far_repeated": float(units / score.units)}
 
 
-def text_measures(store: Store, split: str, score: Score, released: bool) -> dict[str, Any]:
+def text_measures(
+    store: Store,
+    split: str,
+    score: Score,
+    released: bool,
+) -> dict[str, Any]:
     """Return the score of a whole split of a text per byte and per word, if it has such a count."""
     result: dict[str, Any] = {}
     # Words account neither for the bytes between them nor for those within.
@@ -267,7 +244,12 @@ class Words(NamedTuple):
     """Whether published perplexities are over the same number."""
 
 
-def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
+def words_scored(
+    store: Store,
+    split: str,
+    units: int,
+    released: bool,
+) -> Words | None:
     """Return how many words a score of a whole split is over; None if it has no words."""
     published = {}
     if store.name in SETS:
@@ -283,58 +265,6 @@ def words_scored(store: Store, split: str, units: int, released: bool) -> Words 
         count = max(1, store.facts[split]["words"])
         return Words(count, "between blanks of the text scored", False)
     return Words(published[split], "the published count of the split", True)
-
-
-def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
-    """Return what `measures` has besides bits per unit, one line for each measure."""
-    lines = []
-    if "perplexity_per_word" in result:
-        lines.append(perplexity_line(result))
-    if unit != "byte" and "bits_per_byte" in result:
-        lines.append(f"{result['bits_per_byte']:.5f} bits/byte of text")
-    if "bits_far_repeated" in result:
-        share = f"{result['far_repeated']:.2%} of all"
-        bits = f"{result['bits_far_repeated']:.5f} bits/{unit}"
-        lines.append(f"{bits} on far-repeated units, {share}")
-    if "accuracy" in result:
-        chance = f"chance {result['chance']:.2%}"
-        lines.append(f"{result['accuracy']:.2%} of the answers right ({chance})")
-    for kind in ("distance", "pairs"):
-        accuracies = result.get(f"accuracy_by_{kind}", {})
-        if len(accuracies) > 1:
-            lines.append(accuracy_line(kind, accuracies))
-    return lines
-
-
-def perplexity_line(result: Mapping[str, Any]) -> str:
-    """Return the perplexity per word with the words that it is over."""
-    line = f"{result['perplexity_per_word']:.4g} perplexity per word: "
-    line += f"exp(nats / {result['words']:,.0f} words), {result['words_are']}"
-    if not result["words_comparable"]:
-        line += ", not comparable"
-    return line
-
-
-def accuracy_line(kind: str, accuracies: Mapping[str, list[float]]) -> str:
-    """Return the accuracies by distance or by pairs; a distance is the least of its group."""
-    mark = ""
-    if kind == "distance":
-        mark = "+"
-    parts = [f"{value}{mark}: {share:.1%}" for value, (share, _) in accuracies.items()]
-    return f"accuracy by {kind}: {', '.join(parts)}"
-
-
-def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:
-    """Return what the stamps of a store, which say how its data was made, mean for a score."""
-    phrases = {
-        "newlines dropped": stamps.get("newlines") == "drop",
-        "lossy JPEG, not comparable": stamps.get("lossy"),
-        f"scaled to {stamps.get('scaled')}, not comparable": "scaled" in stamps,
-        "not the PixelRNN images, not comparable": stamps.get("variant") == "other",
-        "not the whole published set, not comparable": stamps.get("complete") is False,
-        "valid is the published test split": stamps.get("valid") == "test" and split == "valid",
-    }
-    return [phrase for phrase, holds in phrases.items() if holds]
 
 
 def baselines(split: np.ndarray) -> dict[str, float]:

@@ -62,7 +62,7 @@ class Score:
             return None
         return float(self.right_KA.sum()) / self.units
 
-    def accuracies(self) -> dict[str, dict[str, list[float]]]:
+    def accuracies(self) -> dict[str, dict[str, tuple[float, int]]]:
         """Return accuracies and numbers of answers, by distance and by pairs of a window.
 
         Distances are rounded down to a power of two.
@@ -90,16 +90,20 @@ class Score:
         return math.sqrt(variance) / self.units / math.log(2)
 
 
-def accuracy_by(group: np.ndarray, right: np.ndarray) -> dict[str, list[float]]:
+def accuracy_by(group: np.ndarray, right: np.ndarray) -> dict[str, tuple[float, int]]:
     """Return of each group of answers the share that is right, and their number."""
-    accuracies: dict[str, list[float]] = {}
+    accuracies: dict[str, tuple[float, int]] = {}
     for value in np.unique(group):
         right_of_group = right[group == value]
-        accuracies[str(value)] = [float(right_of_group.mean()), len(right_of_group)]
+        accuracies[str(value)] = (float(right_of_group.mean()), len(right_of_group))
     return accuracies
 
 
-def sample_windows(windows: Sequence[Any], count: int | None, seed: int = 0) -> Sequence[Any]:
+def sample_windows(
+    windows: Sequence[Any],
+    count: int | None,
+    seed: int = 0,
+) -> Sequence[Any]:
     """Return `count` of the windows in their order, drawn by a seed, or all if there are fewer."""
     if count is None or count >= len(windows):
         return windows

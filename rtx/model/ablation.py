@@ -18,7 +18,11 @@ MEMBER_SEED = 1_000_003
 """Keeps swapped-in memberships apart from those that selection=random trained with."""
 
 
-def ablate(model: Transformer, config: Config, how: str) -> None:
+def ablate(
+    model: Transformer,
+    config: Config,
+    how: str,
+) -> None:
     """Take routing out of a model in place, as option `ablate` says; `none` changes nothing.
 
     routing: the outputs of the routing heads are ignored. local: they read the last
@@ -28,8 +32,7 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
     """
     if how == "none":
         return
-    for layer, block in enumerate(model.blocks):
-        attention: MultiheadAttention = block.attention  # type: ignore[assignment]
+    for layer, attention in enumerate(model.attentions()):
         for group in attention.head_groups():
             if group.name != ROUTED:
                 continue
@@ -48,7 +51,12 @@ def silence(group: HeadGroup, attention: MultiheadAttention) -> None:
     columns[groups.index(group)].zero_()
 
 
-def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pattern:
+def substitute_for(
+    group: HeadGroup,
+    config: Config,
+    layer: int,
+    how: str,
+) -> Pattern:
     """Return the pattern that replaces the one of routing heads."""
     routed = group.pattern
     routing = config.routing
@@ -93,7 +101,13 @@ class LocalSubstitute(Local):
 class RandomSubstitute(Random):
     """Random heads with the queries and keys of other heads, prepared as those prepare them."""
 
-    def __init__(self, replaced: Pattern, heads: int, clusters: int, **options: Any) -> None:
+    def __init__(
+        self,
+        replaced: Pattern,
+        heads: int,
+        clusters: int,
+        **options: Any,
+    ) -> None:
         super().__init__(heads, clusters, **options)
         self._prepare = replaced.prepare
 

@@ -100,11 +100,13 @@ class Block(nn.Module):
         """
         x_BNE = x_BNE + self.drop(branch_BNE)
         if self.pre:
-            branch_BNE = self.feed_forward(self.feed_forward_norm(x_BNE))
+            normed_BNE = self.feed_forward_norm(x_BNE)
+            branch_BNE = self.feed_forward(normed_BNE)
             return x_BNE + self.drop(branch_BNE)
         x_BNE = self.attention_norm(x_BNE)
         branch_BNE = self.feed_forward(x_BNE)
-        return self.feed_forward_norm(x_BNE + self.drop(branch_BNE))
+        x_BNE = x_BNE + self.drop(branch_BNE)
+        return self.feed_forward_norm(x_BNE)
 
     def drop(self, branch_BNE: Tensor) -> Tensor:
         """Return the output of a branch after dropout."""

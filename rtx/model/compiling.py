@@ -51,7 +51,12 @@ class CompiledLoss:
         with torch._dynamo.config.patch(COMPILER_OPTIONS):
             return self.compiled(*arguments, **named)
 
-    def make_lists(self, device: torch.device, *arguments: Any, **named: Any) -> None:
+    def make_lists(
+        self,
+        device: torch.device,
+        *arguments: Any,
+        **named: Any,
+    ) -> None:
         """Make the lists of patterns that follow from shapes alone, if these shapes are new.
 
         The compiler cannot trace how they are made, but takes existing lists as constants.

@@ -22,7 +22,7 @@ class Decoder:
         self.batch = batch
         self.position = 0
         """The number of positions that the streams have read."""
-        self.streams = [block.attention.streams() for block in model.blocks]  # type: ignore[union-attr,operator]
+        self.streams = [attention.streams() for attention in model.attentions()]
         self.memory: Memory | None = None
         """For a model that compresses, which reads a stream by segments and has no `streams`."""
         if model.config.compressed:

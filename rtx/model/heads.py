@@ -43,7 +43,7 @@ from rtx.model.positions import Shaw, SinusoidKeys, rotate
 from rtx.settings.derived import ROUTED, clusters, hash_buckets, memory_slots, reads_self
 from rtx.settings.fields import imported
 from rtx.settings.names import BASES, SELECTIONS, how_to_register, maker_problem
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, RoutingConfig
 
 KeySource = Literal["matrix", "queries", "none"]
 """Where the keys of heads come from: a matrix, or the queries; none: the pattern has no keys."""
@@ -63,32 +63,43 @@ class HeadGroup(nn.Module):
         heads: H.
     """
 
-    def __init__(self, name: str, heads: int, config: Config, layer: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        heads: int,
+        config: Config,
+        layer: int,
+    ) -> None:
         super().__init__()
-        routing = config.routing
-        routes = name == ROUTED
         self.name = name
         self.heads = heads
         self.size = head_size(config)
         self.pattern = make_pattern(name, heads, config, layer)
         self.key_source: KeySource = "none"
-        if routes and routing.keys == "tied":
-            self.key_source = "queries"
-        elif self.pattern.has_keys:
+        if self.pattern.has_keys:
             self.key_source = "matrix"
         self.key_mix: KeyMix | None = None
-        if routes and (routing.key_shift or routing.key_conv > 1):
-            self.key_mix = KeyMix(heads, self.size, routing.key_shift, routing.key_conv)
         self.key_loss = 0.0
         """Weight of the distance between the matrices of queries and of keys in the loss."""
-        if routes and self.key_source == "matrix":
-            self.key_loss = routing.key_loss
         self.rotate: Rotate | None = None
         """Rotates queries and keys by their positions."""
-        if config.model.positions == "rotary" and (routing.rotary or not routes):
+        if config.model.positions == "rotary":
             self.rotate = rotate
         self.tables: Shaw | SinusoidKeys | None = None
         """Terms of the logits by distance."""
+        if name == ROUTED:
+            self.apply_routing(config.routing)
+
+    def apply_routing(self, routing: RoutingConfig) -> None:
+        """Apply the options of routing heads."""
+        if routing.keys == "tied":
+            self.key_source = "queries"
+        if self.key_source == "matrix":
+            self.key_loss = routing.key_loss
+        if routing.key_shift or routing.key_conv > 1:
+            self.key_mix = KeyMix(self.heads, self.size, routing.key_shift, routing.key_conv)
+        if not routing.rotary:
+            self.rotate = None
 
     def add_tables(self, config: Config) -> None:
         """Add the tables by distance that the positions of the configuration need."""
@@ -116,7 +127,7 @@ class HeadGroup(nn.Module):
         Args:
             k_BHND: the keys by a matrix; None where `key_source` names another source.
             streaming: every selection is made from the prefix alone.
-            memory_length: positions in front that are read, and have no output.
+            memory_length: the number of positions before these that are read and have no output.
         """
         q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND)
         return self.pattern(
@@ -176,12 +187,22 @@ class HeadStream:
         self.before_BHSD: Tensor | None = None
         """The last keys, which the key mix of the next position reads."""
 
-    def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+    def prefill(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+    ) -> Tensor:
         """Return the outputs `[B, H, N, D]` of the first N positions."""
         q_BHND, k_BHND, self.before_BHSD = self.group.queries_and_keys(q_BHND, k_BHND)
         return self.stream.prefill(q_BHND, k_BHND, v_BHND)
 
-    def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
+    def decode(
+        self,
+        q_BH1D: Tensor,
+        k_BH1D: Tensor | None,
+        v_BH1D: Tensor,
+    ) -> Tensor:
         """Return the output `[B, H, 1, D]` of the next position."""
         q_BH1D, k_BH1D, self.before_BHSD = self.group.queries_and_keys(
             q_BH1D, k_BH1D, self.before_BHSD
@@ -189,7 +210,12 @@ class HeadStream:
         return self.stream.decode(q_BH1D, k_BH1D, v_BH1D)
 
 
-def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
+def make_pattern(
+    name: str,
+    heads: int,
+    config: Config,
+    layer: int,
+) -> Pattern:
     """Return the heads of a group.
 
     Args:
@@ -209,7 +235,12 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     return make(name, heads, config, layer)
 
 
-def make_base(name: str, heads: int, config: Config, layer: int) -> Pattern:
+def make_base(
+    name: str,
+    heads: int,
+    config: Config,
+    layer: int,
+) -> Pattern:
     """Return heads of a pattern of model.base that is ours."""
     model = config.model
     common = common_options(config)
@@ -258,7 +289,12 @@ def make_base(name: str, heads: int, config: Config, layer: int) -> Pattern:
     raise AssertionError(name)
 
 
-def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern:
+def make_selection(
+    name: str,
+    heads: int,
+    config: Config,
+    layer: int,
+) -> Pattern:
     """Return heads of a pattern of routing.selection that is ours."""
     routing = config.routing
     size = head_size(config)
@@ -305,7 +341,11 @@ def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern
     raise AssertionError(name)
 
 
-def make_centroids(heads: int, config: Config, threshold_rate: float = 0.0) -> Centroids:
+def make_centroids(
+    heads: int,
+    config: Config,
+    threshold_rate: float = 0.0,
+) -> Centroids:
     """Return the centroids of routing heads."""
     routing = config.routing
     keys = routing.keys
@@ -365,7 +405,13 @@ def layer_seed(config: Config, layer: int) -> int:
     return config.seed * 1_000 + layer
 
 
-def make_registered(name: str, maker: Any, heads: int, config: Config, layer: int) -> Pattern:
+def make_registered(
+    name: str,
+    maker: Any,
+    heads: int,
+    config: Config,
+    layer: int,
+) -> Pattern:
     """Return the pattern that an extension makes.
 
     Args:

@@ -146,7 +146,12 @@ class Bands(nn.Module):
         factor: each band is narrower by it than the band before; the first has width E.
     """
 
-    def __init__(self, ends: Sequence[int], hidden: int, factor: int) -> None:
+    def __init__(
+        self,
+        ends: Sequence[int],
+        hidden: int,
+        factor: int,
+    ) -> None:
         super().__init__()
         self.ranges = list(itertools.pairwise([0, *ends]))
         tables = []

@@ -25,7 +25,12 @@ class Compression(nn.Module):
     By a convolution, their mean, or their maximum (Rae et al., section 3).
     """
 
-    def __init__(self, hidden: int, rate: int, kind: str) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        rate: int,
+        kind: str,
+    ) -> None:
         super().__init__()
         self.rate = rate
         self.kind = kind
@@ -72,7 +77,12 @@ class MemoryBlock(Block):
         branch_BNE, loss = self.attention(normed_BKE, streaming, memory_length)
         return self.after_attention(x_BNE, branch_BNE), loss
 
-    def compression_loss(self, x_BNE: Tensor, old_BOE: Tensor, compressed_BCE: Tensor) -> Tensor:
+    def compression_loss(
+        self,
+        x_BNE: Tensor,
+        old_BOE: Tensor,
+        compressed_BCE: Tensor,
+    ) -> Tensor:
         """Return how far attention over compressed positions is from attention over the old ones.
 
         It is the mean square over all heads, by content alone (Rae et al., Algorithm 2). Only
@@ -172,8 +182,9 @@ class Memory:
         for compression, old_BOE in zip(compressions, leaving, strict=True):
             compressed.append(compression(old_BOE))
         self.append_compressed(compressed)
-        for block, *tensors in zip(blocks, inputs, leaving, compressed, strict=True):
-            if block.training and compressions[0].conv is not None:
+        is_trained = blocks[0].training and compressions[0].conv is not None
+        if is_trained:
+            for block, *tensors in zip(blocks, inputs, leaving, compressed, strict=True):
                 loss = loss + block.compression_loss(*tensors)
         return loss
 
@@ -192,4 +203,8 @@ def appended(memories: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """
     if not memories:
         return [x_BNE.detach() for x_BNE in inputs]
-    return [torch.cat(pair, dim=1).detach() for pair in zip(memories, inputs, strict=True)]
+    longer = []
+    for memory_BME, x_BNE in zip(memories, inputs, strict=True):
+        longer_BKE = torch.cat([memory_BME, x_BNE], dim=1)
+        longer.append(longer_BKE.detach())
+    return longer

@@ -27,12 +27,15 @@ class MultiheadAttention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         hidden = config.model.hidden
-        groups = [
-            HeadGroup(name, heads, config, layer)
-            for name, heads in layer_patterns(config, layer).items()
-        ]
-        widths = [group.width for group in groups]
-        key_widths = [group.width for group in groups if group.key_source == "matrix"]
+        groups = []
+        widths = []
+        key_widths = []
+        for name, heads in layer_patterns(config, layer).items():
+            group = HeadGroup(name, heads, config, layer)
+            groups.append(group)
+            widths.append(group.width)
+            if group.key_source == "matrix":
+                key_widths.append(group.width)
         self.size = groups[0].size
         self.widths = [*widths, *key_widths, *widths]
         """Columns of the projection: the queries of each group, then keys, then values."""
@@ -52,9 +55,10 @@ class MultiheadAttention(nn.Module):
     def by_group(self, parts: Sequence[Part]) -> list[Parts[Part]]:
         """Return the parts of each group, from parts in the order of `widths`."""
         groups = self.head_groups()
-        queries = parts[: len(groups)]
-        values = parts[-len(groups) :]
-        keys = iter(parts[len(groups) : -len(groups)])
+        count = len(groups)
+        queries = parts[:count]
+        keys = iter(parts[count:-count])
+        values = parts[-count:]
         parts_of_groups: list[Parts[Part]] = []
         for group, query, value in zip(groups, queries, values, strict=True):
             key = None
@@ -65,22 +69,29 @@ class MultiheadAttention(nn.Module):
 
     def project(self, x_BNE: Tensor) -> list[Parts[Tensor]]:
         """Return the queries, keys and values of each group, `[B, H, N, D]`."""
-        columns = self.qkv(x_BNE).split(self.widths, dim=-1)
-        heads = [column.unflatten(-1, (-1, self.size)).transpose(1, 2) for column in columns]
-        return self.by_group(heads)
+        parts = []
+        for columns in self.qkv(x_BNE).split(self.widths, dim=-1):
+            x_BNHD = columns.unflatten(-1, (-1, self.size))
+            parts.append(x_BNHD.transpose(1, 2))
+        return self.by_group(parts)
 
     def join(self, outputs: list[Tensor]) -> Tensor:
         """Return the layer's output `[B, N, E]` from the outputs of each group, `[B, H, N, D]`."""
-        return self.out(torch.cat(outputs, dim=1).transpose(1, 2).flatten(2))
+        out_BHND = torch.cat(outputs, dim=1)
+        out_BNHD = out_BHND.transpose(1, 2)
+        return self.out(out_BNHD.flatten(2))
 
     def forward(
-        self, x_BNE: Tensor, streaming: bool = False, memory_length: int = 0
+        self,
+        x_BNE: Tensor,
+        streaming: bool = False,
+        memory_length: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output `[B, N, E]` and its auxiliary loss.
 
         Args:
             streaming: every selection of keys is made from the prefix alone.
-            memory_length: positions in front that are read, and have no output.
+            memory_length: the number of positions before these that are read and have no output.
         """
         loss = x_BNE.new_zeros((), dtype=torch.float32)
         if self.training and self.has_key_loss:
@@ -98,7 +109,8 @@ class MultiheadAttention(nn.Module):
         weights = self.by_group(self.qkv.weight.split(self.widths))
         for group, (query_FE, key_FE, _) in zip(self.head_groups(), weights, strict=True):
             if group.key_loss and key_FE is not None:
-                losses.append(group.key_loss * matrix_distance(query_FE, key_FE, self.size))
+                distance = matrix_distance(query_FE, key_FE, self.size)
+                losses.append(group.key_loss * distance)
         return torch.stack(losses).sum()
 
     def streams(self) -> list[HeadStream]:
@@ -120,7 +132,11 @@ class MultiheadAttention(nn.Module):
         return self.join(outputs)
 
 
-def matrix_distance(query_FE: Tensor, key_FE: Tensor, size: int) -> Tensor:
+def matrix_distance(
+    query_FE: Tensor,
+    key_FE: Tensor,
+    size: int,
+) -> Tensor:
     """Return how far apart the matrices of queries and of keys are: the mean over heads.
 
     ||W_Q - W_K|| of a head is the least delta such that no number of x (W_Q - W_K) exceeds delta

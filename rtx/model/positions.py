@@ -80,7 +80,11 @@ def make_angles(
         return torch.cat([cos_NF, cos_NF], dim=-1), torch.cat([-sin_NF, sin_NF], dim=-1)
 
 
-def drawn_table(rows: int, columns: int, deviation: float = TABLE_DEVIATION) -> nn.Parameter:
+def drawn_table(
+    rows: int,
+    columns: int,
+    deviation: float = TABLE_DEVIATION,
+) -> nn.Parameter:
     """Return a table of normally distributed values."""
     return nn.Parameter(torch.randn(rows, columns) * deviation)
 

@@ -22,6 +22,7 @@ from rtx.model.likelihood import (
 )
 from rtx.model.linear import Linear
 from rtx.model.memory import Memory, MemoryBlock
+from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import TABLE_DEVIATION, SinusoidKeys
 from rtx.settings.derived import embedding_width
 from rtx.settings.schema import Config
@@ -270,6 +271,10 @@ class Transformer(nn.Module):
         if self.softmax is not None:
             return self.softmax.log_shares(hidden_BS)
         return F.linear(hidden_BS, self.output_VS, self.output_bias_V)
+
+    def attentions(self) -> list[MultiheadAttention]:
+        """Return the attention of each layer, the lowest first."""
+        return [block.attention for block in self.blocks]  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:

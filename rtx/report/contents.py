@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from rtx.disk import replace_file
-from rtx.errors import DAMAGED, UserError, plural, printable
+from rtx.errors import UserError, plural, printable
 from rtx.report.certainty import certainty
 from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergence
 from rtx.report.headline import Answer, answer
 from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
-from rtx.report.run_records import Cell, Collection, Protocol, collect, without_scores
+from rtx.report.run_records import Cell, Collection, collect
 from rtx.report.score_rows import Row, rows_by_protocol
 from rtx.report.score_tables import Kinds, Paces, departures, kinds_table, score_tables
-from rtx.report.steps import StepRecord, paces_of, views
+from rtx.report.steps import StepRecord, paces_of, timed_records, views
 from rtx.report.tables import Column, Table, filled
 from rtx.report.time_plot import bits_and_time
 from rtx.report.times import all_findings, all_runs, tables_of
 from rtx.runs.folder import shown
+from rtx.runs.records import EnvironmentRecord, Protocol
 
 
 @dataclass
@@ -45,21 +46,9 @@ class Report:
         return f"{self.headline} {self.noise}".strip()
 
 
-def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> Report:
-    """Return the report of all runs and step times that were found; of runs with records that fit, if some do not."""
-    try:
-        return assembled(found, title, records)
-    except DAMAGED:
-        for number, cell in enumerate(found.cells):
-            try:
-                assembled(Collection([cell]), title, ())
-            except DAMAGED as error:
-                found.cells[number] = without_scores(cell, error, found)
-        return assembled(found, title, records)
-
-
-def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> Report:
-    """Return the report; raises one of `DAMAGED` where the values of a record cannot be right."""
+def build(found: Collection, title: str) -> Report:
+    """Return the report of all runs and timed steps of a collection."""
+    records = timed_records(found.steps)
     paces, by_protocol = paces_of(records), rows_by_protocol(found.cells)
     report = Report(title, found.problems)
     compared = [protocol for protocol, rows in by_protocol if protocol and several_kinds(rows)]
@@ -84,7 +73,7 @@ def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> R
         report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits"
     )
     own = found.commands or [cell.command for cell in found.cells if cell.command]
-    timed = [record.facts["command"] for record in records if record.facts["command"]]
+    timed = [record.facts.command for record in records if record.facts.command]
     report.commands = [
         printable(command).replace("\n", " ") for command in dict.fromkeys([*own, *timed])
     ]
@@ -149,20 +138,30 @@ def add_times(report: Report, kinds: Kinds, records: Sequence[StepRecord]) -> Pl
     )
 
 
+def facts_of_environment(record: EnvironmentRecord) -> dict[str, str | None]:
+    """Return versions, code, device and data of a run by their names."""
+    commit = record.git.get("commit") or "none"
+    changes = " with changes" if commit.endswith("-dirty") else ""
+    return {
+        **record.versions,
+        "git commit": f"{commit[:12]}{changes}",
+        "device": record.gpu or f"CPU, {record.threads} threads",
+        "python": record.python,
+        "data": record.data.name,
+        "data fingerprint": record.data.fingerprint,
+    }
+
+
 def environment_table(cells: Sequence[Cell]) -> Table:
     facts = []
-    for env in (cell.environment for cell in cells if cell.environment):
-        data, commit = env["data"], (env.get("git") or {}).get("commit") or "none"
-        own = {
-            **env["versions"],
-            "git commit": commit[:12] + " with changes" * commit.endswith("-dirty"),
-        }
-        own |= {"device": env["gpu"] or f"CPU, {env['threads']} threads", "python": env["python"]}
-        facts.append(own | {"data": data["name"], "data fingerprint": data["fingerprint"]})
-    rows = [
-        {"what": key, "value": "; ".join(dict.fromkeys(one[key] for one in facts))}
-        for key in (facts or [{}])[0]
-    ]
+    for cell in cells:
+        if cell.environment:
+            facts.append(facts_of_environment(cell.environment))
+    names = dict.fromkeys(name for one in facts for name in one)
+    rows = []
+    for name in names:
+        values = dict.fromkeys(str(one[name]) for one in facts if name in one)
+        rows.append({"what": name, "value": "; ".join(values)})
     return Table(
         "Environment",
         [Column("what", "what", brief=False), Column("value", "value", brief=False)],

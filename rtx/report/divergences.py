@@ -8,6 +8,7 @@ from rtx.report.paper import numbered, setting_lines
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell
 from rtx.report.tables import Column, Table
+from rtx.runs.records import AnalysisRecord
 
 Found = Mapping[tuple[str, str], tuple[float, float]]
 """Mean and deviation over the drawn pairs, in nats, by layer and kind of pair; layer "mean" is the mean over layers."""
@@ -20,13 +21,13 @@ PAPER_KINDS = (
 BOUND = math.log(2)
 
 
-def spreads(record: Mapping[str, Any]) -> Found:
-    """Return what a record of `rtx analyze divergence` holds."""
-    kinds = [" ".join(map(heads_name, row["kind"])) for row in record["layers"]]
-    rows = zip(record["layers"], kinds, strict=True)
-    return with_means(
-        {(str(row["layer"]), kind): (row["mean"], row["deviation"]) for row, kind in rows}
-    )
+def spreads(record: AnalysisRecord) -> Found:
+    """Return mean and deviation of a record of `rtx analyze divergence`."""
+    values = {}
+    for row in record.layers:
+        kind = " ".join(map(heads_name, row.kind))
+        values[str(row.layer), kind] = (row.mean, row.deviation)
+    return with_means(values)
 
 
 def heads_name(group: str) -> str:
@@ -57,16 +58,18 @@ def with_means(found: Found) -> Found:
     return {**found, **means}
 
 
-def newest_divergence(cell: Cell) -> Mapping[str, Any] | None:
-    """Return a run's record of its best checkpoint, else of its last; of several the one after the most steps."""
-    records = [record for record in cell.analyses if record.get("what") == "divergence"]
-    points = [
-        (record["checkpoint"]["name"] == "best", record["checkpoint"]["step"]) for record in records
-    ]
-    return records[points.index(max(points))] if records else None
+def newest_divergence(cell: Cell) -> AnalysisRecord | None:
+    """Return a run's record of its best checkpoint, else of its last; of several the latest."""
+    records = [record for record in cell.analyses if record.what == "divergence"]
+    return max(records, key=precedence, default=None)
 
 
-def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
+def precedence(record: AnalysisRecord) -> tuple[bool, int]:
+    """Return what orders the analyses of a run: its best checkpoint last, then by steps."""
+    return record.checkpoint.name == "best", record.checkpoint.step
+
+
+def divergence_view(cell: Cell, record: AnalysisRecord) -> Table:
     """Return a table of layers as rows and kinds of pairs as columns, the paper's beside ours.
 
     It is the paper's Table 6 where the run is on the same data, and says what else the run has otherwise.
@@ -87,9 +90,10 @@ def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
                     else None
                 )
                 entry |= {key: pair[0], f"{key}_deviation": pair[1]} if pair else {}
-    wish, data = record["analyze"], record["data"]["name"]
+    wish = record.analyze
+    data = record.data.name
     where = f"{wish['split']} split of {data}"
-    draws = f"{wish['draws']} draws of pairs of heads on {wish['sequences']} sequences of {record['length']}"
+    draws = f"{wish['draws']} draws of pairs of heads on {wish['sequences']} sequences of {record.length}"
     lines = [f"{cell.name}: {where}; {draws}; nats, at most {BOUND:.4f}."]
     own = data == table.of_paper["data.name"]
     lines += (

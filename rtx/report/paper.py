@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.errors import written
+from rtx.evaluation.protocol import routes
 from rtx.settings.schema import SPARSE
 
 FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
@@ -242,24 +243,6 @@ def said(stated: Any) -> str:
     if in_words(stated):
         return stated["said"]
     return f"{stated['from']:,} to {stated['to']:,}"
-
-
-def routes(config: Config) -> bool:
-    return bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
-
-
-def hashes(config: Config) -> bool:
-    """Tell whether some heads read by hashing."""
-    all_route = all(
-        config.get(f"routing.{part}") == config.get(f"model.{part}") for part in ("heads", "layers")
-    )
-    return "lsh" in str(config.get("model.base")).split("+") and not all_route
-
-
-def looks_ahead(config: Config, ablate: str = "none") -> bool:
-    """Tell whether a teacher-forced score may depend on later units: top-w selection, or LSH as published."""
-    selects = routes(config) and ablate == "none" and config.get("routing.selection") == "topk"
-    return selects or (hashes(config) and config.get("model.lsh") == "reformer")
 
 
 def kind_of(config: Config) -> str:

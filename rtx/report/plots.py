@@ -18,6 +18,7 @@ from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell
 from rtx.report.score_rows import Row
 from rtx.report.tables import Table
+from rtx.runs.records import AnalysisRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -208,14 +209,9 @@ def curves_of(cells: Sequence[Cell], unit: str) -> list[Plot | None]:
         kind = heads_label(cell.config)
         for step, (bits, _) in cell.curve.items():
             steps.setdefault(kind, {}).setdefault(step, []).append(bits)
-        for row in (
-            row
-            for record in cell.analyses
-            if record["what"] == "context"
-            for row in record["positions"]
-        ):
-            middle = (row["first"] + row["last"]) // 2
-            positions.setdefault(kind, {}).setdefault(middle, []).append(row["bits"])
+        for row in (row for record in cell.analyses for row in record.positions):
+            middle = (row.first + row.last) // 2
+            positions.setdefault(kind, {}).setdefault(middle, []).append(row.bits)
     return [
         curves(
             steps, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)")
@@ -300,7 +296,7 @@ def under_heat_map(rows: Sequence[Row], unit: str) -> str:
     return f"{said}; differences below about {hidden} {unit} are within the noise of a score"
 
 
-def divergence_by_layer(cell: Cell, record: Mapping[str, Any]) -> Plot:
+def divergence_by_layer(cell: Cell, record: AnalysisRecord) -> Plot:
     """Draw the divergence of heads of a run, the paper's as dashed lines."""
     figure, (one,) = axes("layer", "nats")
     ours, ends = spreads(record), {}

@@ -9,7 +9,8 @@ from typing import Any
 from rtx.errors import written
 from rtx.report.paper import Config, heads_label
 from rtx.report.ranking import mean
-from rtx.report.run_records import Cell, Protocol, Score
+from rtx.report.run_records import Cell, Score
+from rtx.runs.records import Protocol
 from rtx.settings.identity import tells_rows_apart
 from rtx.settings.readers import default_where_unread, unread
 
@@ -59,9 +60,7 @@ class Row:
     def paces(self) -> list[float]:
         """Return the steps a second of its runs as they ran; empty where they ran on several machines."""
         found = [cell for cell in self.cells if cell.pace]
-        machines = {
-            str([cell.environment.get(key) for key in ("gpu", "host", "threads")]) for cell in found
-        }
+        machines = {machine_of(cell) for cell in found}
         return [cell.pace or 0.0 for cell in found] if len(machines) == 1 else []
 
     def peak_share(self) -> float | None:
@@ -69,6 +68,12 @@ class Row:
         shares = [cell.peak_share for cell in self.cells if cell.pace]
         known = [share for share in shares if share is not None]
         return mean(known) if known and len(known) == len(shares) else None
+
+
+def machine_of(cell: Cell) -> tuple[str | None, str | None, int | None]:
+    """Return what is equal in runs whose paces may be compared: GPU, host, threads."""
+    record = cell.environment
+    return (record.gpu, record.host, record.threads) if record else (None, None, None)
 
 
 def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[Row]]]:
@@ -95,7 +100,7 @@ def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[
             row.cells.append(cell)
             row.scores.append(score)
     for cell in (cell for cell, scores in scored if not scores):
-        mine = cell.data.get("fingerprint")
+        mine = cell.fingerprint
         home = next((p for p in order if p.fingerprint == mine), order[0] if order else None)
         tables[home].setdefault(row_key(cell.config, cell.folder), Row([])).cells.append(cell)
     for rows in tables.values():
@@ -109,8 +114,8 @@ def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
     This is left out where all runs on the same data that have one have been evaluated by one protocol in its manner
     (their own data, teacher-forced, whole, nothing ablated), on whatever split.
     """
-    data = cell.data.get("fingerprint")
-    peers = [peer for peer in cells if peer.final and peer.data.get("fingerprint") == data]
+    data = cell.fingerprint
+    peers = [peer for peer in cells if peer.final and peer.fingerprint == data]
     manner = ("parallel", None, "none", data)
     plain = [
         {

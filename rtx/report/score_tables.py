@@ -17,9 +17,9 @@ from rtx.report.ranking import (
     half_interval,
     mean,
 )
-from rtx.report.run_records import Protocol
 from rtx.report.score_rows import Row, differing_keys, row_key, values_read
 from rtx.report.tables import MINUS, Column, Table
+from rtx.runs.records import Protocol
 
 Paces = Mapping[Any, tuple[float, float | None, str]]
 """Steps a second and half their interval, as timed in turn, and why they may not be those of training, by row."""

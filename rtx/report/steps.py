@@ -1,10 +1,10 @@
 """Step times that `benchmarks/steps.py` recorded, beside the paper's.
 
-A record is outputs/<name>/bench/steps-<key>.json; nothing here imports torch.
+Nothing here imports torch.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from rtx.report.paper import (
     table_of,
 )
 from rtx.report.ranking import half_interval, mean
-from rtx.report.run_records import Cell, Collection, read_object
+from rtx.report.run_records import Cell
 from rtx.report.score_rows import Row, name_rows, row_key
 from rtx.report.tables import Column, Table
+from rtx.runs.records import StepsRecord
 from rtx.settings.schema import all_fields, flat
-
-WHAT = "training steps in turn"  # what a record says it is
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class TimedRow:
 @dataclass(frozen=True)
 class StepRecord:
     rows: Sequence[TimedRow]
-    facts: Mapping[str, Any]
+    facts: StepsRecord
 
 
 def half_around(middle: float, turns: Sequence[float]) -> float | None:
@@ -68,40 +67,17 @@ def half_around(middle: float, turns: Sequence[float]) -> float | None:
     return None if half is None else middle * math.sinh(half)
 
 
-def recorded(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("bench/steps-*.json"), *folder.glob("*/bench/steps-*.json")])
-
-
-def read_records(folders: Iterable[Path], found: Collection) -> list[StepRecord]:
-    """Return the records below folders, the newest first; one that cannot be read is told in a line."""
-    records = []
-    for path in dict.fromkeys(path for folder in folders for path in recorded(folder)):
-        content = read_object(path, found)
-        try:
-            records += [read_record(content)] if content else []
-        except (KeyError, TypeError, ValueError, AttributeError):
-            found.problems.append(f"{path}: is not a record of benchmarks/steps.py")
-    return sorted(records, key=lambda record: record.facts["time"], reverse=True)
-
-
-def read_record(content: Mapping[str, Any]) -> StepRecord:
-    """Return a record from its JSON; one of the errors that `read_records` knows where it is none."""
-    if content["what"] != WHAT:
-        raise ValueError(content["what"])
-    defaults = {
-        key: known.default for key, known in all_fields().items()
-    }  # of keys that are newer than the record
-    rows = [
-        TimedRow(
-            {**defaults, **flat(row["config"])},
-            row["ms_turns"],
-            row["reason"] or "",
-            row["parameters"],
-        )
-        for row in content["rows"]
-    ]
-    facts = {key: content[key] for key in ("bench", "device", "ids", "time")}
-    return StepRecord(rows, {**facts, "command": content.get("command")})
+def timed_records(records: Iterable[StepsRecord]) -> list[StepRecord]:
+    """Return records of timed steps with whole configurations: newer keys have their defaults."""
+    defaults = {key: known.default for key, known in all_fields().items()}
+    timed = []
+    for record in records:
+        rows = []
+        for row in record.rows:
+            config = {**defaults, **flat(row.config)}
+            rows.append(TimedRow(config, row.ms_turns, row.reason or "", row.parameters))
+        timed.append(StepRecord(rows, record))
+    return timed
 
 
 def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None, str]]:
@@ -172,11 +148,13 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
         Column("paper_speed_ratio", "paper x", 2),
         Column("parameters", "parameters", brief=False),
     ]
-    bench, facts = record.facts["bench"], record.facts
-    turns = f"{plural(max(len(row.turns) for row in rows), 'turn')} of {plural(bench['per_turn'], 'step')}"
-    where = f"{facts['ids']}; {facts['device']}, {facts['time'][:10]}"
+    bench, facts = record.facts.bench, record.facts
+    turns = (
+        f"{plural(max(len(row.turns) for row in rows), 'turn')} of {plural(bench.per_turn, 'step')}"
+    )
+    where = f"{facts.ids}; {facts.device}, {facts.time[:10]}"
     lines = [
-        f"Rows in turn, {turns}, after {bench['warmup']} of warm-up; {where}. ± are 95% intervals over turns."
+        f"Rows in turn, {turns}, after {bench.warmup} of warm-up; {where}. ± are 95% intervals over turns."
     ]
     lines += [f"Paper: {table.speed}; paper x: over its local row's."] if table else []
     lines += [f"{entry['row']}: {entry['note']}." for entry in entries if entry["note"]]

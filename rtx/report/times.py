@@ -95,16 +95,17 @@ def clock_of(cell: Cell, record: StepRecord | None) -> str:
     `record`: where the pace of the run comes from, if its steps were timed in turn with those of
     others; then the machine that trained it does not matter.
     """
-    windows = [cell.data.get("fingerprint"), *(cell.config[key] for key in VALIDATIONS)]
+    windows = [cell.fingerprint, *(cell.config[key] for key in VALIDATIONS)]
     clock: dict[str, Any] = {"validation windows": windows}
     if record:
-        clock[IN_TURN] = record.facts["time"]
+        clock[IN_TURN] = record.facts.time
         return json.dumps(clock, sort_keys=True)
-    hardware = cell.environment.get("hardware", {})
-    gpu = cell.environment.get("gpu")
-    clock["machine"] = f"several, of {cell.name}" if cell.moved else cell.environment.get("host")
+    assert cell.environment is not None  # a run without one has no curve
+    hardware = cell.environment.hardware
+    gpu = cell.environment.gpu
+    clock["machine"] = f"several, of {cell.name}" if cell.moved else cell.environment.host
     clock["GPU"] = gpu
-    clock["threads"] = None if gpu else cell.environment.get("threads")
+    clock["threads"] = None if gpu else cell.environment.threads
     clock["processes"] = [hardware.get("devices", 1), hardware.get("nodes", 1)]
     clock["precision"] = cell.config["hardware.precision"]
     clock["compilation"] = cell.config["hardware.compile"]
@@ -205,7 +206,7 @@ def all_runs(kinds: Kinds, records: Sequence[StepRecord]) -> tuple[dict[str, Run
         of = "" if len(names) == len(runs_by_kind) else f" of {', '.join(names)}"
         note = f"Seconds{of} were not recorded: they are steps over {pace}"
         if record and IN_TURN in pace:
-            note += f" ({record.facts['device']}); its error is in the verdicts"
+            note += f" ({record.facts.device}); its error is in the verdicts"
         notes.append(f"{note}.")
     return runs_by_kind, notes
 

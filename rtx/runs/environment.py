@@ -1,7 +1,6 @@
 """On what a run computes: machine, software, code and command, in environment.json; resumes.jsonl."""
 
 import contextlib
-import json
 import platform
 import shlex
 import subprocess
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rtx import __version__
-from rtx.disk import open_no_link, read_file, write_json
-from rtx.errors import DAMAGED
+from rtx.disk import open_no_link, write_json
+from rtx.runs.folder import ENVIRONMENT, RESUMES
+from rtx.runs.records import EnvironmentRecord, ResumeRow, read_record
 from rtx.runs.resumption import Differences
 from rtx.runs.status import utc_now
 from rtx.settings.names import REGISTERED
@@ -47,26 +47,27 @@ def record_start(
         changed: the keys with other values than before; None: the run begins.
         anew: whether to replace environment.json.
     """
-    path = folder / "environment.json"
-    now = environment(facts)
+    path = folder / ENVIRONMENT
+    now = EnvironmentRecord.model_validate(environment(facts))
     if anew or not path.exists():
-        write_json(path, now)
+        write_json(path, now.model_dump(exclude_unset=True))
     if changed is None:
         return []
-    with open_no_link(folder / "resumes.jsonl", "a") as file:
-        file.write(json.dumps({**now, "changed": changed}) + "\n")
-    try:
-        old = exact_facts(json.loads(read_file(path)))
-    except DAMAGED:
+    row = ResumeRow(**now.model_dump(exclude_unset=True), changed=changed)
+    with open_no_link(folder / RESUMES, "a") as file:
+        file.write(f"{row.model_dump_json(exclude_unset=True)}\n")
+    began = read_record(EnvironmentRecord, path, problems=[])
+    if began is None:
         return [f"{path}, which does not say on what the run began"]
+    old = exact_facts(began)
     new = exact_facts(now)
     moved = [name for name in EXACT if old[name] != new[name]]
     return [f"{name} {old[name]} -> {new[name]}" for name in moved]
 
 
-def exact_facts(record: dict[str, Any]) -> dict[str, Any]:
+def exact_facts(record: EnvironmentRecord) -> dict[str, Any]:
     """Return the facts of an environment that bits depend on, None for those that it lacks."""
-    facts = {**FORMER, **record, **record["versions"], **record["hardware"]}
+    facts = {**FORMER, **record.model_dump(), **record.versions, **record.hardware}
     return {name: facts.get(name) for name in EXACT}
 
 

@@ -11,11 +11,17 @@ from typing import Any
 
 from rtx.disk import replace_file, write_json
 from rtx.errors import RunFailed, UserError, nearest, plural, printable, shorten
-from rtx.runs.status import read_status
+from rtx.runs.status import STATUS, read_status
 from rtx.settings.run_config import RUN_CONFIG
 
 MOST_LISTED = 5
 """Runs that a message lists."""
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+RESUMES = "resumes.jsonl"
+SWEEPS = "sweeps.jsonl"
+FILES_OF_A_RUN = (RUN_CONFIG, STATUS, ENVIRONMENT, METRICS)
+"""A run has at least one of them."""
 EXPORT_FACTS = "export.json"
 """In the folder of an exported model: from which run and checkpoint it is."""
 
@@ -55,25 +61,32 @@ def is_export(folder: Path) -> bool:
     return (folder / EXPORT_FACTS).is_file()
 
 
-def runs_below(folder: Path) -> list[Path]:
-    """Return the runs that a folder is, or has at most two levels down, the last active one first.
+def run_folders(folder: Path) -> list[Path]:
+    """Return the runs that a folder is, or has at most two levels down, in order of their paths.
 
-    A folder is a run if it has a config.yaml. Exported models, and folders inside a run, are not.
+    A folder is a run if it has one of the files of a run. Exported models, and folders inside a
+    run, are none.
     """
     folders = set()
     for depth in ("", "*/", "*/*/"):
-        folders |= {path.parent for path in folder.glob(depth + RUN_CONFIG)}
+        for name in FILES_OF_A_RUN:
+            folders |= {path.parent for path in folder.glob(depth + name)}
     runs = []
     for run in sorted(folders):
         if run.parent not in folders and not is_export(run):
             runs.append(run)
-    return sorted(runs, key=last_active, reverse=True)
+    return runs
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the runs of `run_folders`, the last active one first."""
+    return sorted(run_folders(folder), key=last_active, reverse=True)
 
 
 def last_active(run: Path) -> str:
     """Return the time of a run's last heartbeat, empty without one."""
-    status = read_status(run) or {}
-    return status.get("heartbeat", "")
+    status = read_status(run)
+    return status.heartbeat if status else ""
 
 
 def find_run(folder: Path) -> Path:

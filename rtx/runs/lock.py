@@ -6,13 +6,14 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from rtx.disk import is_full, open_no_link, remove_leftovers, write_json
+from rtx.disk import is_full, open_no_link, remove_leftovers
 from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
 from rtx.runs.folder import unwritable
 from rtx.runs.processes import launch
+from rtx.runs.records import StatusRecord
 from rtx.runs.signals import Stopped, state_after
 from rtx.runs.status import Status, read_status, seems_running
 
@@ -28,7 +29,7 @@ def lock(file: IO[bytes], folder: Path) -> None:
     """
     status = read_status(folder)
     is_busy = False
-    if status is not None and status.get("host") != socket.gethostname():
+    if status is not None and status.host != socket.gethostname():
         is_busy = seems_running(status)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,17 +47,17 @@ def refuse_busy(folder: Path) -> None:
     rank = launch().rank
     if rank > 0 or status is None or not seems_running(status):
         return  # the first process of a run has the lock for all of them
-    if status["pid"] == os.getpid():
+    if status.pid == os.getpid():
         return  # a process that opened its own lock here would lose it
     with contextlib.suppress(OSError), open_no_link(folder / "lock", "r+b") as file:
         lock(file, folder)
 
 
-def busy(folder: Path, status: dict[str, Any] | None) -> str:
+def busy(folder: Path, status: StatusRecord | None) -> str:
     """Return the message for a folder that is in use."""
     user = "another process"
-    if status and "pid" in status:
-        user = f"process {status['pid']} on {status['host']}"
+    if status and status.pid:
+        user = f"process {status.pid} on {status.host}"
     return f"{folder} is in use by {user}; wait for it, or stop it first"
 
 
@@ -91,9 +92,8 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
 
 def end_failed(status: Status, error: BaseException) -> None:
     """Write that a run has failed, or after `UserError` the status that it had before."""
-    if isinstance(error, UserError) and status.before and not status.ended.is_set():
-        status.ended.set()
-        write_json(status.path, status.before)
+    if isinstance(error, UserError):
+        status.restore()
     status.end("failed", out_of_memory(error) or str(error) or type(error).__name__)
 
 

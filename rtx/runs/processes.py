@@ -3,7 +3,7 @@
 import os
 from typing import NamedTuple
 
-from rtx.runs.signals import started_by_another
+from rtx.variables import started_by_another
 
 
 class Launch(NamedTuple):

@@ -9,6 +9,7 @@ from rtx.errors import RunFailed, UserError, printable
 from rtx.runs.checksum import is_whole, resumable
 from rtx.runs.folder import is_export, requested_folder
 from rtx.runs.processes import launch
+from rtx.runs.records import OlderFinal, ScoreRecord
 from rtx.runs.status import read_status, run_state
 from rtx.settings.identity import may_change
 from rtx.settings.run_config import RUN_CONFIG, load_run_config
@@ -79,15 +80,13 @@ def already_done(folder: Path, config: Config) -> str:
 
     It is empty, too, where last.ckpt is damaged. `RunFailed` where no checkpoint is whole.
     """
-    status = read_status(folder) or {}
-    final = status.get("final")
-    if status.get("state") != "done" or not final:
+    status = read_status(folder)
+    if status is None or status.state != "done" or status.final is None:
         return ""
-    step = status.get("step", 0)
+    step = status.step
     steps = config.trainer.steps
     limit = config.trainer.max_minutes or math.inf
-    time_is_up = status.get("seconds", 0.0) >= 60 * limit
-    if step < steps and not time_is_up:
+    if step < steps and status.seconds < 60 * limit:
         return ""
     if step > steps:
         longer = "give more than that"
@@ -101,17 +100,14 @@ def already_done(folder: Path, config: Config) -> str:
     longer = f"max_minutes=M with M above {limit:g}"
     if step == steps:
         longer = f"steps=N with N above {step:,}"
-    score = closing_score(final)
+    score = closing_score(status.final)
     return f"{folder} is done: {step:,} steps, {score}; trainer.{longer} continues it"
 
 
-def closing_score(final: Mapping[str, Any]) -> str:
+def closing_score(final: ScoreRecord | OlderFinal) -> str:
     """Return the closing score of a run in words."""
-    sample = ""
-    if final.get("windows"):
-        sample = f"{final['windows']:,} windows of "
-    unit = final.get("unit", "unit")
-    return f"{final['bits']:.4f} bits/{unit} on {sample}the validation split"
+    sample = f"{final.sample:,} windows of " if final.sample else ""
+    return f"{final.bits:.4f} bits/{final.unit} on {sample}the validation split"
 
 
 def as_chosen(config: Config, before: Config) -> Config:

@@ -1,54 +1,77 @@
-"""The status of a run, status.json: written while it runs, read by everybody else. No torch."""
+"""The status of a run, status.json: written while it runs, read by everybody else. No torch.
+
+pydantic is imported where a status is read or written: `rtx --help` does not wait for it.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import datetime
 import json
-import math
 import os
 import socket
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rtx.disk import open_no_link, read_file, write_json
-from rtx.errors import DAMAGED
+from rtx.disk import open_no_link, write_json
 
+if TYPE_CHECKING:
+    from rtx.runs.records import StatusRecord
+
+STATUS = "status.json"
 BEAT_SECONDS = 15.0
-SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine is taken for dead
-STATES = ("running", "done", "failed", "preempted", "interrupted")
+"""Between two heartbeats."""
+SILENCE_SECONDS = 120.0
+"""Without a heartbeat for so long, a run on another machine counts as dead."""
 SAMPLED = "~ before bits: of a sample of the validation windows"
-"""What explains the mark of `bits_of`, below a table."""
+"""The explanation of the mark of `bits_of`, below a table."""
 
 
 class Status:
-    """The status.json of a run that this process owns, written by the training thread and by a heartbeat."""
+    """The status.json of a run that this process works on.
+
+    The training thread writes it, and a thread with a heartbeat. `before` is the status that the
+    run had until now, None of a new one.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.before = folder / "status.json", read_status(folder) or {}
-        kept = {key: self.before[key] for key in ("step", "steps", "best") if key in self.before}
-        own = {"state": "running", "reason": None, "pid": os.getpid(), "host": socket.gethostname()}
-        self.fields: dict[str, Any] = {"step": 0, **kept, **own}
-        self.guard, self.ended = threading.RLock(), threading.Event()
+        from rtx.runs.records import StatusRecord
+
+        self.path = folder / STATUS
+        self.before = read_status(folder)
+        former = self.before or StatusRecord(state="done")
+        self.record = StatusRecord(
+            state="running",
+            step=former.step,
+            steps=former.steps,
+            best=former.best,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            heartbeat=utc_now(),
+        )
+        self.guard = threading.RLock()
+        self.ended = threading.Event()
         self.write()
         threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
 
     def update(self, *, write: bool = False, **fields: Any) -> None:
         """Change fields; they reach the disk with the next heartbeat, or at once."""
         with self.guard:
-            self.fields.update(fields)
+            self.record = changed(self.record, **fields)
         if write:
             self.write()
 
     def write(self) -> None:
         """Write the status now, by renaming where there is room for a second file, else in place."""
         with self.guard:
-            self.fields["heartbeat"] = utc_now()
+            self.record = changed(self.record, heartbeat=utc_now())
+            content = self.record.to_json()
             try:
-                write_json(self.path, self.fields, durable=False)
+                write_json(self.path, content, durable=False)
             except OSError:
                 with contextlib.suppress(OSError), open_no_link(self.path, "r+b") as file:
-                    file.write(json.dumps(self.fields).encode() + b"\n")
+                    file.write(json.dumps(content).encode() + b"\n")
                     file.truncate()
 
     def end(self, state: str, reason: str | None = None) -> None:
@@ -57,71 +80,92 @@ class Status:
             self.ended.set()
             self.update(state=state, reason=reason, write=True)
 
+    def restore(self) -> None:
+        """Write the status that the run had before, unless this process has ended it."""
+        if self.before and not self.ended.is_set():
+            self.ended.set()
+            write_json(self.path, self.before.to_json())
+
     def beat(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
             self.write()
 
 
-def read_status(folder: Path) -> dict[str, Any] | None:
-    """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
-    try:
-        status = json.loads(read_file(folder / "status.json"))
-        scores = [status[key] for key in ("best", "final") if status.get(key) is not None]
-        numbers = [
-            number for score in scores for number in (score["bits"], score.get("windows") or 0)
-        ]
-        numbers += [
-            *(status.get(key, 0) for key in ("step", "steps", "seconds")),
-            status.get("pid", 1),
-        ]
-        sound = (
-            all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)
-            and 0 < numbers[-1] < 2**31
-        )
-        seems_running(status)  # fails where it has no place or heartbeat
-        return status if sound and status["state"] in STATES else None
-    except (OSError, *DAMAGED):
-        return None
+def changed(status: StatusRecord, **fields: Any) -> StatusRecord:
+    """Return a status with other values of some fields, which are checked."""
+    values = {name: getattr(status, name) for name in type(status).model_fields}
+    return type(status).model_validate({**values, **fields})
 
 
-def bits_of(status: Mapping[str, Any]) -> str:
-    """Return the bits of a run's closing score, else of its best validation; ~ before those of a sample of windows."""
-    score = (final := status.get("final")) or status.get("best")
-    return f"{'~' * (not final or bool(final.get('windows')))}{score['bits']:.4f}" if score else ""
+def read_status(folder: Path, problems: list[str] | None = None) -> StatusRecord | None:
+    """Return the status of a run, None where it cannot be read; then `problems` gets a line."""
+    from rtx.runs.records import StatusRecord, read_record
+
+    return read_record(StatusRecord, folder / STATUS, [] if problems is None else problems)
+
+
+def bits_of(status: StatusRecord | None) -> str:
+    """Return the bits of a run's closing score, else of its best validation, else an empty text.
+
+    ~ stands before those of a sample of the windows, as the best validation's always are.
+    """
+    if status is None:
+        return ""
+    if status.final is not None:
+        mark = "~" if status.final.sample else ""
+        return f"{mark}{status.final.bits:.4f}"
+    if status.best is not None:
+        return f"~{status.best.bits:.4f}"
+    return ""
 
 
 def run_state(folder: Path) -> str:
-    """Return the state of a run as it is: a stale `running` is called `killed`, a folder without status `unknown`."""
-    status = read_status(folder)
+    """Return the state of a run: `killed` for one that seems to run no more, `unknown` without one."""
+    return state_of(read_status(folder))
+
+
+def state_of(status: StatusRecord | None) -> str:
+    """Return the state of a run by its status, see `run_state`."""
     if status is None:
         return "unknown"
-    return (
-        "killed" if status["state"] == "running" and not seems_running(status) else status["state"]
-    )
+    if status.state == "running" and not seems_running(status):
+        return "killed"
+    return status.state
 
 
-def seems_running(status: dict[str, Any]) -> bool:
-    """Tell whether a run is at work: it wrote lately, not in a far future, and its process, if it is ours, is there."""
-    if status["state"] != "running":
+def seems_running(status: StatusRecord) -> bool:
+    """Tell whether a run is at work.
+
+    Its heartbeat is young, and not of a far future; on this machine its process exists.
+    """
+    if status.state != "running":
+        return False
+    if status.host == socket.gethostname() and not has_process(status.pid or 0):
         return False
     silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(
-        status["heartbeat"]
+        status.heartbeat
     )
-    try:
-        if status["host"] == socket.gethostname():
-            os.kill(status["pid"], 0)
-    except PermissionError:
-        pass  # the process is somebody else's
-    except OSError:
-        return False
     return abs(silence.total_seconds()) < SILENCE_SECONDS
 
 
+def has_process(number: int) -> bool:
+    """Tell whether a process exists on this machine."""
+    try:
+        os.kill(number, 0)
+    except PermissionError:
+        return True  # of another user
+    except OSError:
+        return False
+    return True
+
+
 def close(folder: Path, state: str, reason: str) -> None:
-    """Write how a run ended whose process could not: the rest of its status stays; OSError where that cannot be."""
+    """Write how a run ended whose process could not; OSError where that cannot be written."""
+    from rtx.runs.records import StatusRecord
+
     folder.mkdir(parents=True, exist_ok=True)
-    status = {"step": 0, **(read_status(folder) or {}), "state": state, "reason": reason}
-    write_json(folder / "status.json", status)
+    status = read_status(folder) or StatusRecord(state="failed")
+    write_json(folder / STATUS, changed(status, state=state, reason=reason).to_json())
 
 
 def utc_now() -> str:

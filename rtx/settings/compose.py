@@ -24,7 +24,7 @@ from rtx.settings.derived import reads_self
 from rtx.settings.extensions import recorded
 from rtx.settings.fields import unquoted
 from rtx.settings.overrides import Override, check_overrides
-from rtx.settings.presets import CACHES, CONFIG_DIRS, conf_dir, preset
+from rtx.settings.presets import CACHES, CONFIG_DIRS, conf_dir, options, preset
 from rtx.settings.rules import check_data, resolve
 from rtx.settings.schema import (
     GROUPS,
@@ -39,13 +39,19 @@ from rtx.settings.schema import (
 )
 from rtx.variables import SWEEP_VARIABLE
 
+NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
+"""Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""
 OWN_IMAGE_SIDE = 32
 """Height and width of data=images that conf/data has for images of unknown size."""
 
 
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; UserError for wrong overrides."""
-    checked = check_overrides(overrides)
+    return compose_checked(check_overrides(overrides))
+
+
+def compose_checked(checked: Sequence[Override]) -> Config:
+    """As `compose`, of overrides that have been read."""
     config = compose_unresolved(checked)
     if SWEEP_VARIABLE in os.environ:
         # A cell has keys that only other cells of its sweep read.
@@ -55,7 +61,11 @@ def compose(overrides: Iterable[str]) -> Config:
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
     """Return the data that overrides choose, checked whatever the model; errors as of `compose`."""
-    checked = check_overrides(overrides)
+    return compose_data_checked(check_overrides(overrides))
+
+
+def compose_data_checked(checked: Sequence[Override]) -> DataConfig:
+    """As `compose_data`, of overrides that have been read."""
     config = compose_unresolved(checked)
     check_data(config, [entry.key for entry in checked])
     return config.data
@@ -67,7 +77,7 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
     groups = composed(words)
     refuse_second_model(dict(word.split("=", 1) for word in words), groups.model.name)
     values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
-    node = OmegaConf.masked_copy(groups, [key for key in groups if key != "hydra"])
+    node = OmegaConf.masked_copy(groups, [str(key) for key in groups if key != "hydra"])
     with user_errors():
         for key, text in values.items():
             OmegaConf.update(node, key, value_of(key, text))
@@ -93,8 +103,46 @@ def chosen(checked: Iterable[Override]) -> tuple[str, ...]:
 
     Hydra has no option `null`, which stands for none.
     """
-    options = {entry.key: entry.values[0] for entry in checked if entry.key in GROUPS}
-    return tuple(f"{group}={name}" for group, name in options.items() if name.lower() != "null")
+    last = {entry.key: entry.values[0] for entry in checked if entry.key in GROUPS}
+    choices = {group: option for group, option in last.items() if option.lower() != "null"}
+    if "heads" in choices:
+        choices["heads"] = heads_option(choices["heads"], choices.get("experiment", ""))
+    words = [f"{group}={option}" for group, option in choices.items()]
+    if choices.get("routing") == "none":
+        # The file of a model, which is composed later, has the number of its routing heads.
+        words += ["routing.heads=0", "routing.layers=0"]
+    return tuple(words)
+
+
+def heads_option(option: str, experiment: str) -> str:
+    """Return the option of the group heads that a word chooses for an experiment.
+
+    An experiment, or one that it builds on, may have options in a folder of its name: with
+    `experiment=pg19_baselines` the word `local` chooses `pg19/local`. UserError: none of this name.
+    """
+    folders = lineage(experiment)
+    for name in (*(f"{folder}/{option}" for folder in folders), option):
+        if preset("heads", name):
+            return name
+    words = [name.rpartition("/") for name in options("heads")]
+    names = dict.fromkeys(word for folder, _, word in words if folder in ("", *folders))
+    chosen_experiment = f"experiment={experiment}" if experiment else "no experiment"
+    raise UserError(f"heads={option}: with {chosen_experiment} heads is one of {', '.join(names)}")
+
+
+def lineage(experiment: str) -> list[str]:
+    """Return the name of an experiment and of those that its file builds on, the nearest first."""
+    path = preset("experiment", experiment)
+    if path is None:
+        return []
+    names = [experiment]
+    with user_errors(f"{path}: "):
+        node = OmegaConf.load(path)
+    defaults = node.get("defaults", []) if isinstance(node, DictConfig) else []
+    for entry in defaults:
+        if isinstance(entry, str) and entry != "_self_":
+            names += lineage(entry.removeprefix("/experiment/"))
+    return names
 
 
 def refuse_second_model(groups: Mapping[str, str], name: str) -> None:
@@ -113,11 +161,14 @@ def refuse_second_model(groups: Mapping[str, str], name: str) -> None:
 
 
 def name_in_preset(model: str) -> str:
-    """Return the model.name that the file of a model sets, or its default."""
+    """Return the model.name that the file of a model sets, else the name of the file."""
     path = preset("model", model)
-    values = OmegaConf.load(path) if path else OmegaConf.create()
-    default = all_fields()["model.name"].default
-    return OmegaConf.select(values, "model.name") or OmegaConf.select(values, "name") or default
+    if path is None:
+        return model
+    # Hydra's directive in the first line: the file sets keys of all groups.
+    is_global = "@package _global_" in path.read_text("utf-8").partition("\n")[0]
+    key = "model.name" if is_global else "name"
+    return OmegaConf.select(OmegaConf.load(path), key) or model
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,6 +190,9 @@ def composed(words: tuple[str, ...]) -> DictConfig:
         hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"),
     ):
         node = hydra.compose("config", list(words), return_hydra_config=True)
+        for group in NAMED_BY_FILE:
+            # Read while Hydra's choices, to which the name refers, are there.
+            node[group].name = node[group].name
     OmegaConf.set_readonly(node, True)
     return node
 

@@ -226,7 +226,7 @@ def refuse_unloaded(text: str) -> None:
         raise UserError(f"{needed}; name that code: extensions=<path of {name}>")
 
 
-def copies(text: str | None) -> dict[str, Extension]:
+def code_of(text: str | None) -> dict[str, Extension]:
     """Return the loaded code of a configuration by its names."""
     if not text:
         return {}
@@ -235,3 +235,8 @@ def copies(text: str | None) -> dict[str, Extension]:
         source, sha256 = split_part(part)
         loaded[source] = LOADED[sha256]
     return loaded
+
+
+def copies(text: str | None) -> dict[str, bytes]:
+    """Return the content of each file among the extensions of a configuration by its name."""
+    return {name: code.content for name, code in code_of(text).items() if code.is_file}

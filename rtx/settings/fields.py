@@ -54,6 +54,7 @@ def key(
     changes: Effect = RESULTS,
     read_with: Mapping[str, Collection[str]] | None = None,
     since: Since | None = None,
+    one_device: bool = False,
 ) -> Any:
     """Return a dataclass field for a key of the configuration or an option of a command.
 
@@ -65,25 +66,15 @@ def key(
         changes: what another value changes about a run.
         read_with: other keys, each with the values with which a run reads this key; unset: always.
         since: which version brought the key, where records without it exist.
+        one_device: whether the commands that use a trained model, on one device, read it, too.
     """
     facts: dict[str, Any] = {"low": low, "high": high, "above": above, "joined": joined}
     facts |= {"changes": changes, "read_with": read_with or {}, "since": since}
+    facts["one_device"] = one_device
     if names is not None:
         # The view: it has the names that are registered later, too.
         facts |= {"values": names.keys(), "extensible": True}
     return dataclasses.field(default=default, metadata=facts)
-
-
-def one_of(default: str, *choices: str) -> Any:
-    """A text field with a closed list of values."""
-    return dataclasses.field(default=default, metadata={"values": (default, *choices)})
-
-
-def ranged(
-    default: Any, low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf
-) -> Any:
-    """A number with `low <= value <= high` and `value > above`."""
-    return key(default, low=low, high=high, above=above)
 
 
 @dataclass(frozen=True)
@@ -111,6 +102,7 @@ class Field:
     changes: Effect = RESULTS
     read_with: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     since: Since | None = None
+    one_device: bool = False
 
     @property
     def allowed(self) -> str:

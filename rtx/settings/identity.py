@@ -7,7 +7,7 @@ All of it follows from what each key `changes`, which keys a run reads, and sinc
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rtx.settings.effects import COST, NOTHING, RESULTS, Effect
@@ -51,41 +51,48 @@ def ranks_must_agree(key: str) -> bool:
 def digest(values: Mapping[str, Any]) -> str:
     """Return the hash of a cell, 12 hexadecimal digits, from its values by dotted keys.
 
-    Two cells have the same hash if they differ by keys that tell no cells apart, or that their run
-    does not read. A key that is younger than a recorded cell is left out with the value that says
-    what the recorded cell did.
+    Two cells have the same hash if they differ only by keys that tell no cells apart, or that their
+    run does not read.
     """
     return digests(values)[0]
 
 
 def digests(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the hash of a cell, then the different ones that earlier versions gave it."""
-    counted = {key: value for key, value in values.items() if effect_of(key).new_cell}
     read = default_where_unread(values)
-    read = {key: value for key, value in read.items() if key in counted}
-    hashes = (
-        hash_of(read),
-        # Up to version 0.4.
-        hash_of(read, ignored=FORMERLY_IGNORED),
-        # Up to version 0.3: keys that the run does not read counted, too.
-        hash_of(counted, ignored=FORMERLY_IGNORED),
-    )
+    up_to_version_4 = without(read, FORMERLY_IGNORED)
+    # Keys that the run does not read counted, too.
+    up_to_version_3 = without(values, FORMERLY_IGNORED)
+    hashes = [hash_of(each) for each in (read, up_to_version_4, up_to_version_3)]
     return tuple(dict.fromkeys(hashes))
 
 
-def hash_of(values: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> str:
-    """Return a hash of the values that recorded cells have, too, without the ignored keys."""
-    fields = all_fields()
+def hash_of(values: Mapping[str, Any]) -> str:
+    """Return the hash of the values that tell cells apart.
+
+    A key that is younger than recorded cells is left out with the value that says what those did.
+    """
     hashed = {}
     for key, value in values.items():
-        field = fields.get(key)
-        is_as_before = field is not None and field.since is not None and value == field.since.value
-        if key not in ignored and not is_as_before:
+        if effect_of(key).new_cell and not is_as_before(key, value):
             hashed[key] = value
     for key, (default, former) in FORMER_DEFAULTS.items():
         if hashed.get(key) == default:
             hashed[key] = former
     return short_hash(hashed, 12)
+
+
+def is_as_before(key: str, value: Any) -> bool:
+    """Whether a value says what runs did before the key existed."""
+    field = all_fields().get(key)
+    if field is None or field.since is None:
+        return False
+    return value == field.since.value
+
+
+def without(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return the values of all other keys."""
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:

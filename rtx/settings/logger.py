@@ -4,7 +4,7 @@ import importlib.util
 import os
 
 from rtx.errors import UserError, nearest, shorten
-from rtx.settings.schema import WANDB_LOGGERS, Config
+from rtx.settings.schema import Config
 
 WANDB_MODES = {
     "online": "online",
@@ -24,10 +24,10 @@ def check_logger(config: Config) -> None:
 
     For a run that is to start or to be resumed.
     """
-    logger = config.logger.name
-    if logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+    logger = config.logger
+    if logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'")
-    if logger in WANDB_LOGGERS:
+    if logger.wandb:
         wandb_mode()
 
 

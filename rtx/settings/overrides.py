@@ -1,11 +1,13 @@
-"""Overrides of a configuration, `key=value`: read from words, their values of the right type and range.
+"""Overrides of a configuration, `key=value`: read from words, their values of the right type and
+range.
 
-A value is taken as it is written, `~/a=b (1).txt` and all; a sweep reads lists and Hydra's functions.
-No torch and no YAML; Hydra only where a word has a function of its grammar.
+A value is taken as it is written, `~/a=b (1).txt` and all; a sweep reads lists and Hydra's
+functions. No torch and no YAML; Hydra only where a word has a function of its grammar.
 """
 
 import importlib.util
 import itertools
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +24,9 @@ from rtx.settings.hydra_words import (
     is_hydra_key,
     split_values,
 )
+from rtx.settings.presets import replacement
 from rtx.settings.schema import GROUPS, all_fields, settings
 
-EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
-"""Keys whose values an extension adds to."""
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
@@ -71,7 +72,7 @@ def split_words(
     for index, word in enumerate(words):
         key, equals, text = word.partition("=")
         key = key.lstrip("+").strip()
-        if word.startswith("~") and not word.startswith("~/"):
+        if is_unset(word):
             triples.append((word, word[1:], unset_value(word, own or {})))
             continue
         if not equals or not key or word.startswith(("-", "~")):
@@ -81,8 +82,15 @@ def split_words(
     return triples
 
 
+def is_unset(word: str) -> bool:
+    """Whether a word is Hydra's ~key; ~/book.txt is a path."""
+    return word.startswith("~") and not word.startswith("~/")
+
+
 def unset_value(word: str, own: Mapping[str, Field]) -> str:
-    """Return the value that a key has after Hydra's ~key: null; `UserError` where it cannot be unset."""
+    """Return the value that a key has after Hydra's ~key: null; `UserError` where it cannot be
+    unset.
+    """
     key, equals, _ = word[1:].partition("=")
     fields = {**settings(), **own}
     if equals:
@@ -117,7 +125,9 @@ def is_free(field: Field) -> bool:
 
 
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
-    """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
+    """Return the overrides of a configuration, their values (several in a sweep) of the right type
+    and range.
+    """
     triples = split_words(words)
     # Extensions first: what they register is a value of other keys.
     extensions = run_extensions(triples)
@@ -127,6 +137,8 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
         if is_hydra_key(key):
             check_hydra_key(key, text, sweep=sweep)
             overrides.append(Override(key, (text,)))
+        elif "@" in key and key.partition("@")[0] in GROUPS:
+            raise UserError(f"{shorten(word)}: rtx has no packages: {key.partition('@')[0]}={text}")
         elif key not in fields:
             raise UserError(unknown(shorten(key), fields))
         else:
@@ -148,6 +160,10 @@ def read_override(
     field: Field, word: str, text: str, extensions: Mapping[str, str], sweep: bool
 ) -> Override:
     """Return one override of a configuration, its values checked."""
+    if field.key == "logger" and is_list(text):
+        for name in text.strip(" []").split(","):
+            read_value(field, name, extended=False)
+        return Override(field.key, (text.strip(),))
     if is_function(text) and (sweep or not is_free(field)):
         return read_function(field, text, bool(extensions), sweep)
     refuse_integers(field, text, sweep)
@@ -164,8 +180,15 @@ def read_override(
     return Override(field.key, tuple(values))
 
 
+def is_list(text: str) -> bool:
+    """Whether a value is a list of options, such as [csv,wandb]."""
+    return re.fullmatch(r"\[[\w, ]+\]", text.strip()) is not None
+
+
 def read_function(field: Field, text: str, extended: bool, sweep: bool) -> Override:
-    """Return the override that a function of Hydra's grammar makes; `UserError` for a sweep where there is none."""
+    """Return the override that a function of Hydra's grammar makes; `UserError` for a sweep where
+    there is none.
+    """
     result = function_values(field.key, text, field.values)
     word = f"{field.key}={shorten(text.strip())}"
     if result.is_sweep and not sweep:
@@ -195,10 +218,13 @@ def read_value(field: Field, text: str, *, extended: bool) -> None:
     # What refers to another key is checked when the configuration is composed.
     if "${" in text and field.key not in GROUPS:
         return
+    instead = replacement(field.key, unquoted(text.strip()))
+    if instead:
+        raise UserError(f"{field.key}={shorten(text)}: write {instead}")
     try:
         field.read_word(text)
     except UserError as error:
-        if extended or field.key not in EXTENSIBLE:
+        if extended or not field.extensible:
             raise
         raise UserError(f"{error}; extensions=<file>.py adds names of your own") from None
 

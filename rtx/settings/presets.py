@@ -1,4 +1,4 @@
-"""The folder `conf/` and folders of the user: groups, their options, and the file of each option."""
+"""The folder `conf/` and folders of the user: groups, options, and the file of each option."""
 
 import functools
 from collections.abc import Callable
@@ -26,18 +26,65 @@ def conf_dir() -> Path:
 
 @functools.cache
 def options(group: str) -> tuple[str, ...]:
-    """Return the options of a group in alphabetical order."""
+    """Return the options of a group in alphabetical order; `pg19/local` is one in a folder."""
     names = set()
     for folder in (conf_dir(), *CONFIG_DIRS):
-        names |= {path.stem for path in (folder / group).glob("*.yaml")}
+        paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
+        names |= {path.with_suffix("").as_posix() for path in paths}
     return tuple(sorted(names))
 
 
 CACHES.append(options.cache_clear)
 
 
+def option_words(group: str) -> tuple[str, ...]:
+    """Return the words that choose an option of a group.
+
+    `heads=local` is short for `heads=pg19/local` where the experiment is pg19.
+    """
+    names = options(group)
+    if group != "heads":
+        return names
+    short = [name.rpartition("/")[2] for name in names]
+    return tuple(dict.fromkeys([*names, *short]))
+
+
+MODES_OF_WANDB = ("auto", "online", "offline")
+"""Modes of a logger that were options of it."""
+
+
+def replacement(group: str, option: str) -> str:
+    """Return the words for an option that has another name, such as `cifar10_full`, or ""."""
+    if group == "logger" and option in MODES_OF_WANDB:
+        return f"logger=wandb logger.mode={option}"
+    if group != "experiment" or option in options(group):
+        return ""
+    for experiment in options(group):
+        heads = option.removeprefix(f"{experiment}_")
+        if heads != option and heads in option_words("heads"):
+            return f"experiment={experiment} heads={heads}"
+    return ""
+
+
+def about(group: str, option: str) -> str:
+    """Return what the comment at the top of an option's file says first."""
+    path = preset(group, option)
+    if path is None:
+        return "of an extension"
+    parts: list[str] = []
+    for line in path.read_text("utf-8").splitlines():
+        # Hydra's directive is no description.
+        if line.startswith("# @"):
+            continue
+        is_continued = line.startswith("#  ")
+        if not line.startswith("#") or (parts and not is_continued):
+            break
+        parts.append(line.removeprefix("#").strip())
+    return " ".join(parts)
+
+
 def preset(group: str, option: str) -> Path | None:
-    """Return the file of a group's option, None if it has none; ours comes before one of the user."""
+    """Return the file of a group's option, None if it has none; ours comes before the user's."""
     for folder in (conf_dir(), *CONFIG_DIRS):
         path = folder / group / f"{option}.yaml"
         if path.is_file():

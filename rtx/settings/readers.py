@@ -44,7 +44,7 @@ def has_reader(field: Field, value: Any, readers: Collection[str]) -> bool:
 
     What a pattern or data set of an extension reads is unknown: it counts as a reader.
     """
-    for part in str(value).split("+"):
+    for part in written(value).split("+"):
         is_of_extension = field.extensible and part not in BUILT_IN
         if part in readers or is_of_extension:
             return True

@@ -12,11 +12,20 @@ from rtx.disk import read_file
 from rtx.errors import UserError, shorten
 from rtx.settings.compose import compose_unresolved, user_errors, value_of
 from rtx.settings.extensions import refuse_unloaded
-from rtx.settings.overrides import check_overrides
+from rtx.settings.overrides import Override, check_overrides
 from rtx.settings.rules import resolve
-from rtx.settings.schema import GROUPS, Config, all_fields, to_config, to_dict, with_values
+from rtx.settings.schema import GROUPS, SPREAD, Config, all_fields, to_config, to_dict, with_values
 
 RUN_CONFIG = "config.yaml"
+FORMER_LOGGERS = {
+    "auto": {"logger.wandb": True},
+    "online": {"logger.wandb": True, "logger.mode": "online"},
+    "offline": {"logger.wandb": True, "logger.mode": "offline"},
+    "csv": {"logger.csv": True},
+    "tensorboard": {"logger.tensorboard": True},
+    "jsonl": {},
+}
+"""What the values of logger.name, which runs up to version 0.4 have, stand for."""
 LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads every value as text."""
 
@@ -27,20 +36,27 @@ def to_yaml(config: Config) -> str:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted keys, each in the type and range of its key.
+    """Return the values in a config.yaml by dotted keys, see `values_of`; OSError as read."""
+    return values_of(read_file(path).decode())
+
+
+def values_of(content: str) -> dict[str, Any]:
+    """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
 
     Texts are returned as they are: an extension may know a name that is no value here.
 
     Raises:
         UserError: whatever YAML can express beside keys with a value each: aliases, lists,
             deeper or repeated keys.
-        OSError, yaml.YAMLError: the file cannot be read.
+        yaml.YAMLError: the text is no YAML.
     """
-    texts = read_texts(path)
+    texts = texts_of(content)
     if not texts:
         raise UserError("is not the configuration of a run")
     fields = all_fields()
     values: dict[str, Any] = {}
+    if texts.get("logger.name") in FORMER_LOGGERS:
+        values |= FORMER_LOGGERS[texts.pop("logger.name")]
     for key, text in texts.items():
         field = fields.get(key)
         if field is not None and field.optional and text == "null":
@@ -52,16 +68,15 @@ def read_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_texts(path: Path) -> dict[str, str]:
-    """Return the text of each value in a config.yaml; see `read_values`.
+def texts_of(content: str) -> dict[str, str]:
+    """Return the text of each value in the text of a config.yaml; see `values_of`.
 
-    The file is read as a stream of events. Nothing is built from it, which a file could make
-    endless.
+    It is read as a stream of events. Nothing is built from it, which a file could make endless.
     """
     path_of_names: list[str] = []  # section and key of the next value
     depth = 0
     texts: dict[str, str] = {}
-    for event in yaml.parse(read_file(path).decode(), Loader=LOADER):
+    for event in yaml.parse(content, Loader=LOADER):
         expects_name = len(path_of_names) < depth
         key = ".".join(path_of_names)
         match event:
@@ -98,8 +113,13 @@ def load_run_config(run: str | Path) -> Config:
 
 def merge(config: Config, overrides: Iterable[str]) -> Config:
     """Return a run's configuration with overrides on top, checked."""
+    return merge_checked(config, check_overrides(overrides))
+
+
+def merge_checked(config: Config, checked: Iterable[Override]) -> Config:
+    """As `merge`, of overrides that have been read."""
     values: dict[str, Any] = {}
-    for entry in check_overrides(overrides):
+    for entry in checked:
         text = entry.values[0]
         if entry.key in GROUPS:
             section = getattr(compose_unresolved([entry]), entry.key)
@@ -110,3 +130,13 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
         else:
             values[entry.key] = value_of(entry.key, text)
     return resolve(with_values(config, values), values)
+
+
+def on_one_device(config: Config, checked: Iterable[Override] = ()) -> Config:
+    """Return a run's configuration with overrides, for work on one device, not compiled.
+
+    What does not go with several devices, or compiled, may be chosen then.
+    """
+    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
+    hardware = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
+    return merge_checked(replace(config, hardware=hardware), checked)

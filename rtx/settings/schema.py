@@ -3,8 +3,8 @@
 A key is one line and a docstring: its type (`Literal`: a closed list), range, what it changes
 (`rtx/settings/effects.py`; unset: the results), with which values of other keys a run reads it, and
 since which version it exists. Help, checks, hashes, resume, reports and the editor's schema follow
-from that (docs/extending.md, "A key"). Values are in `conf/`; what fits together is in
-`rtx/settings/rules.py`.
+from that (docs/extending.md, "How to add a key"). Values are in `conf/`; what fits together is in
+`rtx/settings/rules/`.
 """
 
 import dataclasses
@@ -26,11 +26,14 @@ from rtx.settings.effects import (
 )
 from rtx.settings.fields import Field, Since, fields_of, key, unknown
 from rtx.settings.names import BASES, REGISTERED, SELECTIONS, add_installed
-from rtx.settings.presets import CACHES, options
+from rtx.settings.presets import CACHES, option_words
 
-GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
+SECTIONS = ("data", "routing", "optimizer", "hardware", "logger", "model", "trainer")
+"""The dataclasses of a configuration, by their keys."""
+UNSET_GROUPS = ("experiment", "heads", "trainer")
+"""Groups of which no option is chosen by default."""
+GROUPS = (*SECTIONS[:-1], *UNSET_GROUPS)
 """Hydra groups in the order of composition; a later one wins."""
-SECTIONS = (*GROUPS[:-1], "trainer")
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
 """Data sets of text."""
@@ -51,8 +54,6 @@ ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
 """Keys of routing that are sizes, not rules."""
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name with one process per device."""
-WANDB_LOGGERS = ("auto", "online", "offline")
-"""Values of logger.name that write to Weights & Biases."""
 
 # Conditions under which a run reads a key: another key, and the values of it, or parts of values.
 IF_HUB = {"data.name": ("hub",)}
@@ -65,7 +66,7 @@ IF_SPAN = {"model.base": ("adaptive_span",)}
 IF_XL = {"model.positions": ("xl",)}
 IF_BANDS = {"model.embedding": ("adaptive",)}
 IF_ADAM = {"optimizer.name": ("adam", "adamw")}
-IF_WANDB = {"logger.name": WANDB_LOGGERS}
+IF_WANDB = {"logger.wandb": ("true",)}
 
 
 @dataclass
@@ -116,8 +117,8 @@ class DataConfig:
     """Processes that prepare a store; unset: one for each core. The store is the same for any
     number."""
     pairs: int = key(8, low=1, high=10_000, read_with=IF_RECALL)
-    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number, half
-    or a quarter of it."""
+    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number,
+    half or a quarter of it."""
     keys: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
     """Different keys, of which each sequence draws some (recall tasks)."""
     values: int = key(16, low=2, high=10_000, read_with=IF_RECALL)
@@ -376,7 +377,9 @@ class OptimizerConfig:
 class HardwareConfig:
     """Where and with what arithmetic the run computes."""
 
-    name: Literal["auto", "cpu", "gpu", "ddp", "fsdp"] = key("auto", changes=ROUNDING)
+    name: Literal["auto", "cpu", "gpu", "ddp", "fsdp"] = key(
+        "auto", changes=ROUNDING, one_device=True
+    )
     """auto: a GPU if there is one; ddp: a process per device; fsdp: weights and optimizer shared
     out, too."""
     devices: int | None = key(None, low=1, changes=ROUNDING)
@@ -387,7 +390,7 @@ class HardwareConfig:
     # More than rounding: bf16-true trains another model than fp32. A resume may still change it,
     # for a run that goes on elsewhere, and says so.
     precision: Literal["auto", "fp32", "bf16", "bf16-true", "tf32", "fp64"] = key(
-        "auto", changes=CONTINUATION
+        "auto", changes=CONTINUATION, one_device=True
     )
     """Arithmetic: bf16 (mixed), bf16-true (weights, too), fp32, tf32 (GPU), fp64; auto: bf16 on a
     GPU, else fp32."""
@@ -411,9 +414,9 @@ class HardwareConfig:
     )
     """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the
     other is measured."""
-    deterministic: bool = key(False, changes=ROUNDING)
+    deterministic: bool = key(False, changes=ROUNDING, one_device=True)
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
-    threads: int | None = key(None, low=1, high=1024, changes=ROUNDING)
+    threads: int | None = key(None, low=1, high=1024, changes=ROUNDING, one_device=True)
     """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits
     depend on it."""
     workers: int | Literal["auto"] = key("auto", low=0, high=256, changes=NOTHING)
@@ -423,13 +426,17 @@ class HardwareConfig:
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl; `logger=[csv,wandb]` chooses several."""
 
-    name: Literal["auto", "online", "offline", "jsonl", "csv", "tensorboard"] = key(
-        "auto", changes=NOTHING
-    )
-    """Weights & Biases: auto (online with a key, else offline), online, offline; csv, tensorboard;
-    jsonl: nowhere."""
+    wandb: bool = key(False, changes=NOTHING)
+    """Write to Weights & Biases."""
+    csv: bool = key(False, changes=NOTHING)
+    """Write tables, csv/version_N/metrics.csv in the run folder."""
+    tensorboard: bool = key(False, changes=NOTHING)
+    """Write TensorBoard events, tensorboard/ in the run folder."""
+    mode: Literal["auto", "online", "offline"] = key("auto", changes=NOTHING, read_with=IF_WANDB)
+    """Weights & Biases online, or offline to be uploaded later; auto: online with a key, else
+    offline."""
     project: str = key("rtx", changes=NOTHING, read_with=IF_WANDB)
     """Weights & Biases project."""
     entity: str | None = key(None, changes=NOTHING, read_with=IF_WANDB)
@@ -476,6 +483,8 @@ class TrainerConfig:
     profile: int | None = key(None, low=1, high=1000, changes=NOTHING)
     """Steps to record with torch.profiler, after the first few, in the run's trace.json.gz (for
     Perfetto)."""
+    overfit_batches: int | None = key(None, low=1, since=Since("0.4.0", None))
+    """Train on the batches of this many first steps alone, again and again; unset: on all."""
 
 
 @dataclass
@@ -490,8 +499,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     extensions: str | None = key(None, since=Since("0.2.0", None))
-    """Python file, or several with : between, that registers patterns or data sets: its code runs,
-    a run keeps it."""
+    """Python file or installed module, or several with : between, whose code registers patterns or
+    data sets; a run records its sha256."""
     seed: int = key(0, low=0, high=2**32 - 1, changes=REPETITION)
     """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit=
     draws."""
@@ -511,7 +520,7 @@ def settings() -> dict[str, Field]:
     keys = all_fields()
     groups = {}
     for group in GROUPS:
-        names = options(group)
+        names = option_words(group)
         if group == "data":
             names += tuple(name for name in SETS if name in REGISTERED)
         groups[group] = Field(
@@ -519,7 +528,7 @@ def settings() -> dict[str, Field]:
             str,
             default=None,
             doc=f"a file of conf/{group}/",
-            optional=group == "experiment",
+            optional=group in UNSET_GROUPS,
             values=names,
             extensible=group == "data",
         )
@@ -554,7 +563,7 @@ def to_config(values: Mapping[str, Any]) -> Config:
     dotted = {name: field.since.value for name, field in fields.items() if field.since}
     for name, value in flat(values).items():
         if name not in fields:
-            raise UserError(unknown(str(name), fields))
+            raise UserError(unknown(str(name), [*SECTIONS, *fields]))
         if isinstance(value, (dict, list)):
             raise UserError(f"{name} must be one value")
         dotted[name] = fields[name].read(value)

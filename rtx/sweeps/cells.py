@@ -1,6 +1,7 @@
 """The cells of a sweep: which runs the overrides of a command and the axes of experiments make.
 
-Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their own.
+Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their
+own.
 """
 
 import os
@@ -13,15 +14,16 @@ from omegaconf import OmegaConf
 
 from rtx.errors import UserError, refuse, written
 from rtx.runs.folder import outputs_root
-from rtx.runs.signals import SWEEP_VARIABLE
-from rtx.settings.compose import compose_unresolved, composed, user_errors
+from rtx.settings.compose import compose_unresolved, composed, heads_option, user_errors
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
-from rtx.settings.identity import cell_hashes
+from rtx.settings.identity import cell_hashes, digest
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
+from rtx.settings.run_config import RUN_CONFIG, read_values
 from rtx.settings.schema import Config, flat, to_dict
+from rtx.variables import SWEEP_VARIABLE
 
 DEFINING = (
     "model",
@@ -32,14 +34,18 @@ DEFINING = (
     "routing.clusters",
     "routing.window",
 )
-"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement."""
+"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement.
+"""
+NO_EXPERIMENT = Override("experiment", ("",))
 Job = Sequence[Override]
 """The overrides of one run, each with one value."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells differ."""
+    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells
+    differ.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -47,7 +53,9 @@ class Cell:
     config: Config
     title: str
     combinations: tuple[str, ...]
-    """The combinations of values that make this run; several where they differ by keys it does not read."""
+    """The combinations of values that make this run; several where they differ by keys it does not
+    read.
+    """
 
 
 def lay_out(checked: Sequence[Override]) -> list[Cell]:
@@ -64,7 +72,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 
 
 def grid_jobs(checked: Sequence[Override]) -> list[Job]:
-    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper makes them."""
+    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper
+    makes them.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -128,7 +138,10 @@ def titled(entries: Iterable[Override]) -> str:
 
 
 def is_idle(entry: Override, idle_keys: Collection[str]) -> bool:
-    """Whether a run ignores an override; an option of the group routing is ignored where routing.selection is."""
+    """Whether a run ignores an override.
+
+    An option of the group routing is ignored where routing.selection is.
+    """
     key = "routing.selection" if entry.key == "routing" else entry.key
     return key in idle_keys
 
@@ -139,10 +152,26 @@ def words_of(job: Job) -> tuple[str, ...]:
 
 
 def folder_of(config: Config) -> Path:
-    """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
+    """Return the folder of a cell, named by its hash.
+
+    A folder that an earlier version named otherwise is found.
+    """
     parent = outputs_root() / config.name
-    folders = [parent / name for name in cell_hashes(config)]
-    return next((folder for folder in folders if folder.exists()), folders[0])
+    name, *former_names = cell_hashes(config)
+    if (parent / name).exists():
+        return parent / name
+    for former_name in former_names:
+        path = parent / former_name / RUN_CONFIG
+        # An earlier version gave one hash to cells that are two now.
+        if path.exists() and digest(values_in(path)) == name:
+            return path.parent
+    return parent / name
+
+
+def values_in(path: Path) -> dict[str, Any]:
+    """Return the values in a config.yaml; UserError if it is damaged."""
+    with user_errors(f"{path}: "):
+        return read_values(path)
 
 
 def joined(first: Cell, second: Cell) -> Cell:
@@ -167,36 +196,25 @@ def merged_lines(cells: Sequence[Cell]) -> list[str]:
 
 
 def grids(checked: Sequence[Override]) -> Iterator[list[Override]]:
-    """Yield the grid of each chosen experiment, or of none: each key once, the axes of its file first.
+    """Yield the grid of each chosen experiment, or of none.
 
-    The command line wins over the files in every row.
+    It has each key once, the axes of its file first. The command line wins over the files in every row.
     """
-    last = {entry.key: entry for entry in checked if not is_hydra_key(entry.key)}
-    chosen = last.pop("experiment", Override("experiment", ("",)))
-    rows: dict[str, list[Override]] = {}
-    for name in chosen.values:
-        for row, axes in experiment_rows(name):
-            rows.setdefault(row, axes)
+    last = last_entries(checked)
+    rows = table_rows(checked)
     if len(rows) > 1:
-        refuse_hidden_options(list(rows), list(last.values()))
-    for axes in rows.values():
-        merged = {axis.key: axis for axis in axes}
-        yield list((merged | last).values())
+        refuse_hidden_options(rows, list(last.values()))
+    chosen = last.pop("experiment", NO_EXPERIMENT)
+    for name in dict.fromkeys(chosen.values):
+        grid = {axis.key: axis for axis in own_axes(name)}
+        if name:
+            grid["experiment"] = Override("experiment", (name,))
+        yield list((grid | last).values())
 
 
-def experiment_rows(name: str) -> list[tuple[str, list[Override]]]:
-    """Return the experiments that one stands for, itself or those of its own axis, each with its axes."""
-    axes = {axis.key: axis for axis in own_axes(name)}
-    rows = axes.pop("experiment", None)
-    if rows is None:
-        chosen = [Override("experiment", (name,))] if name else []
-        return [(name, [*axes.values(), *chosen])]
-    found = []
-    for row in rows.values:
-        for inner, inner_axes in experiment_rows(row):
-            merged = {axis.key: axis for axis in inner_axes} | axes
-            found.append((inner, list(merged.values())))
-    return found
+def last_entries(checked: Iterable[Override]) -> dict[str, Override]:
+    """Return the last override of each key of a configuration."""
+    return {entry.key: entry for entry in checked if not is_hydra_key(entry.key)}
 
 
 def own_axes(experiment: str) -> list[Override]:
@@ -205,32 +223,68 @@ def own_axes(experiment: str) -> list[Override]:
         return []
     params = composed((f"experiment={experiment}",)).hydra.sweeper.params or {}
     with user_errors("hydra.sweeper.params: "):
-        return check_overrides([f"{key}={values}" for key, values in params.items()], sweep=True)
+        axes = check_overrides([f"{key}={values}" for key, values in params.items()], sweep=True)
+    if any(axis.key == "experiment" for axis in axes):
+        problem = "hydra.sweeper.params lists experiments"
+        raise UserError(f"experiment={experiment}: {problem}; let it list options of heads")
+    return axes
 
 
-def refuse_hidden_options(rows: Sequence[str], entries: Sequence[Override]) -> None:
-    """Raise `UserError` for options of groups from which the file of a row would still set a key."""
+def table_rows(checked: Iterable[Override]) -> dict[str, dict[str, str]]:
+    """Return the groups and keys that the file of each row of a sweep sets, by the name of the row.
+
+    Rows are the experiments of a command, if it lists several, and the options of heads that it or
+    the file of an experiment lists.
+    """
+    last = last_entries(checked)
+    experiments = last.get("experiment", NO_EXPERIMENT).values
+    rows = {}
+    for experiment in experiments:
+        if len(experiments) > 1:
+            rows[experiment] = own_values("experiment", experiment)
+        axes = {axis.key: axis for axis in own_axes(experiment)}
+        heads = (axes | last).get("heads")
+        if heads is None or not heads.sweeps:
+            continue
+        for word in heads.values:
+            option = "" if word.lower() == "null" else heads_option(word, experiment)
+            rows[f"heads={word}"] = own_values("heads", option)
+    return rows
+
+
+def refuse_hidden_options(
+    rows: Mapping[str, Mapping[str, str]], entries: Sequence[Override]
+) -> None:
+    """Raise `UserError` for options of groups from which the file of a row would still set a key.
+
+    Args:
+        rows: the groups and keys that the file of each row sets, by the name of the row.
+    """
     keys = {entry.key for entry in entries}
     lines = []
     for entry in entries:
-        named = []
-        for row in rows:
-            values = own_values(row)
-            hidden = [
-                f"{key}={value}"
-                for key, value in values.items()
-                if key not in keys and hides_option(key, value, entry, values)
-            ]
-            if hidden:
-                named.append(f"{row} ({' '.join(hidden)})")
-        if named:
+        named = [hidden_by(row, values, entry, keys) for row, values in rows.items()]
+        hiding = ", ".join(text for text in named if text)
+        if hiding:
             instead = f"train such a row by a command of its own, without {entry.key}"
-            lines.append(f"{entry} conflicts with {', '.join(named)}; {instead}")
+            lines.append(f"{entry} conflicts with {hiding}; {instead}")
     refuse(lines)
 
 
+def hidden_by(row: str, values: Mapping[str, str], entry: Override, keys: Collection[str]) -> str:
+    """Return a row with those of its values that would win over an option of a group, else "".
+
+    `keys` are those of the command line, which win over the file of the row.
+    """
+    hiding = []
+    for key, value in values.items():
+        if key not in keys and hides_option(key, value, entry, values):
+            hiding.append(f"{key}={value}")
+    return f"{row} ({' '.join(hiding)})" if hiding else ""
+
+
 def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str]) -> bool:
-    """Whether a key in the file of a row would win over an option of its group from the command line."""
+    """Whether a key in the file of a row would win over an option from the command line."""
     if entry.key not in ("model", "routing", "optimizer"):
         return False
     if entry.values == (values.get(entry.key),):
@@ -240,45 +294,53 @@ def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str
 
 
 def replaced_lines(checked: Sequence[Override]) -> list[str]:
-    """Return a line for each key from the command line that makes rows of several other than their names say."""
-    chosen = [entry for entry in checked if entry.key == "experiment"]
-    rows = [row for entry in chosen[-1:] for row in row_names(entry)]
+    """Return a line for each key of a command by which rows are other than their names say."""
+    rows = table_rows(checked)
+    if len(rows) < 2:
+        return []
     lines = []
     for entry in checked:
-        if entry.key not in DEFINING or len(rows) < 2:
+        if entry.key not in DEFINING:
             continue
-        before = {row: own_values(row).get(entry.key) for row in rows}
-        changed = [
-            f"{row} ({entry.key}={value})"
-            for row, value in before.items()
-            if value is not None and entry.values != (value,)
-        ]
+        changed = []
+        for row, values in rows.items():
+            value = values.get(entry.key)
+            if value is not None and entry.values != (value,):
+                changed.append(f"{row} ({entry.key}={value})")
         if changed:
             lines.append(f"{entry} replaces what the file says in {', '.join(changed)}")
     return lines
 
 
-def row_names(chosen: Override) -> list[str]:
-    """Return the experiments that a choice of experiments stands for."""
-    return [row for name in chosen.values for row, _ in experiment_rows(name)]
+def own_values(group: str, option: str) -> dict[str, str]:
+    """Return the groups and keys that the file of an option sets.
 
-
-def own_values(experiment: str) -> dict[str, str]:
-    """Return the groups and keys that the file of an experiment sets, if it builds on another one; else none."""
-    path = preset("experiment", experiment)
-    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
-    defaults = node.pop("defaults", [])
-    if not any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
+    An experiment that builds on no other sets none: it is no row of a table.
+    """
+    path = preset(group, option)
+    if path is None:
         return {}
-    values = {}
-    for entry in defaults:
+    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    values: dict[str, str] = {}
+    builds_on_another = False
+    for entry in node.pop("defaults", []):
         if isinstance(entry, dict):
-            values |= {key.rpartition("/")[2]: str(option) for key, option in entry.items()}
-    return values | {key: written(value) for key, value in flat(node).items()}
+            for name, choice in entry.items():
+                values[name.rpartition("/")[2]] = str(choice)
+        elif entry != "_self_":
+            builds_on_another = True
+    if group == "experiment" and not builds_on_another:
+        return {}
+    for key, value in flat(node).items():
+        values[key] = written(value)
+    return values
 
 
 def refuse_sweep(overrides: Sequence[Override]) -> None:
-    """Raise `UserError` where overrides describe a sweep: an experiment with axes, or cells as jobs."""
+    """Raise `UserError` where overrides describe a sweep.
+
+    They do with an experiment that has axes, or with cells as jobs.
+    """
     last = {entry.key: entry for entry in overrides}
     hardware = last.get("hardware")
     if hardware and hardware.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:
@@ -287,7 +349,7 @@ def refuse_sweep(overrides: Sequence[Override]) -> None:
     if "experiment" not in last:
         return
     name = last["experiment"].values[0]
-    axes = [axis for axis in own_axes(name) if axis.key == "experiment" or axis.key not in last]
+    axes = [axis for axis in own_axes(name) if axis.key not in last]
     listed = " ".join(str(axis) for axis in axes if axis.sweeps)
     if listed:
         advice = "rtx train -m runs it; for one cell of it, give each key one value"

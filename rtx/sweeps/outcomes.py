@@ -3,10 +3,10 @@
 import contextlib
 import signal
 from dataclasses import dataclass
-from typing import Any
 
 from rtx.machine import OUT_OF_MEMORY
 from rtx.runs.lock import busy
+from rtx.runs.records import StatusRecord
 from rtx.runs.signals import EXIT_CODES, state_after
 from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.identity import cell_hashes
@@ -23,7 +23,9 @@ ENDED_EARLY = ("failed", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: the exit code of its process (128 + N after signal N), a word, and the reason."""
+    """How a cell ended: the exit code of its process (128 + N after signal N), a word, and the
+    reason.
+    """
 
     code: int
     word: str
@@ -42,7 +44,7 @@ class Exit:
     code: int
     printed: str
     """The last lines of its output."""
-    status_before: dict[str, Any] | None
+    status_before: StatusRecord | None
     """The status of the run before the process began."""
     short_of_memory: bool
     """Whether the system killed a process meanwhile because memory ran out."""
@@ -50,9 +52,9 @@ class Exit:
     """The signal that stopped the whole sweep, else 0."""
 
 
-def has_score(status: dict[str, Any] | None) -> bool:
+def has_score(status: StatusRecord | None) -> bool:
     """Whether the run finished with a final score."""
-    return bool(status and status["state"] == "done" and status.get("final"))
+    return status is not None and status.state == "done" and status.final is not None
 
 
 def outcome_before(cell: Cell, retry: bool) -> Outcome | None:
@@ -71,8 +73,8 @@ def outcome_before(cell: Cell, retry: bool) -> Outcome | None:
         return Outcome(0, "done before")
     if seems_running(status):
         return Outcome(NO_CODE, "in use", busy(folder, status))
-    if status["state"] == "failed" and not retry:
-        reason = f"{status['reason']}; sweep.retry=true runs it again"
+    if status.state == "failed" and not retry:
+        reason = f"{status.reason}; sweep.retry=true runs it again"
         return Outcome(NO_CODE, "failed before", reason)
     return None
 
@@ -107,7 +109,7 @@ def outcome_after(cell: Cell, end: Exit) -> Outcome:
     return Outcome(end.code, "failed", reason)
 
 
-def outcome_in_status(cell: Cell, status: dict[str, Any] | None, end: Exit) -> Outcome | None:
+def outcome_in_status(cell: Cell, status: StatusRecord | None, end: Exit) -> Outcome | None:
     """Return how a cell ended where the status of its run says so, else None."""
     if status is None:
         return None
@@ -116,9 +118,11 @@ def outcome_in_status(cell: Cell, status: dict[str, Any] | None, end: Exit) -> O
     # Another process began the run at the same time.
     if end.code == 2 and seems_running(status):
         return Outcome(end.code, "in use", busy(cell.folder, status))
-    if status != end.status_before and status["state"] in ENDED_EARLY:
-        reason = status["reason"] if status["state"] == "failed" else ""
-        return Outcome(end.code, status["state"], reason)
+    if status != end.status_before and status.state in ENDED_EARLY:
+        reason = ""
+        if status.state == "failed" and status.reason:
+            reason = status.reason
+        return Outcome(end.code, status.state, reason)
     return None
 
 

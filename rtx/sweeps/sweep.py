@@ -1,14 +1,14 @@
-"""`rtx train -m`: Hydra's sweeper says which runs, a launcher of ours runs each as a cell, and a table closes.
+"""`rtx train -m`: Hydra's sweeper says which runs, a launcher of ours runs each as a cell, and a
+table closes.
 
-Hydra gets a `Sweep` as its task. An optimizing sweeper, such as hydra/sweeper=optuna, gets of each run its objective:
-the final score on the validation split in bits, which is to be minimized.
+Hydra gets a `Sweep` as its task. An optimizing sweeper, such as hydra/sweeper=optuna, gets of each
+run its objective: the final score on the validation split in bits, which is to be minimized.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import shlex
 import signal
 import textwrap
@@ -21,13 +21,15 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, flag_override
 
 from rtx.cli.help import terminal_width
-from rtx.cli.options import SweepOptions, read_words
+from rtx.cli.options import SweepOptions
+from rtx.cli.request import Request
 from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
 from rtx.errors import RunFailed, UserError, plural, refuse, shorten
 from rtx.progress import say
 from rtx.report.tables import GAP, aligned, shortened
-from rtx.runs.folder import outputs_root, shown, unwritable
+from rtx.runs.folder import SWEEPS, outputs_root, shown, unwritable
+from rtx.runs.records import SweepRow
 from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import SAMPLED, bits_of, read_status, utc_now
 from rtx.settings.compose import (
@@ -37,7 +39,7 @@ from rtx.settings.compose import (
 )
 from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.logger import check_logger
-from rtx.settings.overrides import LAUNCHED, Override, check_overrides
+from rtx.settings.overrides import LAUNCHED, Override
 from rtx.settings.presets import conf_dir
 from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
@@ -58,22 +60,24 @@ if TYPE_CHECKING:
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 GRID = "hydra_plugins.rtx_sweeps.GridSweeper"
-"""The sweeper that takes every combination; any other draws the values of a cell by what earlier ones scored."""
+"""The sweeper that takes every combination; any other draws the values of a cell by what earlier
+ones scored.
+"""
 
 
 class SweepStopped(Exception):
     """A signal has stopped the sweep; raised so that a sweeper asks for no further cell."""
 
 
-def sweep(arguments: Sequence[str], preview: bool = False) -> int:
+def sweep(request: Request, preview: bool = False) -> int:
     """Train every run of a sweep; `preview`: print their configurations instead.
 
-    Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and obey first.
+    Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and
+    obey first.
     """
-    words = read_words("train -m", arguments)
-    checked = check_overrides(words.overrides, sweep=True)
-    command = shlex.join(["rtx", "train", "-m", *arguments])
-    task = Sweep(checked, words.options, command, preview)
+    checked = request.overrides
+    command = shlex.join(["rtx", "train", "-m", *request.words])
+    task = Sweep(checked, request.options, command, preview)
     refuse_for_launcher(checked)
     config = sweep_config(checked)
     task.is_grid = config.hydra.sweeper._target_ == GRID
@@ -96,7 +100,8 @@ def sweep(arguments: Sequence[str], preview: bool = False) -> int:
 
 
 def sweep_config(checked: Sequence[Override]) -> DictConfig:
-    """Return what the files of `conf/` give for a sweep: its sweeper and its launcher, with their parameters.
+    """Return what the files of `conf/` give for a sweep: its sweeper and its launcher, with their
+    parameters.
 
     Hydra's own sweeper, which combines lists, is replaced by `rtx_grid`.
     """
@@ -283,7 +288,9 @@ class Sweep:
         say(f"{number}, each a run of its own; to watch: rtx sweep {watched}")
 
     def job_returns(self, lists: Sequence[Sequence[str]], jobs: Sequence[Any]) -> list[JobReturn]:
-        """Return to a sweeper the objective of each job: the final validation score in bits, or why there is none."""
+        """Return to a sweeper the objective of each job: the final validation score in bits, or why
+        there is none.
+        """
         from hydra.core.utils import JobReturn, JobStatus
 
         returns = []
@@ -291,9 +298,9 @@ class Sweep:
             (folder,) = cells_of([job], self.checked)
             outcome = self.outcomes[folder]
             status = read_status(folder)
-            if outcome.is_done and status is not None and has_score(status):
+            if outcome.is_done and status is not None and status.final is not None:
                 result = JobReturn(overrides=words, status=JobStatus.COMPLETED)
-                result.return_value = status["final"]["bits"]
+                result.return_value = status.final.bits
             else:
                 result = JobReturn(overrides=words, status=JobStatus.FAILED)
                 reason = outcome.reason or f"exit code {outcome.code}"
@@ -302,7 +309,9 @@ class Sweep:
         return returns
 
     def close(self) -> None:
-        """Print the closing table, and save a plot of the scores beside the cells of a sweep that came to its end."""
+        """Print the closing table, and save a plot of the scores beside the cells of a sweep that
+        came to its end.
+        """
         if not self.cells:
             return
         if not self.stopped_by:
@@ -322,23 +331,28 @@ def print_configurations(cells: Iterable[Cell]) -> None:
 
 
 def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
-    """Append the command, and the title of each cell, to sweeps.jsonl in the folders of the runs; returns those."""
+    """Append the command, and the title of each cell, to sweeps.jsonl in the folders of the runs.
+
+    Returns those.
+    """
     folders = list(dict.fromkeys(cell.folder.parent for cell in cells))
     time = utc_now()
     for folder in folders:
         titles = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == folder}
-        row = {"time": time, "command": command, "cells": titles}
+        row = SweepRow(time=time, command=command, cells=titles)
         make_folder(folder)
         try:
-            with open_no_link(folder / "sweeps.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+            with open_no_link(folder / SWEEPS, "a") as file:
+                file.write(f"{row.model_dump_json()}\n")
         except OSError as error:
             raise UserError(unwritable(folder, error)) from error
     return folders
 
 
 def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
-    """Return the lines that close a sweep: each cell, how it ended, its bits, its run; the best first.
+    """Return the lines that close a sweep: each cell, how it ended, its bits, its run.
+
+    The best first.
 
     The reason follows below a cell that did not end well. At 80 columns only reasons are wrapped.
     """
@@ -346,7 +360,7 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     rows = []
     for cell, outcome in zip(cells, outcomes, strict=True):
         status = read_status(cell.folder) if outcome.is_done else None
-        rows.append((cell, outcome, bits_of(status or {})))
+        rows.append((cell, outcome, bits_of(status)))
     rows.sort(key=lambda row: float(row[2].lstrip("~") or "inf"))
     heads = ["state", "bits", "run"]
     columns = [[outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
@@ -366,7 +380,9 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
 
 
 def reason_lines(outcome: Outcome, width: int) -> list[str]:
-    """Return why a cell is not done, with the exit code of its process, below its line of the closing table."""
+    """Return why a cell is not done, with the exit code of its process, below its line of the
+    closing table.
+    """
     code = "" if outcome.code in (0, NO_CODE) else f"exit {outcome.code}"
     text = ": ".join(part for part in (code, outcome.reason) if part)
     return textwrap.wrap(

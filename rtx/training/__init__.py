@@ -1,1 +1,1 @@
-"""The training room: the loop, optimizers, checkpoints and exact resume, progress, signals and the run's records."""
+"""Training: the optimizer step, its callbacks, optimizers, checkpoints and exact resumption."""

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern 2018) as torch has it, without a wait for the GPU.
 
-In each step `torch.optim.Adafactor` reads the norm of every weight and of its update back to the CPU.
-Here both norms stay on the device. Results are the same up to rounding, and so are the names and
-shapes of the optimizer's state.
+In each step `torch.optim.Adafactor` reads the norm of every weight and of its update back to the
+CPU. Here both norms stay on the device. Results are the same up to rounding, and so are the names
+and shapes of the optimizer's state.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,8 @@ def update(
     """Change a weight and its state (Algorithms 4 and 5 with relative step sizes).
 
     Args:
-        state: "step", which lies on the CPU, and the mean squares of gradients: "row_var" and "col_var" of a
-            matrix, "variance" of a vector.
+        state: "step", which is on the CPU, and the mean squares of gradients: "row_var" and
+            "col_var" of a matrix, "variance" of a vector.
         group: the options of torch's Adafactor, by their names.
     """
     state["step"] += 1
@@ -61,7 +61,7 @@ def update(
 def mean_squares(
     gradient: Tensor, state: dict[str, Tensor], share: float, smallest: float
 ) -> Tensor:
-    """Return the running mean squares of the gradient's numbers, in a new tensor, and update the state.
+    """Return the running mean squares of the gradient, in a new tensor, and update the state.
 
     Those of a matrix are estimated: the running mean squares of its rows, times those of its
     columns, divided by the mean of those of its rows.

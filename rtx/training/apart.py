@@ -1,6 +1,6 @@
-"""Trains in a separate process, so that a caller from Python survives however that process ends. No torch.
+"""Trains in a separate process, so that a caller from Python survives however it ends. No torch.
 
-Where a run of several processes loses one, it ends all the others: they would wait for the lost one forever.
+Where a run of several processes loses one, it ends all others: they would wait for it forever.
 """
 
 import contextlib
@@ -17,18 +17,22 @@ from typing import IO
 from rtx.errors import RunFailed, UserError, printable
 from rtx.progress import WholeLines, say
 from rtx.runs.folder import shown
-from rtx.runs.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import read_status
+from rtx.variables import SWEEP_VARIABLE
 
 POLL_SECONDS = 0.1
-LEAVING_SECONDS = 60.0  # that a run may take to save after the caller has left it
-ERROR = "rtx: "  # begins the lines of an error on stderr
+LEAVING_SECONDS = 60.0
+"""A run may take so long to save after the caller has left it."""
+ERROR = "rtx: "
+"""Begins the lines of an error on stderr."""
 
 
 def train_apart(overrides: Sequence[str], folder: Path) -> None:
-    """Run `rtx train` with `overrides` in `folder`, print what it prints, and pass signals on to it.
+    """Run `rtx train` in `folder`, print its output, and pass signals on to it.
 
-    `UserError` where it refuses the overrides, `RunFailed` where the run fails, loses a process, or is stopped.
+    Raises `UserError` where it refuses the overrides, `RunFailed` where the run fails, loses a
+    process, or is stopped.
     """
     sys.stdout.flush()
     with started(overrides, folder) as process, passing_on_signals(process):
@@ -38,8 +42,10 @@ def train_apart(overrides: Sequence[str], folder: Path) -> None:
         return
     if code in EXIT_CODES.values():
         raise RunFailed(stopped(folder))
-    said = "\n".join(dict.fromkeys(errors)) or how_it_ended(code, folder)
-    raise UserError(said) if code == 2 else RunFailed(said)
+    message = "\n".join(dict.fromkeys(errors)) or reason_of_failure(code, folder)
+    if code == 2:
+        raise UserError(message)
+    raise RunFailed(message)
 
 
 def stopped(folder: Path) -> str:
@@ -49,14 +55,14 @@ def stopped(folder: Path) -> str:
 @contextlib.contextmanager
 def started(overrides: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process; one that is left behind by an error is stopped."""
-    own = {"RTX_RUN": str(folder), "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
+    variables = {"RTX_RUN": str(folder), "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
+    # A notebook's stdout has no file descriptor.
+    stdout = None if sys.stdout is sys.__stdout__ else subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rtx", "train", *overrides],
-        env={**os.environ, **own},
+        env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
-        stdout=None
-        if sys.stdout is sys.__stdout__
-        else subprocess.PIPE,  # a notebook's has no file descriptor
+        stdout=stdout,
         stderr=subprocess.PIPE,
         process_group=0,  # so that Ctrl-C reaches the run once, by `passing_on_signals`
     )
@@ -82,13 +88,11 @@ def passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.send_signal(number)
 
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
-        # Ignored signals stay ignored. None is a handler not installed from Python, which could not be put back.
-        former = {
-            number: handler
-            for number, handler in handlers.items()
-            if handler not in (None, signal.SIG_IGN)
-        }
+        for number in EXIT_CODES:
+            handler = signal.getsignal(number)
+            # Ignored signals stay ignored. None: a handler that is not Python's cannot be put back.
+            if handler not in (None, signal.SIG_IGN):
+                former[number] = handler
     try:
         for number in former:
             signal.signal(number, pass_on)
@@ -99,7 +103,7 @@ def passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def forward(process: subprocess.Popen[bytes]) -> list[str]:
-    """Print what a process prints, line by line, until it has ended; return its errors, which are not printed."""
+    """Print the output of a process until its end; return its errors, which are not printed."""
     errors: list[str] = []
 
     def split_errors(lines: str) -> None:
@@ -116,8 +120,8 @@ def forward(process: subprocess.Popen[bytes]) -> list[str]:
             if pipe is not None:
                 ready.register(pipe, selectors.EVENT_READ, (WholeLines(), use))
         while process.poll() is None:
-            take_what_is_there(ready, POLL_SECONDS)
-        while take_what_is_there(ready, 0.0):  # what it printed last
+            read_once(ready, POLL_SECONDS)
+        while read_once(ready, 0.0):  # what it printed last
             pass
         for key in list(ready.get_map().values()):
             lines, use = key.data
@@ -125,18 +129,19 @@ def forward(process: subprocess.Popen[bytes]) -> list[str]:
     return errors
 
 
-def take_what_is_there(ready: selectors.BaseSelector, seconds: float) -> bool:
+def read_once(ready: selectors.BaseSelector, seconds: float) -> bool:
     """Wait for output, or its end, on any pipe, and read it once; return whether there was any."""
-    found = ready.select(seconds)
-    for key, _ in found:
+    events = ready.select(seconds)
+    for key, _ in events:
         lines, use = key.data
         pipe: IO[bytes] = key.fileobj  # type: ignore[assignment]
-        if piece := os.read(pipe.fileno(), 65536):
+        piece = os.read(pipe.fileno(), 65536)
+        if piece:
             use(lines.add(piece))
         else:
             use(lines.end())
             ready.unregister(pipe)
-    return bool(found)
+    return bool(events)
 
 
 def tell(lines: str) -> None:
@@ -144,10 +149,10 @@ def tell(lines: str) -> None:
         say(lines.removesuffix("\n"))
 
 
-def how_it_ended(code: int, folder: Path) -> str:
+def reason_of_failure(code: int, folder: Path) -> str:
     """Return why a run failed that printed no reason on stderr."""
-    status = read_status(folder) or {}
-    if status.get("state") == "failed" and status.get("reason"):
-        return status["reason"]
+    status = read_status(folder)
+    if status and status.state == "failed" and status.reason:
+        return status.reason
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     return f"the first process of the run {how}; continue with: rtx resume {shown(folder)}"

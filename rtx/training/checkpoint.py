@@ -1,6 +1,7 @@
-"""Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum, replaced only by a whole new one.
+"""Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum.
 
-A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.ckpt`, and `best.ckpt` (weights alone).
+A file is replaced by a whole new one alone. A run keeps `last.ckpt` (all that a resume needs), the
+one before as `previous.ckpt`, and `best.ckpt` (weights alone).
 """
 
 import contextlib
@@ -24,11 +25,13 @@ from rtx.runs.checksum import COMMENT_BYTES, TAG, is_whole, resumable
 from rtx.runs.resumption import differences
 from rtx.settings.identity import may_change
 
-FORMAT = 3  # version of the layout; only files of this one are read
+FORMAT = 3
+"""Version of the layout; files of other versions are refused."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 PLAIN = (bool, int, float, str, bytes, type(None))
 FACTS = ("format", "step", "config", "data")
+"""What describes a checkpoint, without its tensors."""
 
 RENAMED = (
     (r"(\.attention\.groups\.\w+)\.", r"\1.pattern."),
@@ -41,18 +44,20 @@ RENAMED = (
 """Names of tensors in older checkpoints, and what replaces them."""
 
 Say = Callable[[str], object]
-Checkpoint = dict[
-    str, Any
-]  # Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`
+Checkpoint = dict[str, Any]
+"""Lightning's, with the weights as `model`, and with `format`, `step`, `config` and `data`."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, syncs and renames it; Lightning's own fills the memory and never syncs."""
+    """Writes a checkpoint beside its file, syncs and renames it.
+
+    Lightning's own class holds the file in memory, and does not sync it.
+    """
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: Any, storage_options: Any = None
     ) -> None:
-        """Replace a checkpoint; `RunFailed` where the disk is full: all files are as they were."""
+        """Replace a checkpoint; `RunFailed` where the disk is full: all files stay as they were."""
         path = Path(path)
         try:
             written = write_beside(path, lambda file: write_zip(file, checkpoint))
@@ -89,22 +94,17 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     what no checkpoint of this version of rtx holds.
     """
     try:
-        with zipfile.ZipFile(
-            path
-        ) as archive:  # torch.save packs nothing; what does may be a thousand times as large
-            entries = archive.infolist()
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise UserError(f"{path} is refused: it holds more than its size")
-        pickled = sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
+        pickled = pickled_bytes(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own reader asserts, and raises whatever it likes
+    # torch's reader has asserts, and raises errors of many kinds.
+    except Exception as error:
         if isinstance(error, UserError | OSError) or out_of_memory(error):
             raise
-        raise UserError(
-            f"{path} is refused: it holds more than plain tensors and numbers"
-        ) from error
-    written = checkpoint.get("format") if isinstance(checkpoint, dict) else None
-    if not isinstance(written, int) or written != FORMAT:  # a tensor is equal in parts
+        holds = "it holds more than plain tensors and numbers"
+        raise UserError(f"{path} is refused: {holds}") from error
+    version = checkpoint.get("format") if isinstance(checkpoint, dict) else None
+    # The version may be a tensor, which would be equal in parts.
+    if not isinstance(version, int) or version != FORMAT:
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
     check_values(path, checkpoint, pickled)
     check_layout(path, checkpoint)
@@ -113,8 +113,20 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     return checkpoint
 
 
+def pickled_bytes(path: Path) -> int:
+    """Return the bytes of the pickled part of a zip file; `UserError` for a compressed file.
+
+    torch.save compresses nothing. What does may be a thousand times as large in memory.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise UserError(f"{path} is refused: it holds more than its size")
+    return sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
+
+
 def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
-    """Raise `UserError` for values that are neither plain nor tensors as `tensor_problem` wants.
+    """Raise `UserError` for values that are neither plain nor tensors without a `tensor_problem`.
 
     `most`: how many values the file may hold. A pickle spends a byte on each, but a few references
     to references make more of them than can ever be counted. For the same reason moments may not be
@@ -122,21 +134,26 @@ def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
     """
     room = path.stat().st_size
     for part, content in checkpoint.items():
-        of_optimizer = part == "optimizer_states"
         for value in leaves(content):
-            problem = ""
             most -= 1
+            problem = value_problem(value)
             if most < 0:
                 problem = "more values than its size allows"
-            elif isinstance(value, torch.Tensor):
-                problem = tensor_problem(value)
-            elif not isinstance(value, PLAIN):
-                problem = f"a value of type {type(value).__name__}"
-            if of_optimizer and isinstance(value, torch.Tensor) and not problem:
+            is_moment = part == "optimizer_states" and isinstance(value, torch.Tensor)
+            if is_moment and not problem:
                 room -= value.nbytes
                 problem = moment_problem(value, room)
             if problem:
                 raise UserError(f"{path} is refused: its {shorten(str(part))} holds {problem}")
+
+
+def value_problem(value: Any) -> str:
+    """Return why a value cannot be taken from a file, or an empty text."""
+    if isinstance(value, torch.Tensor):
+        return tensor_problem(value)
+    if not isinstance(value, PLAIN):
+        return f"a value of type {type(value).__name__}"
+    return ""
 
 
 def leaves(content: Any) -> Iterator[Any]:
@@ -202,83 +219,94 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def check_layout(path: Path, checkpoint: Any) -> None:
     """Raise `UserError` for a checkpoint whose parts are missing or of other types."""
-    with contextlib.suppress(
-        TypeError, ValueError, RecursionError
-    ):  # where configuration or data are none for JSON
-        match checkpoint:
-            case {
-                "step": int(step),
-                "config": {},
-                "data": {"fingerprint": str()} as data,
-                "model": dict(model),
-            }:
-                plain = isinstance(data.get("tokenizer"), dict | None) and json.dumps(
-                    [checkpoint["config"], data]
-                )
-                if (
-                    step >= 0
-                    and plain
-                    and all(isinstance(tensor, torch.Tensor) for tensor in model.values())
-                ):
-                    return
+    match checkpoint:
+        case {
+            "step": int(step),
+            "config": {} as config,
+            "data": {"fingerprint": str(), **more} as data,
+            "model": dict(model),
+        }:
+            are_tensors = all(isinstance(tensor, torch.Tensor) for tensor in model.values())
+            has_tokenizer = isinstance(more.get("tokenizer"), dict | None)
+            if step >= 0 and are_tensors and has_tokenizer and is_json([config, data]):
+                return
     raise UserError(f"{path} is no checkpoint of rtx: its parts cannot be right")
+
+
+def is_json(content: Any) -> bool:
+    """Return whether content can be written as JSON."""
+    try:
+        json.dumps(content)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def first_whole(
     paths: list[Path], say: Say, instead: str, *, facts_only: bool = False, set_aside: bool = False
 ) -> Checkpoint | None:
-    """Return the first that is there and whole, with `path` and `file`, and say `instead` where it is not paths[0]."""
+    """Return the first checkpoint that is there and whole, with its `path` and `file`.
+
+    None where no file is there. Raises `RunFailed` where none is whole.
+
+    Args:
+        instead: the line for a checkpoint other than the first, with keys of it in braces.
+        set_aside: whether a damaged file becomes `<name>.damaged`.
+    """
     for path in paths:
         if is_whole(path):
-            found = {
-                **read_checkpoint(path, facts_only=facts_only),
-                "path": path,
-                "file": path.stem,
-            }
+            checkpoint = read_checkpoint(path, facts_only=facts_only)
+            checkpoint |= {"path": path, "file": path.stem}
             if path != paths[0]:
-                say(instead.format_map(found))
-            return found
+                say(instead.format_map(checkpoint))
+            return checkpoint
         if path.exists():
-            aside = path.with_name(f"{path.name}.damaged")
-            if set_aside:
-                path.rename(aside)
-            say(
-                f"{path} is damaged (its checksum does not match)"
-                + f"; set aside as {aside.name}" * set_aside
-            )
-    if any(path.exists() for path in (*paths, *paths[0].parent.glob("*.damaged"))):
+            tell_damaged(path, say, set_aside)
+    folder = paths[0].parent
+    if any(path.exists() for path in (*paths, *folder.glob("*.damaged"))):
         names = ", ".join(path.name for path in paths)
-        raise RunFailed(f"{paths[0].parent}: none of {names} is whole")
+        raise RunFailed(f"{folder}: none of {names} is whole")
     return None
 
 
-def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
-    """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
+def tell_damaged(path: Path, say: Say, set_aside: bool) -> None:
+    """Say that a checkpoint is damaged, and rename it, if it is to be set aside."""
+    line = f"{path} is damaged (its checksum does not match)"
+    if set_aside:
+        aside = path.rename(path.with_name(f"{path.name}.damaged"))
+        line += f"; set aside as {aside.name}"
+    say(line)
 
-    With `set_aside` a damaged file becomes `<name>.damaged`: it cannot displace a good one. `RunFailed`: none is.
+
+def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
+    """Return the facts of the newest checkpoint of a run that is whole, and its `path`.
+
+    None where none was ever written. Raises `RunFailed` where none is whole. With `set_aside` a
+    damaged file becomes `<name>.damaged`: it cannot displace a good one.
     """
     instead = "going on from {path} (step {step}), the newest that is whole"
     return first_whole(resumable(folder), report, instead, facts_only=True, set_aside=set_aside)
 
 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
-    """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which."""
+    """Return `best` or `last` of a run, or, with a line on it, another one; see its key `file`."""
     paths = dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)])
-    if found := first_whole(
-        list(paths), say, f"no whole {name}.ckpt; using {{file}}.ckpt (step {{step}})"
-    ):
-        return found
-    raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
+    instead = f"no whole {name}.ckpt; using {{file}}.ckpt (step {{step}})"
+    checkpoint = first_whole(list(paths), say, instead)
+    if checkpoint is None:
+        raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
+    return checkpoint
 
 
 def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` where what a configuration file says, without overrides, is another model than was trained."""
-    refuse(
-        f"{path}: {key} is {new}, but {old} in {checkpoint['file']}.ckpt, which was trained so: put that back"
-        for key, (old, new) in differences(checkpoint["config"], config, shared=True).items()
-        if key.startswith(("model.", "routing.", "data."))
-        and not may_change(key)  # another model, or other data
-    )
+    """Raise `UserError` where a run's configuration, without overrides, is not what was trained."""
+    problems = []
+    trained = f"in {checkpoint['file']}.ckpt, which was trained so: put that back"
+    for key, (old, new) in differences(checkpoint["config"], config, shared=True).items():
+        is_of_model = key.startswith(("model.", "routing.", "data."))
+        if is_of_model and not may_change(key):
+            problems.append(f"{path}: {key} is {new}, but {old} {trained}")
+    refuse(problems)
 
 
 def with_current_names(tensors: Mapping[str, Any], expected: Collection[str]) -> dict[str, Any]:
@@ -354,7 +382,7 @@ def resuming_from(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Load the weights and buffers of a checkpoint into a model; `UserError` names tensors whose shapes differ."""
+    """Load weights and buffers into a model; `UserError` names tensors whose shapes differ."""
     tensors = with_current_names(checkpoint["model"], model.state_dict())
     try:
         model.load_state_dict(tensors)

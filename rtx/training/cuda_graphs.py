@@ -1,8 +1,9 @@
-"""The forward and the backward pass of a loss as CUDA graphs: the CPU starts all kernels of a pass at once.
+"""Forward and backward pass of a loss as CUDA graphs: one call starts all kernels of a pass.
 
-A step of a small model runs some hundred kernels. A CPU takes longer to start them one by one than a GPU to run them.
-`torch.cuda.make_graphed_callables` records the kernels of both passes once, with the addresses of their inputs and
-outputs, and replays them. So no shape in these passes may depend on numbers on the GPU, and none may be waited for.
+A step of a small model runs some hundred kernels. A CPU takes longer to start them one by one than
+a GPU to run them. `torch.cuda.make_graphed_callables` records the kernels of both passes once, with
+the addresses of their inputs and outputs, and replays them. So no shape in these passes may depend
+on numbers on the GPU, and none may be waited for.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from rtx.attention.room import patterns_with_room
 
 
 class Loss(nn.Module):
-    """A loss as a module: `make_graphed_callables` differentiates by the parameters of the module that it is given."""
+    """A loss as a module: `make_graphed_callables` differentiates by the module's parameters."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__()
@@ -28,18 +29,20 @@ class Loss(nn.Module):
 
 
 class RecordedLoss:
-    """`loss(tokens)` by replay for batches of the recorded shape; batches of other shapes run without graphs.
+    """`loss(tokens)` by replay for batches of the recorded shape, else without graphs.
 
-    Every backward pass writes gradients to the same memory: use and drop them before the next one. What is recorded
-    has the room for members that lists have at the time (`rtx.attention.room.make_room`).
+    Every backward pass writes gradients to the same memory: use and drop them before the next one.
+    What is recorded has the room for members that lists have at the time
+    (`rtx.attention.room.make_room`).
 
-    `make_graphed_callables` runs the passes a few times before it records them. Statistics and random streams are left
-    as they were.
+    `make_graphed_callables` runs the passes a few times before it records them. Statistics and
+    random streams are left as they were.
 
     Args:
         model: on a GPU.
-        loss: a method of the model, compiled or not. What it makes or compiles at its first call, it makes in the
-            passes that run before recording. It brings its own autocast, see `without_cast_cache`.
+        loss: a method of the model, compiled or not. What it makes or compiles at its first call,
+            it makes in the passes that run before recording. It enters autocast by itself, see
+            `without_cast_cache`.
         tokens_BN: a batch.
 
     Raises:
@@ -78,9 +81,10 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
 
 
 def without_cast_cache(loss: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
-    """Return the loss under autocast to `dtype`, which casts weights anew in each pass; the loss itself for None.
+    """Return the loss under autocast to `dtype` that casts weights anew in each pass.
 
-    Autocast may keep a weight that an earlier pass has cast. Then the cast would be missing from what is recorded.
+    Autocast may keep a weight that an earlier pass has cast. Then the cast would be missing from
+    what is recorded. None: return the loss itself.
     """
     if dtype is None:
         return loss

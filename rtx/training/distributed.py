@@ -1,4 +1,4 @@
-"""Several processes of one run: who starts them, what they tell each other, and how parameters are shared out."""
+"""Several processes of one run: who starts them, what they exchange, how they share weights."""
 
 import os
 import signal
@@ -26,23 +26,35 @@ from torch.optim import Optimizer
 from rtx.errors import UserError
 from rtx.model.block import Block
 from rtx.runs.processes import launch
-from rtx.runs.signals import PARENT_VARIABLE, started_by_another
 from rtx.settings.identity import short_hash
 from rtx.sharded import sharded_as, whole
 from rtx.training.hardware import Hardware
+from rtx.variables import PARENT_VARIABLE, started_by_another
 
-PATIENCE_SECONDS = (
-    10.0  # that the main thread is given to notice by itself that another process is gone
+PATIENCE_SECONDS = 10.0
+"""The main thread has so long to notice by itself that another process is gone."""
+LOST_SIGNS = (
+    "gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL",
+    "ProcessGroup",
 )
+"""Parts of messages by which a process learns that another one is gone."""
 
 
 class Ranks:
-    """What the processes tell each other besides gradients; over CPU memory, so that nobody waits for a GPU."""
+    """What the processes tell each other besides gradients.
+
+    They do so by CPU memory: no process waits for its GPU.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self.group: Any = None
-        self.connected = False  # from then on they fail together, and the first one says why
+        self.connected = False
+        """Whether the processes fail together, and the first one says why."""
 
     def connect(self) -> None:
         """Open the channel, once the process group exists; all ranks call it."""
@@ -51,44 +63,46 @@ class Ranks:
         self.connected = True
 
     def largest(self, *values: int) -> list[int]:
+        """Return the largest of each value over all ranks."""
         return torch.tensor(self.gather(values)).amax(dim=0).tolist()
 
     def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over all ranks."""
         return torch.tensor(self.gather(values), dtype=torch.float64).sum(dim=0).tolist()
 
-    def gather(self, own: Any) -> list[Any]:
-        everyone: list[Any] = [own] * self.world
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        values: list[Any] = [value] * self.world
         if self.world > 1:
-            dist.all_gather_object(everyone, own, group=self.group)
-        return everyone
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def compare(self, own: Mapping[str, Any]) -> None:
-        """Compare what the processes begin with; `UserError` on all of them alike, where it differs."""
-        if len({*self.gather(short_hash(own))}) > 1:
-            how = "start them all with the same words, on the same data, and on a run folder that all of them see"
-            raise UserError(f"the processes of the run do not begin alike: {how}")
+    def compare(self, values: Mapping[str, Any]) -> None:
+        """Raise `UserError` on all ranks alike where their values differ."""
+        if len({*self.gather(short_hash(values))}) > 1:
+            alike = (
+                "with the same words, on the same data, and on a run folder that all of them see"
+            )
+            start = f"start them all {alike}"
+            raise UserError(f"the processes of the run do not begin alike: {start}")
 
 
 def lost_process(error: Exception) -> str:
-    """Return which process of the run has gone, if an error means that, else an empty string."""
-    if "DataLoader worker" in str(error):
-        return f"a loader process is gone: {str(error).splitlines()[0]}"
-    signs = (
-        "gloo",
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "NCCL",
-        "ProcessGroup",
-    )
-    if isinstance(error, dist.DistError) or (
-        dist.is_initialized() and any(s in str(error) for s in signs)
-    ):
+    """Return which process of the run is gone, if an error means that, else an empty text."""
+    message = str(error)
+    if "DataLoader worker" in message:
+        return f"a loader process is gone: {message.splitlines()[0]}"
+    is_sign = dist.is_initialized() and any(sign in message for sign in LOST_SIGNS)
+    if isinstance(error, dist.DistError) or is_sign:
         return "another process of the run is gone"
     return ""
 
 
 class StartedRanks(LightningEnvironment):
-    """Processes that `start_ranks` has started: Lightning starts none, and reads no other launcher's leftovers."""
+    """Processes that `start_ranks` has started: Lightning starts none.
+
+    It reads nothing that another launcher may have left in the environment.
+    """
 
     creates_processes_externally = True  # type: ignore[assignment]
 
@@ -100,11 +114,11 @@ class StartedRanks(LightningEnvironment):
 
 
 def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
-    """Return Lightning's view of who started the processes; never its guess, which reads more of the system."""
+    """Return who has started the processes, for Lightning, whose guess would read more."""
     if hardware.launcher == "torchrun":
         return TorchElasticEnvironment()
     if hardware.launcher == "srun":
-        # Lightning insists on the tasks of each machine, which srun tells of only where they were asked for.
+        # Lightning insists on the tasks of each machine, which srun does not always set.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(hardware.devices))
         return SLURMEnvironment(auto_requeue=False)
     return StartedRanks()
@@ -113,110 +127,115 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
 def start_ranks(
     hardware: Hardware, folder: Path, lost: Callable[[str], object]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the other processes of this machine with the words of this one, where nobody else does, and watch them."""
-    # Lightning's own launcher ends the first process by SIGKILL when another is gone: nothing could be said or written.
+    """Start the other processes of this machine, unless a launcher does, and watch them.
+
+    They get the command line of this process. Lightning's launcher would end this process by
+    SIGKILL when another one is gone: then it could write nothing.
+
+    Args:
+        lost: called with how a process has ended that should not have.
+    """
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     shared = {**os.environ, "RTX_RUN": str(folder), PARENT_VARIABLE: str(os.getpid())}
     command = [sys.executable, "-P", "-m", "rtx", *sys.argv[1:]]
-    ranks = [
-        subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)})
-        for rank in range(1, hardware.devices)
-    ]
+    ranks = []
+    for rank in range(1, hardware.devices):
+        ranks.append(subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)}))
     threading.Thread(target=watch_ranks, args=(ranks, lost), name="children", daemon=True).start()
     return ranks
 
 
-def watch_ranks(children: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
-    """Call `lost` with how a process ended that should not have: later, for the main thread may know more by itself."""
-    while not (ended := [(child.pid, code) for child in children if (code := child.poll())]):
-        if all(child.returncode == 0 for child in children):
+def watch_ranks(ranks: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
+    """Call `lost` when a process has failed, later: the main thread may notice it by itself."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [process for process in ranks if process.returncode]
+        if failed:
+            break
+        if all(code == 0 for code in codes):
             return
         time.sleep(0.5)
     time.sleep(PATIENCE_SECONDS)
-    number, code = ended[0]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    lost(f"process {number} of the run {how}")
+    lost(f"process {failed[0].pid} of the run {how_it_ended(failed[0].returncode)}")
+
+
+def how_it_ended(code: int) -> str:
+    """Return what a return code says, such as "was killed by SIGKILL"."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with {code}"
 
 
 def strategy(hardware: Hardware) -> Strategy | str:
+    """Return how Lightning distributes training."""
     if not hardware.distributed:
         return "auto"
+    if hardware.sharded:
+        return Sharded(hardware.world)
     # Centroids, the only buffers that change, are kept equal by after_step.
-    return Shared(hardware.world) if hardware.sharded else DDPStrategy(broadcast_buffers=False)
+    return DDPStrategy(broadcast_buffers=False)
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
-    """Share out the parameters of a model among the processes of `mesh`, in place; buffers stay whole."""
+    """Shard the weights of a model over the processes of a mesh, in place; buffers stay whole."""
     from torch.distributed.fsdp import fully_shard
 
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(
-        model, mesh=mesh, reshard_after_forward=False
-    )  # the loss reads the output matrix after `forward`
+    # The loss reads the output matrix after `forward`.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     if mesh.device_type == "cpu":  # gloo adds, and has no mean
         for module in (*blocks, model):
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
 
 
-class Shared(ModelParallelStrategy):
-    """hardware=fsdp: parameters, gradients and optimizer state are shared out (`shard`), but not in checkpoints."""
-
-    lightning_restore_optimizer = True  # type: ignore[assignment]  # by `load_optimizer_state_dict`
+class Sharded(ModelParallelStrategy):
+    """hardware=fsdp: weights, gradients and optimizer state are sharded, checkpoints are whole."""
 
     def __init__(self, world: int) -> None:
         super().__init__(
             data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         return self.gathered(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer with whole tensors."""
         state = optimizer.state_dict()
-        return {
-            **state,
-            "state": {number: self.gathered(values) for number, values in state["state"].items()},
-        }
+        moments = {number: self.gathered(values) for number, values in state["state"].items()}
+        return {**state, "state": moments}
 
     def gathered(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather tensors one after the other; only the first process keeps them, in CPU memory."""
-        kept = {}
+        """Gather tensors one by one; the first process alone gets them, in CPU memory."""
+        gathered = {}
         for name, value in values.items():
-            everything = whole(value)
+            tensor = whole(value)
             if self.is_global_zero:
-                kept[name] = value if everything is value else everything.cpu()
-        return kept
+                gathered[name] = value if tensor is value else tensor.cpu()
+        return gathered
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give each process its part of the tensors, which all have read."""
         assert self.lightning_module is not None
-        own, stored = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        parts = {
-            name: sharded_as(value, own[name]) if name in own else value
-            for name, value in stored.items()
-        }
-        self.lightning_module.load_state_dict(parts, strict=strict)
+        tensors = dict(checkpoint["state_dict"])
+        for name, like in self.lightning_module.state_dict().items():
+            if name in tensors:
+                tensors[name] = sharded_as(tensors[name], like)
+        self.lightning_module.load_state_dict(tensors, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Let each process take its part of the state that all have read."""
-        (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        """Give each process its part of the optimizer's state, which all have read."""
+        (optimizer,) = self.optimizers
+        (state,) = checkpoint["optimizer_states"]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, values in state["state"].items():
-            like = parameters[number]
-            values |= {
-                name: sharded_as(value, like)
-                for name, value in values.items()
-                if value.shape == like.shape
-            }
+            like = weights[number]
+            for name, value in values.items():
+                if value.shape == like.shape:
+                    values[name] = sharded_as(value, like)
         optimizer.load_state_dict(state)

@@ -19,15 +19,17 @@ from rtx.data.store import Store
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written
-from rtx.evaluation.protocols import local_reach, spans, windows
+from rtx.evaluation.protocol import spans
+from rtx.evaluation.protocols import local_reach, windows
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say
 from rtx.runs.folder import EXPORT_FACTS, is_export
 from rtx.settings.devices import precision_on
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge
-from rtx.settings.schema import SPREAD, Config, DataConfig, flat, to_dict
+from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge, on_one_device
+from rtx.settings.schema import Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
@@ -39,8 +41,10 @@ from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.precision import WEIGHT_TYPES
 
 WEIGHTS = "model.safetensors"
-STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
-KEPT = ("step", "config", "data", "file")  # keys of a checkpoint that export.json keeps
+STREAM = 65_536
+"""Tokens of text that a model with a memory is scored on at a stretch."""
+KEPT = ("step", "config", "data", "file")
+"""Keys of a checkpoint that export.json keeps."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ class LoadedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What makes units of bytes and back; `UserError` where the data have none, `RunFailed` where it is lost."""
-        if (described := self.checkpoint["data"].get("tokenizer")) is None:
-            raise UserError(
-                f"{self.folder}: a run on data={self.config.data.name} has no text to write or read"
-            )
+        """The tokenizer of the data.
+
+        Raises `UserError` where the data have none, `RunFailed` where it is lost.
+        """
+        described = self.checkpoint["data"].get("tokenizer")
+        if described is None:
+            data = f"data={self.config.data.name}"
+            raise UserError(f"{self.folder}: a run on {data} has no text to write or read")
         return run_tokenizer(self.folder, described)
 
     @property
@@ -76,18 +83,18 @@ class LoadedRun:
         )
 
     def sample(self, length: int = 1000, prompt: str = "", seed: int = 0, **choice: Any) -> str:
-        """Return a prompt and so many units behind it, as `rtx sample` writes them; `choice`: see `generate`."""
-        prompt_1P, generator = (
-            torch.from_numpy(encode_text(self.tokenizer, prompt))[None],
-            torch.Generator(),
-        )
-        options = {**choice, "generator": generator.manual_seed(seed)}
+        """Return a prompt and `length` tokens after it, as `rtx sample` writes them.
+
+        Args:
+            choice: options of `generate`.
+        """
+        prompt_1P = torch.from_numpy(encode_text(self.tokenizer, prompt))[None]
+        generator = torch.Generator().manual_seed(seed)
+        tokens = prompt_1P[0].tolist()
         with self.autocast():
-            units = [
-                *prompt_1P[0].tolist(),
-                *map(int, generate(self.model, prompt_1P, length, **options)),
-            ]
-        return self.tokenizer.decode(units).decode("utf-8", "replace")
+            for token in generate(self.model, prompt_1P, length, **choice, generator=generator):
+                tokens.append(int(token))
+        return self.tokenizer.decode(tokens).decode("utf-8", "replace")
 
     def score(
         self,
@@ -96,16 +103,21 @@ class LoadedRun:
         streaming: bool = False,
         report: Report = print,
     ) -> Score:
-        """Score a split of the run's data, or a sample of `limit` windows, as `rtx eval` does, and `report` what."""
+        """Score a split of the run's data as `rtx eval` does.
+
+        Args:
+            limit: how many windows are scored; None: all.
+            report: gets lines on what is scored.
+        """
         store = open_data(self.config.data, stores_of(self.folder, self.config.data), report)
         if not self.has_data(store):
             raise UserError(f"{store.name}: these are not the data of the run")
-        run = replace(
-            self, config=with_stride(self.config) if self.config.model.memory else self.config
-        )
-        return score_split(
-            run, store, split, store.split(split), limit, report, streaming=streaming
-        )[0]
+        run = self
+        if self.config.model.memory:
+            run = replace(self, config=with_stride(self.config))
+        tokens = store.split(split)
+        score, _ = score_split(run, store, split, tokens, limit, report, streaming=streaming)
+        return score
 
     def facts(self) -> dict[str, Any]:
         return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
@@ -115,7 +127,7 @@ class LoadedRun:
 
 
 def run_tokenizer(folder: Path, described: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that a checkpoint describes; `RunFailed` where its file in the run's folder is another."""
+    """Return the tokenizer that a checkpoint describes; `RunFailed` where its file is another."""
     try:
         return load_tokenizer(described, folder)
     except (OSError, RuntimeError, *DAMAGED) as error:
@@ -123,14 +135,15 @@ def run_tokenizer(folder: Path, described: dict[str, Any]) -> Tokenizer:
 
 
 def load(folder: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
-    """Load the best or last checkpoint of a run, or an export, for use from Python; nothing of the process changes.
+    """Load the best or last checkpoint of a run, or an export, for use from Python.
 
     Raises:
         UserError: there is no such run or checkpoint, or its config.yaml is not what was trained.
         RunFailed: no checkpoint of the run is whole, or its weights are not numbers.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return load_run(Path(folder), run_config(folder), checkpoint, where, say=lambda line: None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    used = torch.device(device or default)
+    return load_run(Path(folder), run_config(folder), checkpoint, used, say=lambda line: None)
 
 
 def load_run(
@@ -141,32 +154,36 @@ def load_run(
     vocabulary: int | None = None,
     say: Callable[[str], object] = say,
 ) -> LoadedRun:
-    """As `load`; `vocabulary`: of the data that are read, unset: the run's."""
-    found = (
-        read_export(folder)
-        if is_export(folder)
-        else load_for_use(folder / "checkpoints", checkpoint, say)
-    )
-    check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
-    where = f"{folder}: {found['file']}.ckpt"
-    vocabulary = vocabulary or found["data"].get("vocabulary")
-    if not isinstance(vocabulary, int) or all(
-        each.shape[:1] != (vocabulary,) for each in found["model"].values()
-    ):
-        raise UserError(f"{where} does not fit data of {vocabulary} different units")
+    """As `load`; `vocabulary` is that of the data that are read, None: the run's."""
+    if is_export(folder):
+        content = read_export(folder)
+    else:
+        content = load_for_use(folder / "checkpoints", checkpoint, say)
+    check_config(content, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
+    file = f"{folder}: {content['file']}.ckpt"
+    vocabulary = vocabulary or content["data"].get("vocabulary")
+    if not fits_vocabulary(content, vocabulary):
+        raise UserError(f"{file} does not fit data of {vocabulary} different units")
+    assert isinstance(vocabulary, int)
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
-    if config.hardware.precision in WEIGHT_TYPES:
-        model = model.to(
-            WEIGHT_TYPES[config.hardware.precision]
-        )  # before weights are copied into it
-    load_weights(model, found)
-    if broken := not_numbers(model):
+    if config.hardware.precision in WEIGHT_TYPES:  # before weights are copied into it
+        model = model.to(WEIGHT_TYPES[config.hardware.precision])
+    load_weights(model, content)
+    broken = not_numbers(model)
+    if broken:
         holds = f"holds NaN or infinities, first in {broken[0]}"
-        raise RunFailed(f"{where} (step {found['step']:,}) {holds}")
+        raise RunFailed(f"{file} (step {content['step']:,}) {holds}")
     model = model.to(device).eval()
-    say(f"{where}, step {found['step']:,}, {model.count_parameters():,} parameters")
-    return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
+    say(f"{file}, step {content['step']:,}, {model.count_parameters():,} parameters")
+    return LoadedRun(folder, model, config, {key: content[key] for key in KEPT})
+
+
+def fits_vocabulary(checkpoint: Checkpoint, vocabulary: Any) -> bool:
+    """Return whether a checkpoint has a tensor with a row for each token of a vocabulary."""
+    if not isinstance(vocabulary, int):
+        return False
+    return any(tensor.shape[:1] == (vocabulary,) for tensor in checkpoint["model"].values())
 
 
 def not_numbers(model: torch.nn.Module) -> list[str]:
@@ -181,39 +198,34 @@ def not_numbers(model: torch.nn.Module) -> list[str]:
 
 
 def stores_of(folder: Path | None, data: DataConfig) -> Path:
-    """Return where the store of a run's data lies: in `data_root()`, or else where the run has recorded it."""
+    """Return the folder of the stores of data: `data_root()`, else the one that the run recorded."""
     root = data_root()
     if folder is None:
         return root
+    record = EXPORT_FACTS if is_export(folder) else "environment.json"
     with contextlib.suppress(OSError, *DAMAGED):
-        facts = json.loads(
-            read_file(folder / (EXPORT_FACTS if is_export(folder) else "environment.json"))
-        )
-        kept = Path(facts["data"]["folder"])
-        if (
-            kept.exists()
-            and not store_folder(data, root).exists()
-            and store_folder(data, kept.parent) == kept
-        ):
-            return kept.parent
+        recorded = Path(json.loads(read_file(folder / record))["data"]["folder"])
+        is_missing = recorded.exists() and not store_folder(data, root).exists()
+        if is_missing and store_folder(data, recorded.parent) == recorded:
+            return recorded.parent
     return root
 
 
 def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, Store]:
-    """Load a run for a command, with the data that its configuration names; `UserError` for another tokenizer's."""
+    """Load a run for a command, with the data that its configuration names.
+
+    Raises `UserError` for data of another tokenizer.
+    """
     store = open_data(config.data, stores_of(folder, config.data))
     run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
-    theirs, ours = (
-        data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe())
-    )
-    if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
-        raise UserError(
-            f"{store.name}: the tokenizer of these data is not that of the run; name the data as it does"
-        )
+    trained = run.checkpoint["data"].get("tokenizer") or {}
+    here = store.describe().get("tokenizer") or {}
+    if any(trained.get(key) != here.get(key) for key in ("name", "sha256")):
+        differs = "the tokenizer of these data is not that of the run"
+        raise UserError(f"{store.name}: {differs}; name the data as it does")
     if not run.has_data(store):
-        say(
-            f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on"
-        )
+        risk = "parts of this split may have been trained on"
+        say(f"note: these are not the data of the run ({store.name}); {risk}")
     return run, store
 
 
@@ -226,91 +238,81 @@ def score_split(
     report: Report = print,
     **how: Any,
 ) -> tuple[Score, int]:
-    """Score `tokens`, as a split is read, or a sample of `limit` windows; return the number of all windows, too.
+    """Score the tokens of a split, and return the score and the number of all windows.
 
-    `how`: see `score_windows`. `UserError` for a memory longer than the split, `RunFailed` for nats that are no number.
+    Raises `UserError` for a memory longer than the split, `RunFailed` for nats that are no number.
+
+    Args:
+        limit: how many windows are scored; None: all.
+        how: options of `score_windows`.
     """
-    if (memory := run.config.model.memory) > len(tokens):
-        raise UserError(
-            f"memory={memory} must be at most {len(tokens):,}, the units of split {split}"
-        )
-    every = windows(len(tokens), *spans(flat(to_dict(run.config))))
-    chosen, reach = sample_windows(every, limit, run.config.seed), local_reach(run.config)
-    report(f"{len(chosen):,} of {len(every):,} windows of split {split}")
+    memory = run.config.model.memory
+    if memory > len(tokens):
+        most = f"{len(tokens):,}, the units of split {split}"
+        raise UserError(f"memory={memory} must be at most {most}")
+    all_windows = windows(len(tokens), *spans(flat(to_dict(run.config))))
+    chosen = sample_windows(all_windows, limit, run.config.seed)
+    report(f"{len(chosen):,} of {len(all_windows):,} windows of split {split}")
+    options = {"answers": store.answers, "reach": local_reach(run.config), **how}
     with run.autocast(), progress_bar("windows") as show:
-        score = score_windows(
-            run.model, tokens, chosen, answers=store.answers, reach=reach, **how, on_progress=show
-        )
+        score = score_windows(run.model, tokens, chosen, **options, on_progress=show)
     if not math.isfinite(score.nats):
-        why = f"the run has diverged, or hardware.precision={run.precision} is too narrow for it; nothing is written"
-        raise RunFailed(
-            f"{run.checkpoint['file']}.ckpt of {run.folder} scores {score.nats} nats: {why}"
-        )
-    return score, len(every)
+        narrow = f"hardware.precision={run.precision} is too narrow for it"
+        reason = f"the run has diverged, or {narrow}; nothing is written"
+        file = f"{run.checkpoint['file']}.ckpt of {run.folder}"
+        raise RunFailed(f"{file} scores {score.nats} nats: {reason}")
+    return score, len(all_windows)
 
 
 def prepare_device(config: Config) -> torch.device:
-    """Set up torch for a command as `hardware` says, before any tensor is made, and return where to compute."""
+    """Set up torch for a command, before any tensor is made, and return the device."""
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
-    return torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
+    return torch.device(hardware.torch_device)
 
 
 def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return a run's configuration with overrides, for work on one device, not compiled."""
-    config = load_run_config(folder)
-    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
-    alone = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
-    return merge(
-        replace(config, hardware=alone), overrides
-    )  # what does not go with other devices, or compiled, may
+    return on_one_device(load_run_config(folder), check_overrides(overrides))
 
 
 def with_stride(config: Config, stride: int | None = None) -> Config:
-    """Return the configuration of an evaluation by windows that advance by `stride` units; unset: N, or `STREAM`."""
-    return merge(
-        config,
-        [f"trainer.val_stride={written(stride or (STREAM if config.model.memory else None))}"],
-    )
+    """Return the configuration of an evaluation by windows that advance by `stride` tokens.
+
+    None: by their length, or by `STREAM` where the model has a memory.
+    """
+    default = STREAM if config.model.memory else None
+    return merge(config, [f"trainer.val_stride={written(stride or default)}"])
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be."""
-    weights = safetensors.torch.save(
-        {name: tensor.clone() for name, tensor in checkpoint["model"].items()}
-    )
-    facts = {
-        "sha256": hashlib.sha256(weights).hexdigest(),
-        **{key: checkpoint[key] for key in KEPT},
-    }
+    """Write a model and `files`, by their names, into a folder; `RunFailed` where that fails."""
+    tensors = {name: tensor.clone() for name, tensor in checkpoint["model"].items()}
+    weights = safetensors.torch.save(tensors)
+    facts = {"sha256": hashlib.sha256(weights).hexdigest()}
+    facts |= {key: checkpoint[key] for key in KEPT}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        write_json(
-            folder / EXPORT_FACTS, facts
-        )  # first: by it an unfinished export is known, to be made anew
+        # First: it marks the folder as an export, also when it is left unfinished.
+        write_json(folder / EXPORT_FACTS, facts)
         for name, content in {**files, WEIGHTS: weights}.items():
             replace_file(folder / name, lambda file, content=content: file.write(content))
     except OSError as error:
-        raise RunFailed(
-            f"cannot write to {folder}: {error.strerror}; output=<folder> names another"
-        ) from error
+        other = "output=<folder> names another"
+        raise RunFailed(f"cannot write to {folder}: {error.strerror}; {other}") from error
 
 
 def read_export(folder: Path) -> Checkpoint:
-    """Return an exported model as the checkpoint it was made of; RunFailed where a file is missing, cut or altered."""
+    """Return an exported model as a checkpoint; `RunFailed` where a file is missing or altered."""
     try:
-        facts, weights = json.loads(read_file(folder / EXPORT_FACTS)), read_file(folder / WEIGHTS)
-        if hashlib.sha256(weights).hexdigest() != facts["sha256"] or facts["file"] not in (
-            "best",
-            "last",
-            "previous",
-        ):
+        facts = json.loads(read_file(folder / EXPORT_FACTS))
+        weights = read_file(folder / WEIGHTS)
+        is_altered = hashlib.sha256(weights).hexdigest() != facts["sha256"]
+        if is_altered or facts["file"] not in ("best", "last", "previous"):
             raise ValueError(f"{WEIGHTS} is cut short or altered")
-        checkpoint = {
-            **{name: facts[name] for name in KEPT},
-            "model": safetensors.torch.load(weights),
-        }
+        checkpoint = {name: facts[name] for name in KEPT}
+        checkpoint["model"] = safetensors.torch.load(weights)
     except (OSError, safetensors.SafetensorError, *DAMAGED) as error:
         raise RunFailed(f"{folder} is a damaged export ({error}): export the run anew") from error
     check_layout(folder / EXPORT_FACTS, checkpoint)

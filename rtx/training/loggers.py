@@ -1,12 +1,11 @@
 """Where the numbers of a run go: metrics.jsonl (an object per line; after a resume the last row of a step counts), and
 TensorBoard, CSV, or Weights & Biases at arm's length: its files, and in `wandb.json` what tells it the run, which a
-resume and what comes after training go on with, are in the run's folder. Rows have keys `train/…`, `val/…`, `final/…`.
+resume and what comes after training go on with, are in the run's folder. Rows have names `train/…`, `valid/…`.
 """
 
 import configparser
 import contextlib
 import json
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,10 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from rtx.disk import open_no_link, read_file, write_json
-from rtx.errors import DAMAGED, UserError
+from rtx.errors import UserError
 from rtx.progress import say as say_line
 from rtx.runs.folder import shown
+from rtx.runs.records import MetricsRow, finite, read_rows
 from rtx.runs.status import utc_now
 from rtx.settings.logger import wandb_mode
 from rtx.settings.schema import Config
@@ -33,10 +33,6 @@ QUIET = {
     "WANDB_SILENT": "true",
     "WANDB_ERROR_REPORTING": "false",
 }  # read when wandb is first imported
-KINDS = {"train": ("train", ""), "val": ("valid", "val_"), "final": ("final", "val_")}
-"""By the first part of a row's keys: its kind in metrics.jsonl, and what the keys begin with there."""
-OF_ANY_KIND = ("train_seconds",)
-"""Fields of one name in rows of all kinds."""
 LOCAL: dict[str, Callable[[Path], Logger]] = {
     "csv": partial(CSVLogger, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
     "tensorboard": partial(
@@ -59,38 +55,40 @@ def logging_to(
         contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics,
         contextlib.ExitStack() as stack,
     ):
-        if make := LOCAL.get(config.logger.name):
-            other = make(folder)
-            other.log_hyperparams(facts)
+        loggers: list[Logger] = [metrics]
+        for name, make in LOCAL.items():
+            if not getattr(config.logger, name):
+                continue
+            local = make(folder)
+            local.log_hyperparams(facts)
             for values, at in rows_before(folder / "metrics.jsonl", step, config):
-                other.log_metrics(values, at)
-            stack.push(lambda kind, *_: other.finalize("failed" if kind else "success"))
-        elif other := wandb_logger(config, folder, facts, say):
-            stack.push(lambda kind, *_: other.finish(exit_code=int(kind is not None)))
-        yield [metrics, *filter(None, [other])]
+                local.log_metrics(values, at)
+            stack.push(partial(finalize, local))
+            loggers.append(local)
+        wandb = wandb_logger(config, folder, facts, say) if config.logger.wandb else None
+        if wandb:
+            stack.push(lambda kind, *_: wandb.finish(exit_code=int(kind is not None)))
+            loggers.append(wandb)
+        yield loggers
+
+
+def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
+    """End a logger of Lightning's, after an exception of some kind or none."""
+    logger.finalize("failed" if kind else "success")
 
 
 def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
-    """Yield the rows up to `step`, of each kind and step the last, but those that a run from there on writes again."""
-    ended, parts = (
-        step >= config.trainer.steps,
-        {kind: (part, prefix) for part, (kind, prefix) in KINDS.items()},
-    )
-    again = {"valid": ended or not step % config.trainer.val_every, "final": ended}
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in read_file(path).splitlines() if path.exists() else ():
-        with contextlib.suppress(*DAMAGED):  # a line that cannot be read costs no other its place
-            row = json.loads(line)
-            rows[int(row["step"]), row["kind"]] = row
+    """Yield the last rows of each kind and step up to `step`, without what a run from there repeats."""
+    is_over = step >= config.trainer.steps
+    validates_again = is_over or step % config.trainer.val_every == 0
+    repeated = {"valid": validates_again, "final": is_over}
+    rows: dict[tuple[int, str], MetricsRow] = {}
+    for row in read_rows(MetricsRow, path, problems=[]):
+        rows[row.step, row.kind] = row
     for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
-        if kind in parts and (at < step or (at == step and not again.get(kind))):
-            part, prefix = parts[kind]
-            known = {
-                key.removeprefix(prefix): row[key]
-                for key in row
-                if isinstance(row[key], int | float)
-            }
-            yield {f"{part}/{key}": value for key, value in known.items() if key != "step"}, at
+        if at < step or (at == step and not repeated.get(kind)):
+            numbers = row.metrics.items()
+            yield {name: value for name, value in numbers if value is not None}, at
 
 
 class JsonlLogger(Logger):
@@ -109,18 +107,10 @@ class JsonlLogger(Logger):
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row with its `kind` (train, valid, final); numbers that JSON does not know become null."""
-        (part,) = {key.partition("/")[0] for key in metrics}
-        kind, prefix = KINDS[part]
-        known = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in metrics.items()
-        }
-        row = {"kind": kind, "step": step, "time": utc_now()}
-        for key, value in known.items():
-            field = key.partition("/")[2]
-            row[field if field in OF_ANY_KIND else prefix + field] = value
-        self.file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        """Append a row; numbers that JSON does not have become null."""
+        numbers = {name: finite(value) for name, value in metrics.items()}
+        row = MetricsRow.model_validate({"step": step, "time": utc_now(), **numbers})
+        self.file.write(row.model_dump_json().encode() + b"\n")
         self.file.flush()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +192,7 @@ class GuardedWandbLogger(WandbLogger):
         self.goes_on = goes_on
         with own_settings():
             self.run = self.experiment  # which begins the run
-        self.run.define_metric("val/bits", step_metric="trainer/global_step", summary="min")
+        self.run.define_metric("valid/bits", step_metric="trainer/global_step", summary="min")
         if asked["mode"] == "online":
             say(f"W&B: {self.run.url}")
 
@@ -224,8 +214,11 @@ class GuardedWandbLogger(WandbLogger):
         import wandb
 
         pictures = [wandb.Image(str(path)) for path in files if path.suffix == ".png"]
-        if shown := {**figures, **({"pictures": pictures} if pictures else {})}:
-            super().log_metrics({f"{kind}/{key}": value for key, value in shown.items()}, step)
+        numbers = dict(figures)
+        if pictures:
+            numbers[f"{kind}/pictures"] = pictures
+        if numbers:
+            super().log_metrics(numbers, step)
         artifact = wandb.Artifact(f"{kind}-{self.version}", type=kind)
         for path in files:
             artifact.add_file(str(path))
@@ -243,7 +236,8 @@ class GuardedWandbLogger(WandbLogger):
 def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedWandbLogger | None:
     """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
     os.environ |= QUIET
-    wished, mode = config.logger, config.logger.name
+    wished = config.logger
+    mode = wished.mode
     try:
         if mode == "auto":
             mode, why = quiet_mode()

@@ -38,7 +38,7 @@ class TrainingModule(pl.LightningModule):
     `take_step` is the optimizer step. It needs no Trainer: benchmarks and tests call it as well.
 
     Args:
-        answers: where the answers of sequences are, which alone are predicted; None: all tokens are.
+        answers: where the answers are, which alone are predicted; None: all tokens are.
         metadata: the `config` and the `data` that every checkpoint holds.
     """
 
@@ -52,7 +52,7 @@ class TrainingModule(pl.LightningModule):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # To Lightning this is manual optimization: its loop hands over a batch, and calls nothing else.
+        # Lightning calls this manual optimization: `training_step` does all of the step.
         self.automatic_optimization = False
         self.model = model
         self.config = config
@@ -161,7 +161,7 @@ class TrainingModule(pl.LightningModule):
         self.scored.append(scored[number_B >= 0])
 
     def on_validation_epoch_end(self) -> None:
-        """Join the windows of all ranks, in their order, into one score, whatever the number of ranks."""
+        """Join the windows of all ranks into one score, the same for any number of ranks."""
         scored_here = [torch.cat(self.scored).numpy()] if self.scored else []
         self.scored = []
         scored = [part for parts in self.ranks.gather(scored_here) for part in parts]
@@ -171,7 +171,7 @@ class TrainingModule(pl.LightningModule):
         self.score = joined(all_KX[:, 1:], self.answers)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what other commands read, and leave out the counters of loops, which follow from the step."""
+        """Add what other commands read, without the state of loops, which follows from the step."""
         del checkpoint["loops"]
         tensors = checkpoint.pop("state_dict")
         model = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}

@@ -51,8 +51,8 @@ def learning_rate(config: Config, step: int) -> float:
 
     It rises linearly to `optimizer.lr` in `optimizer.warmup` steps. Then it is
     peak * sqrt(warmup / step) (rsqrt, as in the paper), a cosine that ends at a tenth of the peak
-    at `trainer.steps`, or the peak throughout (constant). As a pure function of the step it needs no
-    scheduler, which would have a state to save.
+    at `trainer.steps`, or the peak throughout (constant). A pure function of the step has no state
+    that a checkpoint would have to hold.
     """
     assert step >= 1
     peak = config.optimizer.lr
@@ -74,7 +74,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a state that is not like its weight: a fused step would write beyond it."""
+    """Raise ValueError for a state unlike its weight: a fused step would write beyond it."""
     for weight, state in optimizer.state.items():
         shapes = moment_shapes(weight.shape)
         for name, moment in state.items():

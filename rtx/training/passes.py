@@ -1,4 +1,4 @@
-"""The forward pass of training: what it minimises, and whether it runs eagerly, compiled or recorded.
+"""The forward pass of training: what it minimises, and how it runs: eager, compiled or recorded.
 
 Shapes: B sequences of a micro-batch, N tokens of each, A answers of each at the most.
 """
@@ -46,7 +46,7 @@ class Passes:
 
     Args:
         hardware: says whether the loss is compiled and whether its passes are recorded.
-        answers: where the answers of sequences are, which alone are predicted; None: all tokens are.
+        answers: where the answers are, which alone are predicted; None: all tokens are.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Passes:
         return "; ".join(line for line in lines if line)
 
     def compile_now(self) -> str:
-        """Compile what is to be compiled, by a pass whose results are dropped, and return a line on it.
+        """Compile the loss, if it is to be, by a pass whose results are dropped; return a line.
 
         Where that fails the model runs eagerly with `hardware.compile=auto`; with `true` the error
         is raised.
@@ -163,7 +163,7 @@ class Passes:
             torch.autograd.grad(objective.loss, weights, allow_unused=True)
 
     def compile_move(self) -> None:
-        """Compile, on a GPU, the function that moves centroids, by a call whose results are dropped."""
+        """Compile, on a GPU, the function that moves centroids, by a call that changes nothing."""
         assert self.first_BN is not None
         if not self.first_BN.is_cuda:
             return

@@ -1,4 +1,4 @@
-"""The arithmetic of training (hardware.precision): the type of weights, and what a forward pass computes in."""
+"""The arithmetic of training (hardware.precision): types of weights and of forward passes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,8 +17,9 @@ class Arithmetic(Precision):
     Lightning would enter the context for the whole step. Backward pass, clipping and optimizer must
     not run in it, so each forward pass enters it by itself. Validation has it from Lightning.
 
-    With bf16-true weights, gradients and the residual stream are in bfloat16. Lightning's plugin for
-    that makes bfloat16 the type of every new tensor as well: random heads would draw other numbers.
+    With bf16-true weights, gradients and the residual stream are in bfloat16. Lightning's plugin
+    for that makes bfloat16 the type of every new tensor as well: random heads would draw other
+    numbers.
 
     Args:
         name: fp32, tf32, bf16, bf16-true or fp64.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtx.data.catalog import Store
+from rtx.data.store import Store
 from rtx.progress import say
 from rtx.runs.folder import shown
 from rtx.runs.signals import Signals, state_after
@@ -108,7 +108,7 @@ class Session:
         That is upon a second signal, or when one of those processes is gone.
         """
         reason = f"{how}; {self.last_good()}"
-        # By print: the main thread may hold the lock of `say`, and wait for another process forever.
+        # By print: the main thread may hold the lock of `say`, and wait for a lost process.
         with contextlib.suppress(OSError):
             print(f"rtx: {reason}" if code == 1 else reason, flush=True)
             if self.saved_step is not None:

@@ -9,7 +9,7 @@ from rtx.errors import UserError
 from rtx.runs.environment import record_start
 from rtx.runs.folder import shown
 from rtx.runs.resumption import Differences, differences, refuse_changes
-from rtx.settings.extensions import copies
+from rtx.settings.extensions import code_of, copies
 from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
 from rtx.settings.schema import Config, to_dict
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
@@ -76,7 +76,7 @@ def set_best_aside(session: Session) -> None:
 
 
 def record_beginning(session: Session, parameters: int, changed: Differences | None) -> None:
-    """Record machine, software and configuration, once it is certain that these fit the checkpoint."""
+    """Record machine, software and configuration, which by now fit the checkpoint."""
     record: dict[str, Any] = {
         "hardware": vars(session.hardware),
         "data": session.store.describe(),
@@ -97,13 +97,13 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
 
 
 def extension_names(config: Config) -> dict[str, str]:
-    """Return the names that the copies of extensions have in the run's folder, by their paths."""
-    return {str(code.path): name for name, code in copies(config.extensions).items()}
+    """Return the names of the extensions in the run's configuration, by their paths."""
+    return {str(code.path): name for name, code in code_of(config.extensions).items()}
 
 
 def write_config(config: Config, folder: Path) -> None:
     """Write config.yaml, and copies of the extensions, into a run's folder."""
-    for name, code in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, code=code: file.write(code.content))
+    for name, content in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, content=content: file.write(content))
     text = to_yaml(config).encode()
     replace_file(folder / RUN_CONFIG, lambda file: file.write(text))

@@ -89,7 +89,7 @@ class StepClock:
 
 
 class RunClock:
-    """Times of a run: all seconds since its first step, and in `steps` those of optimizer steps alone.
+    """Times of a run: all seconds since its first step, and those of optimizer steps alone.
 
     Args:
         first_step: the number of steps that earlier processes have taken.

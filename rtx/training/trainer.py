@@ -115,12 +115,12 @@ def fit(
 def closing_score(
     session: Session, trainer: pl.Trainer, module: TrainingModule, data: RtxDataModule
 ) -> Outcome:
-    """Score the trained model on the validation split, write the row, and return how the fit ended."""
+    """Score the trained model on the validation split, and return how the fit has ended."""
     step = trainer.global_step
     count = closing_windows(session, module, data)
     if count != len(module.score.units_K):  # the windows of the last validation were others
         trainer.validate(module, data.val_dataloader(count), verbose=False)
-    write_score(trainer, "final", module.score, session)
+    write_score(trainer, "valid/final_", module.score, session)
     return Outcome(
         step=step,
         seconds=session.clock.seconds,

@@ -1,5 +1,7 @@
-"""What `rtx analyze` measures. What heads read: the oracle's weights by the patterns' rules, divergences, telemetry;
-what selections keep. Losses by position and context, and the price of the future, against the model run by plain loops.
+"""What `rtx analyze` measures, against plain loops.
+
+What heads read: the weights by the rules of the patterns, divergences, telemetry, and what
+selections retain. Losses by position and by context, and the price of the future.
 """
 
 import itertools
@@ -14,9 +16,10 @@ from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 
 from rtx.analysis import attention_weights as weights
-from rtx.analysis import coverage
+from rtx.analysis import coverage, divergence
 from rtx.analysis import loss_by_position as losses
 from rtx.analysis.loss_by_position import RERUN, STREAMING, TEACHER_FORCED
+from rtx.analysis.telemetry import read_telemetry
 from rtx.attention import oracle
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.reads import RangeReads
@@ -35,7 +38,9 @@ from tests.helpers.tiny_models import (
 )
 
 AT = torch.tensor([0, 1, 7, 8, 20, 23])
-LENGTH, WINDOW, CLUSTERS = 24, 5, 4
+LENGTH = 24
+WINDOW = 5
+CLUSTERS = 4
 OPTIONS: list[Kind] = [
     *(kind for kind in OTHERS + OWN_KEYS if "routing_compressed" not in kind),
     {
@@ -55,9 +60,11 @@ OPTIONS: list[Kind] = [
 
 def oracle_weights(heads: weights.Heads) -> list[Tensor]:
     pattern, given, _, relative = heads
-    terms, found = pattern.terms(given.q_BHND.shape[-1], relative), []
+    terms = pattern.terms(given.q_BHND.shape[-1], relative)
+    found = []
     for head in range(given.q_BHND.shape[1]):
-        q_ND, k_ND = given.rotated_q_BHND[0, head], given.rotated_k_BHND[0, head]
+        q_ND = given.rotated_q_BHND[0, head]
+        k_ND = given.rotated_k_BHND[0, head]
         mask_PNN = pattern.rule(given, head, False)
         if not pattern.attend_self:
             mask_PNN = oracle.others_if_any(mask_PNN)
@@ -72,7 +79,8 @@ def test_weights_are_those_of_the_oracle(monkeypatch: pytest.MonkeyPatch, kind: 
     monkeypatch.setattr(weights, "KEYS", 10)
     attention, x_1NE = list(weights.layer_inputs(tiny_model(**kind), tokens(batch=1)))[2]
     for group in weights.groups_of(attention, x_1NE).values():
-        blocks, expected = list(weights.weight_blocks(group, AT)), oracle_weights(group)
+        blocks = list(weights.weight_blocks(group, AT))
+        expected = oracle_weights(group)
         assert [block.shape[-1] for block in blocks] == [10, 10, 4]
         for head, weight_PN in enumerate(torch.cat(blocks, dim=-1)):
             torch.testing.assert_close(weight_PN, expected[head][AT], rtol=0, atol=1e-12)
@@ -86,7 +94,7 @@ def test_what_a_head_reads_on_average() -> None:
 
 
 def apart(p_NN: Tensor, q_NN: Tensor) -> float:
-    """Return the divergence, whose root scipy gives, as a mean over the positions where both read something."""
+    """Return the mean divergence where both read something; scipy gives its root."""
     both_N = (p_NN.sum(-1) > 0.5) & (q_NN.sum(-1) > 0.5)
     return float(np.mean(jensenshannon(p_NN[both_N].T, q_NN[both_N].T) ** 2))
 
@@ -98,9 +106,10 @@ def apart(p_NN: Tensor, q_NN: Tensor) -> float:
 def test_each_draw_is_a_mean_where_both_read(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    model, tokens_BN = tiny_model(**options), tokens(batch=2)
+    model = tiny_model(**options)
+    tokens_BN = tokens(batch=2)
     monkeypatch.setattr(weights, "KEYS", 7)
-    rows = weights.divergences(model, tokens_BN, draws=3, seed=5)
+    rows = divergence.divergences(model, tokens_BN, draws=3, seed=5)
     kinds = (("local", "local"), ("local", "routed"), ("routed", "routed"))
     assert [(row["layer"], *row["kind"]) for row in rows] == [
         (0, *kinds[0]),
@@ -115,12 +124,14 @@ def test_each_draw_is_a_mean_where_both_read(
             same = row["kind"][0] == row["kind"][1]
             pairs = itertools.combinations(first, 2) if same else itertools.product(first, second)
             assert min(abs(apart(p, q) - nats) for p, q in pairs) < 1e-9
-    local = next(row for row in weights.over_layers(rows) if row["kind"] == ["local", "local"])
+    local = next(
+        row for row in divergence.mean_over_layers(rows) if row["kind"] == ["local", "local"]
+    )
     draws_LR = [row["nats_R"] for row in rows if row["kind"] == ["local", "local"]]
     assert local["mean"] == pytest.approx(np.mean(draws_LR))
     assert local["deviation"] == pytest.approx(np.mean(draws_LR, axis=0).std(ddof=1))
-    assert weights.divergences(model, tokens_BN, draws=3, seed=5) == rows
-    assert weights.divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], (
+    assert divergence.divergences(model, tokens_BN, draws=3, seed=5) == rows
+    assert divergence.divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], (
         "one head is no pair"
     )
 
@@ -137,9 +148,10 @@ def test_telemetry_counts_the_members_of_a_whole_batch(selection: str, keys: str
     }
     model = tiny_model(selection=selection, routing_keys=keys, **sizes).train()
     model.loss(tokens(batch=3, seed=1))
-    told = weights.read_telemetry(model)
+    told = read_telemetry(model)
     ((attention, x_BNE),) = weights.layer_inputs(model, tokens(batch=3, seed=1))
-    times, counts = [], []
+    times = []
+    counts = []
     for b in range(3):
         heads, _, (part,), _ = weights.groups_of(attention, x_BNE[b : b + 1])["routed"]
         assert isinstance(part, RangeReads) and isinstance(heads, Routing)
@@ -167,7 +179,7 @@ def test_spans_are_told_in_positions_and_nothing_without_routing() -> None:
     with torch.no_grad():
         spans[0].share_H.copy_(torch.tensor([0.1, 0.7]))
         spans[1].share_H.copy_(torch.tensor([-0.2, 0.2]))
-    assert weights.read_telemetry(model) == pytest.approx({"span/mean": 2.5, "span/max": 7})
+    assert read_telemetry(model) == pytest.approx({"span/mean": 2.5, "span/max": 7})
 
 
 SIZES = [1, 4, 9, 24]
@@ -184,7 +196,9 @@ LOOKING_BACK = {**ONE_CLUSTER, **TIED, "routing_window": LENGTH}
 @torch.no_grad()
 @pytest.mark.parametrize(("back", "options"), [(0, FULL), (5, FULL), (5, LOOKING_BACK)], ids=str)
 def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
-    model, config, N = tiny_model(**options), tiny_config(**options), LENGTH - back
+    model = tiny_model(**options)
+    config = tiny_config(**options)
+    N = LENGTH - back
     made = nn.ModuleList(coverage.selections(config, layer, SIZES, block=2) for layer in range(3))
     for seed in range(4):
         coverage.fit(config, model, made, tokens(batch=3, seed=seed))
@@ -196,7 +210,8 @@ def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
         -1
     ]  # below, units that return have equal scores
     group = list(weights.groups_of(attention, x_1NE).values())[coverage.full_group(config, 2)[0]]
-    given, weight_HNN = group[1], torch.stack(oracle_weights(group))[:, back:, :N].tril()
+    given = group[1]
+    weight_HNN = torch.stack(oracle_weights(group))[:, back:, :N].tril()
     pairs = itertools.product(range(len(coverage.NAMES)), range(len(SIZES)))
     of = zip(pairs, made[-1], strict=True)  # type: ignore[arg-type]
     for (s, z), each in of:
@@ -253,7 +268,8 @@ def test_each_level_scores_the_second_half_once_behind_enough_context_and_gains_
             for span in spans
         ]
 
-    rows, half = losses.by_context(score, windows(2 * length, length)), length // 2
+    rows = losses.by_context(score, windows(2 * length, length))
+    half = length // 2
     assert levels == [[*range(length - half, length), *range(2 * length - half, 2 * length)]] * len(
         rows
     )
@@ -293,7 +309,8 @@ def test_each_way_of_scoring_is_what_it_says_and_who_sees_no_future_pays_nothing
 
 
 def test_standard_errors_are_over_positions_and_over_windows() -> None:
-    base, rerun = np.zeros((2, 3)), np.array([[1.0, 2, 3], [5, 6, 7]])
+    base = np.zeros((2, 3))
+    rerun = np.array([[1.0, 2, 3], [5, 6, 7]])
     found = losses.differences({TEACHER_FORCED: base, RERUN: rerun, STREAMING: base})["leak_gives"]
     assert found["bits"] == pytest.approx(4)
     assert found["over_positions"] == pytest.approx(math.sqrt(28 / 5 / 6))

@@ -1,4 +1,4 @@
-"""The plan's counts of work and memory against counting for real, and what `auto` takes on devices that are made up."""
+"""The plan's counts of work and memory against real counts, and what `auto` chooses."""
 
 import dataclasses
 import gc
@@ -6,17 +6,19 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis import footprint as plan
 from rtx.analysis import head_memory, micro_batch
 from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
-from rtx.attention.engine import packed_attention
+from rtx.attention.engine import blocks, packed_attention
 from rtx.attention.indexer import Indexer
-from rtx.attention.positional import Fixed, Full, Local, Strided
+from rtx.attention.positional import Fixed, Full, Local, PositionPattern, Strided
 from rtx.attention.routing import ROOM, Routing
 from rtx.data.catalog import vocabulary_size
+from rtx.model import heads
 from rtx.model.heads import make_pattern
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
@@ -106,10 +108,34 @@ def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
     assert low < planned / kept_for_backward(config) < high
 
 
+class Gapped(PositionPattern):
+    """Defined by pairs of positions alone, so its heads read by an index."""
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j) % 64 == 0
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_an_index_of_base_heads_saves_scores_while_its_own_heads_have_few(
+    sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*SHRUNK, *LOCAL, *PLAIN, "hardware.products=torch", f"trainer.batch_size={sequences}")
+    config = compose(words)
+    scores = sequences * config.model.heads * config.data.length**2
+    assert (scores <= blocks.MAX_SCORES_CPU) == (sequences == 1), "both cases are tested"
+    for module in (heads, head_memory):
+        monkeypatch.setattr(module, "make_pattern", lambda *_: Gapped())
+    monkeypatch.setattr(head_memory, "saved_by_key", {})
+    logits, _ = plan.logits_bytes(config, sequences * config.data.length, 256)
+    planned = plan.saved(config, sequences) + logits
+    assert 0.9 < planned / kept_for_backward(config) < 1.1
+
+
 def kept_for_backward(config: Config) -> int:
-    """Return the bytes that a training forward pass leaves behind: for the backward pass, and for telemetry."""
+    """Return the bytes that a forward pass saves for the backward pass, and for telemetry."""
     torch.manual_seed(0)
-    model, tracker = Transformer(config, 256).train(), MemTracker()
+    model = Transformer(config, 256).train()
+    tracker = MemTracker()
     tracker.track_external(model)
     tokens_BN = torch.randint(0, 256, (config.trainer.batch_size, config.data.length))
     with (
@@ -168,7 +194,7 @@ def test_what_is_kept_on_a_gpu_is_what_its_engines_save(overrides: tuple[str, ..
 
 
 def saved_without_numbers(config: Config) -> int:
-    """Return the bytes that a training forward pass saves, by tensors that take a GPU's way and have shapes alone."""
+    """Return the bytes that a forward pass saves on a GPU, by tensors that have shapes alone."""
     dtype = torch.bfloat16 if config.hardware.precision == "bf16-true" else torch.float32
     model = Transformer(config, 256).to(device="meta", dtype=dtype).train()
     tokens_BN = torch.zeros(
@@ -223,7 +249,8 @@ def test_lists_of_thresholds_have_their_room_on_a_gpu() -> None:
         for how in ("causal", "topk")
     )
     members = clusters(topk) * topk.routing.window
-    heads, size = 2, 32
+    heads = 2
+    size = 32
     lists = 6 * 4 + 4  # six numbers in int32, and a log-sum
     more = (ROOM - 1) * members * heads * (lists + 2 * size)
     assert 2 * more == pytest.approx(plan.saved(causal, 2) - plan.saved(topk, 2), rel=0.01)
@@ -263,9 +290,7 @@ def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
         assert more.recompute < less.recompute or more.micro_batch_size >= less.micro_batch_size
 
 
-def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_asked_for_stays() -> (
-    None
-):
+def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None:
     config = compose(SMALL)
 
     def room(size: int) -> float:

@@ -49,7 +49,9 @@ def test_a_step_a_second_is_its_operations_over_the_peak_of_all_devices() -> Non
 
 def test_a_gpu_without_a_known_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Machine:
-        accelerator, precision, world = "gpu", "bf16", 1
+        accelerator = "gpu"
+        precision = "bf16"
+        world = 1
 
     class Letters:
         vocabulary = 256

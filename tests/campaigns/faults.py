@@ -39,7 +39,7 @@ import pytest
 
 from benchmarks.ending import end_with_children
 from benchmarks.machine import code, machine
-from rtx.runs.folder import read_status
+from rtx.runs.status import read_status
 from tests.helpers.disturbances import damaged_bytes, newest_step
 from tests.helpers.small_runs import (
     SIZES,
@@ -165,8 +165,8 @@ def preparing(ordeal: Ordeal, process: Process) -> bool:
 
 def begun(ordeal: Ordeal, process: Process) -> bool:
     """Return whether this process is the one that the run's status names."""
-    status = read_status(ordeal.run) or {}
-    return status.get("pid") == process.number
+    status = read_status(ordeal.run)
+    return status is not None and status.pid == process.number
 
 
 def stepping(ordeal: Ordeal, process: Process) -> bool:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rtx import load
-from rtx.cli.main import check_first
-from rtx.cli.options import read_words
+from rtx.cli.commands import BY_NAME, find_command
+from rtx.cli.request import read_request, startable, with_configuration
 from rtx.commands.sweep import board
 from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import learn_subwords, learn_words
@@ -27,14 +27,13 @@ from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
+from rtx.runs.checksum import COMMENT_BYTES, TAG
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
-from rtx.settings.compose import compose_data
-from rtx.settings.overrides import check_overrides
+from rtx.settings.compose import compose_data_checked
 from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import GROUPS, all_fields
 from rtx.sweeps.cells import lay_out
-from rtx.training.checkpoint import COMMENT_BYTES, TAG
 from rtx.training.inference import run_tokenizer
 from tests.helpers.bad_lines import GOOD, VALUES
 
@@ -221,11 +220,12 @@ def line() -> Target:
     def read(content: bytes) -> None:
         command, *words = content.decode(errors="surrogateescape").replace("\0", "").split("\n")
         if command == "train":
-            lay_out(check_overrides(read_words("train -m", words).overrides, sweep=True))
+            lay_out(read_request(BY_NAME["train -m"], words).overrides)
         elif command == "data":
-            compose_data(read_words("data", words[1:]).overrides)
+            compose_data_checked(read_request(BY_NAME["data"], words[1:]).overrides)
         elif command in ON_RUNS:
-            check_first(command, words)
+            known, rest = find_command(command, words, sweep=False)
+            startable(with_configuration(read_request(known, rest)))
 
     inputs = []
     for words in GOOD:

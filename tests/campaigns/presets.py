@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import io
 import itertools
 import json
@@ -42,10 +43,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rtx.commands.eval
-import rtx.commands.export
-import rtx.commands.plan
-import rtx.commands.resume
 import rtx.commands.train
 from benchmarks.ending import end_with_children
 from benchmarks.machine import code, machine
@@ -61,7 +58,7 @@ from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import conf_dir, options
 from rtx.settings.schema import CLUSTERED, Config
 from rtx.sweeps.cells import lay_out
-from rtx.training.callbacks.stop_on_signal import StopOnSignal
+from rtx.training import module
 from tests.helpers.made_sets import (
     encoded,
     publish_enwik8,
@@ -212,6 +209,9 @@ def presets() -> dict[str, list[str]]:
     for name in options("experiment"):
         cells = lay_out(check_overrides([f"experiment={name}"], sweep=True))
         overrides[f"experiment/{name}"] = list(cells[0].overrides)
+    for name in options("heads"):
+        words = overrides_in(header("heads", name), "train")
+        overrides[f"heads/{name}"] = [word for word in words if not word.startswith("data.path=")]
     return overrides
 
 
@@ -417,24 +417,23 @@ def planned(words: list[str]) -> Row:
 def training_bits(run: Path) -> dict[int, float]:
     """Return the training loss of every step in bits; of a step logged twice the last one."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["bits"] for row in rows if row["kind"] == "train"}
+    return {row["step"]: row["train/bits"] for row in rows if "train/bits" in row}
 
 
 @contextlib.contextmanager
 def stop_at(step: int) -> Iterator[None]:
-    """Send this process SIGTERM after a training step, as a scheduler may."""
-    usual = StopOnSignal.on_train_batch_end
+    """Send this process SIGTERM in a training step, as a scheduler may."""
+    original = module.after_step
+    steps = itertools.count(1)
 
-    def stopping(self: StopOnSignal, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == step:
+    def stopping(*arguments: Any) -> None:
+        original(*arguments)
+        if next(steps) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        usual(self, trainer, *rest)
 
-    StopOnSignal.on_train_batch_end = stopping  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "after_step", stopping)
         yield
-    finally:
-        StopOnSignal.on_train_batch_end = usual  # type: ignore[method-assign]
 
 
 def score_options(words: list[str], config: Config) -> list[str]:
@@ -634,6 +633,9 @@ def prove_and_write(overrides: dict[str, list[str]], names: list[str], jobs: int
     if len(names) < len(overrides) and RESULTS.exists():
         rows = {row["preset"]: row for row in json.loads(RESULTS.read_text())}
     facts = {"machine": machine("cpu", 1), "versions": code()}
+    # Each preset's process would import these anew.
+    for name in ("eval", "export", "plan", "resume", "sample"):
+        importlib.import_module(f"rtx.commands.{name}")
     with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
         folder = Path(home)
         files = folder / "files"

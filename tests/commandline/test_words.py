@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from rtx.cli import main as cli
-from rtx.cli.options import READS, EvalOptions, SampleOptions, SweepOptions, read_words
+from rtx.cli.commands import BY_NAME
+from rtx.cli.options import EvalOptions, SampleOptions, SweepOptions
+from rtx.cli.request import Request, read_request
 from rtx.settings.compose import compose
 from rtx.settings.overrides import check_overrides
 from rtx.settings.schema import all_fields, flat, to_dict
 
-SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
+SWEEP = "is a sweep (heads=full,local,random): rtx train -m runs it; for one cell of it"
 ROUTING = ("heads: 0", "layers: 0", "selection: random")
 """Of runs that are named after it."""
 BLANKS = "no blanks around =: key=value is one word\n"
@@ -355,7 +357,7 @@ def test_what_a_sweep_lists() -> None:
         "logger.group=(a,b),c": ("(a,b)", "c"),
         r"name=a\,b,c": ("'a,b'", "c"),
         "routing.heads=range(1,4)": ("1", "2", "3"),
-        "optimizer.lr=range(0.1,0.4,0.1)": ("0.1", "0.2", "0.3"),
+        "optimizer.lr=range(0.5,2,0.5)": ("0.5", "1.0", "1.5"),
         "data.path=choice(a.txt,'b,c.txt')": ("a.txt", "'b,c.txt'"),
         "routing.attend_self=choice(true,false)": ("true", "false"),
         "seed=sort(3,1,2)": ("1", "2", "3"),
@@ -368,31 +370,33 @@ def test_what_a_sweep_lists() -> None:
     assert [override.values for override in checked] == [*listed.values()]
 
 
+def request(command: str, *words: str) -> Request:
+    return read_request(BY_NAME[command], words)
+
+
 def test_options_are_read_beside_keys(runs: None) -> None:
-    words = read_words(
-        "eval", ["a", "split=test", "limit=5", "seed=3", "hardware=cpu", "data.path=a=b"]
-    )
-    assert (words.runs, words.options) == ([Path("a")], EvalOptions(split="test", limit=5))
-    assert words.overrides == ["seed=3", "hardware=cpu", "data.path=a=b"] and words.given == {
-        "split",
-        "limit",
-    }
-    sample = read_words(
-        "sample", ["a", "prompt=Once, (upon) a=b", "seed=3", "top_k=null", "temperature=5e-1"]
-    )
-    assert sample.options == SampleOptions(prompt="Once, (upon) a=b", seed=3, temperature=0.5)
-    assert read_words("sample", ["a", "prompt='  null '"]).options.prompt == "  null "
-    swept = read_words("train -m", ["seed=1,2", "sweep.parallel=2"])
-    assert (swept.options, swept.overrides) == (SweepOptions(parallel=2), ["seed=1,2"])
-    assert read_words("audit", ["a", "b", "seed=4"]).runs == [Path("a"), Path("b")]
-    assert read_words("report", []).runs == []
+    words = ("a", "split=test", "limit=5", "seed=3", "hardware=cpu", "data.path=a=b")
+    scored = request("eval", *words)
+    assert (scored.run, scored.options) == (Path("a"), EvalOptions(split="test", limit=5))
+    assert list(map(str, scored.overrides)) == ["seed=3", "hardware=cpu", "data.path=a=b"]
+    assert scored.named == {"split", "limit"} and scored.words == words
+    drawn = ("a", "prompt=Once, (upon) a=b", "seed=3", "top_k=null", "temperature=5e-1")
+    expected = SampleOptions(prompt="Once, (upon) a=b", seed=3, temperature=0.5)
+    assert request("sample", *drawn).options == expected
+    assert request("sample", "a", "~top_k", "prompt='  null '").options.prompt == "  null "
+    swept = request("train -m", "seed=1,2", "sweep.parallel=2")
+    assert swept.options == SweepOptions(parallel=2)
+    assert [override.values for override in swept.overrides] == [("1", "2")]
+    assert request("audit", "a", "b", "seed=4").runs == (Path("a"), Path("b"))
+    assert request("report").runs == ()
+    assert request("data", "remove", "one", "other").names == ("remove", "one", "other")
 
 
 def test_every_key_has_a_docstring_of_one_sentence_or_more() -> None:
     docs = {key: field.doc for key, field in all_fields().items()}
     docs |= {
         f"{name} {key}": own.doc
-        for name, command in READS.items()
+        for name, command in BY_NAME.items()
         for key, own in command.own.items()
     }
     assert [key for key, doc in docs.items() if not doc.endswith(".")] == []

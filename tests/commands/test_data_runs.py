@@ -123,7 +123,7 @@ def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(
 ) -> None:
     assert final(run)["unit"] == "dim" and final(run)["units"] == 144
     scored, _ = workshop.score(run, "split=train")
-    assert scored["units"] == 21 * 144 and 7.5 < scored["bits_per_dim"] < 9.5
+    assert scored["units"] == 21 * 144 and 7.5 < scored["bits"] < 9.5
     first, second = (
         run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2)
     )  # the first in training

@@ -48,13 +48,10 @@ def test_causal_scores_the_same_in_both_modes_and_topk_is_marked(
 ) -> None:
     modes = ("mode=parallel", "mode=streaming")
     parallel, streaming = (workshop.score(run, mode)[0] for mode in modes)
-    assert abs(parallel["bits_per_byte"] - streaming["bits_per_byte"]) < 1e-4
+    assert abs(parallel["bits"] - streaming["bits"]) < 1e-4
     parallel, streaming = (workshop.score(topk_run, mode)[0] for mode in modes)
-    assert parallel["selection_sees_future"] and "selection sees the future" in parallel["protocol"]
-    assert (
-        not streaming["selection_sees_future"]
-        and parallel["bits_per_byte"] != streaming["bits_per_byte"]
-    )
+    assert parallel["sees_future"] and "selection sees the future" in parallel["protocol"]
+    assert not streaming["sees_future"] and parallel["bits"] != streaming["bits"]
 
 
 def test_a_run_in_float64_is_loaded_and_scored_by_its_own_bits(workshop: Workshop) -> None:
@@ -66,7 +63,7 @@ def test_a_run_in_float64_is_loaded_and_scored_by_its_own_bits(workshop: Worksho
     assert any(tensor.dtype == torch.float64 for tensor in kept.values())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
     score, _ = workshop.score(run, "checkpoint=last")
-    assert score["bits_per_byte"] == final(run)["bits"]
+    assert score["bits"] == final(run)["bits"]
 
 
 def test_results_of_other_protocols_do_not_replace_each_other(
@@ -96,9 +93,7 @@ def test_results_of_other_protocols_do_not_replace_each_other(
         )
         assert not result["partial"] or (result["windows"] == 2 and result["standard_error"] > 0)
         assert ("baselines" in result) == (not result["partial"] and words != "split=train")
-        assert result["bits_per_byte"] == pytest.approx(
-            result["nats"] / result["units"] / math.log(2)
-        )
+        assert result["bits"] == pytest.approx(result["nats"] / result["units"] / math.log(2))
     assert len([*run.glob("eval/*.json")]) == len(protocols)
 
 
@@ -155,9 +150,7 @@ def test_load_changes_nothing_of_its_process(
         ({"split": "test", "limit": 3, "streaming": True}, ["limit=3", "split=test"]),
     ):
         result, _ = workshop.score(run, *words, *["mode=streaming"] * bool(options))
-        assert loaded.score(**options, report=said.append).bits == pytest.approx(
-            result["bits_per_byte"]
-        )
+        assert loaded.score(**options, report=said.append).bits == pytest.approx(result["bits"])
     assert said == ["5 of 5 windows of split valid", "3 of 5 windows of split test"]
     workshop.command("sample", str(run), "length=40", "prompt=ab", "top_k=9", "seed=3")
     (kept,) = run.glob("samples/*-seed3-1.txt")
@@ -248,9 +241,7 @@ def test_an_export_has_the_weights_and_the_score_of_the_run(
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
-    scores = [
-        workshop.score(folder, "split=test")[0]["bits_per_byte"] for folder in (run, exported)
-    ]
+    scores = [workshop.score(folder, "split=test")[0]["bits"] for folder in (run, exported)]
     texts = [workshop.answer("sample", str(folder), "length=40")[0] for folder in (run, exported)]
     assert scores[0] == scores[1] and texts[0] == texts[1]
     page, parameters = (exported / "README.md").read_text(), load(run).model.count_parameters()

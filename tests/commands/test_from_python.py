@@ -14,8 +14,7 @@ import pytest
 
 import rtx
 from rtx.errors import RunFailed, UserError
-from rtx.runs.folder import read_status
-from tests.helpers.small_runs import SIZES, Process, Workshop, after, children, patiently
+from tests.helpers.small_runs import SIZES, Process, Workshop, after, children, patiently, status_of
 
 OWN = """
 import json, os, signal, sys
@@ -72,8 +71,8 @@ def test_two_processes_train_by_the_words_of_the_call(workshop: Workshop) -> Non
     process = begin(workshop, "two", *TWO)
     said = ended(process)
     assert f"trained {process.run}\n" in said and ", 12 steps of 4 x 32, 2 x cpu\n" in said
-    status = read_status(process.run) or {}
-    assert (status["state"], status["step"]) == ("done", 12)
+    status = status_of(process.run)
+    assert (status.state, status.step) == ("done", 12)
     assert command_of(process.run) == f"rtx train {workshop.text} {' '.join([*SIZES, *TWO])}"
     workshop.command("export", str(process.run))
     page = (process.run / "export" / "README.md").read_text()
@@ -90,7 +89,7 @@ def test_a_process_that_is_lost_is_an_exception(workshop: Workshop) -> None:
         "caught another process of the run is gone; no checkpoint had been written yet\n"
         in ended(process)
     )
-    assert (read_status(process.run) or {})["state"] == "failed"
+    assert status_of(process.run).state == "failed"
 
 
 def test_a_signal_to_the_script_lets_both_processes_save(workshop: Workshop) -> None:
@@ -101,7 +100,7 @@ def test_a_signal_to_the_script_lets_both_processes_save(workshop: Workshop) -> 
         f"caught {process.run}: stopped before its end; continue with: rtx resume {process.run}\n"
         in ended(process)
     )
-    assert (read_status(process.run) or {})["state"] == "interrupted"
+    assert status_of(process.run).state == "interrupted"
     assert (process.run / "checkpoints" / "last.ckpt").exists()
 
 
@@ -139,8 +138,8 @@ def test_one_process_is_the_callers_own_and_records_the_call(
     run = rtx.train(workshop.text, *SIZES, "trainer.steps=3")
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     assert run.folder == named and run.config.trainer.steps == 3
-    status = read_status(named) or {}
-    assert (status["state"], status["pid"]) == ("done", os.getpid())
+    status = status_of(named)
+    assert (status.state, status.pid) == ("done", os.getpid())
     assert command_of(named) == f"rtx train {workshop.text} {' '.join(SIZES)} trainer.steps=3"
     assert rtx.train(workshop.text, *SIZES, "trainer.steps=3").folder == named, "it is done"
 
@@ -151,7 +150,7 @@ def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> 
     with meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM)), stopped:
         rtx.train(workshop.text, *SIZES, *LONG)
     assert signal.getsignal(signal.SIGTERM) is before
-    assert (read_status(named) or {})["state"] == "preempted"
+    assert status_of(named).state == "preempted"
     assert (named / "checkpoints" / "last.ckpt").exists()
 
 
@@ -168,13 +167,15 @@ def test_a_second_interrupt_does_not_wait_for_the_step(
     monkeypatch.setattr(SLOW, endless)
     with pytest.raises(RunFailed, match="stopped before its end"):
         rtx.train(workshop.text, *SIZES)
-    status = read_status(named) or {}
-    assert (status["state"], status["reason"]) == ("interrupted", "stopped at once by SIGINT")
+    status = status_of(named)
+    assert (status.state, status.reason) == ("interrupted", "stopped at once by SIGINT")
 
 
 def test_the_first_process_that_is_lost_is_an_exception(workshop: Workshop, named: Path) -> None:
     def kill() -> None:
-        os.kill((read_status(named) or {})["pid"], signal.SIGKILL)
+        pid = status_of(named).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
 
     with (
         meanwhile(named, kill),

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rtx.runs.folder import read_status
 from rtx.runs.status import run_state
-from tests.helpers.small_runs import SIZES, Workshop, after, difference, read_metrics
+from tests.helpers.small_runs import SIZES, Workshop, after, difference, read_metrics, status_of
 
 XL = (
     "model.base=recurrent",
@@ -61,11 +60,11 @@ def test_a_killed_run_resumes_to_the_same_bits(
     process = workshop.start(f"{kind}-killed", *KINDS[kind])
     assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
     run = process.run
-    assert (read_status(run) or {})["state"] == "running" and run_state(run) == "killed"
+    assert status_of(run).state == "running" and run_state(run) == "killed"
     assert f"resuming {run} (killed) from " in workshop.command(
         "resume", str(run), "hardware.workers=2"
     )
-    assert (read_status(run) or {})["state"] == "done" and difference(run, runs[kind]) == ""
+    assert status_of(run).state == "done" and difference(run, runs[kind]) == ""
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         "best.ckpt",
         "last.ckpt",
@@ -101,7 +100,7 @@ def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
     parts = workshop.train("parts", *KINDS["recurrent"], *still, "trainer.steps=7")
     workshop.command("resume", str(parts), "trainer.steps=12", "trainer.micro_batch_size=1")
     bits = [
-        [row["bits"] for row in read_metrics(run / "metrics.jsonl") if "bits" in row]
+        [row["train/bits"] for row in read_metrics(run / "metrics.jsonl") if "train/bits" in row]
         for run in (whole, parts)
     ]
     assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 12
@@ -118,7 +117,7 @@ def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[st
     )
     results = [workshop.score(runs["recurrent"], *words)[0] for words in asked]
     assert all(one["units"] == one["split_units"] for one in results)
-    own, longer, streaming, parts = (one["bits_per_byte"] for one in results[:4])
+    own, longer, streaming, parts = (one["bits"] for one in results[:4])
     said = [one["protocol"] for one in results]
     assert "segments of 32 with a memory of 40" in said[0] and results[0]["windows"] == 1
     assert (

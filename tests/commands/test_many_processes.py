@@ -15,9 +15,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from rtx.commands.train import follow
+from rtx.commands.train import run_other_rank
 from rtx.errors import UserError
-from rtx.runs.status import read_status
 from rtx.settings.schema import Config
 from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint
@@ -31,6 +30,7 @@ from tests.helpers.small_runs import (
     difference,
     final,
     read_metrics,
+    status_of,
 )
 
 TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
@@ -162,7 +162,7 @@ def test_two_processes_take_the_steps_of_one_and_resume_on_one(
     shares = [float(share) for share in re.findall(r"holds ([\d.]+)", said)]
     assert hardware == "ddp" or (sum(shares) == pytest.approx(1) and max(shares) < 0.6)
     bits = {
-        row["step"]: row["val_bits"]
+        row["step"]: row["valid/bits"]
         for row in read_metrics(one / "metrics.jsonl")
         if row["kind"] == "valid"
     }
@@ -209,12 +209,14 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     run, long = workshop.folder / "torchrun", ("trainer.steps=1000000", "trainer.val_every=1000000")
     (process,) = train(workshop, "ddp", "torchrun", run, *long)
     process.until(after(2))
-    os.kill((read_status(run) or {})["pid"], signal.SIGTERM)
+    pid = status_of(run).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
     process.wait()
-    status = read_status(run) or {}
-    assert status["state"] == "preempted", process.log.read_text()
+    status = status_of(run)
+    assert status.state == "preempted", process.log.read_text()
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
-    assert checkpoint["step"] == status["step"]
+    assert checkpoint["step"] == status.step
     first, second = checkpoint["callbacks"]["RankStates"]["ranks"]
     assert not torch.equal(
         first["rng"]["torch"], second["rng"]["torch"]
@@ -242,17 +244,17 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     processes[0].send(number)
     text = ended(processes, 143)
     assert f"stopped by {number.name} at step" in text and "LOCAL_RANK" not in text
-    status = read_status(run) or {}
-    assert status["state"] == "preempted" and status["step"] < 24
+    status = status_of(run)
+    assert status.state == "preempted" and status.step < 24
     processes = start(workshop, launcher, run, "resume", str(run))
-    processes[0].until(after(status["step"] + 2))
+    processes[0].until(after(status.step + 2))
     os.kill(
         processes[1].number if launcher == "srun" else children(processes[0].number)[0],
         signal.SIGKILL,
     )
     text = ended(processes[:1], 1)
     assert "rtx: another process of the run is gone; the last good checkpoint is" in text
-    assert (read_status(run) or {})["state"] == "failed"
+    assert status_of(run).state == "failed"
     assert [process.wait() for process in processes[1:]] == [-signal.SIGKILL] * len(processes[1:])
     text = ended(start(workshop, "srun", run, "resume", str(run)))
     assert text.count(f"resuming {run} (failed) from step") == 1, "one of the two speaks"
@@ -296,7 +298,7 @@ def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Wo
         said = ended([workshop.fork(run, *words, **place) for words, place in each], 2)
         (line,) = [line for line in said.splitlines() if line.startswith("rtx:")]
         assert "do not begin alike: start them all with the same words, on the same data" in line
-        assert (read_status(run) or {})["state"] == state  # of what was done, nothing is lost
+        assert status_of(run).state == state  # of what was done, nothing is lost
 
 
 def test_a_child_that_cannot_begin_tells_its_parent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +306,7 @@ def test_a_child_that_cannot_begin_tells_its_parent(capsys: pytest.CaptureFixtur
     refused = Mock(side_effect=UserError("no data"))
     with patch.multiple("rtx.commands.train", started_by_another=lambda: True, open_data=refused):
         assert (
-            follow(Config(), hardware, Path(os.devnull), "") == 2
+            run_other_rank(Config(), hardware, Path(os.devnull), "") == 2
         )  # the parent looks at this code
     assert capsys.readouterr().err == "rtx: no data\n"
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rtx.model.transformer import Transformer
-from rtx.runs.status import read_status
 from rtx.settings.run_config import load_run_config
-from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference
+from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference, status_of
 
 AUTO = (
     *(word for word in SIZES if "micro_batch" not in word),
@@ -106,7 +105,7 @@ def test_what_is_asked_for_is_not_changed(
         assert said.splitlines()[-1].startswith(
             "rtx: a smaller trainer.micro_batch_size, or model.recompute=true"
         )
-        assert (read_status(run) or {})["state"] == "failed"
+        assert status_of(run).state == "failed"
 
 
 def test_a_sample_without_enough_memory_leaves_the_run_done(
@@ -116,4 +115,4 @@ def test_a_sample_without_enough_memory_leaves_the_run_done(
     with patch("rtx.commands.sample.generate", side_effect=refused):
         said = workshop.command("train", workshop.text, *AUTO, run=tmp_path / "run")
     assert "no sample: out of memory: CUDA" in said and " -> " not in said
-    assert (read_status(tmp_path / "run") or {})["state"] == "done"
+    assert status_of(tmp_path / "run").state == "done"

@@ -34,25 +34,33 @@ def recall_run(workshop: Workshop) -> Path:
     return run
 
 
+ACCURACY = {
+    "train": "train/accuracy",
+    "valid": "valid/accuracy",
+    "final": "valid/final_accuracy",
+}
+"""By the kind of a row."""
+
+
 def test_accuracy_is_logged_with_every_row_and_every_answer_scored_once(
     workshop: Workshop, recall_run: Path
 ) -> None:
     rows = counted_rows(recall_run)
     for row in rows:
-        share = row["accuracy" if row["kind"] == "train" else "val_accuracy"]
+        share = row[ACCURACY[row["kind"]]]
         count = {"train": 2 * 4 * 3, "valid": 5 * 3, "final": ANSWERS}[row["kind"]]
         assert share * count == pytest.approx(round(share * count), abs=1e-4)
-    assert [row["val_units"] for row in rows if row["kind"] == "valid"] == [15, 15, 15]
+    assert [row["valid/units"] for row in rows if row["kind"] == "valid"] == [15, 15, 15]
     assert final(recall_run)["unit"] == "answer" and 0 <= final(recall_run)["accuracy"] <= 1
     for mode in ("parallel", "streaming"):
         result, said = workshop.score(recall_run, f"mode={mode}", "checkpoint=last")
         assert result["units"] == result["split_units"] == ANSWERS
         assert result["windows"] == 9 and not result["partial"] and result["chance"] == 0.25
         assert result["accuracy"] * ANSWERS == pytest.approx(round(result["accuracy"] * ANSWERS))
-        assert result["bits_per_answer"] == pytest.approx(result["nats"] / ANSWERS / math.log(2))
+        assert result["bits"] == pytest.approx(result["nats"] / ANSWERS / math.log(2))
         assert f"all {ANSWERS} of the split's {ANSWERS} answers scored" in said
         if mode == "parallel":
-            assert result["bits_per_answer"] == pytest.approx(final(recall_run)["bits"])
+            assert result["bits"] == pytest.approx(final(recall_run)["bits"])
             assert result["accuracy"] == final(recall_run)["accuracy"]
     for words, units in (("limit=2", 6), ("split=test", ANSWERS)):
         assert workshop.score(recall_run, words)[0]["units"] == units
@@ -76,15 +84,15 @@ def test_an_ablation_is_named_and_kept_beside_the_plain_score(
         ("random", "routing heads read random members"),
     ):
         result, _ = workshop.score(recall_run, *kept, f"ablate={how}")
-        assert result["ablate"] == how and not result["selection_sees_future"]
+        assert result["ablate"] == how and not result["sees_future"]
         assert result["protocol"].endswith(
             f"; ablated ({said}; trained with selection=topk): sees no future"
         )
-        scores.add(result["bits_per_answer"])
+        scores.add(result["bits"])
     plain, _ = workshop.score(recall_run, *kept)
     assert plain["ablate"] == "none" and "ablated" not in plain["protocol"]
-    assert plain["selection_sees_future"] == (mode == "parallel")
-    assert len(scores | {plain["bits_per_answer"]}) > 1
+    assert plain["sees_future"] == (mode == "parallel")
+    assert len(scores | {plain["bits"]}) > 1
 
 
 def test_what_recall_does_not_have_is_refused_in_a_line(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rtx import __version__
-from rtx.runs.folder import read_status
+from rtx.runs.checksum import is_whole
+from rtx.runs.status import read_status
 from rtx.settings.run_config import load_run_config
-from rtx.training.checkpoint import is_whole
 from tests.helpers.small_runs import (
     SIZES,
     Workshop,
@@ -22,6 +22,7 @@ from tests.helpers.small_runs import (
     counted_rows,
     difference,
     read_metrics,
+    status_of,
 )
 
 
@@ -47,17 +48,17 @@ def test_a_signal_saves_and_leaves_with_its_code(
         f"signal{number}", "trainer.checkpoint_every=1000000", "hardware.workers=1"
     )
     assert process.kill_when(after(2), number) == code
-    status = read_status(process.run) or {}
-    assert status["state"] == state
+    status = status_of(process.run)
+    assert status.state == state
     printed = process.log.read_text()
     assert (
         f"stopped by {signal.Signals(number).name} at step" in printed
         and f"rtx resume {process.run}" in printed
     )
     before = (process.run / "config.yaml").read_text()
-    for steps in (1, status["step"]):
+    for steps in (1, status.step):
         said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
-        refused = f"trainer.steps={steps}: the newest checkpoint is of step {status['step']}; give more than that"
+        refused = f"trainer.steps={steps}: the newest checkpoint is of step {status.step}; give more than that"
         assert said == f"rtx: {refused}\n"
     assert (read_status(process.run), (process.run / "config.yaml").read_text()) == (status, before)
     workshop.command("resume", str(process.run), "hardware.workers=0", "trainer.checkpoint_every=3")
@@ -80,8 +81,8 @@ def test_a_second_interrupt_leaves_at_once(
     printed = process.log.read_text()
     assert f"stopped at once; {good}\n" in printed
     assert (f"continue with: rtx resume {process.run}\n" in printed) == bool(saved)
-    status = read_status(process.run) or {}
-    assert (status["state"], status["reason"]) == ("interrupted", f"stopped at once; {good}")
+    status = status_of(process.run)
+    assert (status.state, status.reason) == ("interrupted", f"stopped at once; {good}")
     assert is_whole(last) if saved else not list(last.parent.iterdir())
     begins = f"from step {saved}\n" if saved else "from the beginning: it has no checkpoint\n"
     environment = (
@@ -120,7 +121,7 @@ def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place
     assert process.wait() == 0, process.log.read_text()
     printed = process.log.read_text()
     assert "stopped by SIGINT" in printed and "continue with" not in printed
-    assert (read_status(process.run) or {})["state"] == "done"
+    assert status_of(process.run).state == "done"
 
 
 def test_a_loader_process_that_is_killed_is_told_in_a_line(
@@ -150,7 +151,7 @@ def test_a_screen_that_takes_no_more_ends_no_run(
         f"unread-{len(screen)}", inside=f"import os; {screen}; os.dup2(write, 1)"
     )
     process.wait()
-    assert (read_status(process.run) or {})["state"] == "done", process.log.read_text()
+    assert status_of(process.run).state == "done", process.log.read_text()
     assert difference(process.run, undisturbed) == ""
 
 
@@ -168,7 +169,7 @@ def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, steady: Path) -> None
         printed[-1]
         == f"rtx: cannot write {last}: File too large; the last good checkpoint is {last} (step 6)"
     )
-    assert (read_status(run) or {})["state"] == "failed"
+    assert status_of(run).state == "failed"
     assert not list((run / "checkpoints").glob(".*"))
     workshop.command("resume", str(run))
     assert (
@@ -232,16 +233,16 @@ def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(
 
 def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
     run = workshop.train("minutes", "trainer.steps=100000", "trainer.max_minutes=1e-6")
-    status = read_status(run) or {}
-    step = status["step"]
-    assert status["reason"] == "trainer.max_minutes is up"
+    status = status_of(run)
+    step = status.step
+    assert status.reason == "trainer.max_minutes is up"
     assert "trainer.max_minutes=M with M above 1e-06" in workshop.command("resume", str(run))
-    assert (read_status(run) or {})["step"] == step
+    assert status_of(run).step == step
     assert {"valid", "final"} <= {
         row["kind"] for row in read_metrics(run / "metrics.jsonl") if row["step"] == step
     }
     workshop.command("resume", str(run), "trainer.max_minutes=2e-6")
-    assert (read_status(run) or {})["step"] in (step, step + 1)
+    assert status_of(run).step in (step, step + 1)
 
 
 def test_another_version_or_number_of_threads_is_no_longer_exact(

@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from rtx.analysis.cost import cost
-from rtx.report.steps import WHAT
+from rtx.runs.records import TIMED_STEPS
 from rtx.settings.schema import to_config
 from tests.helpers.small_runs import ROOT, SIZES, Workshop
 
@@ -60,7 +60,7 @@ def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(
     assert "2 rows, 3 turns of 1 step" in said and "local" in said and "routing" in said
     record = record_of(workshop, "timed")
     assert (
-        record["what"] == WHAT
+        record["what"] == TIMED_STEPS
         and record["device"] == "CPU, 1 thread"
         and record["versions"]["torch"]
     )

@@ -11,14 +11,13 @@ import torch
 from rtx.analysis.speed import Meter
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
-from rtx.runs.status import read_status
 from rtx.settings.overrides import LAUNCHED
 from rtx.settings.presets import options
 from rtx.settings.run_config import load_run_config
 from rtx.training import trainer
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
-from tests.helpers.small_runs import SIZES, Workshop, final, read_metrics
+from tests.helpers.small_runs import SIZES, Workshop, final, read_metrics, status_of
 
 XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 model.memory=40"
 CENTROIDS = "blocks.1.attention.groups.routed.pattern.centroids.centroid_HCD"
@@ -53,25 +52,26 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
     assert environment["threads"] == 1 and environment["hardware"]["accelerator"] == "cpu"
     assert {"torch", "lightning", "rtx"} <= environment["versions"].keys()
-    status = read_status(run) or {}
+    status = status_of(run)
     store = open_data(config.data, workshop.folder / "data")
     assert environment["data"]["fingerprint"] == store.fingerprint
-    assert (status["state"], status["step"], status["final"]["units"]) == (
+    assert (status.state, status.step, final(run)["units"]) == (
         "done",
         12,
         len(store.split("valid")),
     )
     first, *rows, last = read_metrics(run / "metrics.jsonl")
     assert first["kind"] == "train"
-    told = {"bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes", "time"}
-    assert told | {"routing/empty_share", "routing/member_most", "routing/in_none"} <= first.keys()
-    assert last["kind"] == "final" and last["val_bits"] == final(run)["bits"]
-    validations = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
+    names = ["bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes"]
+    names += ["routing/empty_share", "routing/member_most", "routing/in_none"]
+    assert {"time", *(f"train/{name}" for name in names)} <= first.keys()
+    assert last["kind"] == "final" and last["valid/final_bits"] == final(run)["bits"]
+    validations = {row["step"]: row["valid/bits"] for row in rows if row["kind"] == "valid"}
     best = read_checkpoint(run / "checkpoints" / "best.ckpt")["step"]
     assert [*validations] == [4, 8, 12] and validations[best] == min(validations.values())
-    assert f"{last['val_bits']:.4f} bits/byte on the validation split" in said
+    assert f"{last['valid/final_bits']:.4f} bits/byte on the validation split" in said
     assert (
-        f"bits/byte on valid, {last['val_units']:,} bytes each scored once, windows of 32, stride 5"
+        f"bits/byte on valid, {last['valid/final_units']:,} bytes each scored once, windows of 32, stride 5"
         in said
     )
     assert "selection=nearest: sees no future" in said
@@ -81,7 +81,7 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
         assert re.search(rf"{name} +{bits:.4f}", said)
     score, _ = workshop.score(run, "split=valid", "checkpoint=last")
     assert (score["stride"], score["units"]) == (5, final(run)["units"])
-    assert score["bits_per_byte"] == pytest.approx(final(run)["bits"], abs=1e-9)
+    assert score["bits"] == pytest.approx(final(run)["bits"], abs=1e-9)
 
 
 @pytest.mark.parametrize("hardware", sorted({*options("hardware")} - {"gpu", *LAUNCHED}))
@@ -179,7 +179,7 @@ def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
     said = workshop.command("train", workshop.text, *SIZES, *wild, run=run, code=1)
     told = r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been written yet"
     assert re.fullmatch(told, said.splitlines()[-1])
-    assert (read_status(run) or {})["state"] == "failed"
+    assert status_of(run).state == "failed"
 
 
 def test_bf16_and_fp64(workshop: Workshop) -> None:
@@ -334,6 +334,8 @@ def test_rows_status_and_lines_tell_the_share_of_the_peak(
     run = tmp_path / "run"
     said = workshop.command("train", workshop.text, *SIZES, "trainer.steps=4", run=run)
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
-    assert all(row["mfu"] == pytest.approx(2e-6 * row["tokens_per_second"]) for row in rows)
-    assert (read_status(run) or {})["mfu"] == rows[-1]["mfu"]
+    assert all(
+        row["train/mfu"] == pytest.approx(2e-6 * row["train/tokens_per_second"]) for row in rows
+    )
+    assert status_of(run).mfu == rows[-1]["train/mfu"]
     assert re.search(r"units/s \(\d+% of the peak\), \d\d:\d\d left", said)

@@ -146,7 +146,7 @@ REPOSITORY = "some/set"
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path) -> Path:
-    """The hub's cache, with one file as the hub's client puts it there; and an address where nobody listens."""
+    """Return the hub's cache with one file, as its client writes it; no server listens."""
     place = tmp_path / "datasets--some--set"
     blob = place / "blobs" / hashlib.sha256(b"content").hexdigest()
     link = place / "snapshots" / ("0" * 40) / "config" / "a.parquet"

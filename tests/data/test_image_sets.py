@@ -1,4 +1,4 @@
-"""CIFAR-10, ImageNet 64 x 64 and one's own images: the same pixels from every form; what else is there is refused."""
+"""CIFAR-10, ImageNet 64 x 64 and users' images: the same pixels from every form of files."""
 
 import tarfile
 import zlib
@@ -34,7 +34,7 @@ def pictures(store: TokenStore, split: str) -> np.ndarray:
 
 
 def records(pictures: np.ndarray) -> bytes:
-    """Return images as CIFAR-10's binary records: a label, then the red, the green and the blue plane."""
+    """Return CIFAR-10's binary records: a label, then the red, green and blue planes."""
     planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
     labels = (np.arange(len(pictures), dtype=np.uint8) % 10)[:, None]
     return np.concatenate([labels, planes], axis=1).tobytes()

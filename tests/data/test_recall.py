@@ -1,4 +1,4 @@
-"""Recall tasks: every answer stands in the prefix, nothing short of recall tells it, and every machine has the same."""
+"""Recall tasks: the prefix has every answer, recall alone finds it, and all machines agree."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ DRAWN = 2_000
 
 
 def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return sequences `[count, N]`, the positions of their answers, and how far back each was told: `[count, A]`."""
+    """Return sequences `[count, N]`, positions of answers and distances to pairs `[count, A]`."""
     store = RecallStore(task)
     tokens = np.stack([store.sequence(0, index) for index in range(count)]).astype(np.int64)
     at, back = store.answers(torch.from_numpy(tokens))
@@ -34,7 +34,7 @@ def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray,
 
 
 def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
-    """Answer by reading from left to right: position, value and how far back it was told, of every answer."""
+    """Answer by reading from left to right: position, value and distance of every answer."""
     told: dict[int, int] = {}
     found, run = [], None  # where the string behind the key is told that is being asked
     for place, unit in enumerate(sequence):

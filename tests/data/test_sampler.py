@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rtx.data.datamodule import token_ids, training_batches
-from rtx.data.sampler import ShuffledWindows
+from rtx.data.sampler import FirstBatches, ShuffledWindows
 
 TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands
 
@@ -32,6 +32,16 @@ def test_the_same_sampler_on_every_machine():
     assert item.dtype == torch.int64 and item.tolist() == list(range(14131, 14131 + 32))
     images = ShuffledWindows(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=3, aligned=True)
     assert [images.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == [34, 37, 39, 17, 14]
+
+
+def test_first_batches_come_again_and_again():
+    sampler = ShuffledWindows(TOKENS, length=32, seed=0, batch_size=4)
+    first = FirstBatches(sampler, batches=2)
+    assert (first.seed, first.batch_size) == (0, 4)
+    for index in range(24):
+        assert np.array_equal(first.sequence(index), sampler.sequence(index % 8))
+    batches = [batch.tolist() for batch in training_batches(first, 0, 4)]
+    assert batches[:2] == batches[2:] and batches[0] != batches[1]
 
 
 @pytest.mark.parametrize(

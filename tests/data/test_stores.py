@@ -1,4 +1,4 @@
-"""Preparing, opening and checking stores: what is written, what a kill, a full disk or damage leave, who waits."""
+"""Preparing, opening and checking stores, also after kills, on full disks and with damage."""
 
 import dataclasses
 import errno
@@ -170,8 +170,9 @@ def dying(*words, **options):
         os.kill(parent, signal.SIGKILL)
     return real(*words, **options)
 preparation.encode_rows, preparation.PARALLEL_BYTES = dying, 0
-prepare_data(DataConfig(name="pg19", path=sys.argv[1], length=32, tokenizer="sentencepiece", vocabulary=400,
-                        processes=int(sys.argv[4])), __import__("pathlib").Path(sys.argv[2]))
+data = DataConfig(name="pg19", path=sys.argv[1], length=32, tokenizer="sentencepiece",
+                  vocabulary=400, processes=int(sys.argv[4]))
+prepare_data(data, __import__("pathlib").Path(sys.argv[2]))
 """
 
 

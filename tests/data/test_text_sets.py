@@ -1,4 +1,4 @@
-"""enwik-8, Wikitext-103, PG-19, text of one's own: the same bytes from every form; else it is refused."""
+"""enwik8, Wikitext-103, PG-19 and users' text: the same bytes from every form of files."""
 
 import json
 import os
@@ -97,10 +97,13 @@ def test_what_is_no_text_is_refused(tmp_path, root, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")
         for path, message in {
-            "bok.txt": r"data\.path=bok\.txt: expected a file, a folder or .*found none \(did you mean 'book\.txt'",
+            "bok.txt": r"data\.path=bok\.txt: expected a file, a folder or .*found none "
+            r"\(did you mean 'book\.txt'",
             "empty": r"data\.path=empty: expected a f.*, found none$",
-            "*.md": r"data\.path=\*\.md: expected a file, a folder or a glob that matches files, found none",
-            "book.txt": r"book\.txt: expected at least 2 bytes in split valid, found 0; give more text",
+            "*.md": r"data\.path=\*\.md: expected a file, a folder or a glob that matches files, "
+            "found none",
+            "book.txt": r"book\.txt: expected at least 2 bytes in split valid, found 0; "
+            "give more text",
             "socket": r"socket: expected a regular file or a folder, found ",
         }.items():
             refused(root, "text", path, message)

@@ -1,4 +1,4 @@
-"""Bytes, words and subwords: exact on any bytes, the same ids however a text is cut before its blanks."""
+"""Bytes, words and subwords are exact on any bytes, however a text is cut before its blanks."""
 
 import functools
 import json
@@ -33,7 +33,8 @@ NASTY = [
     "U+2581 ▁▁ in the▁text ▁".encode(),
     b"invalid \xff\xfe UTF-8 \xe2\x96 \xc3",
     b"<unk> <s> </s> <0x41> <0x0A> <pad>\n",
-    "combining e\u0301 \ufb01 \uff12 \u200b\ufeff \U0001f600 漢字かな\u3000全角\u00a0nbsp \u2028\u2029\u0085".encode(),
+    "combining e\u0301 \ufb01 \uff12 \u200b\ufeff \U0001f600 ".encode()
+    + "漢字かな\u3000全角\u00a0nbsp \u2028\u2029\u0085".encode(),
     bytes(range(256)) * 3,
     b"runs that are cut " + "漢é".encode() * 300 + b"\xff\x80\x80\x80\x80" * 200 + b"x" * 1_000,
 ]

@@ -1,4 +1,4 @@
-"""Scoring windows: every unit counted once, the same sum however they are batched or dealt out; far repeats apart."""
+"""Every unit of windows is scored once, in any batches; far repeats are counted apart."""
 
 import math
 
@@ -12,7 +12,7 @@ from rtx.evaluation.scores import Score, equal_batches, sample_windows, score_wi
 
 
 class Counter(nn.Module):
-    """A stand-in whose nats at a position are a function of the unit and its place in the window."""
+    """A model whose nats at a position follow from the unit and its place in the window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
 def test_each_unit_is_scored_once_and_where_it_stands_far_repeats_apart(
     stride: int, batch_size: int | None
 ) -> None:
-    cut, seen = list(windows(len(TOKENS), 64, stride)), []
+    cut = list(windows(len(TOKENS), 64, stride))
+    seen = []
     how = {"batch_size": batch_size, "reach": 40}
     score = score_windows(Counter(), TOKENS, cut, **how, on_progress=lambda *at: seen.append(at))
     assert score.units == len(TOKENS)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rtx.runs.folder import read_status
 from rtx.runs.status import run_state
 from tests.helpers.disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
-from tests.helpers.small_runs import SIZES, Workshop, after, difference
+from tests.helpers.small_runs import SIZES, Workshop, after, difference, status_of
 
 LONG = "trainer.steps=40"
 
@@ -80,7 +79,7 @@ def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> 
     line = process.log.read_text().splitlines()[-1]
     said = r"rtx: step 23: the norm of the gradient is nan at learning rate \S+; the last good checkpoint is "
     assert re.fullmatch(said + re.escape(f"{last} (step 21)"), line), line
-    assert (read_status(process.run) or {})["state"] == "failed"
+    assert status_of(process.run).state == "failed"
     workshop.command("resume", str(process.run))
     assert difference(process.run, undisturbed) == ""
 

@@ -126,7 +126,7 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
             [lambda handler: send(handler, 200, b"<html>")],
         )
         inside = "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0"
-        words = ("train", workshop.text, *SIZES, "logger=auto")
+        words = ("train", workshop.text, *SIZES, "logger=wandb")
         known = {"WANDB_API_KEY": "0" * 40, "HOME": str(workshop.folder)}
         processes = [
             workshop.fork(
@@ -209,8 +209,15 @@ os.chdir({str(copy)!r})
 """
     variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home"), "no_proxy": "*"}
     commands = {
-        "train": ["train", workshop.text, *SIZES, "logger=online", "trainer.steps=2"],
-        "auto": ["train", workshop.text, *SIZES, "logger=auto", "trainer.steps=2"],
+        "train": [
+            "train",
+            workshop.text,
+            *SIZES,
+            "logger=wandb",
+            "logger.mode=online",
+            "trainer.steps=2",
+        ],
+        "auto": ["train", workshop.text, *SIZES, "logger=wandb", "trainer.steps=2"],
         "eval": ["eval", ".", "limit=1"],
         "report": ["report", "."],
     }
@@ -244,7 +251,7 @@ def test_wandb_that_is_offline_in_the_current_folder_stays_so(
     settings = tmp_path / "wandb" / "settings"
     settings.write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
     inside = f"import os; os.chdir({str(tmp_path)!r})"
-    words = ("train", workshop.text, *SIZES, "logger=auto", "trainer.steps=2")
+    words = ("train", workshop.text, *SIZES, "logger=wandb", "trainer.steps=2")
     variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path), "no_proxy": "*"}
     variables["WANDB_BASE_URL"] = listener.address
     process = workshop.fork(tmp_path / "at_home", *words, inside=inside, **variables)
@@ -261,7 +268,14 @@ def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
     (copy / "wandb").mkdir()
     for name in ("wandb/settings", "config-defaults.yaml"):
         os.mkfifo(copy / name)
-    words = ("train", workshop.text, *SIZES, "logger=offline", "trainer.steps=2")
+    words = (
+        "train",
+        workshop.text,
+        *SIZES,
+        "logger=wandb",
+        "logger.mode=offline",
+        "trainer.steps=2",
+    )
     inside = f"import os; os.chdir({str(copy)!r})"
     process = workshop.fork(tmp_path / "piped", *words, inside=inside)
     assert process.wait() == 0, process.log.read_text()

@@ -19,7 +19,8 @@ GOOD = [
         "train data=recall routing=topk routing.window=16 trainer.steps=2 seed=3",
         f"train {SMALL} trainer.steps=1e1 optimizer.lr=1e-3 name=a_b experiment=null",
         "train experiment=smoke data=recall hardware.compile=no +trainer.clip=0.5",
-        "train data=text data.path=book.txt model.positions=shaw model.base=local+full hardware=cpu",
+        "train data=text data.path=book.txt model.positions=shaw model.base=local+full "
+        "hardware=cpu",
         f"train -m {SMALL} routing.window=8,16 seed=1,2",
         "train data=recall model=tiny --multirun routing=topk,causal",
         "train --cfg job data=recall trainer.steps=5",
@@ -212,7 +213,7 @@ def slip_of_the_finger(draw: DrawFn, words: list[str]) -> list[str]:
 
 
 def a_key_more(draw: DrawFn, words: list[str]) -> list[str]:
-    """Set a further key, or one of the line, in range or out of it or to something else altogether."""
+    """Set another key, or one of the line, in or outside its range, or to another kind of value."""
     given = [word.partition("=")[0] for word in words if word.partition("=")[0] in all_fields()]
     field = all_fields()[draw(st.sampled_from([*given, *given, *all_fields()]))]
     return [
@@ -222,7 +223,7 @@ def a_key_more(draw: DrawFn, words: list[str]) -> list[str]:
 
 
 def an_option_more(draw: DrawFn, words: list[str]) -> list[str]:
-    """Choose an option of a group, misspelt or not; experiments but for the small ones are sweeps of their own."""
+    """Choose an option of a group, misspelt or not; most experiments are sweeps."""
     group = draw(st.sampled_from(GROUPS))
     known = ("smoke", "recall", "enwik8") if group == "experiment" else options(group)
     return [
@@ -232,7 +233,7 @@ def an_option_more(draw: DrawFn, words: list[str]) -> list[str]:
 
 
 def a_broken_word(draw: DrawFn, words: list[str]) -> list[str]:
-    """Lose the "=", double it, put blanks at it, or mark, quote, repeat, cut or lose the word; or put a flag there."""
+    """Damage a word: its "=", blanks, quotes, a part of it or all; repeat it, or insert a flag."""
     at = draw(st.integers(0, max(0, len(words) - 1)))
     word = words[at] if words else ""
     marked = [f"{mark}{word}" for mark in ("--", "+", "~", "hydra.")] + [
@@ -267,7 +268,7 @@ SLIPS = (
 
 
 def values_of(field: Field) -> st.SearchStrategy[str]:
-    """Draw a value for a key: at the ends of its range and beyond, of another kind, of its own list and near it."""
+    """Draw a value: at the ends of the range, beyond, of another kind, or near an allowed one."""
     ends = [end for end in (field.low, field.high, field.above) if math.isfinite(end)]
     near = [str(end + step) for end in ends for step in (-1, 0, 1)]
     near += [*field.values, *(choice[:-1] for choice in field.values), str(field.default)]

@@ -40,7 +40,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(content: bytes = CONTENT, certificate: Path | None = None) -> Iterator[Server]:
-    """Run a server of one file; with a `certificate` (and its key, in one file) by HTTPS, as localhost."""
+    """Run a server of one file on localhost; with a `certificate` (with its key) by HTTPS."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

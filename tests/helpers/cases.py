@@ -1,4 +1,4 @@
-"""Every pattern with options that a test draws, the tensors it attends over, and what all of them are checked for."""
+"""Every pattern with drawn options, the tensors that it attends over, and common checks."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +87,7 @@ CASES = st.builds(
 
 
 class Dilated(PositionPattern):
-    """Local attention with gaps, which widen from head to head; defined by pairs of positions alone."""
+    """Local attention with gaps that widen from head to head; pairs of positions define it."""
 
     def __init__(self, *, window: int, stride: int, **options: Any) -> None:
         super().__init__(**options)
@@ -170,7 +170,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
 
 
 def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Return queries, keys, values, rotary turning and Shaw's tables for a case; leaves that want gradients."""
+    """Return queries, keys, values, rotary angles and Shaw's tables of a case, with gradients."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shape = case.B, case.H, case.N, case.D
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -211,7 +211,7 @@ def drawn(
 
 
 def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of a random projection of the outputs by name; zeros where there is none."""
+    """Return gradients of a random projection of the outputs by name; zeros for none."""
     named: dict[str, Tensor] = {
         name: given[name] for name in ("q", "k", "v") if given[name] is not None
     }
@@ -262,7 +262,7 @@ def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
 
 
 def check(pattern: Pattern, case: Case) -> None:
-    """Compare with the oracle's outputs and gradients, and streams behind some prompts with what the prefix decides."""
+    """Compare outputs and gradients with the oracle, and streams with decisions from the prefix."""
     here = tensors(pattern, case)
     found = [run(pattern, here, streaming=prefix) for prefix in (False, True)]
     for prefix, ours in zip((False, True), found, strict=True):

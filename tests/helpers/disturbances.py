@@ -1,4 +1,4 @@
-"""What may happen to a run, done to it from outside: damaged files, full disks, wrong clocks; and what is left."""
+"""Faults that tests cause from outside a run: damaged files, full disks, wrong clocks."""
 
 import contextlib
 import shutil
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rtx.errors import RunFailed
-from rtx.training.checkpoint import is_whole, newest_checkpoint
+from rtx.runs.checksum import is_whole
+from rtx.training.checkpoint import newest_checkpoint
 from tests.helpers.small_runs import Workshop
 
 
@@ -53,9 +54,9 @@ def deadline(seconds: float = 300.0) -> Iterator[None]:
 
 
 def asked(workshop: Workshop, *words: str, run: Path | str = "") -> tuple[int, str]:
-    """Run a command in this process upon hostile files, and return its exit code and all that it printed.
+    """Run a command in this process on hostile files; return its exit code and all its output.
 
-    Whatever they hold it ends, with a promised code, no traceback, and nothing for the terminal to obey.
+    It must end with a documented exit code, without a traceback and without terminal escapes.
     """
     with deadline():
         code, out, err = workshop.called(*words, run=run)
@@ -88,7 +89,7 @@ real_time = time.time
 time.time = lambda: real_time() + next(jumps)
 datetime.datetime = Jumping
 """
-"""Every look at the clock finds another year: by `time.time` and `datetime.now`, all that rtx ever asks."""
+"""Every call of `time.time` and `datetime.now` returns another year."""
 
 
 NAN_GRADIENT = """

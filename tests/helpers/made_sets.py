@@ -1,4 +1,4 @@
-"""Every data set of files, small: files in the schema of each, the constants they need, the options that mean them."""
+"""Small versions of all data sets: files in their schema, constants, and options for them."""
 
 import gzip
 import hashlib
@@ -41,7 +41,7 @@ def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
 
 
 def articles(count: int, seed: int = 0) -> bytes:
-    """Return text in Wikitext's layout: headings and paragraphs between blank lines, ` <unk> ` words."""
+    """Return text as in Wikitext: headings, paragraphs between blank lines, ` <unk> ` words."""
     lines = [b" "]
     for number in range(count):
         body = prose(80, 1_000 * seed + number).replace(b"\n", b" ").replace(b".", b" .")
@@ -62,7 +62,7 @@ def opened(
 def refused(
     root: Path, name: str, path: Path | str | None, message: str, length: int = 4, **options: Any
 ) -> None:
-    """Check that there is no store of a set at `path`, that the reason is told, and that nothing stays behind."""
+    """Check that a set at `path` is refused with `message`, and that no file is left."""
     before = set(root.glob("*"))
     with pytest.raises(UserError, match=message):
         opened(root, name, path, length, **options)
@@ -231,7 +231,7 @@ def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 
 def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:
-    """Parquet files of seven, two and three books, as the hub has them; the published counts are of as many."""
+    """Write parquet files of seven, two and three books, and let the published counts be theirs."""
     for seed, (split, count, words) in enumerate(
         [("train", 7, 1_390), ("valid", 2, 390), ("test", 3, 590)]
     ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rtx.report.steps import WHAT
+from rtx.runs.records import TIMED_STEPS
 from rtx.settings.compose import compose
 from rtx.settings.identity import digest
 from rtx.settings.schema import flat, to_dict
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @functools.cache
 def base(experiment: str) -> dict[str, Any]:
-    return to_dict(compose([f"experiment={experiment}"]))
+    return to_dict(compose(f"experiment={experiment}".split()))
 
 
 def config(experiment: str = "cifar10_grid", **values: Any) -> dict[str, Any]:
@@ -56,9 +56,10 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Path:
-    """Write the records of a run below a folder, and return its own; `more` is of its closing score.
+    """Write the records of a run below a folder and return its folder.
 
-    `error`: the standard error of that score; `curve`: train_seconds and bits of validations by step.
+    `more` goes into its final score, `error` is the standard error of this score, `curve` has
+    train_seconds and bits of validations by step.
     """
     run, data = folder / digest(flat(made)), data or DATA
     (run / "checkpoints").mkdir(parents=True)
@@ -137,7 +138,7 @@ def write_eval(run: Path, bits: float, **values: Any) -> None:
 def write_divergence(
     run: Path, layers: int = 10, checkpoint: str = "best", length: int = 4096
 ) -> None:
-    """Write the record of `rtx analyze divergence` of a run: 0.01 n + 0.1 k nats in layer n for the k-th kind."""
+    """Write a record of `rtx analyze divergence`: 0.01 n + 0.1 k nats in layer n for kind k."""
     kinds = (["local", "local"], ["local", "routed"], ["routed", "routed"])
     rows = [
         {"layer": n, "kind": kind, "mean": 0.01 * n + 0.1 * k, "deviation": 0.002}
@@ -174,7 +175,7 @@ def steps_record(*rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
         "ids": "training batches",
         "device": "CPU, 1 thread",
     }
-    return {"what": WHAT, **how, "time": "2026", "rows": rows, **facts}
+    return {"what": TIMED_STEPS, **how, "time": "2026", "rows": rows, **facts}
 
 
 def write_record(folder: Path, content: Any, name: str = "a") -> Path:

@@ -1,6 +1,6 @@
 """Small real runs for tests: in this process, or in processes of their own that a test may kill.
 
-Importing torch and Lightning takes seconds, so one process imports them once and forks a run whenever it is asked to.
+Importing torch and Lightning takes seconds, so one process imports them once and forks each run.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ import pytest
 import torch
 
 from rtx.cli.main import main
+from rtx.runs.records import EvaluationRecord, MetricsRow, StatusRecord
+from rtx.runs.status import read_status
 from rtx.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIME_FIELDS = frozenset(
     {"time", "seconds", "train_seconds", "tokens_per_second", "mfu", "data_share", "memory_bytes"}
 )
-"""Fields of a row that are measured by clock or machine; all others repeat exactly after a resume."""
+"""Fields of a row that depend on clock or machine; all others are exact after a resume."""
 
 SIZES = (
     *("data=text", "data.length=32", "model=tiny", "routing=nearest"),
@@ -50,7 +52,8 @@ SIZES = (
     *("trainer.log_every=2", "trainer.checkpoint_every=3", "trainer.val_every=4"),
     *("optimizer.warmup=3", "logger=jsonl", "hardware=cpu", "hardware.threads=1"),
 )
-"""Dropout on, two forward passes to a step, and rows, validations and checkpoints out of step with each other."""
+"""A model with dropout, two micro-batches a step, and different intervals of rows, validations
+and checkpoints."""
 
 SERVER = """
 import json, os, signal, sys
@@ -95,7 +98,10 @@ class Process:
         return Path(f"/proc/{self.number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
     def wait(self, send: int = 0) -> int:
-        """Wait for the end, sending a signal again and again if named; returns the exit code, negative by a signal."""
+        """Wait for the end, sending a signal repeatedly if `send` is one; return the exit code.
+
+        It is negative for a process that a signal killed.
+        """
         for _ in patiently(lambda: self.said("does not end"), pause=0.05 if send else 0.002):
             if not self.alive:
                 break
@@ -103,11 +109,11 @@ class Process:
         return self.ended()
 
     def until(self, ready: Callable[[Path], bool]) -> None:
-        """Wait until something is seen in the run folder; fails where the process ends, or works on, without it."""
+        """Wait until `ready` holds in the run folder; fail where the process ends before that."""
         assert self.shows(ready), self.said("ended without what was waited for")
 
     def shows(self, ready: Callable[[Path], bool], pause: float = 0.0005) -> bool:
-        """Wait until something is seen in the run folder, or the process has ended without it: then False."""
+        """Wait until `ready` holds in the run folder; False where the process ends before that."""
         for _ in patiently(lambda: self.said("has not shown what was waited for"), pause):
             alive = self.alive
             if ready(self.run):
@@ -117,19 +123,20 @@ class Process:
         return False
 
     def kill_when(self, ready: Callable[[Path], bool], signal_number: int = signal.SIGKILL) -> int:
-        """Send a signal as soon as something is seen in the run folder, and return the exit code."""
+        """Send a signal as soon as `ready` holds in the run folder; return the exit code."""
         self.until(ready)
         self.send(signal_number)
         return self.wait()
 
     def said(self, what: str) -> str:
-        """Return `what` of this process, with all that it printed; it is killed, for it has failed a test."""
+        """Kill this process, which failed a test, and return `what` with all its output."""
         self.send(signal.SIGKILL)
-        return f"process {self.number} {what}: {self.log.read_text() if self.log.exists() else 'it said nothing'}"
+        output = self.log.read_text() if self.log.exists() else "it printed nothing"
+        return f"process {self.number} {what}: {output}"
 
 
 def patiently(problem: Callable[[], str], pause: float = 0.0005) -> Iterator[None]:
-    """Yield again and again, with a pause between, until the loop is left; fails with `problem()` after ten minutes."""
+    """Yield repeatedly with pauses until the loop ends; fail with `problem()` after ten minutes."""
     end = time.monotonic() + 600
     while time.monotonic() < end:
         yield
@@ -172,7 +179,7 @@ class Workshop:
         }
 
     def command(self, *arguments: str, code: int = 0, run: Path | str = "") -> str:
-        """Run a command in this process, check its exit code, and return what it printed (stderr behind stdout)."""
+        """Run a command in this process, check its exit code, and return stdout and then stderr."""
         return "".join(self.answer(*arguments, code=code, run=run))
 
     def answer(self, *arguments: str, code: int = 0, run: Path | str = "") -> tuple[str, str]:
@@ -197,15 +204,13 @@ class Workshop:
         return code, out.getvalue(), err.getvalue()
 
     def score(self, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
-        """Score a run; returns the result that is written, of numbers that JSON knows, and what is printed."""
+        """Score a run; return the result, whose numbers must be valid JSON, and the output."""
         said = self.command("eval", str(run), *overrides)
         newest = max(run.glob("eval/*.json"), key=lambda path: path.stat().st_mtime_ns)
         result = json.loads(newest.read_text(), parse_constant=pytest.fail)
-        unit = result["data"]["unit"]
-        assert (
-            result["protocol"] in said and f"{result[f'bits_per_{unit}']:.5f} bits/{unit}" in said
-        )
-        return result, said
+        record = EvaluationRecord.model_validate(result)
+        assert record.line() in said and f"{record.bits:.5f} bits/{record.unit}" in said
+        return {**result, **result["protocol"], **result, "protocol": record.line()}, said
 
     def train(self, name: str, *overrides: str) -> Path:
         """Train in this process; returns the run folder."""
@@ -217,7 +222,7 @@ class Workshop:
         return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, inside=inside)
 
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
-        """Run a command in a process of its own, which has its imports behind it and begins with the code `inside`."""
+        """Run a command in a forked process, which has its imports and first executes `inside`."""
         assert self.server is not None
         server, log, environment = (
             self.server,
@@ -232,7 +237,7 @@ class Workshop:
     def begin(
         self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str
     ) -> Process:
-        """Run the command as a user does, from its first import on, which takes seconds; by a `starter` if named."""
+        """Run the command as a user does, which takes seconds of imports; by a `starter` if set."""
         log = self.folder / f"{run.name}.log"
         environment = {**os.environ, **self.environment(run), "PYTHONPATH": str(ROOT), **variables}
         command = [sys.executable, *starter, "-m", "rtx", *arguments]
@@ -267,18 +272,30 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that count, in the order of their steps: of each kind and step, the last one written."""
+    """Return the rows that count, with their kinds, in the order of their steps.
+
+    Of each kind and step that is the last one written.
+    """
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):  # one cut short by a kill is no row
-            row = json.loads(line)
-            rows[row["step"], row["kind"]] = row
+            row = MetricsRow.model_validate_json(line)
+            rows[row.step, row.kind] = {"kind": row.kind, **row.model_dump()}
     order = ("train", "valid", "final")
     return sorted(rows.values(), key=lambda row: (row["step"], order.index(row["kind"])))
 
 
+def status_of(run: Path) -> StatusRecord:
+    """Return the status of a run, which must have one."""
+    status = read_status(run)
+    assert status is not None
+    return status
+
+
 def final(run: Path) -> dict[str, Any]:
-    return json.loads((run / "status.json").read_text())["final"]
+    """Return the closing score of a run with its unit."""
+    score = json.loads((run / "status.json").read_text())["final"]
+    return {**score, "unit": score["protocol"]["unit"]}
 
 
 def children(process: int) -> list[int]:
@@ -296,13 +313,13 @@ def steps_logged(run: Path) -> int:
 
 
 def difference(one: Path, other: Path, ignoring: Sequence[str] = ()) -> str:
-    """Return the first thing in which two runs differ but for times, workers and places, or an empty string."""
+    """Return the first difference of two runs except times, workers and folders, or ""."""
     found = [checkpoint_difference(one, other, name, ignoring) for name in ("last", "best")]
     return "".join(found) or first_difference(counted_rows(one), counted_rows(other), "metrics")
 
 
 def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[str] = ()) -> str:
-    """Return the first thing in which a checkpoint differs; `ignoring`: groups of the configuration that may."""
+    """Return the first difference of two checkpoints, or ""; groups `ignoring` may differ."""
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
         for measured in ("seconds", "clock"):
@@ -317,7 +334,11 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
 def counted_rows(run: Path) -> list[dict[str, Any]]:
     """Return the rows of a run without the fields that a clock or the machine measures."""
     rows = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in TIME_FIELDS} for row in rows]
+    counted = []
+    for row in rows:
+        names = [name for name in row if name.rpartition("/")[2] not in TIME_FIELDS]
+        counted.append({name: row[name] for name in names})
+    return counted
 
 
 def first_difference(a: Any, b: Any, where: str) -> str:

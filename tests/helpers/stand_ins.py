@@ -1,4 +1,4 @@
-"""A stand-in for Python in the cells of a sweep: it records how it was started and ends as the test wants."""
+"""A stand-in for Python in the cells of a sweep: it records its start and ends as told."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def stand_in(behaviour: str) -> Path:
 
 
 class Sweep:
-    """`rtx train -m`, with a stand-in for Python in its cells where they are to behave in some way."""
+    """`rtx train -m` with a stand-in for Python in its cells."""
 
     def __init__(
         self, outputs: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -74,7 +74,7 @@ class Sweep:
         self.outputs, self.patch, self.capsys = outputs, patch, capsys
 
     def asked(self, behaviour: str, *words: str, code: int = 0) -> str:
-        """Run one whose cells behave so, check its exit code, and return what it printed, or why it was refused."""
+        """Run a sweep of such cells, check its exit code, and return its output or error."""
         if behaviour:
             self.patch.setattr(sys, "executable", str(stand_in(behaviour)))
         assert cli.main(["train", "-m", *words]) == code
@@ -95,8 +95,9 @@ class Sweep:
 
 
 def begin(python: Path | str, *arguments: str) -> subprocess.Popen[str]:
-    """Run `rtx train -m`, with such a Python in its cells, in a process and a session of its own."""
-    code = f"import sys; from rtx.cli import main as cli; sys.executable = {str(python)!r}; cli.entry()"
+    """Run `rtx train -m` with a stand-in for Python in its cells, in a new session."""
+    imports = "import sys; from rtx.cli import main as cli"
+    code = f"{imports}; sys.executable = {str(python)!r}; cli.entry()"
     command = [sys.executable, "-c", code, "train", "-m", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -112,7 +113,7 @@ def patiently(ready: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def table(said: str) -> list[list[str]]:
-    """Return the words of each cell of the closing table, its title first and its reason last, in order of titles."""
+    """Return the words of each cell of the closing table, by title: title first, reason last."""
     rows: list[list[str]] = []
     for line in re.split(r"\ncell +state +bits +run\n", said)[1].splitlines():
         if line.startswith("runs: "):

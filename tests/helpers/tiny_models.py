@@ -1,4 +1,4 @@
-"""Tiny models of every kind, with output weights that tell hidden states apart, and tokens for them."""
+"""Tiny models of every kind, whose outputs tell hidden states apart, and tokens for them."""
 
 import itertools
 from collections.abc import Iterable
@@ -176,7 +176,7 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
 
 
 def tiny_model(seed: int = 0, **config: Any) -> Transformer:
-    """A float64 model in evaluation mode. What starts at zero is random here, so that it does something."""
+    """Return a float64 model in evaluation mode; weights that start at zero are random."""
     torch.manual_seed(seed)
     model = Transformer(tiny_config(**config), VOCABULARY).double().eval()
     with torch.no_grad():
@@ -217,7 +217,7 @@ def check_alike(
 def check_streams(
     model: Transformer, tokens_BN: Tensor, *prompts: int, tolerance: float = 1e-10
 ) -> None:
-    """Steps give the nats of one pass in which the prefix decides, and go on alike behind prompts taken in at once."""
+    """Check that steps and prompts give the nats of one pass with decisions from the prefix."""
     slow, inputs = Decoder(model, len(tokens_BN)), [None, *tokens_BN.T[:-1]]
     logits_NBV = torch.stack([slow.step(tokens_B) for tokens_B in inputs])
     found_NB = -logits_NBV.log_softmax(-1).gather(-1, tokens_BN.T[..., None])[..., 0]

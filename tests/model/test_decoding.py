@@ -1,4 +1,4 @@
-"""Streaming equals parallel for every kind of model, ablated or not; its state is bounded; generation obeys."""
+"""Streaming equals parallel for every kind of model, ablated or not; caches; generation."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def members_held(decoder: Decoder) -> list[list[list[int]]]:
 @pytest.mark.parametrize("units", [[5], [5, 2]])
 @pytest.mark.parametrize("keys", ["shared", "separate"])
 def test_units_that_return_keep_the_members_that_came_first(keys: str, units: list[int]) -> None:
-    """In float32, where the products of one unit in prompts, in steps and in scoring round apart."""
+    """In float32, where products in prompts, steps and scoring are rounded differently."""
     sizes = {
         "hidden": 64,
         "ffn_hidden": 64,
@@ -64,7 +64,8 @@ def test_units_that_return_keep_the_members_that_came_first(keys: str, units: li
     }
     model = tiny_model(selection="topk", positions="none", routing_keys=keys, **sizes).float()
     tokens_BN = torch.tensor([units, [unit + 3 for unit in units]]).repeat(1, 120)[:, :120]
-    quick, slow = Decoder(model, 2), Decoder(model, 2)
+    quick = Decoder(model, 2)
+    slow = Decoder(model, 2)
     for tokens_B in [None, *tokens_BN.T[:80]]:
         slow.step(tokens_B)
     quick.prefill(tokens_BN[:, :80])
@@ -86,7 +87,10 @@ return self.model.logits(x)
 def test_bytes_that_return_are_read_alike_in_steps_and_in_a_pass(
     selection: str, wide: bool
 ) -> None:
-    """Every layer routes, without positions: the same bytes are the same vectors, and keys that look back are not."""
+    """Every layer routes, without positions: the same bytes are the same vectors.
+
+    Keys that look back are not.
+    """
     sizes: Kind = {
         "layers": 4,
         "hidden": 64,
@@ -140,7 +144,8 @@ def test_caches_grow_only_where_any_position_may_be_read(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "FIRST_SLOTS", 1)
-    decoder, sizes = Decoder(tiny_model(positions="shaw", **kind), 2), []
+    decoder = Decoder(tiny_model(positions="shaw", **kind), 2)
+    sizes = []
     for begin, end in ((0, 30), (30, 60), (60, 90)):
         part_BN = tokens(length=90)[:, begin:end]
         _ = (

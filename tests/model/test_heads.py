@@ -148,7 +148,7 @@ def with_selection(name: str) -> Config:
 
 
 @pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
-def test_keys_of_clusters_are_those_of_the_configuration(keys: str) -> None:
+def test_keys_of_clusters_are_those_of_the_configuration(keys: Any) -> None:
     for name in ("causal", "random"):
         config = with_selection(name)
         config.routing.keys = keys

@@ -1,4 +1,4 @@
-"""Layers by their definitions: feed-forward, likelihoods, adaptive bands, blocks, positions, heads and their keys."""
+"""Layers by their definitions: feed-forward, likelihoods, bands, blocks, positions, heads."""
 
 import dataclasses
 import importlib.util
@@ -53,10 +53,8 @@ def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedFor
 def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(
     ffn: str, parts: int
 ) -> None:
-    layer, x_BNE = (
-        feed_forward(parts, ffn),
-        torch.randn(2, 7, 16, dtype=torch.float64).requires_grad_(),
-    )
+    layer = feed_forward(parts, ffn)
+    x_BNE = torch.randn(2, 7, 16, dtype=torch.float64).requires_grad_()
     inner = F.linear(x_BNE, layer.inner.weight, layer.inner.bias)
     if ffn == "geglu":
         wide = inner[..., :24] * F.gelu(inner[..., 24:], approximate="tanh")
@@ -80,11 +78,10 @@ def test_large_products_in_float32_are_onednns_and_those_of_the_definition(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "LARGE", 120 * 12 * 20)
-    layer, x_BNE = (
-        Linear(12, 20, bias=bias),
-        torch.randn(40, 3, 12).transpose(0, 1).requires_grad_(),
-    )
-    leaves, found = [x_BNE, *layer.parameters()], [layer(x_BNE)]
+    layer = Linear(12, 20, bias=bias)
+    x_BNE = torch.randn(40, 3, 12).transpose(0, 1).requires_grad_()
+    leaves = [x_BNE, *layer.parameters()]
+    found = [layer(x_BNE)]
     for products in ("onednn", "torch"):
         config = dataclasses.replace(tiny_config(), hardware=HardwareConfig(products=products))
         assert {
@@ -120,7 +117,8 @@ def test_the_backward_pass_drops_the_units_that_the_forward_pass_dropped() -> No
 def test_nats_are_minus_the_logarithm_of_the_share_in_allowed_parts(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes, generator = ((2, 7, 5), (11, 5), (11,)), torch.Generator().manual_seed(0)
+    shapes = ((2, 7, 5), (11, 5), (11,))
+    generator = torch.Generator().manual_seed(0)
     leaves = [
         torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
     ]
@@ -129,7 +127,8 @@ def test_nats_are_minus_the_logarithm_of_the_share_in_allowed_parts(
     expected = (
         -(hidden @ weight.T + bias).softmax(-1).gather(-1, target_BN[..., None])[..., 0].log()
     )
-    sizes, linear = [], F.linear
+    sizes = []
+    linear = F.linear
     monkeypatch.setattr(
         likelihood.F, "linear", lambda *given: sizes.append(len(given[0]) * 11) or linear(*given)
     )
@@ -147,7 +146,8 @@ def test_vectors_of_bands_are_the_same_where_every_band_is_asked_for_all_words()
     bands.initialise(as_output=False)
     ids = torch.tensor([[0, 2, 3, 6], [7, 10, 5, 10]])
     leaves = [*bands.parameters()]
-    expected, found = bands.gathered(ids), bands.masked(ids)
+    expected = bands.gathered(ids)
+    found = bands.masked(ids)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = (torch.autograd.grad(x.square().sum(), leaves) for x in (expected, found))
     for one, other in zip(*gradients, strict=True):
@@ -164,8 +164,9 @@ target_BN = torch.randint(11, (2, 7))
 plain, fused = token_nats(*leaves, target_BN).mean(), fused_mean_nats(*leaves, target_BN)
 torch.testing.assert_close(fused, plain)
 for factor in (1.0, 0.5):
-    for one, other in zip(*(torch.autograd.grad(factor * x, leaves, retain_graph=True) for x in (plain, fused))):
-        torch.testing.assert_close(other, one)
+    expected = torch.autograd.grad(factor * plain, leaves, retain_graph=True)
+    gradients = torch.autograd.grad(factor * fused, leaves, retain_graph=True)
+    torch.testing.assert_close(gradients, expected)
     fused = fused_mean_nats(*leaves, target_BN)
 """
 
@@ -174,7 +175,7 @@ for factor in (1.0, 0.5):
     importlib.util.find_spec("liger_kernel") is None, reason="Liger-Kernel is not installed"
 )
 def test_the_fused_loss_and_its_gradients_are_those_of_the_mean() -> None:
-    """Its kernels in Triton's interpreter, for which the variable must be there before they are imported."""
+    """Triton's interpreter runs its kernels; its variable must be set before they are imported."""
     subprocess.run(
         [sys.executable, "-c", LIGER], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True
     )
@@ -185,7 +186,8 @@ def test_a_block_puts_its_norms_where_it_says(norm: str) -> None:
     block = tiny_model(norm=norm).blocks[0]
     assert isinstance(block, Block)
     x = torch.randn(2, 24, 16, dtype=torch.float64)
-    first, second = block.attention_norm, block.feed_forward_norm
+    first = block.attention_norm
+    second = block.feed_forward_norm
     for each in (first, second):
         torch.nn.init.normal_(each.weight)
     if norm == "pre":
@@ -213,7 +215,8 @@ def test_blocks_alone_ask_for_no_summary_columns() -> None:
 @pytest.mark.parametrize("axes", [(10,), (2, 4, 3)])
 def test_learned_positions_add_up_one_vector_for_each_axis_and_end(axes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    positions, N = LearnedPositions(axes, 4000), math.prod(axes)
+    positions = LearnedPositions(axes, 4000)
+    N = math.prod(axes)
     places = itertools.product(*map(range, axes))
     rows: list[Any] = [
         sum(table[i] for table, i in zip(positions.tables, at, strict=True)) for at in places
@@ -231,11 +234,10 @@ def test_learned_positions_add_up_one_vector_for_each_axis_and_end(axes: tuple[i
 @torch.no_grad()
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_positions_matter(positions: str) -> None:
-    # Without position terms and with full attention, a permutation of the past changes nothing at the last position.
-    model, swapped = (
-        tiny_model(positions=positions, base="full", routing_layers=0, layers=1),
-        tokens(),
-    )
+    # With full attention and no position terms, a permutation of the past changes nothing at the
+    # last position.
+    model = tiny_model(positions=positions, base="full", routing_layers=0, layers=1)
+    swapped = tokens()
     swapped[:, [15, 21]] = swapped[:, [21, 15]]
     nats, other = (model.loss(x)[0][:, -1] for x in (tokens(), swapped))
     assert torch.allclose(nats, other, rtol=1e-12) == (positions == "none")
@@ -284,13 +286,15 @@ def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apar
     keys: str,
 ) -> None:
     layer = attention(tiny_model(routing_keys=keys, routing_key_loss=0.5), 1).train()
-    weight, x_BNE = layer.qkv.weight, torch.randn(2, 24, 16, dtype=torch.float64)
+    weight = layer.qkv.weight
+    x_BNE = torch.randn(2, 24, 16, dtype=torch.float64)
     apart = [
         torch.stack([(weight[8 + u, e] - weight[24 + u, e]).abs() for e in range(16)]).sum()
         for u in range(8)
     ]
     norms = [torch.stack(head).max() for head in (apart[:4], apart[4:])]
-    loss, expected = layer(x_BNE)[1], 0.25 * (norms[0] + norms[1])
+    loss = layer(x_BNE)[1]
+    expected = 0.25 * (norms[0] + norms[1])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(each, weight)[0] for each in (loss, expected)))
     gap_BNHD = (x_BNE @ (weight[8:16] - weight[24:32]).T).abs().unflatten(-1, (2, 4))
@@ -403,11 +407,13 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     config = tiny_config(
         embedding="adaptive", cutoffs="3x7", band_factor=2, tie_embeddings=tied, norm="post"
     )
-    model, tokens_BN = Transformer(config, 11).double().eval(), tokens(batch=3)
+    model = Transformer(config, 11).double().eval()
+    tokens_BN = tokens(batch=3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    softmax, hidden_RE = model.softmax, model(tokens_BN)[0].flatten(0, 1)
+    softmax = model.softmax
+    hidden_RE = model(tokens_BN)[0].flatten(0, 1)
     assert softmax is not None and (softmax.bands is model.embedding.bands) == tied
     vectors = [
         table @ project_in.weight.T

@@ -1,4 +1,4 @@
-"""Memories of Transformer-XL and the Compressive Transformer against loops in float64; streams; the training text."""
+"""Memories of Transformer-XL and the Compressive Transformer against loops in float64; streams."""
 
 import itertools
 import math
@@ -30,18 +30,22 @@ KINDS = ("conv", "mean", "max")
 def read_by_loops(
     attention: MultiheadAttention, x_KE: Tensor, memory: int, most: int | None
 ) -> Tensor:
-    """Dai et al. 2019, section 3.3, position by position: what the last positions of a sequence get, `[N, E]`."""
+    """Return the outputs of the last positions, `[N, E]`, by Dai et al. 2019, section 3.3."""
     (group,) = attention.head_groups()
-    positions, size = group.tables, group.size
+    positions = group.tables
+    size = group.size
     assert isinstance(positions, SinusoidKeys)
-    (H, D), E = positions.content_HD.shape, x_KE.shape[1]
+    (H, D) = positions.content_HD.shape
+    E = x_KE.shape[1]
     W_q, W_k, W_v = attention.qkv.weight.split(H * D)
     rows = []
     for i in range(memory, len(x_KE)):
         heads = []
         for h in range(H):
             own = slice(h * D, (h + 1) * D)
-            q, logits, values = W_q[own] @ x_KE[i], [], []
+            q = W_q[own] @ x_KE[i]
+            logits = []
+            values = []
             for j in range(0 if most is None else max(0, i + 1 - most), i + 1):
                 distance = min(i - j, positions.clamp or i - j)
                 angles = [distance / 10_000 ** (2 * f / E) for f in range(math.ceil(E / 2))]
@@ -102,7 +106,8 @@ def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(
         name for name, _ in model.named_parameters() if name.endswith(("content_HD", "place_HD"))
     ]
     assert len(names) == (2 if tied else 2 * len(model.blocks))
-    memory, segments = Memory(model.config), tokens(length=12).split(6, dim=1)
+    memory = Memory(model.config)
+    segments = tokens(length=12).split(6, dim=1)
     model.loss(segments[0], memory=memory)[0].mean().backward()
     model.zero_grad()
     kept = [x_BME.clone() for x_BME in memory.layers]
@@ -110,7 +115,8 @@ def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(
     loss = model.loss(segments[1], memory=memory)[0].mean()
     loss.backward()
     fresh = Memory(model.config)
-    fresh.layers, fresh.last_B = kept, segments[0][:, -1]
+    fresh.layers = kept
+    fresh.last_B = segments[0][:, -1]
     again = model.loss(segments[1], memory=fresh)[0].mean()
     assert torch.equal(again, loss)  # nothing but what is kept counts
     assert all(
@@ -147,7 +153,8 @@ def test_streams_go_on_from_step_to_step_and_read_all_of_the_ring(
 
 
 def kept_by_loops(compression: Compression, old_OE: Tensor) -> Tensor:
-    parts, conv = old_OE.split(compression.rate), compression.conv
+    parts = old_OE.split(compression.rate)
+    conv = compression.conv
     if conv is not None:
         assert conv.bias is not None
         return (
@@ -162,8 +169,9 @@ def kept_by_loops(compression: Compression, old_OE: Tensor) -> Tensor:
 def loss_by_loops(
     block: MemoryBlock, norm: nn.LayerNorm | None, x_NE: Tensor, old_OE: Tensor, made_CE: Tensor
 ) -> Tensor:
-    """Rae et al. 2020, Algorithm 2: attention by content over the old positions and over the compressed ones."""
-    size, errors = block.attention.size, []
+    """Attention by content over old and compressed positions (Rae et al. 2020, Algorithm 2)."""
+    size = block.attention.size
+    errors = []
     x_NE, old_OE, made_CE = (y if norm is None else norm(y) for y in (x_NE, old_OE, made_CE))
     matrices = (
         weight.detach().split(size)
@@ -183,7 +191,8 @@ def loss_by_loops(
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_and_compressed_memory_are_those_of_the_definition(kind: str) -> None:
     model = tiny_model(length=6, compression=kind, **KEPT)
-    memory, x_BNE = Memory(model.config), torch.randn(2, 30, 16, dtype=torch.float64)
+    memory = Memory(model.config)
+    x_BNE = torch.randn(2, 30, 16, dtype=torch.float64)
     compression = model.blocks[0].compression
     assert isinstance(compression, Compression)
     for start in range(0, 30, 6):
@@ -216,7 +225,8 @@ def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> 
 def test_training_adds_the_loss_of_every_block_once_something_leaves() -> None:
     torch.manual_seed(0)
     model = Transformer(tiny_config(length=6, **{**KEPT, "memory": 6}), 11).double().train()
-    memory, losses = Memory(model.config), []
+    memory = Memory(model.config)
+    losses = []
     for tokens_BN in tokens(length=18).split(6, dim=1):
         nats_BN, auxiliary = model.loss(tokens_BN, memory=memory)
         model.zero_grad()

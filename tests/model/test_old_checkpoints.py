@@ -1,4 +1,4 @@
-"""Checkpoints of older versions, whose tensors have other names and another order, load into the models of this one."""
+"""Checkpoints of older versions load, although their tensors have other names and another order."""
 
 from typing import Any
 

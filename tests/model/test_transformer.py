@@ -1,4 +1,4 @@
-"""The whole model: gradients, embeddings, dropout, recomputation, precision, torch.compile, and its state."""
+"""The model: gradients, embeddings, dropout, recomputation, precision, torch.compile, its state."""
 
 import math
 from typing import Any
@@ -53,7 +53,8 @@ def test_a_gradient_is_the_slope_of_the_loss() -> None:
     found = gradients(model, tokens())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            direction, losses = torch.randn_like(parameter), []
+            direction = torch.randn_like(parameter)
+            losses = []
             for step in (1e-5, -2e-5):
                 parameter += step * direction
                 losses.append(float(model.loss(tokens())[0].mean()))
@@ -76,7 +77,8 @@ def test_the_start_of_training_knows_next_to_nothing() -> None:
             and auxiliary == 0
         )
         assert (model.output_VS is model.embedding.table_VS) == tied
-        table_VS, output_VS = model.embedding.table_VS.detach(), model.output_VS.detach()
+        table_VS = model.embedding.table_VS.detach()
+        output_VS = model.output_VS.detach()
         assert float(table_VS.std()) == pytest.approx(0.5 / 8 if tied else 1, rel=0.05)
         assert float(output_VS.std()) == pytest.approx(0.5 / 8, rel=0.05)
 
@@ -84,7 +86,8 @@ def test_the_start_of_training_knows_next_to_nothing() -> None:
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout", "ffn_dropout"])
 def test_dropout_is_for_training(kind: str) -> None:
     wish: dict[str, Any] = {kind: 0.5}
-    model, without = tiny_model(**wish), tiny_model()
+    model = tiny_model(**wish)
+    without = tiny_model()
     assert torch.equal(model.loss(tokens())[0], without.loss(tokens())[0])
     model.train()
     assert not torch.equal(model.loss(tokens())[0], model.loss(tokens())[0])
@@ -129,12 +132,11 @@ def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPat
 def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training: bool) -> None:
     states = []
     for _ in range(2):
-        model, seen = tiny_model().train(training), []
+        model = tiny_model().train(training)
+        seen = []
         routing = [module for module in model.modules() if isinstance(module, Routing)]
-        before, drawn = (
-            {name: x.clone() for name, x in model.state_dict().items()},
-            torch.get_rng_state(),
-        )
+        before = {name: x.clone() for name, x in model.state_dict().items()}
+        drawn = torch.get_rng_state()
         for heads in routing:
             heads.centroids.seed_with_next = True
         model.eval().loss(tokens(3))  # a validation batch
@@ -173,7 +175,8 @@ def test_weights_at_the_start_by_depth(positions: str) -> None:
     model = Transformer(tiny_config(**sizes, init="depth_scaled", axes="64x16"), 1000)
     for block in model.blocks:
         assert isinstance(block, Block)
-        attention, ffn = block.attention, block.feed_forward
+        attention = block.attention
+        ffn = block.feed_forward
         for linear, shrink in (
             (attention.qkv, 1),
             (ffn.inner, 1),
@@ -202,7 +205,8 @@ def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> Non
 
 @each_kind([{}, {"selection": "topk"}, *(kind for kind in OTHERS if kind["selection"] != "random")])
 def test_the_state_has_all_that_lasts(kind: Kind) -> None:
-    model, other = tiny_model(seed=0, **kind), tiny_model(seed=1, **kind)
+    model = tiny_model(seed=0, **kind)
+    other = tiny_model(seed=1, **kind)
     for _ in range(3):  # the steps of the indexer's warm-up
         model.train().loss(tokens())
         after_step(model.eval())

@@ -12,14 +12,19 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rtx.evaluation.protocol import protocol_of, score_record
+from rtx.evaluation.scores import Score
 from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, write
 from rtx.report.run_records import collect
-from rtx.report.summary import closing_lines, protocol_line
+from rtx.report.summary import closing_lines
 from rtx.report.tables import DASH, Column, Table, terminal, tex
+from rtx.runs.records import DataRecord, Measures
 from rtx.settings.compose import compose
 from tests.helpers.records import (
+    DATA,
     FULL,
     IMAGES,
     LOCAL,
@@ -39,7 +44,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     write_run(
         folder, config(routing__heads=8), bits=None, state="failed", reason=NASTY, data=IMAGES
     )
-    write_run(folder, config("cifar10_local"), bits=2.8, data=IMAGES)
+    write_run(folder, config("cifar10 heads=local"), bits=2.8, data=IMAGES)
     write_divergence(write_run(folder, config("wikitext103"), bits=4.0))
     write_eval(write_run(folder, config("pg19"), bits=4.0), 4.1, perplexity_per_word=35.0)
     return build(collect([folder]), f"runs of {NASTY}")
@@ -109,22 +114,21 @@ def test_the_closing_lines_fit_a_narrow_terminal_and_use_a_wide_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    run, config = (
-        "outputs/rtx/20260101-120000-abcd",
-        compose(["model.base=lsh", "model.lsh=reformer"]),
-    )
-    protocol = protocol_line(config, "valid", "byte", 628_118, partial=True, ablate="local")
-    assert (
-        "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256"
-        in protocol
-    )
-    assert "lsh=reformer" in protocol and "sees the future" in protocol
-    final = {"bits": 2.5, "unit": "byte", "baselines": {"order-2 bytes": 2.75, "zlib": 1.93}}
-    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
+    run = "outputs/rtx/20260101-120000-abcd"
+    config = compose(["model.base=lsh", "model.lsh=reformer"])
+    data = DataRecord.model_validate(DATA)
+    protocol = protocol_of(config, data, "valid", sample=31, ablate="local")
+    score = Score(np.full(2, 314_059.0), np.full(2, 1e6))
+    measures = Measures(baselines={"order-2 bytes": 2.75, "zlib": 1.93})
+    final = score_record(config, protocol, score, measures)
+    line = final.line()
+    assert "628,118 bytes each scored once (a sample of 31 windows), windows of 256" in line
+    assert "stride 256" in line and "lsh=reformer" in line and "sees the future" in line
+    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final)
     assert max(map(len, said.splitlines())) < 80
     assert said.splitlines()[-2:] == [f"next: rtx eval {run} split=test", f"      rtx sample {run}"]
     monkeypatch.setenv("COLUMNS", "200")
-    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
+    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final)
     assert 100 < max(map(len, said.splitlines())) < 120
 
 
@@ -212,7 +216,7 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
             bits, speed = 2 + 0.02 * at + 0.01 * (seed * at % 5), 1.0 + 0.04 * at + 0.02 * seed
             run = write_run(
                 tmp_path / "runs",
-                config("far_text_causal", seed=seed, **values),
+                config("far_text heads=causal", seed=seed, **values),
                 bits=bits,
                 speed=speed,
             )

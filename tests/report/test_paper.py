@@ -29,38 +29,55 @@ OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]
 SETS = ("cifar10", "wikitext103", "enwik8", "imagenet64", "pg19")
 OURS = {
     "": "Routing",
-    "_local": "Local",
+    "local": "Local",
     "cifar10": "Routing 4x8 W=512",
-    "cifar10_full": "Transformer",
+    "cifar10 heads=full": "Transformer",
 }
-OURS |= {"cifar10_random": "Random 4x8 W=512", "imagenet64_local": "ImageTransformer"}
+OURS |= {"cifar10 heads=random": "Random 4x8 W=512", "imagenet64 heads=local": "ImageTransformer"}
 THEIRS = {
-    "_t64": "T64",
-    "_sparse_transformer": "Sparse",
-    "_reformer": "Reformer",
-    "_lsh": "Reformer",
+    "t64": "T64",
+    "sparse_transformer": "Sparse",
+    "reformer": "Reformer",
+    "lsh": "Reformer",
+    "adaptive_span": "Adaptive",
+    "adaptive_input": "Adaptive Input",
+    "transformer_xl": "TransformerXL",
+    "compressive_transformer": "Compressive",
 }
-THEIRS |= {
-    "_adaptive_span": "Adaptive",
-    "_adaptive_input": "Adaptive Input",
-    "_transformer_xl": "TransformerXL",
-}
-THEIRS |= {"_compressive_transformer": "Compressive"}
-"""The row of an experiment, or of all whose names end so behind the data set: the paper's own, and others' numbers."""
-ROWS = {
-    name: (number, label, None if end in THEIRS else OTHER_STEPS if own == "imagenet64" else [])
-    for number, own in enumerate(SETS, 1)
-    for name, end in (
-        (name, name.removeprefix(own)) for name in options("experiment") if name.startswith(own)
-    )
-    if (label := (OURS | THEIRS).get(name) or (OURS | THEIRS).get(end))
-}
-"""Table, row, and what differs; None: the number is another paper's."""
+"""The row of an experiment, or of an option of heads with any: the paper's own, and others' scores."""
+
+
+def paper_rows() -> dict[str, tuple[int, str, list[str] | None]]:
+    """Return table, row, and what differs by the words of an experiment; None: another paper's score."""
+    rows: dict[str, tuple[int, str, list[str] | None]] = {}
+    for number, experiment in enumerate(SETS, 1):
+        axis = rows_of(f"{experiment}_baselines")
+        for words in (experiment, *axis):
+            heads = words.removeprefix(experiment).removeprefix(" heads=")
+            label = (OURS | THEIRS).get(words) or (OURS | THEIRS).get(heads)
+            if not label:
+                continue
+            ours = OTHER_STEPS if experiment == "imagenet64" else []
+            rows[words] = (number, label, None if heads in THEIRS else ours)
+    return rows
+
+
+def rows_of(experiment: str) -> list[str]:
+    """Return the rows of an experiment whose file lists heads as an axis, else itself."""
+    content = yaml.safe_load((conf_dir() / "experiment" / f"{experiment}.yaml").read_text())
+    axes = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
+    if "heads" not in axes:
+        return [experiment]
+    own = experiment.removesuffix("_baselines").removesuffix("_steps")
+    return [f"{own} heads={heads}" for heads in axes["heads"].split(",")]
+
+
+ROWS = paper_rows()
 
 
 @functools.cache
 def values(experiment: str) -> dict[str, Any]:
-    return flat(to_dict(compose([f"experiment={experiment}"])))
+    return flat(to_dict(compose(f"experiment={experiment}".split())))
 
 
 def composed(*words: str) -> dict[str, Any]:
@@ -71,13 +88,6 @@ def header(path: str) -> str:
     return "\n".join(
         line for line in (conf_dir() / path).read_text().splitlines() if line.startswith("#")
     )
-
-
-def cells_of(experiment: str) -> list[str]:
-    """The experiments that a table's experiment lays out, itself where it lays out none."""
-    content = yaml.safe_load((conf_dir() / "experiment" / f"{experiment}.yaml").read_text())
-    axes = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
-    return axes.get("experiment", experiment).split(",")
 
 
 def test_the_tables_are_the_papers_and_their_settings_are_the_projects() -> None:
@@ -140,8 +150,10 @@ def test_an_experiment_is_its_row_of_the_paper_but_not_with_another_stated_setti
 def test_every_cell_of_a_table_is_a_row_of_the_papers_or_a_full_model_of_ours() -> None:
     lines = "\n".join(line for table in TABLES.values() for line in table.commands)
     names = {name for named in re.findall(r"experiment=(\S+)", lines) for name in named.split(",")}
-    cells = {cell for name in names for cell in cells_of(name)} - {"cifar10_grid"}
-    assert cells - set(ROWS) == {"wikitext103_full", "enwik8_full", "imagenet64_full", "pg19_full"}
+    cells = {cell for name in names for cell in rows_of(name)} - {"cifar10_grid"}
+    cells -= {"pg19 heads=routing"}
+    full = {f"{name} heads=full" for name in ("wikitext103", "enwik8", "imagenet64", "pg19")}
+    assert cells - set(ROWS) == full
     assert all(TABLES[2].row_of(values(name)) is None for name in cells - set(ROWS))
 
 
@@ -160,15 +172,15 @@ DECAY = "optimizer.weight_decay=0.0 (ours; released code: 2e-05)"
         ("enwik8 routing.layers=6", ["routing.layers=6 (paper: as model.layers)"]),
         ("wikitext103 routing.layers=1", ["routing.layers=1 (paper: as model.layers)"]),
         ("enwik8 model.norm=pre", ["model.norm=pre (paper: post)"]),
-        ("pg19_local model.norm=pre", ["model.norm=pre (paper: post)"]),
+        ("pg19 heads=local model.norm=pre", ["model.norm=pre (paper: post)"]),
         ("pg19 optimizer.weight_decay=0.1", ["optimizer.weight_decay=0.1 (paper: 0.0)"]),
         ("pg19 data.vocabulary=97000", []),
         ("pg19 data.vocabulary=32768", ["data.vocabulary=32768 (paper: 96,000 to 100,000)"]),
         ("pg19 data.tokenizer=bytes", ["data.tokenizer=bytes (paper: subwords)"]),
-        ("pg19_local model.window=64", ["model.window=64 (paper: 512)"]),
-        ("pg19_local model.positions=none", ["model.positions=none (paper: shaw)"]),
+        ("pg19 heads=local model.window=64", ["model.window=64 (paper: 512)"]),
+        ("pg19 heads=local model.positions=none", ["model.positions=none (paper: shaw)"]),
         ("cifar10 model.window=64", ["model.window=64 (paper: 512)"]),
-        ("cifar10_local model.window=64", ["model.window=64 (paper: 512)"]),
+        ("cifar10 heads=local model.window=64", ["model.window=64 (paper: 512)"]),
         ("cifar10 routing.window=1024", []),
         ("cifar10 routing.window=1024 model.window=1024", []),
         ("cifar10 routing.merge=lse", ["routing.merge=lse (paper: a softmax in each cluster)"]),
@@ -208,19 +220,25 @@ def test_only_what_the_paper_states_is_a_departure_from_it(
         ),
         ("wikitext103", [NEAREST, NOT_CLIPPED, DECAY]),
         ("wikitext103 optimizer.weight_decay=2e-5", [NEAREST, NOT_CLIPPED]),
-        ("cifar10_full model.dropout=0.1", ["model.dropout=0.1 (released code: 0.3)", NOT_CLIPPED]),
         (
-            "cifar10_full model.positions=rotary",
+            "cifar10 heads=full model.dropout=0.1",
+            ["model.dropout=0.1 (released code: 0.3)", NOT_CLIPPED],
+        ),
+        (
+            "cifar10 heads=full model.positions=rotary",
             [NOT_CLIPPED, "model.positions=rotary (ours: learned)"],
         ),
-        ("cifar10_full data.held_out=0", [NOT_CLIPPED, "data.held_out=0 (ours: 5000)"]),
-        ("enwik8_local trainer.batch_size=4", [NOT_CLIPPED, "trainer.batch_size=4 (ours: 8)"]),
+        ("cifar10 heads=full data.held_out=0", [NOT_CLIPPED, "data.held_out=0 (ours: 5000)"]),
+        (
+            "enwik8 heads=local trainer.batch_size=4",
+            [NOT_CLIPPED, "trainer.batch_size=4 (ours: 8)"],
+        ),
         (
             "pg19 model.positions=none",
             [NEAREST, "model.positions=none (released code: shaw)", NOT_CLIPPED],
         ),
-        ("enwik8_full", []),
-        ("enwik8_transformer_xl", []),
+        ("enwik8 heads=full", []),
+        ("enwik8 heads=transformer_xl", []),
     ],
 )
 def test_where_the_paper_is_silent_a_run_differs_from_the_released_code_or_from_ours(
@@ -232,7 +250,7 @@ def test_where_the_paper_is_silent_a_run_differs_from_the_released_code_or_from_
 
 
 def test_table_7_compares_the_window_of_both_of_its_rows() -> None:
-    for experiment in ("pg19", "pg19_local"):
+    for experiment in ("pg19", "pg19 heads=local"):
         own = values(experiment)
         assert table_of(own, timed=True) is TABLES[7] and TABLES[7].departures(own) == []
         edited = {**own, "model.window": 64}
@@ -329,21 +347,23 @@ def test_the_cost_of_a_header_is_what_the_plan_says(experiment: str) -> None:
     assert said, text
     for group, recompute in enumerate((False, True), 1):
         numbers = list(map(float, re.findall(r"[\d.]+", said[group])))
-        cells = cells_of(experiment) if len(numbers) > 1 else [experiment]
+        cells = rows_of(experiment) if len(numbers) > 1 else [experiment]
         for name, number in zip(cells, numbers, strict=True):
-            config = with_values(compose([f"experiment={name}"]), {"model.recompute": recompute})
+            config = with_values(
+                compose(f"experiment={name}".split()), {"model.recompute": recompute}
+            )
             planned = cost(config, vocabulary_size(config.data)).step(config) / 1e12
             assert number == pytest.approx(planned, rel=0.01), (name, recompute, planned)
 
 
 def test_the_reformer_is_published_as_it_is_and_marked(tmp_path: Path) -> None:
-    found = [values(name) for name in ("imagenet64_reformer", "imagenet64_lsh")]
+    found = [values(name) for name in ("imagenet64 heads=reformer", "imagenet64 heads=lsh")]
     assert [(one["model.lsh"], one["trainer.batch_size"]) for one in found] == [
         ("reformer", 8),
         ("causal", 8),
     ]
     assert "batch 8" in header("model/reformer.yaml")
-    for name in ("imagenet64_reformer", "imagenet64_lsh", "imagenet64"):
+    for name in ("imagenet64 heads=reformer", "imagenet64 heads=lsh", "imagenet64"):
         write_run(tmp_path, config(name), data={**IMAGES, "name": "imagenet64"})
     report = build(collect([tmp_path]), "")
     assert report.answer and report.lines[0].endswith("see the future and are not ranked.")

@@ -55,7 +55,9 @@ def write_kinds(folder: Path, seeds: int = 5) -> Path:
     for start, values in kinds.values():
         for seed in range(seeds):
             noise = 0.01 * ((seed * 7 + len(values)) % 5) + 0.1 * seed
-            write_run(folder, config("far_text_causal", seed=seed, **values), bits=start + noise)
+            write_run(
+                folder, config("far_text heads=causal", seed=seed, **values), bits=start + noise
+            )
     return folder
 
 
@@ -98,7 +100,9 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
 
 def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_path: Path) -> None:
     for values in (LOCAL, CAUSAL):
-        write_run(tmp_path, config("far_text_causal", seed=4, **values), bits=1.0, state="killed")
+        write_run(
+            tmp_path, config("far_text heads=causal", seed=4, **values), bits=1.0, state="killed"
+        )
     report = built(write_kinds(tmp_path, seeds=4))
     assert (
         column(report.answer, "seeds") == [4, 4, 4, 4] and min(column(report.answer, "ours")) > 1.0
@@ -118,11 +122,15 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
         for seed in range(6):
             bits = 2.0 + 0.01 * seed + 0.5 * (heads == 1) + (seed < 3) * -0.3
             write_run(
-                tmp_path, config("far_text_causal", seed=seed, routing__heads=heads), bits=bits
+                tmp_path,
+                config("far_text heads=causal", seed=seed, routing__heads=heads),
+                bits=bits,
             )
     for seed in range(6):
         write_run(
-            tmp_path, config("far_text_causal", seed=seed, **LOCAL), bits=2.5 + 0.01 * (seed % 2)
+            tmp_path,
+            config("far_text heads=causal", seed=seed, **LOCAL),
+            bits=2.5 + 0.01 * (seed % 2),
         )
     answer = built(tmp_path).answer
     assert (
@@ -133,7 +141,9 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
     row = next(row for row in answer.rows if row["heads"].startswith("routing"))
     assert row["seeds"] == 3 and row["of"] == 2 and row["ours"] == pytest.approx(2.04)
     for values, lr, seed in itertools.product((LOCAL, CAUSAL), (0.1, 0.2), (0, 1)):
-        made = config("far_text_causal", optimizer__lr=lr, seed=seed + 10 * (lr == 0.2), **values)
+        made = config(
+            "far_text heads=causal", optimizer__lr=lr, seed=seed + 10 * (lr == 0.2), **values
+        )
         write_run(tmp_path / "few", made, bits=2.0 + lr)
     assert built(tmp_path / "few").headline.startswith(
         "Not certain: of several rows of a kind one is chosen, and no seeds are"
@@ -144,7 +154,9 @@ def test_a_row_chosen_by_its_only_seed_is_shown_with_that_seed_and_its_score(
     tmp_path: Path,
 ) -> None:
     for values, lr in itertools.product((LOCAL, CAUSAL), (0.1, 0.2)):
-        write_run(tmp_path, config("far_text_causal", optimizer__lr=lr, **values), bits=2.0 + lr)
+        write_run(
+            tmp_path, config("far_text heads=causal", optimizer__lr=lr, **values), bits=2.0 + lr
+        )
     report = built(tmp_path)
     assert report.headline == "Not certain: 1 seed a row; no verdict."
     answer = report.answer
@@ -165,7 +177,7 @@ def write_grid(folder: Path, seeds: int = 1, **values: Any) -> Path:
         sizes = {"routing__heads": heads, "routing__layers": layers, "routing__window": window}
         for seed in range(seeds):
             made = config(
-                "far_text_causal", seed=seed, routing__selection="exact", **sizes, **values
+                "far_text heads=causal", seed=seed, routing__selection="exact", **sizes, **values
             )
             write_run(
                 folder, made, bits=3.43 + 0.06 * at / 7 + 0.001 * ((seed * 3 + at) % 5), error=0.08
@@ -218,11 +230,14 @@ def test_runs_that_differ_by_keys_that_they_do_not_read_are_one_row(tmp_path: Pa
     for seed, (layers, window) in enumerate(itertools.product((1, 2), (32, 64))):
         for kind, values in {"local": LOCAL, "full": FULL}.items():
             sizes = {"routing__layers": layers, "routing__window": window}
-            made = config("far_text_causal", seed=seed, **values, **sizes)
+            made = config("far_text heads=causal", seed=seed, **values, **sizes)
             write_run(tmp_path / kind / str(seed), made, bits=3.0 + 0.01 * seed)
         for clusters in (4, 8):
             made = config(
-                "far_text_causal", routing__selection="exact", seed=seed, routing__clusters=clusters
+                "far_text heads=causal",
+                routing__selection="exact",
+                seed=seed,
+                routing__clusters=clusters,
             )
             write_run(tmp_path / "exact" / str(clusters), made, bits=2.9)
     report = build(collect([tmp_path / kind for kind in ("local", "full", "exact")]), "")
@@ -332,7 +347,7 @@ def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_t
 def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Path) -> None:
     bits = {"zlib": 3.5, "order-2": 3.25}
     runs = [
-        write_run(tmp_path, config("far_text_causal", **values), bits=2.0, baselines=bits)
+        write_run(tmp_path, config("far_text heads=causal", **values), bits=2.0, baselines=bits)
         for values in (LOCAL, CAUSAL)
     ]
     for run in runs:
@@ -380,7 +395,7 @@ def test_a_run_evaluated_in_another_way_stays_with_the_others(
 def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_what_differs(
     tmp_path: Path,
 ) -> None:
-    write_run(tmp_path, config("far_text_local"), bits=2.0)
+    write_run(tmp_path, config("far_text heads=local"), bits=2.0)
     for window, seed, threads, bits in (
         (64, 0, 1, 2.0),
         (64, 0, 2, 2.2),
@@ -388,7 +403,7 @@ def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_wha
         (128, 0, 1, 2.9),
     ):
         made = config(
-            "far_text_causal", seed=seed, routing__window=window, hardware__threads=threads
+            "far_text heads=causal", seed=seed, routing__window=window, hardware__threads=threads
         )
         if threads == 2:
             del made["routing"]["merge"]  # as of a version without this key
@@ -422,8 +437,8 @@ def test_measures_of_some_data_alone_have_columns_and_the_best_of_all_keys_are_f
             "accuracy_by_pairs": {"4": [share + 0.1, 10]},
             "bits_far_repeated": share,
         }
-        write_run(tmp_path, config("mqar_exact", seed=seed), bits=2.0, **told)
-    write_run(tmp_path, config("mqar_full"), bits=1.0, accuracy=1.0)
+        write_run(tmp_path, config("mqar heads=exact", seed=seed), bits=2.0, **told)
+    write_run(tmp_path, config("mqar heads=full"), bits=1.0, accuracy=1.0)
     report = built(tmp_path)
     for table in (report.answer, rows_of(report, "All rows")):
         assert column(table, "accuracy") == [1.0, pytest.approx(0.6)]
@@ -533,7 +548,9 @@ def test_heat_maps_of_different_selections_are_panels_of_their_own_and_a_plot_is
         sizes = {"routing__heads": heads, "routing__layers": layers}
         bits = 3.0 + 0.01 * (selection == "topk") + 0.02 * heads * layers - 0.02
         write_run(
-            tmp_path, config("far_text_causal", routing__selection=selection, **sizes), bits=bits
+            tmp_path,
+            config("far_text heads=causal", routing__selection=selection, **sizes),
+            bits=bits,
         )
     (plot,) = [plot for plot in built(tmp_path).plots if plot.name == "heads-by-layers"]
     assert all(plot.svg.count(f">{kind}<") == 1 for kind in ("routing (topk)", "routing (causal)"))

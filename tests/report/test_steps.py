@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rtx.cli import main as cli
-from rtx.report.run_records import Collection
-from rtx.report.steps import read_record, read_records, views
+from rtx.report.run_records import collect
+from rtx.report.steps import StepRecord, timed_records, views
+from rtx.runs.records import StepsRecord
 from tests.helpers.records import (
     CAUSAL,
     FULL,
@@ -18,6 +20,12 @@ from tests.helpers.records import (
     write_record,
     write_run,
 )
+
+
+def timed(*rows: dict[str, Any]) -> StepRecord:
+    """Return a record of timed rows as it is read."""
+    (record,) = timed_records([StepsRecord.model_validate(steps_record(*rows))])
+    return record
 
 
 def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +40,7 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
         "python benchmarks/steps.py experiment=cifar10_grid"
         in (tmp_path / "report" / "report.md").read_text()
     )
-    (table,) = views(read_record(steps_record(*rows)))
+    (table,) = views(timed(*rows))
     ratios = {row["row"]: (row["speed_ratio"], row["paper_speed_ratio"]) for row in table.rows}
     assert ratios["routing (topk)"] == (pytest.approx(0.5), pytest.approx(5.14 / 9.023))
     assert ratios["full"] == (pytest.approx(2.0), pytest.approx(5.608 / 9.023))
@@ -45,10 +53,10 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
     for values in (LOCAL, FULL, CAUSAL):
-        write_run(tmp_path, config("far_text_causal", **values), speed=7.0)
+        write_run(tmp_path, config("far_text heads=causal", **values), speed=7.0)
     rows = [
-        timed_row(100.0, "far_text_causal", **LOCAL),
-        timed_row(400.0, "far_text_causal", "ids drawn at random", **FULL),
+        timed_row(100.0, "far_text heads=causal", **LOCAL),
+        timed_row(400.0, "far_text heads=causal", "ids drawn at random", **FULL),
     ]
     write_record(tmp_path, steps_record(*rows))
     assert cli.main(["report", str(tmp_path)]) == 0
@@ -66,9 +74,7 @@ def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
 def test_failed_rows_rows_without_a_local_one_and_other_rows_stand_with_a_reason() -> None:
     failed = {**timed_row(1.0, reason="out of memory"), "ms_turns": []}
     local = timed_row(10.0, routing__heads=0, hardware__threads=7)
-    tables = views(
-        read_record(steps_record(failed, timed_row(20.0), local, timed_row(9.0, "smoke")))
-    )
+    tables = views(timed(failed, timed_row(20.0), local, timed_row(9.0, "smoke")))
     assert [table.title for table in tables][1] == "Measured training steps"
     assert [row["milliseconds"] for row in tables[0].rows if row["note"]] == ["out of memory"]
     assert [row["speed_ratio"] for row in tables[0].rows] == [pytest.approx(1.0), None, None]
@@ -76,7 +82,11 @@ def test_failed_rows_rows_without_a_local_one_and_other_rows_stand_with_a_reason
 
 def test_what_is_no_record_is_told(tmp_path: Path) -> None:
     other = '{"what": "x", "rows": [{"config": {}}]}'
-    for content, said in (("{", "cannot be read"), (other, "is not a record"), ("[3]", "damaged")):
+    for content, said in (
+        ("{", "cannot be read; half written, or damaged"),
+        (other, "what is damaged: Input should be 'training steps in turn'"),
+        ("[3]", "is damaged: Input should be an object"),
+    ):
         write_record(tmp_path, None).write_text(content)
-        found = Collection()
-        assert read_records([tmp_path], found) == [] and said in found.problems[0]
+        found = collect([tmp_path])
+        assert found.steps == [] and said in found.problems[0]

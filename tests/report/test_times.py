@@ -30,8 +30,7 @@ from rtx.report.curves import (
 )
 from rtx.report.headline import Duel, verdict_on
 from rtx.report.ranking import Comparison
-from rtx.report.run_records import Collection, collect
-from rtx.report.steps import read_records
+from rtx.report.run_records import collect
 from rtx.report.tables import Table
 from rtx.report.time_plot import marks_of_time
 from rtx.report.times import curve_of, ratio_and_interval
@@ -51,7 +50,7 @@ RANDOM = {"routing__selection": "random"}
 
 def built(folder: Path) -> Report:
     found = collect([folder])
-    return build(found, "a report", read_records([folder], Collection()))
+    return build(found, "a report")
 
 
 def table_of(report: Report, start: str) -> Table:
@@ -79,7 +78,7 @@ def write_row(
             step: (pace * step, 2.0 + moved + (step / 100) ** -0.5)
             for step in range(100, 2001, 100)
         }
-        made = config("far_text_causal", seed=seed, **values)
+        made = config("far_text heads=causal", seed=seed, **values)
         write_run(folder, made, bits=curve[2000][1], curve=curve, **facts)
 
 
@@ -257,7 +256,7 @@ def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_ver
 ) -> None:
     for values, above in ((FULL, 0.0), (CAUSAL, 0.3)):
         for seed in range(5):
-            made = config("far_text_causal", seed=seed, **values)
+            made = config("far_text heads=causal", seed=seed, **values)
             speed = 4.0 if values is FULL else 12.0
             write_run(tmp_path, made, bits=2.0 + above + 0.01 * (seed * 3 % 5), speed=speed)
     times = table_of(built(tmp_path), "Time to a loss")
@@ -267,8 +266,8 @@ def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_ver
     at_own_pace = cells(times, "routing (causal)")[0]
     assert at_own_pace.startswith("faster 0.3")
     rows = [
-        timed_row(100.0, "far_text_causal", **FULL),
-        timed_row(200.0, "far_text_causal", **CAUSAL),
+        timed_row(100.0, "far_text heads=causal", **FULL),
+        timed_row(200.0, "far_text heads=causal", **CAUSAL),
     ]
     del rows[0]["config"]["routing"]["merge"]  # as of a version without this key
     write_record(tmp_path, steps_record(*rows))
@@ -374,7 +373,7 @@ def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
                 step: (pace * step, 2.0 + above + (step / 100) ** -0.5)
                 for step in range(100, 2001, 100)
             }
-            made = config("far_text_causal", seed=seed, **values)
+            made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, bits=curve[2000][1] + 0.002 * (seed * 3 % 5), curve=curve)
     headline = built(tmp_path).headline
     assert headline.startswith("At length 2,048, routing (causal) ends 0.200 ± ")
@@ -467,7 +466,7 @@ def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_pat
     assert losses_of(Runs({("0", "c"): Curve([1.0, 2.0], [6.004, 6.003])})) == []
     for values, bits in ((FULL, 6.004), (CAUSAL, 3.0)):
         for seed in range(5):
-            made = config("far_text_causal", seed=seed, **values)
+            made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, bits=bits, curve={100: (10.0, bits), 200: (20.0, bits)})
     report = built(tmp_path)
     assert "routing (causal): times not compared; after 20 s of each" in report.lines[0]
@@ -477,7 +476,7 @@ def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_pat
 def test_rows_without_a_seed_in_common_are_not_compared_in_time(tmp_path: Path) -> None:
     for values, first in ((FULL, 0), (CAUSAL, 5)):
         for seed in range(first, first + 5):
-            made = config("far_text_causal", seed=seed, **values)
+            made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, curve={100: (10.0, 4.0), 200: (20.0, 3.0)})
     notes = table_of(built(tmp_path), "Time to a loss").lines
     assert "routing (causal): no ratio, no seed in common with full." in notes
@@ -486,7 +485,7 @@ def test_rows_without_a_seed_in_common_are_not_compared_in_time(tmp_path: Path) 
 def test_seconds_that_fall_or_are_no_numbers_are_left_out_of_a_curve(tmp_path: Path) -> None:
     points = {100: (10.0, 4.0), 200: (9.0, 3.0), 300: (math.inf, 2.0)}
     points |= {400: (12.0, math.nan), 500: (13.0, 2.5)}
-    run = write_run(tmp_path, config("far_text_causal"), curve=points)
+    run = write_run(tmp_path, config("far_text heads=causal"), curve=points)
     (cell,) = collect([run]).cells
     curve = curve_of(cell, None)
     assert curve == Curve([10.0, 13.0], [4.0, 2.5])

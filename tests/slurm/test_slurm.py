@@ -23,7 +23,7 @@ from PIL import Image
 
 from rtx.runs.status import read_status
 from rtx.training.checkpoint import read_checkpoint
-from tests.helpers.small_runs import counted_rows
+from tests.helpers.small_runs import counted_rows, status_of
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -178,15 +178,15 @@ class Room:
     def stepping(self) -> list[Path]:
         """Return the runs under way, past a checkpoint and far from their end."""
         runs = [path.parent.parent for path in self.root.glob("*/checkpoints/last.ckpt")]
-        known = [(run, read_status(run) or {}) for run in runs]
-        return [run for run, now in known if now.get("state") == "running" and now["step"] < 150]
+        statuses = [(run, read_status(run)) for run in runs]
+        return [run for run, now in statuses if now and now.state == "running" and now.step < 150]
 
     def job_of(self, run: Path) -> str:
         """Return the number of the job that works on a run."""
         numbers = self.ask(
             "squeue", "--me", "--noheader", "--states=RUNNING", "--format=%i"
         ).stdout.split()
-        pid = (read_status(run) or {})["pid"]
+        pid = status_of(run).pid
         listed = {number: self.ask("scontrol", "listpids", number).stdout for number in numbers}
         return next(n for n, text in listed.items() if re.search(rf"^{pid}\b", text, re.MULTILINE))
 
@@ -303,10 +303,7 @@ def test_a_job_that_is_cancelled_saves_and_the_others_go_on(room: Room) -> None:
     ended = states(said)
     assert code == 1 and len(ended["preempted"]) == len(ended["done"]) == 1, said
     run = room.root / ended["preempted"][0]
-    assert (
-        read_checkpoint(run / "checkpoints" / "last.ckpt")["step"]
-        == (read_status(run) or {})["step"]
-    )
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["step"] == status_of(run).step
     again = room.ask(*words)
     assert again.returncode == 0 and len(states(again.stdout)["done"]) == 2, (
         again.stdout + again.stderr
@@ -327,9 +324,9 @@ def test_a_run_on_two_tasks_is_stopped_and_goes_on(room: Room) -> None:
     code, said = room.disturbed(*srun, "train", *SMALL, *SHALLOW, *two, disturb=disturb)
     assert code == 143 and said.count("stopped by SIGTERM at step") == 1, said
     (run,) = (path.parent for path in room.root.glob("*/status.json"))
-    status = read_status(run) or {}
-    assert status["state"] == "preempted" and 10 <= status["step"] < 100
+    status = status_of(run)
+    assert status.state == "preempted" and 10 <= status.step < 100
     again = room.ask(*srun, "resume", str(run))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count(f"resuming {run} (preempted) from step {status['step']}") == 1
+    assert again.stdout.count(f"resuming {run} (preempted) from step {status.step}") == 1
     room.assert_as_undisturbed(run, *two)

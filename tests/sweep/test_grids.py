@@ -8,6 +8,7 @@ from rtx.errors import UserError
 from rtx.settings.compose import compose
 from rtx.settings.identity import cell_hashes, config_hash
 from rtx.settings.overrides import check_overrides
+from rtx.settings.run_config import to_yaml
 from rtx.settings.schema import Config
 from rtx.sweeps.cells import Cell, lay_out, refuse_sweep, replaced_lines
 
@@ -25,19 +26,19 @@ ROWS = {
         " model.layers=16 routing.heads=0",
         FULL,
         FAR,
-        "_adaptive_input",
-        "_transformer_xl",
+        " heads=adaptive_input",
+        " heads=transformer_xl",
     ],
-    "enwik8": [" model=rt24 routing.heads=0", FULL, SPARSE, SPANS, T64, "_transformer_xl"],
+    "enwik8": [" model=rt24 routing.heads=0", FULL, SPARSE, SPANS, T64, " heads=transformer_xl"],
     "imagenet64": [LOCAL, FULL, f"{SPARSE}-imagenet64", f"{LSH} model.lsh=reformer", LSH],
     "pg19": [
         " model.layers=24 routing.heads=0",
         FULL,
-        "_transformer_xl",
-        "_compressive_transformer",
+        " heads=transformer_xl",
+        " heads=compressive_transformer",
     ],
 }
-"""The rows beside each table's own model: overrides of it, or the rest of the name of a model of its own."""
+"""The rows beside each table's own model, as overrides of its experiment."""
 
 
 def cells(*words: str) -> list[Cell]:
@@ -81,17 +82,18 @@ def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() 
         "rtx",
         "rtx",
     ]
-    twice = "experiment=enwik8,enwik8_full,enwik8_baselines"  # which stands for six, and one of them is there already
+    twice = "experiment=enwik8,enwik8_baselines"
     assert len(cells(twice)) == 7
+    assert len(cells("experiment=enwik8", "heads=routing,full")) == 2
 
 
 def test_a_cell_is_named_by_what_is_swept() -> None:
     laid_out = cells("experiment=pg19_steps", "seed=1,2")
     assert [cell.title for cell in laid_out] == [
-        f"experiment={name} seed={seed}" for name in ("pg19_local", "pg19") for seed in (1, 2)
+        f"heads={name} seed={seed}" for name in ("local", "routing") for seed in (1, 2)
     ]
     assert laid_out[3].config == compose(["experiment=pg19", "routing.heads=2", "seed=2"])
-    assert set(laid_out[0].overrides) == {"experiment=pg19_local", "seed=1"}
+    assert set(laid_out[0].overrides) == {"experiment=pg19_steps", "heads=local", "seed=1"}
 
 
 def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None:
@@ -104,33 +106,33 @@ def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None
 
 
 def test_the_command_line_wins_in_every_row() -> None:
-    layers = configs("experiment=pg19,pg19_local", "model.layers=2")
+    layers = configs("experiment=pg19", "heads=routing,local", "model.layers=2")
     assert [config.model.layers for config in layers] == [2, 2]
-    lengths = configs("experiment=enwik8,enwik8_t64", "data.length=1024")
+    lengths = configs("experiment=enwik8", "heads=routing,t64", "data.length=1024")
     assert [config.data.length for config in lengths] == [1024, 1024]
-    windows = configs("experiment=far_text_full,far_text_exact", "routing.window=64")
+    windows = configs("experiment=far_text", "heads=full,exact", "seed=0", "routing.window=64")
     assert [config.routing.window for config in windows] == [64, 64]
     words = ["experiment=cifar10_grid,cifar10_baselines", "trainer.steps=9", "routing.heads=2"]
     (line,) = replaced_lines(check_overrides(words, sweep=True))
     replaced = "routing.heads=2 replaces what the file says in "
-    assert line.startswith(f"{replaced}cifar10_full (routing.heads=0), cifar10_local (")
+    assert line.startswith(f"{replaced}heads=full (routing.heads=0), heads=local (")
 
 
 def test_an_option_from_which_a_row_would_set_keys_is_refused_with_the_name_of_the_row() -> None:
     refused = {
-        "experiment=cifar10,cifar10_random routing=causal": (
-            "cifar10_random (routing.selection=random); train such a row"
+        "experiment=cifar10 heads=routing,random routing=causal": (
+            "heads=random (routing.selection=random); train such a row"
         ),
-        "experiment=pg19,pg19_local model=rt12": (
-            "model=rt12 conflicts with pg19_local (model.layers=24)"
+        "experiment=pg19 heads=routing,local model=rt12": (
+            "model=rt12 conflicts with heads=local (model.layers=24)"
         ),
     }
     for words, message in refused.items():
         with pytest.raises(UserError) as caught:
             cells(*words.split())
         assert message in str(caught.value)
-    words = ("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2")
-    assert len(cells(*words)) == 2, "no row keeps its own layers"
+    words = "experiment=pg19 heads=routing,local model=rt12 model.layers=3 routing.layers=2"
+    assert len(cells(*words.split())) == 2, "no row keeps its own layers"
 
 
 def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell() -> None:
@@ -140,9 +142,9 @@ def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell(
     titles = [cell.title for cell in laid_out]
     assert len(laid_out) == 12 + 1 + 1 + 4
     assert [len(cell.combinations) for cell in laid_out if cell.config.routing.heads == 0] == [4, 4]
-    assert {"experiment=cifar10_full", "experiment=cifar10_local"} <= {*titles} and len(
-        {*titles}
-    ) == len(titles)
+    local = "heads=local experiment=cifar10_baselines"
+    assert {local, local.replace("local", "full")} <= {*titles}
+    assert len({*titles}) == len(titles)
     both = cells("routing=exact,causal", "routing.clusters=2,4")
     assert [cell.title for cell in both] == [
         "routing=exact",
@@ -167,5 +169,10 @@ def test_a_cell_that_an_earlier_version_has_trained_is_found_in_its_folder(
     config = compose(words)
     name, former_name = cell_hashes(config)
     assert cells(*words)[0].folder.name == name
-    (tmp_path / "rtx" / former_name).mkdir(parents=True)
+    former = tmp_path / "rtx" / former_name
+    former.mkdir(parents=True)
+    (former / "config.yaml").write_text(to_yaml(config))
     assert cells(*words)[0].folder.name == former_name
+    # A cell that had the same hash then, but not now, is another one.
+    (former / "config.yaml").write_text(to_yaml(compose([*words, "hardware.products=torch"])))
+    assert cells(*words)[0].folder.name == name

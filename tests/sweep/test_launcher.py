@@ -10,10 +10,11 @@ import pytest
 
 from rtx.cli import main as cli
 from rtx.runs.lock import working_in
-from rtx.runs.status import read_status, run_state
+from rtx.runs.status import run_state
 from rtx.settings.compose import compose
 from rtx.settings.identity import config_hash
 from rtx.settings.run_config import to_yaml
+from tests.helpers.small_runs import status_of
 from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 
@@ -131,8 +132,8 @@ def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
         assert row[1] == word and " ".join(row).endswith(reason)
         assert (f"exit {code}" in " ".join(row)) == (code != 0)
         if word == "failed":
-            status = read_status(folder) or {}
-            assert (status["state"], status["reason"]) == ("failed", reason)
+            status = status_of(folder)
+            assert (status.state, status.reason) == ("failed", reason)
 
 
 def test_the_closing_table_fits_a_terminal_has_the_best_first_and_names_the_folder_once(

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def resolved(batch: int = 8, micro: int | str = "auto", **wishes: object) -> Hardware:
+def resolved(batch: int = 8, micro: int | Literal["auto"] = "auto", **wishes: object) -> Hardware:
     wish = dataclasses.replace(HardwareConfig(), **wishes)  # type: ignore[arg-type]
     return resolve_hardware(
         Config(hardware=wish, trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))

@@ -25,20 +25,19 @@ from tests.helpers.small_runs import SIZES, Workshop, after, read_metrics
 
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"kind": "train", "step": 1, "bits": 8.0}\n{"kind": "train", "st')
+    path.write_bytes(b'{"step": 1, "train/bits": 8.0}\n{"step": 2, "tr')
     logger = JsonlLogger(path)
     logger.log_metrics({"train/a": math.nan, "train/b/c": -math.inf, "train/c": 1.5}, 2)
     logger.close()
     first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert first == {"kind": "train", "step": 1, "bits": 8.0}
-    assert (second["kind"], second["step"]) == ("train", 2)
-    assert (second["a"], second["b/c"], second["c"]) == (None, None, 1.5)
+    assert first == {"step": 1, "train/bits": 8.0} and second["step"] == 2
+    assert (second["train/a"], second["train/b/c"], second["train/c"]) == (None, None, 1.5)
     assert second["time"].endswith("Z") and len(second["time"]) == len("2026-11-21T06:07:00.123Z")
 
 
 ONLINE, AUTO = (
-    LoggerConfig(name="online", project="p", entity="e", group="g"),
-    LoggerConfig(name="auto"),
+    LoggerConfig(wandb=True, mode="online", project="p", entity="e", group="g"),
+    LoggerConfig(wandb=True),
 )
 ON = "W&B: https://wandb.example/run"
 
@@ -164,7 +163,7 @@ def test_a_real_run_offline_read_back(
     sweep.mkdir()
     (sweep / "sweeps.jsonl").touch()
     run = workshop.train(
-        "sweep/cell", "logger=auto", "logger.project=p", "routing=causal", "trainer.steps=10"
+        "sweep/cell", "logger=wandb", "logger.project=p", "routing=causal", "trainer.steps=10"
     )
     workshop.command("resume", str(run), "trainer.steps=12")
     workshop.command("eval", str(run))
@@ -203,26 +202,16 @@ def test_a_real_run_offline_read_back(
     steps = {
         one.get("glob_name", one.get("name")): one.get("step_metric") for one in found["metric"]
     }
-    assert steps == dict.fromkeys(("*", "val/bits"), "trainer/global_step") | {
+    assert steps == dict.fromkeys(("*", "valid/bits"), "trainer/global_step") | {
         "trainer/global_step": None
     }
     items = [one["item"] for one in found["history"]]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for kind, name, key in (
-        ("train", "train", "bits"),
-        ("valid", "val", "val_bits"),
-        ("final", "final", "val_bits"),
-    ):
-        curve = [
-            (item["trainer/global_step"], bits)
-            for item in items
-            if (bits := item.get(f"{name}/bits"))
-        ]
-        assert curve == [(row["step"], row[key]) for row in rows if row["kind"] == kind] and curve
+    for name in ("train/bits", "valid/bits", "valid/final_bits"):
+        curve = [(item["trainer/global_step"], bits) for item in items if (bits := item.get(name))]
+        assert curve == [(row["step"], row[name]) for row in rows if name in row] and curve
     (score,) = (json.loads(path.read_text()) for path in (run / "eval").iterdir())
-    assert any(
-        item.get("eval/valid/parallel/bits_per_byte") == score["bits_per_byte"] for item in items
-    )
+    assert any(item.get("valid/eval_bits") == score["bits"] for item in items)
     assert any(item.get("audit/sees_future/streaming") is False for item in items)
     assert any(item.get("patterns/pictures.format") == "png" for item in items)
     kept = {
@@ -267,8 +256,8 @@ def test_a_curve_has_each_point_once_after_a_kill_and_a_resume(
         )  # TensorBoard reads the files of a second in the order of their process numbers
         workshop.command("resume", str(process.run), *more)
     rows = {(row["kind"], row["step"]): row for row in read_metrics(process.run / "metrics.jsonl")}
-    for kind, key, name in (("train", "train/bits", "bits"), ("valid", "val/bits", "val_bits")):
-        kept = {step: row[name] for (of, step), row in sorted(rows.items()) if of == kind}
+    for kind, key in (("train", "train/bits"), ("valid", "valid/bits")):
+        kept = {step: row[key] for (of, step), row in sorted(rows.items()) if of == kind}
         points = curve(process.run, logger, key)
         assert [step for step, _ in points] == list(kept) and dict(points) == pytest.approx(kept), (
             key

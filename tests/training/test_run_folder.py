@@ -16,9 +16,10 @@ from rtx.errors import RunFailed, UserError
 from rtx.runs import status as run_status
 from rtx.runs.folder import new_run_folder
 from rtx.runs.lock import working_in
-from rtx.runs.status import Status, read_status, run_state, utc_now
+from rtx.runs.status import Status, run_state, utc_now
 from rtx.training import checkpoint as files
 from rtx.training.checkpoint import load_weights, newest_checkpoint, read_checkpoint
+from tests.helpers.small_runs import status_of
 
 
 @pytest.mark.parametrize(
@@ -49,14 +50,14 @@ def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
     end = time.monotonic() + 600
-    while (read_status(tmp_path) or {})["step"] != 12:
+    while status_of(tmp_path).step != 12:
         assert time.monotonic() < end
     status.end("done")
-    assert (read_status(tmp_path) or {})["state"] == "done"
+    assert status_of(tmp_path).state == "done"
     with pytest.raises(ValueError, match="why"), working_in(tmp_path):
         raise ValueError("why")
-    status = read_status(tmp_path) or {}
-    assert (status["state"], status["reason"]) == ("failed", "why")
+    status = status_of(tmp_path)
+    assert (status.state, status.reason) == ("failed", "why")
 
 
 def test_run_folders_are_unique_and_obey_the_environment(

@@ -16,7 +16,6 @@ from rtx.data.catalog import open_data
 from rtx.data.datamodule import MicroBatches
 from rtx.data.sampler import ShuffledWindows
 from rtx.evaluation.scores import score_batch
-from rtx.runs.status import read_status
 from rtx.settings.compose import compose
 from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
@@ -24,7 +23,7 @@ from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
 from rtx.training.first_weights import build_model, seed_everything
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
-from tests.helpers.small_runs import Workshop, difference, read_metrics
+from tests.helpers.small_runs import Workshop, difference, read_metrics, status_of
 
 
 def last(run: Path) -> Path:
@@ -73,8 +72,8 @@ def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
     )
     CheckpointFiles().save_checkpoint(better, last(run))
     workshop.command("resume", str(run), "trainer.steps=8", "trainer.val_windows=null")
-    best = (read_status(run) or {})["best"]
-    assert best["windows"] == 5 and best["bits"] > 1
+    best = status_of(run).best
+    assert best is not None and best.windows == 5 and best.bits > 1
 
 
 MEETS = """
@@ -128,15 +127,17 @@ def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
     run = workshop.train("slow", "trainer.steps=8", "optimizer.schedule=constant")
     workshop.command("resume", str(run), "trainer.steps=12")
     rows = read_metrics(run / "metrics.jsonl")
-    seconds = [row["train_seconds"] for row in rows if row["kind"] == "valid"]
+    seconds = [row["valid/train_seconds"] for row in rows if row["kind"] == "valid"]
     assert 0 < seconds[0] < seconds[1] < seconds[2], "the resumed run does not begin at zero"
-    assert rows[-1]["kind"] == "final" and rows[-1]["train_seconds"] == seconds[2]
-    (whole,) = [row["seconds"] for row in rows if row["kind"] == "train" and row["step"] == 12]
+    assert rows[-1]["kind"] == "final" and rows[-1]["valid/final_train_seconds"] == seconds[2]
+    (whole,) = [
+        row["train/seconds"] for row in rows if row["kind"] == "train" and row["step"] == 12
+    ]
     # They take 3 s and more. The seconds of steps are partly estimated, so half of that is a safe margin.
     assert seconds[2] < whole - 1.5, "three validations do not count"
 
 
-def scheduled(schedule: str, warmup: int) -> Config:
+def scheduled(schedule: Any, warmup: int) -> Config:
     optimizer = OptimizerConfig(lr=0.4, schedule=schedule, warmup=warmup)
     return Config(optimizer=optimizer, trainer=TrainerConfig(steps=100))
 

@@ -4,16 +4,16 @@ One rule is one function that yields a line for each problem; the line says what
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from rtx.errors import refuse
 from rtx.settings.derived import clusters, hash_buckets, reads_self
 from rtx.settings.readers import without_effect
-from rtx.settings.rules import data, model, training
 from rtx.settings.rules.rule import RULES, problems
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, with_values
 
-__all__ = ["check_data", "data", "model", "resolve", "training"]
+# Each adds its rules to RULES, in this order.
+from rtx.settings.rules import data, model, training  # noqa: F401 isort: skip
 
 
 def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
@@ -21,15 +21,20 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
 
     Raises UserError for values that contradict each other, and for `keys` without effect.
     """
-    routing = replace(
-        config.routing, clusters=clusters(config), attend_self=reads_self(config.routing)
-    )
-    model_config = config.model
-    if "lsh" in model_config.base.split("+"):
-        model_config = replace(model_config, hash_buckets=hash_buckets(config))
-    config = replace(config, routing=routing, model=model_config)
+    config = with_values(config, derived_values(config))
     refuse([*problems(config, RULES), *without_effect(config, keys).values()])
     return config
+
+
+def derived_values(config: Config) -> dict[str, Any]:
+    """Return the values, by dotted keys, of keys that follow others where they are unset."""
+    values: dict[str, Any] = {
+        "routing.clusters": clusters(config),
+        "routing.attend_self": reads_self(config.routing),
+    }
+    if "lsh" in config.model.base.split("+"):
+        values["model.hash_buckets"] = hash_buckets(config)
+    return values
 
 
 def check_data(config: Config, keys: Iterable[str]) -> None:

@@ -211,7 +211,7 @@ def recurrent_heads(config: Config) -> Iterator[str]:
         return
     if routes(config):
         heads = f"routing.heads={config.routing.heads}"
-        yield f"{heads} has no place beside model.base=recurrent; take routing.heads=0"
+        yield f"{heads} has no place beside model.base=recurrent; take routing=none"
     if model.positions in ("learned", "axial"):
         place = "has no place in model.base=recurrent; take xl, rotary, shaw or none"
         yield f"model.positions={model.positions} {place}"

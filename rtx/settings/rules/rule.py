@@ -1,4 +1,4 @@
-"""A rule of what fits together: the keys that it reads, and the lines on what is wrong with them."""
+"""A rule of what fits together: the keys that it reads, and the problems that it finds."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

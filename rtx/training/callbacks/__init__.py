@@ -1,4 +1,4 @@
-"""What happens around the optimizer steps of a run: a callback for each job, in a file of its own."""
+"""What happens around the optimizer steps of a run: a callback for each job, each in a file."""
 
 from lightning.pytorch import Callback
 

@@ -8,7 +8,7 @@ from rtx.training.session import Session
 
 
 class Checkpoints(Callback):
-    """Writes last.ckpt every `trainer.checkpoint_every` steps, and after the validation that ends the run.
+    """Writes last.ckpt every `trainer.checkpoint_every` steps, and after the last validation.
 
     A validation follows the checkpoint of its step: a run that goes on from there begins with it.
     """

@@ -8,7 +8,7 @@ from rtx.training.session import Session
 
 
 class EndOfRun(Callback):
-    """Ends training after `trainer.steps` or `trainer.max_minutes`, after the same step on all ranks."""
+    """Ends training after `trainer.steps` or `trainer.max_minutes`, on all ranks at once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -11,13 +11,12 @@ from rtx.training.session import Session
 
 
 class NotFinite(Callback):
-    """Ends the run on all ranks where the loss or the gradient of one of them is not finite."""
+    """Ends the run with `RunFailed` where the loss or the gradient of any rank is not finite."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        """Look at the loss since the last row and the last gradient; `RunFailed` where one is not finite."""
         step = trainer.global_step
         if not self.session.looks_at(step):
             return

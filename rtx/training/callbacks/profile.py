@@ -1,4 +1,4 @@
-"""`trainer.profile=N`: what the CPU and the GPU do in N steps, as a trace that https://ui.perfetto.dev opens."""
+"""`trainer.profile=N`: what CPU and GPU do in N steps, as a trace for https://ui.perfetto.dev."""
 
 import tempfile
 from collections.abc import Callable
@@ -13,16 +13,19 @@ from rtx.errors import plural
 from rtx.runs.folder import shown
 
 TRACE = "trace.json.gz"
-SKIPPED, WARM_UP = 3, 2
-"""Steps before the profiler begins, in which kernels are chosen and memory is laid out; and steps that it sees, but
-forgets, because its own start is slow."""
+SKIPPED = 3
+"""Steps before the profiler begins, in which kernels are chosen and memory is laid out."""
+WARM_UP = 2
+"""Steps that the profiler sees but forgets, because its own start is slow."""
 
 
 class Profile(Callback):
-    """Records `steps` optimizer steps in `folder`, and says where; fewer where the run ends before."""
+    """Records `steps` optimizer steps, fewer if the run ends before, and says where."""
 
     def __init__(self, folder: Path, steps: int, say: Callable[[str], object]) -> None:
-        self.path, self.steps, self.say = folder / TRACE, steps, say
+        self.path = folder / TRACE
+        self.steps = steps
+        self.say = say
         self.profiler: profile | None = None
 
     def on_train_start(self, *_: Any) -> None:
@@ -50,9 +53,9 @@ class Profile(Callback):
             self.profiler.stop()
         if self.profiler:  # nothing has been written
             self.profiler = None
-            self.say(
-                f"trainer.profile={self.steps}: the run ended before step {SKIPPED + WARM_UP + 1} of this process"
-            )
+            first = SKIPPED + WARM_UP + 1
+            ended = f"the run ended before step {first} of this process"
+            self.say(f"trainer.profile={self.steps}: {ended}")
 
     def write(self, profiler: profile) -> None:
         """Write what is recorded, compressed; a trace is no reason for a run to end."""

@@ -14,7 +14,7 @@ from rtx.training.session import Session
 
 
 class Progress(Callback):
-    """Shows a bar of steps, and one of a validation, on a terminal; elsewhere a line from time to time."""
+    """Shows a bar of steps and of validations on a terminal, elsewhere a line from time to time."""
 
     def __init__(self, session: Session, meter: Meter) -> None:
         self.session = session
@@ -84,7 +84,7 @@ class Progress(Callback):
         return ", ".join(parts)
 
     def seconds_left(self, step: int) -> float:
-        """Return the seconds that the steps up to the end take, or the time limit leaves, if that is less."""
+        """Return the seconds that the remaining steps take, or that the time limit leaves."""
         trainer = self.session.config.trainer
         run = self.session.clock
         tokens = (trainer.steps - step) * run.tokens_per_step

@@ -1,4 +1,4 @@
-"""Random streams, sums of losses and memories of streams, of all ranks, which a resumed run goes on with."""
+"""What each rank has for itself: random streams, sums of losses, memories of its streams."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +46,7 @@ class RankStates(Callback):
             self.seed_anew(trainer.global_step)
 
     def restore(self, step: int) -> None:
-        """Give this rank its state, or a share of the states, if they are of another number of ranks."""
+        """Give this rank its state, or of another number of ranks its share of the memories."""
         self.restore_memories()
         ranks = self.session.ranks
         if len(self.restored) != ranks.world:
@@ -62,12 +62,12 @@ class RankStates(Callback):
     def seed_anew(self, step: int) -> None:
         """Seed the random streams of this rank by the step, for want of a state of them."""
         ranks = self.session.ranks
-        seed_everything(self.module.config.seed, 1 + ranks.rank + ranks.world * step)
+        seed_everything(self.session.config.seed, 1 + ranks.rank + ranks.world * step)
 
     def restore_memories(self) -> None:
-        """Take this rank's share of the streams, whatever number and size their micro-batches had."""
+        """Give this rank its share of the memories, whatever micro-batches they were in."""
         stored = [state["memory"] for state in self.restored]
-        # Of all ranks, in the order of the batch: [micro-batches, ranks, B, ...] without the first three.
+        # Of all ranks in the order of the batch: [micro-batches, ranks, B, ...] -> [streams, ...].
         streams = [torch.stack(parts, dim=1).flatten(0, 2) for parts in zip(*stored, strict=True)]
         if not streams:
             return
@@ -90,7 +90,7 @@ def random_streams() -> dict[str, Any]:
 
 
 def packed(memories: Sequence[Memory]) -> list[Tensor]:
-    """Return the last tokens, and what each layer keeps, of all micro-batches, `[micro-batches, B, ...]`."""
+    """Return last tokens, and what each layer keeps, of all memories, `[memories, B, ...]`."""
     tensors = [[memory.last_B, *memory.layers, *memory.compressed] for memory in memories]
     return [torch.stack(parts).cpu() for parts in zip(*tensors, strict=True)]  # type: ignore[arg-type]
 

@@ -46,7 +46,7 @@ class PendingValidation(Callback):
 
 
 def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) -> None:
-    """Bring trainer, module and callbacks to the state of a checkpoint, which may be of an older version."""
+    """Bring trainer, module and callbacks to the state of a checkpoint, even an older one."""
     tensors = with_current_names(checkpoint["model"], module.model.state_dict())
     checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
     groups = decaying_and_exempt(module.model)

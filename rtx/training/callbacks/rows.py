@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.speed import Meter
+from rtx.analysis.telemetry import read_telemetry
 from rtx.evaluation.scores import Score
 from rtx.progress import peak_memory
 from rtx.training.module import TrainingModule
@@ -28,14 +28,14 @@ class MetricsRows(Callback):
         if step % self.session.config.trainer.log_every and not trainer.should_stop:
             return
         with self.session.clock.steps.stopped():
-            write_row(trainer, "train", self.training_row(trainer, module))
+            write_row(trainer, "train/", self.training_row(trainer, module))
             module.sums.zero_()
         self.session.clock.mark_row()
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if trainer.state.fn == "fit":
             with self.session.clock.steps.stopped():
-                write_score(trainer, "val", module.score, self.session)
+                write_score(trainer, "valid/", module.score, self.session)
 
     def training_row(self, trainer: Trainer, module: TrainingModule) -> dict[str, float]:
         """Return the metrics of the steps since the last row, of all ranks together."""
@@ -67,23 +67,27 @@ class MetricsRows(Callback):
         return waited / max(1e-9, self.session.clock.seconds_since_row)
 
 
-def write_score(trainer: Trainer, kind: str, score: Score, session: Session) -> None:
-    """Write the row of a validation (`val`) or of the closing score (`final`)."""
-    row = {"bits": score.bits, "units": score.units, "se": score.standard_error}
+def write_score(trainer: Trainer, prefix: str, score: Score, session: Session) -> None:
+    """Write the row of a validation (`valid/`) or of the closing score (`valid/final_`)."""
+    row = {
+        "bits": score.bits,
+        "units": score.units,
+        "standard_error": score.standard_error,
+    }
     row |= training_seconds(session)
     if score.accuracy is not None:
         row["accuracy"] = score.accuracy
-    write_row(trainer, kind, row)
+    write_row(trainer, prefix, row)
 
 
 def training_seconds(session: Session) -> dict[str, float]:
-    """Return the seconds of optimizer steps alone, under their name; nothing where they are unknown."""
+    """Return the seconds of optimizer steps alone, by their name in a row; {} if unknown."""
     seconds = session.clock.training_seconds
     return {} if seconds is None else {"train_seconds": seconds}
 
 
-def write_row(trainer: Trainer, kind: str, row: dict[str, Any]) -> None:
-    """Give a row to all loggers, with its kind before each name."""
-    metrics = {f"{kind}/{name}": value for name, value in row.items()}
+def write_row(trainer: Trainer, prefix: str, row: dict[str, Any]) -> None:
+    """Give a row to all loggers, with a prefix before each name."""
+    metrics = {f"{prefix}{name}": value for name, value in row.items()}
     for logger in trainer.loggers:
         logger.log_metrics(metrics, trainer.global_step)

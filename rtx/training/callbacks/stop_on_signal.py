@@ -10,7 +10,7 @@ from rtx.training.session import Session
 
 
 class StopOnSignal(Callback):
-    """Saves the run and stops it after a step, or within a validation, upon a signal to any rank."""
+    """Saves the run and stops it after a step, or in a validation, upon a signal to any rank."""
 
     def __init__(self, session: Session, checkpoints: Checkpoints) -> None:
         self.session = session

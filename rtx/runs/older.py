@@ -1,0 +1,111 @@
+"""The one place that maps keys of records of earlier versions to the keys of today."""
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from rtx.data.sets import stamp_phrases
+
+FOREIGN = " (not the run's own data)"
+"""After the name of data in a protocol."""
+PREFIXES = {"train": "train/", "valid": "valid/", "final": "valid/final_"}
+"""Of today's names of metrics, by the `kind` of a row of an earlier version."""
+FORMER_PREFIX = "val_"
+"""Of the names of validations' metrics in earlier rows."""
+FORMER_NAMES = {"se": "standard_error"}
+
+
+def metrics_row(row: Any) -> Any:
+    """Return a row of metrics.jsonl with today's names: `valid/bits`, where it had `val_bits`."""
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return row
+    prefix = PREFIXES.get(row["kind"], f"{row['kind']}/")
+    mapped = {}
+    for key, value in row.items():
+        if key in ("step", "time"):
+            mapped[key] = value
+        elif key != "kind":
+            name = key.removeprefix(FORMER_PREFIX)
+            mapped[f"{prefix}{FORMER_NAMES.get(name, name)}"] = value
+    return mapped
+
+
+def kind_of(metrics: Mapping[str, Any]) -> str:
+    """Return whether metrics are of training steps, of a validation, or of the closing one."""
+    if any(name.startswith("valid/final_") for name in metrics):
+        return "final"
+    first = next(iter(metrics), "")
+    return first.partition("/")[0]
+
+
+def evaluation(record: Any) -> Any:
+    """Return a record of eval/ with its protocol apart, and its bits by this name."""
+    if not isinstance(record, dict) or isinstance(record.get("protocol"), dict):
+        return record
+    unit = part(record, "data").get("unit")
+    return {
+        **record,
+        "protocol": protocol(record),
+        "bits": record.get(f"bits_per_{unit}"),
+        "sees_future": record.get("selection_sees_future"),
+        "selection": selection_of(record.get("protocol")),
+    }
+
+
+def protocol(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the protocol of a record of eval/ that has its parts among other keys."""
+    data = part(record, "data")
+    name = data.get("name")
+    if not record.get("own_data"):
+        name = f"{name}{FOREIGN}"
+    split = record.get("split")
+    stamps = stamp_phrases(part(data, "stamps"), str(split))
+    memory = record.get("memory")
+    if isinstance(memory, list):
+        stamps += memory
+    if record.get("read_as") == "released":
+        stamps.append("protocol=released")
+    return {
+        "split": split,
+        "mode": record.get("mode"),
+        "unit": data.get("unit"),
+        "data": name,
+        "fingerprint": data.get("fingerprint"),
+        "length": record.get("length"),
+        "stride": record.get("stride"),
+        "windows": record.get("windows") if record.get("partial") else None,
+        "ablate": record.get("ablate"),
+        "stamps": stamps,
+    }
+
+
+def part(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the object in a record by this key, an empty one where there is none."""
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def selection_of(line: Any) -> str:
+    """Return the part on the selection of an earlier version's line on a protocol."""
+    _, _, end = str(line or "").rpartition("; ")
+    return end.rpartition(": ")[0]
+
+
+def analysis(record: Any) -> Any:
+    """Return a record of analysis/ without the rows of analyses that no report reads."""
+    if not isinstance(record, dict):
+        return record
+    unread = set()
+    if record.get("what") != "divergence":
+        unread.add("layers")
+    if record.get("what") != "context":
+        unread.add("positions")
+    return {key: value for key, value in record.items() if key not in unread}
+
+
+def time_of(text: str) -> datetime.datetime:
+    """Return the time that a record has; ValueError where it is none, or has no time zone."""
+    time = datetime.datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return time

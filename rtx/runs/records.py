@@ -1,0 +1,489 @@
+"""The records of a run, one class for writers and readers of each; `read_record` is the border.
+
+Files of a run's folder: status.json (`StatusRecord`), environment.json (`EnvironmentRecord`),
+metrics.jsonl (`MetricsRow`), resumes.jsonl (`ResumeRow`), eval/*.json (`EvaluationRecord`),
+audit.json (`AuditRecord`), analysis/*.json (`AnalysisRecord`). Of a sweep's folder: sweeps.jsonl
+(`SweepRow`), bench/steps-*.json (`StepsRecord`). A study file (`StudyLine`) has those of many runs.
+
+Records of earlier versions have other keys: `older.py` maps them.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from rtx.disk import read_file
+from rtx.errors import plural
+from rtx.runs import older
+
+Kind = TypeVar("Kind", bound="Record")
+Number = int | float | None
+TAGS = ("score", "older")
+"""Names of the versions of a closing score."""
+TIMED_STEPS: Literal["training steps in turn"] = "training steps in turn"
+"""What a `StepsRecord` says it is."""
+SIGHT = {True: "selection sees the future", False: "sees no future"}
+State = Literal["running", "done", "failed", "preempted", "interrupted"]
+
+
+class Record(BaseModel):
+    """A record: keys that a version does not know are left out."""
+
+    model_config = ConfigDict(extra="ignore", defer_build=True, ser_json_inf_nan="constants")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON values, without keys that were never set, or are None."""
+        return self.model_dump(exclude_unset=True, exclude_none=True)
+
+
+class Protocol(Record):
+    """How a score came about; only scores of one protocol stand in one table.
+
+    `windows`: how many windows were scored where not all were; 0: not recorded. `stamps`: what else
+    differs from a plain reading of the split, in words.
+    """
+
+    split: str
+    mode: str = "parallel"
+    unit: str
+    data: str
+    fingerprint: str
+    length: int
+    stride: int
+    windows: int | None = None
+    ablate: str = "none"
+    stamps: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    @property
+    def where(self) -> str:
+        """The split, its data, and whether they were streamed, in words."""
+        streaming = ", streaming" if self.mode == "streaming" else ""
+        return f"{self.split} split of {self.data}{streaming}"
+
+    def line(self, units: int | None = None) -> str:
+        """Return the protocol in a line; `units` were scored, None where that is not one number."""
+        data = f"data fingerprint {self.fingerprint[:12]}"
+        return ", ".join([*self.parts(f"{self.split} of {self.data}", units), data])
+
+    def line_for_run(self, units: int, selection: str, sees_future: bool) -> str:
+        """Return the protocol of a score for its own run, whose data need no name, with `selection`."""
+        place = self.split
+        if self.data.endswith(older.FOREIGN):
+            name = self.data.removesuffix(older.FOREIGN)
+            place += f" of other data than the run's ({name})"
+        return f"{', '.join(self.parts(place, units))}; {selection}: {SIGHT[sees_future]}"
+
+    def parts(self, place: str, units: int | None) -> list[str]:
+        """Return the parts of a line on the protocol; `place`: the split, with its data in words."""
+        scored = f"each {self.unit} scored once"
+        if units:
+            scored = f"{units:,} {self.unit}s each scored once"
+        if self.windows is not None:
+            scored += f" (a sample of {self.windows or 'the'} windows)"
+        parts = [f"bits/{self.unit} on {place}", scored, *self.stamps]
+        parts += [f"windows of {self.length:,}", f"stride {self.stride:,}"]
+        parts.append("streaming" if self.mode == "streaming" else "teacher-forced")
+        if self.ablate != "none":
+            parts.append(f"ablated: {self.ablate}")
+        return parts
+
+
+class DataRecord(Record):
+    """The data of a run; other keys describe their source, splits and tokenizer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    unit: str
+    fingerprint: str
+    stamps: dict[str, Any] = {}
+
+
+class Measures(Record):
+    """A score in the measures that its data have beside bits per unit.
+
+    `accuracy_by_*`: accuracy and number of answers by distance, and by pairs in a window.
+    `baselines`: bits of simple compressors on the same units, by name.
+    """
+
+    accuracy: Number = None
+    chance: Number = None
+    accuracy_by_distance: dict[str, tuple[float, int]] = {}
+    accuracy_by_pairs: dict[str, tuple[float, int]] = {}
+    bits_far_repeated: Number = None
+    far_repeated: Number = None
+    bits_per_byte: Number = None
+    perplexity_per_word: Number = None
+    words: Number = None
+    words_are: str = ""
+    words_comparable: bool = True
+    baselines: dict[str, float] = {}
+
+
+class ScoreRecord(Measures):
+    """A score with its protocol.
+
+    `windows`: how many were scored; None: not recorded. `standard_error`: of the bits, over the
+    windows; None: of one window, or not recorded. `selection`: what chose the keys, in words.
+    """
+
+    protocol: Protocol
+    bits: FiniteFloat
+    units: int
+    windows: int | None = None
+    nats: Number = None
+    standard_error: Number = None
+    sees_future: bool = False
+    selection: str = ""
+
+    @property
+    def unit(self) -> str:
+        return self.protocol.unit
+
+    @property
+    def sample(self) -> int | None:
+        """How many windows were scored where not all were."""
+        return self.protocol.windows
+
+    def line(self) -> str:
+        """Return the protocol, and whether the selection could see the future, in a line."""
+        return self.protocol.line_for_run(self.units, self.selection, self.sees_future)
+
+    @property
+    def sight(self) -> str:
+        return SIGHT[self.sees_future]
+
+
+class OlderFinal(Measures):
+    """The closing score of a run of an earlier version, which did not record its protocol."""
+
+    bits: FiniteFloat
+    unit: str = "unit"
+    units: int = 0
+    windows: int | None = None
+
+    @property
+    def sample(self) -> int | None:
+        """How many windows were scored where not all were."""
+        return self.windows
+
+
+def version_of_final(final: Any) -> str:
+    """Return by which class a closing score is read."""
+    has_protocol = hasattr(final, "protocol") or (isinstance(final, dict) and "protocol" in final)
+    return "score" if has_protocol else "older"
+
+
+Final = Annotated[
+    Annotated[ScoreRecord, Tag("score")] | Annotated[OlderFinal, Tag("older")],
+    Discriminator(version_of_final),
+]
+
+
+class BestRecord(Record):
+    """The best validation of a run so far; scores of other windows are not compared."""
+
+    bits: FiniteFloat
+    step: int = 0
+    windows: int | None = None
+
+    @property
+    def sample(self) -> int | None:
+        return self.windows
+
+
+class StatusRecord(Record):
+    """How a run stands. `seconds`: since its first step, those of earlier processes included."""
+
+    state: State
+    reason: str | None = None
+    step: int = 0
+    steps: int | None = None
+    saved: int | None = None
+    seconds: FiniteFloat = 0.0
+    mfu: Number = None
+    best: BestRecord | None = None
+    final: Final | None = None
+    pid: int | None = Field(default=None, gt=0, lt=2**31)
+    host: str | None = None
+    heartbeat: str = ""
+
+    @model_validator(mode="after")
+    def check_running(self) -> "StatusRecord":
+        """Raise ValueError for a run at work that does not say where, and since when."""
+        if self.state == "running":
+            if self.pid is None or self.host is None:
+                raise ValueError("a running process needs pid and host")
+            older.time_of(self.heartbeat)
+        return self
+
+
+class EnvironmentRecord(Record):
+    """On what a run began: software, machine, code and command.
+
+    `threads`: of each process; `hardware`: what the machine made of the group `hardware`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    time: str = ""
+    command: str = ""
+    host: str | None = None
+    python: str = ""
+    versions: dict[str, str | None]
+    git: dict[str, str | None] = {}
+    threads: int | None = None
+    gpu: str | None = None
+    hardware: dict[str, Any] = {}
+    data: DataRecord
+    parameters: int | None = None
+    extensions: dict[str, str] = {}
+
+
+class ResumeRow(Record):
+    """A line of resumes.jsonl: on what a run went on. `changed`: old and new values by key."""
+
+    model_config = ConfigDict(extra="allow")
+
+    changed: dict[str, Any] = {}
+    host: str | None = None
+    gpu: str | None = None
+    threads: int | None = None
+
+
+class MetricsRow(Record):
+    """A line of metrics.jsonl: numbers after so many optimizer steps, such as `train/bits`.
+
+    After a resume the last row of a step and kind counts.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Number]
+
+    step: int
+    time: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def map_older(cls, row: Any) -> Any:
+        return older.metrics_row(row)
+
+    @property
+    def metrics(self) -> dict[str, Number]:
+        """Numbers by name; None: not finite."""
+        return self.__pydantic_extra__
+
+    @property
+    def kind(self) -> str:
+        """`train`, `valid`, or `final` for the closing validation."""
+        return older.kind_of(self.metrics)
+
+    def get(self, name: str) -> Number:
+        """Return a number, None where the row has none of this name."""
+        return self.metrics.get(name)
+
+
+class CheckpointRecord(Record):
+    """Which weights were scored: best, last or previous, and after how many steps."""
+
+    name: str
+    step: int
+
+
+class EvaluationRecord(ScoreRecord):
+    """A score by `rtx eval`, a file of eval/."""
+
+    checkpoint: CheckpointRecord
+    data: DataRecord
+    own_data: bool
+    precision: str = ""
+    read_as: str = "whole"
+    seed: int | None = None
+    split_units: int | None = None
+    memory: tuple[str, ...] = ()
+    seconds: Number = None
+    time: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def map_older(cls, record: Any) -> Any:
+        return older.evaluation(record)
+
+
+class AuditRecord(Record):
+    """audit.json: by `rtx audit`, whether outputs move with the future, and their price in bits."""
+
+    model_config = ConfigDict(extra="allow")
+
+    run: str
+    checkpoint: CheckpointRecord
+    seed: int
+    time: str
+    changes: dict[str, Any]
+    choices: list[dict[str, Any]]
+    price: dict[str, Any]
+
+
+class DivergenceRow(Record):
+    """The divergence of pairs of heads of two kinds in a layer, in nats."""
+
+    layer: int
+    kind: tuple[str, str]
+    mean: float
+    deviation: float
+
+
+class PositionRow(Record):
+    """The bits of the positions `first` to `last` of windows."""
+
+    first: int
+    last: int
+    bits: float
+
+
+class AnalysisRecord(Record):
+    """A file of analysis/: `what` names the analysis; `layers` and `positions` are of two of them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    what: str
+    checkpoint: CheckpointRecord
+    data: DataRecord
+    length: int | None = None
+    analyze: dict[str, Any] = {}
+    layers: list[DivergenceRow] = []
+    positions: list[PositionRow] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def map_older(cls, record: Any) -> Any:
+        return older.analysis(record)
+
+
+class SweepRow(Record):
+    """A line of sweeps.jsonl: a command, and the titles of its runs by the names of their folders."""
+
+    time: str = ""
+    command: str
+    cells: dict[str, str]
+
+
+class StepsRow(Record):
+    """A configuration that was timed: milliseconds of a step in each turn, or why there are none."""
+
+    config: dict[str, Any]
+    ms_turns: list[Annotated[float, Field(gt=0)]]
+    reason: str | None = None
+    parameters: int | None = None
+
+
+class BenchRecord(Record):
+    """How steps were timed."""
+
+    model_config = ConfigDict(extra="allow")
+
+    per_turn: int
+    warmup: int
+
+
+class StepsRecord(Record):
+    """bench/steps-*.json: training steps of several configurations, timed in turn."""
+
+    model_config = ConfigDict(extra="allow")
+
+    what: Literal["training steps in turn"] = TIMED_STEPS
+    bench: BenchRecord
+    device: str
+    ids: str
+    time: str
+    command: str | None = None
+    rows: list[StepsRow]
+
+
+class StudyLine(Record):
+    """A line of a study file: the records of one run, or one sweep, or one timing of steps.
+
+    `run`: the name of its folder; `config`: the text of its config.yaml.
+    """
+
+    run: str | None = None
+    config: str = ""
+    status: StatusRecord | None = None
+    environment: EnvironmentRecord | None = None
+    metrics: list[MetricsRow] = []
+    resumes: list[ResumeRow] = []
+    evaluations: list[EvaluationRecord] = []
+    analyses: list[AnalysisRecord] = []
+    sweep: SweepRow | None = None
+    steps: StepsRecord | None = None
+
+
+def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | None:
+    """Return the record of a file; None, with a line added to `problems`, where it cannot be."""
+    try:
+        return kind.model_validate_json(read_file(path))
+    except FileNotFoundError:
+        problems.append(f"{path}: missing")
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror})")
+    except ValidationError as error:
+        problems.append(f"{path}: {fault_of(error)}")
+    return None
+
+
+def read_rows(kind: type[Kind], path: Path, problems: list[str]) -> list[Kind]:
+    """Return the records of a file with one a line; broken lines are left out, and counted.
+
+    The last line of a run that was killed may lack its end. A file that is missing has no lines.
+    """
+    lines: Sequence[bytes] = ()
+    try:
+        lines = read_file(path).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror})")
+    rows = []
+    faults = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(kind.model_validate_json(line))
+        except ValidationError as error:
+            faults.append(f"line {number}: {fault_of(error)}")
+    if faults:
+        problems.append(f"{path}: {plural(len(faults), 'broken row')} left out ({faults[0]})")
+    return rows
+
+
+def fault_of(error: ValidationError) -> str:
+    """Return the first fault of a record: which field, and what it should be."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return "cannot be read; half written, or damaged"
+    parts = [str(part) for part in first["loc"] if part not in TAGS]
+    field = ".".join(parts)
+    if field:
+        return f"{field} is damaged: {first['msg']}"
+    return f"is damaged: {first['msg']}"
+
+
+def finite(value: Any) -> Any:
+    """Return a number as JSON has it: None in place of one that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,92 @@
+"""The records of many runs: from their folders, or in a study file, which has a line for each run.
+
+Reports read both. Nothing here imports torch.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rtx.disk import read_file, replace_file
+from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
+from rtx.runs.records import (
+    AnalysisRecord,
+    EnvironmentRecord,
+    EvaluationRecord,
+    Kind,
+    MetricsRow,
+    ResumeRow,
+    StepsRecord,
+    StudyLine,
+    SweepRow,
+    read_record,
+    read_rows,
+)
+from rtx.runs.status import read_status
+from rtx.settings.run_config import RUN_CONFIG
+
+STUDY_SUFFIX = ".jsonl"
+
+
+def is_study(place: Path) -> bool:
+    """Tell whether a path is a study file and no folder of runs."""
+    return place.suffix == STUDY_SUFFIX and place.is_file()
+
+
+def read_run(folder: Path, problems: list[str]) -> StudyLine:
+    """Return the records of a run; `problems` gets a line for each that cannot be read."""
+    try:
+        config = read_file(folder / RUN_CONFIG).decode()
+    except (OSError, UnicodeDecodeError):
+        config = ""
+    return StudyLine(
+        run=folder.name,
+        config=config,
+        status=read_status(folder, problems),
+        environment=read_record(EnvironmentRecord, folder / ENVIRONMENT, problems),
+        metrics=read_rows(MetricsRow, folder / METRICS, problems),
+        resumes=read_rows(ResumeRow, folder / RESUMES, problems),
+        evaluations=read_all(EvaluationRecord, folder, "eval/*.json", problems),
+        analyses=read_all(AnalysisRecord, folder, "analysis/*.json", problems),
+    )
+
+
+def read_all(kind: type[Kind], folder: Path, pattern: str, problems: list[str]) -> list[Kind]:
+    """Return the records of the files of a pattern, in order of their names."""
+    records = []
+    for path in sorted(folder.glob(pattern)):
+        record = read_record(kind, path, problems)
+        if record is not None:
+            records.append(record)
+    return records
+
+
+def read_sweeps(folder: Path, problems: list[str]) -> list[SweepRow]:
+    """Return the sweeps of a folder, the oldest first."""
+    return read_rows(SweepRow, folder / SWEEPS, problems)
+
+
+def steps_files(folder: Path) -> list[Path]:
+    """Return the records of timed steps in a folder, or in a folder of it."""
+    here = folder.glob("bench/steps-*.json")
+    return sorted([*here, *folder.glob("*/bench/steps-*.json")])
+
+
+def read_steps(folder: Path, problems: list[str]) -> list[StepsRecord]:
+    """Return the records of timed steps in a folder, or in a folder of it."""
+    records = []
+    for path in steps_files(folder):
+        record = read_record(StepsRecord, path, problems)
+        if record is not None:
+            records.append(record)
+    return records
+
+
+def read_study(path: Path, problems: list[str]) -> list[StudyLine]:
+    """Return the lines of a study file."""
+    return read_rows(StudyLine, path, problems)
+
+
+def write_study(path: Path, lines: Iterable[StudyLine]) -> None:
+    """Replace a study file."""
+    text = "".join(f"{line.model_dump_json(exclude_defaults=True)}\n" for line in lines)
+    replace_file(path, lambda file: file.write(text.encode()))
