@@ -52,11 +52,10 @@ def test_a_step_a_second_is_its_operations_over_the_peak_of_all_devices() -> Non
 
 def test_a_gpu_without_a_known_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
+    hardware = SimpleNamespace(on_gpu=True, precision="bf16", world=1)
+    store = SimpleNamespace(vocabulary=256)
     session: Any = SimpleNamespace(
-        config=planned(),
-        hardware=SimpleNamespace(on_gpu=True, precision="bf16", world=1),
-        store=SimpleNamespace(vocabulary=256),
-        say=lines.append,
+        config=planned(), hardware=hardware, store=store, say=lines.append
     )
     for name in ("Radeon", "NVIDIA H200"):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)

@@ -23,6 +23,7 @@ from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.tables import Column, print_table
+from rtx.settings.derived import full_group
 from rtx.settings.schema import Config, with_values
 from rtx.training.inference import LoadedRun
 
@@ -47,7 +48,7 @@ def coverage(
     block = options.block or config.routing.block
     sizes = sizes_around(keys, config.data.length)
     patterns = patterns_of_layers(config, sizes, block).to(run.device)
-    layers = [f"layer {layer}" for layer, of_layer in enumerate(patterns) if [*of_layer.children()]]
+    layers = full_layers(config)
     fit_to_training(run, store, config, patterns)
     retained = measure_windows(run, config, patterns, tokens_KN, window)
     shape = (len(tokens_KN), len(layers), len(NAMES), len(sizes), 3)
@@ -85,6 +86,16 @@ def patterns_of_layers(
     for layer in range(config.model.layers):
         patterns.append(selections(config, layer, sizes, block))
     return patterns
+
+
+def full_layers(config: Config) -> list[str]:
+    """Return the titles of the layers with full heads."""
+    titles = []
+    for layer in range(config.model.layers):
+        _, heads = full_group(config, layer)
+        if heads:
+            titles.append(f"layer {layer}")
+    return titles
 
 
 def print_coverage(
