@@ -46,7 +46,7 @@ def coverage(
     block = options.block or config.routing.block
     sizes = sizes_around(keys, config.data.length)
     patterns = patterns_of_layers(config, sizes, block).to(run.device)
-    layers = [f"layer {layer}" for layer, of_layer in enumerate(patterns) if len(of_layer)]
+    layers = [f"layer {layer}" for layer, of_layer in enumerate(patterns) if [*of_layer.children()]]
     fit_to_training(run, store, config, patterns)
     retained = measure_windows(run, config, patterns, tokens_KN, window)
     shape = (len(tokens_KN), len(layers), len(NAMES), len(sizes), 3)
@@ -128,8 +128,9 @@ def fit_to_training(
     patterns: nn.ModuleList,
 ) -> None:
     """Fit centroids and thresholds of the patterns to training batches; the model stays."""
-    for tokens_BN in RtxDataModule(config, store).train_dataloader():
-        fit(config, run.model, patterns, tokens_BN.long().to(run.device))
+    for micro_batches in RtxDataModule(config, store).train_dataloader():
+        for tokens_BN in micro_batches:
+            fit(config, run.model, patterns, tokens_BN.long().to(run.device))
 
 
 def measure_windows(
