@@ -4,8 +4,9 @@
 - hydra/launcher=rtx_processes: a process a cell on this machine
 - hydra/launcher=rtx_slurm: a job of Slurm a cell, as hardware=slurm chooses
 
-Hydra imports this file whenever it starts, so that it imports little itself. It runs the file before the module is in
-`sys.modules`, where `dataclass` would look annotations up: they are no texts here.
+Hydra imports this file whenever it starts, so that it imports little itself. It runs the file
+before the module is in `sys.modules`, where `dataclass` would look annotations up: they are no
+texts here.
 """
 
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ class GridSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch all combinations; `arguments` are those of the command, which the sweep has read."""
+        assert self.launcher is not None
         return self.launcher.launch(self.sweep_of_runs.grid(), initial_job_idx=0)
 
 

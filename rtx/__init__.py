@@ -1,4 +1,4 @@
-"""rtx: Routing Transformer experiments from the command line, and its attention patterns as a library."""
+"""rtx: Routing Transformer experiments from the command line, and a library of its patterns."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def register_pattern(name: str, make: Callable[..., Any], *, selection: bool = F
 def train(*overrides: str) -> LoadedRun:
     """Train as `rtx train` with these overrides, and load what came of it.
 
-    One device is this process's own; several (hardware=ddp or fsdp) have processes of their own, which leave this one
-    alone whatever becomes of them. A first signal, such as Ctrl-C, saves at the end of the step, a second one does not
-    wait for that. Handlers of signals are put back.
+    One device is that of this process. Several (hardware=ddp or fsdp) have a process each, which
+    leave this one alone whatever becomes of them. A first signal, such as Ctrl-C, saves at the end
+    of the step; a second one does not wait for that. Handlers of signals are put back.
 
     Raises:
         UserError: an override, or what it asks for, is wrong.

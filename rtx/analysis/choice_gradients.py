@@ -122,9 +122,10 @@ def trained_by(pattern: Pattern) -> str:
             return words
     if isinstance(pattern, Routing):
         return what_trains_clusters(pattern)
+    phrase = "the attention's own queries and keys"
     if [*pattern.parameters()]:
-        return "the attention's own queries and keys, parameters of its own"
-    return "the attention's own queries and keys"
+        phrase += ", parameters of its own"
+    return phrase
 
 
 def what_trains_clusters(pattern: Routing) -> str:

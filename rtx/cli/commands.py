@@ -1,4 +1,7 @@
-"""The table of commands: what follows the name of each, its options, and which keys it reads. No torch, no Hydra."""
+"""The table of commands: what follows each name, its options, which keys it reads.
+
+No torch, no Hydra.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -228,7 +231,8 @@ def find_command(word: str, words: Sequence[str], *, sweep: bool) -> tuple[Comma
     """Return a command by its first word, and the words that remain.
 
     Raises:
-        UserError: the word is one of several commands, as `analyze`, and the next does not say which.
+        UserError: the word is one of several commands, as `analyze`, and the next does not say
+            which.
     """
     if sweep:
         return BY_NAME[f"{word} -m"], list(words)

@@ -1,4 +1,7 @@
-"""The pages of `--help`, and completion, whose scripts ask `rtx completion words` with the line so far."""
+"""The pages of `--help`, and completion in bash and zsh.
+
+The scripts of completion call `rtx completion words` with the line so far.
+"""
 
 import shutil
 import textwrap
@@ -10,9 +13,10 @@ from rtx.errors import UserError, nearest, shorten, written
 from rtx.settings.fields import Field
 from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import about, preset
-from rtx.settings.schema import GROUPS, SECTIONS, all_fields, settings
+from rtx.settings.schema import GROUPS, SECTIONS, all_fields, flat, settings, to_dict
 
-MOST_PROSE = 120  # columns beyond which lines of text are hard to read
+MOST_PROSE = 120
+"""Columns beyond which lines of text are hard to read."""
 FRONT = """rtx: Routing Transformer experiments
 
 usage: rtx <command> [group=option ...] [key=value ...]
@@ -49,46 +53,61 @@ compdef _rtx rtx
 
 def front_page() -> str:
     """Return the page of `rtx --help`."""
-    return "\n".join(
-        [FRONT, *(entry(command.name, command.about, column=18) for command in COMMANDS), EXAMPLES]
-    )
+    commands = [entry(command.name, command.about, column=18) for command in COMMANDS]
+    return "\n".join([FRONT, *commands, EXAMPLES])
 
 
 def command_page(word: str, words: Sequence[str]) -> str:
-    """Return the page of `rtx <word> --help`; the values shown are those that overrides among the words give.
+    """Return the page of `rtx <word> --help`.
 
-    Of a command that makes a configuration the other words are groups and keys, which are then all that is on the page;
+    Of a command that makes a configuration the values shown are those that overrides among the
+    words give. Its other words are groups and keys, which are then all that is on the page;
     `UserError` for one that does not exist.
     """
     commands = [command for command in COMMANDS if command.name.split()[0] == word]
     first = commands[0]
-    values = values_of(words) if first.composes else {}
     known = first.known()
-    topics = [text for text in words if "=" not in text] if first.composes else []
-    if topics:
-        return "\n".join(
-            line for topic in topics for line in topic_lines(topic, word, known, values)
-        ).lstrip("\n")
-    lines = [line for command in commands for line in usage_lines(command)]
+    values: dict[str, Any] = {}
+    topics: list[str] = []
     if first.composes:
-        lines.append(entry("--cfg job", "print the configuration and stop"))
-        lines.append(
-            entry(
-                f"--help {GROUPS[1]}",
-                f"print this group alone; also {', '.join(TOPICS)}, or one key",
-            )
-        )
+        values = values_of(words)
+        topics = [text for text in words if "=" not in text]
+    lines: list[str] = []
+    for topic in topics:
+        lines += topic_lines(topic, word, known, values)
+    if not topics:
+        for command in commands:
+            lines += usage_lines(command)
+        if first.composes:
+            lines += composing_lines()
+        lines += setting_lines(known, values)
+    # Each part begins with an empty line.
+    return "\n".join(lines).removeprefix("\n")
+
+
+def composing_lines() -> list[str]:
+    """Return what commands that make a configuration have in common."""
+    alone = f"print this group alone; also {', '.join(TOPICS)}, or one key"
+    return [
+        entry("--cfg job", "print the configuration and stop"),
+        entry(f"--help {GROUPS[1]}", alone),
+    ]
+
+
+def setting_lines(known: Collection[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the groups with their options, and the keys, that a command reads."""
+    lines = []
     for group in GROUPS:
-        lines += option_lines(group, values) if group in known else []
+        if group in known:
+            lines += option_lines(group, values)
     for section in (*SECTIONS, ""):
         lines += key_lines(section, known, values)
-    return "\n".join(lines[1:])
+    return lines
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return what overrides make of a configuration: the value of every key, and the option of every group."""
+    """Return the value of every key, and the option of every group, that overrides give."""
     from rtx.settings.compose import chosen, compose_unresolved, composed
-    from rtx.settings.schema import flat, to_dict
 
     checked = check_overrides([text for text in words if "=" in text])
     choices = composed(chosen(checked)).hydra.runtime.choices
@@ -108,38 +127,37 @@ def topic_lines(
     topic: str, word: str, known: Collection[str], values: Mapping[str, Any]
 ) -> list[str]:
     """Return the lines of one group or key; `UserError` where there is none of this name."""
-    if topic in TOPICS:
-        options = option_lines(topic, values) if topic in GROUPS else []
-        return [*options, *key_lines(topic, known, values)]
-    if topic in all_fields():
-        return [key_line(all_fields()[topic], values)]
-    near = nearest(topic, [*TOPICS, *all_fields()])
-    raise UserError(
-        f"rtx {word} --help {shorten(topic)}: say one of {', '.join(TOPICS)}, or a key{near}"
-    )
+    fields = all_fields()
+    if topic in fields:
+        return [key_line(fields[topic], values)]
+    if topic not in TOPICS:
+        near = nearest(topic, [*TOPICS, *fields])
+        topics = f"say one of {', '.join(TOPICS)}, or a key{near}"
+        raise UserError(f"rtx {word} --help {shorten(topic)}: {topics}")
+    options = option_lines(topic, values) if topic in GROUPS else []
+    return [*options, *key_lines(topic, known, values)]
 
 
 def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
-    """Return a group's options, each with what the comment on top of its file says first."""
+    """Return the options of a group, each with the first line of its file."""
     lines = ["", f"{group}=<option>"]
     for option in settings()[group].values:
         # The short word for options of several experiments is no file.
         if group == "heads" and preset(group, option) is None:
             continue
-        left = f"{option} *" if option == values.get(group) else option
-        lines.append(entry(left, about(group, option)))
+        mark = " *" if option == values.get(group) else ""
+        lines.append(entry(option + mark, about(group, option)))
     return lines
 
 
 def key_lines(section: str, known: Collection[str], values: Mapping[str, Any]) -> list[str]:
     """Return the keys of a section, or those of none, that a command knows."""
-    keys = [
-        field
-        for key, field in all_fields().items()
-        if key in known and key.rpartition(".")[0] == section
-    ]
+    lines = []
+    for key, field in all_fields().items():
+        if key in known and key.rpartition(".")[0] == section:
+            lines.append(key_line(field, values))
     title = f"{section}.<key>" if section else "other keys"
-    return ["", title, *(key_line(field, values) for field in keys)] if keys else []
+    return ["", title, *lines] if lines else []
 
 
 def key_line(field: Field, values: Mapping[str, Any]) -> str:
@@ -149,11 +167,13 @@ def key_line(field: Field, values: Mapping[str, Any]) -> str:
 
 
 def entry(left: str, right: str, column: int = 30) -> str:
-    """Return an indented line of two columns, wrapped below the second where the terminal is too narrow."""
-    head, indent = f"  {left}".ljust(column + 2) + "  ", " " * (column + 4)
-    width = terminal_width()
+    """Return an indented line of two columns, the second wrapped to the width of the terminal."""
     return textwrap.fill(
-        right, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+        right,
+        terminal_width(),
+        initial_indent=f"  {left}".ljust(column + 2) + "  ",
+        subsequent_indent=" " * (column + 4),
+        break_on_hyphens=False,
     )
 
 
@@ -163,12 +183,15 @@ def terminal_width() -> int:
 
 
 def prose_width() -> int:
-    """Return how long a line of text may be: as the terminal is wide, 120 columns at the most, 80 without one."""
+    """Return how long a line of text may be: as the terminal is wide, at most 120 columns.
+
+    Without a terminal it is 80.
+    """
     return min(MOST_PROSE, shutil.get_terminal_size(fallback=(80, 24)).columns)
 
 
 def completion(words: Sequence[str]) -> str:
-    """Return the script for a shell, or what may stand at the end of a line (`words <line>`), one a line."""
+    """Return the script for a shell, or with `words <line>` how the line may go on, one a line."""
     if len(words) == 1 and words[0] in SCRIPTS:
         return SCRIPTS[words[0]]
     if words[:1] == ["words"] and len(words) == 2:
@@ -177,31 +200,39 @@ def completion(words: Sequence[str]) -> str:
 
 
 def candidates(line: str) -> list[str]:
-    """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
+    """Return what the last word of a line may become.
+
+    Of key=value only the value: bash takes it for a word.
+    """
     _, *words, last = line.replace("--multirun", "-m").split(" ")
-    name = max((name for name in BY_NAME if {*name.split()} <= {*words}), key=len, default="")
-    if not name:
-        later = [
-            each.split()[len(words) :] for each in BY_NAME if each.split()[: len(words)] == words
-        ]
-        return [
-            f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)
-        ]
-    command = BY_NAME[name]
+    names = [name for name in BY_NAME if {*name.split()} <= {*words}]
+    if not names:
+        return next_words_of_names(words, last)
+    command = BY_NAME[max(names, key=len)]
     key, equals, start = last.partition("=")
-    if not equals:
-        runs = (
-            ["last "]
-            if command.positional.takes_runs and not any("=" in word for word in words)
-            else []
-        )
-        return [
-            each
-            for each in (*runs, *(f"{known}=" for known in command.known()))
-            if each.startswith(last)
-        ]
-    if not (field := command.own.get(key) or settings().get(key)):
+    if equals:
+        return value_candidates(command.own.get(key) or settings().get(key), start)
+    starts = [f"{known}=" for known in command.known()]
+    if command.positional.takes_runs and not any("=" in word for word in words):
+        starts.insert(0, "last ")
+    return [text for text in starts if text.startswith(last)]
+
+
+def next_words_of_names(words: Sequence[str], last: str) -> list[str]:
+    """Return the words by which a name of a command may go on."""
+    count = len(words)
+    parts = [name.split() for name in BY_NAME]
+    following = [part[count] for part in parts if part[:count] == list(words)]
+    return [f"{word} " for word in dict.fromkeys(following) if word.startswith(last)]
+
+
+def value_candidates(field: Field | None, start: str) -> list[str]:
+    """Return the values of a key that begin so; in a sweep they follow a list."""
+    if field is None:
         return []
-    values = (*field.words, *("true", "false") * (field.kind is bool), *field.values)
-    listed = start[: start.rfind(",") + 1]  # of a sweep
-    return [f"{listed}{value} " for value in values if f"{listed}{value}".startswith(start)]
+    values = [*field.words, *field.values]
+    if field.kind is bool:
+        values += ["true", "false"]
+    earlier = start[: start.rfind(",") + 1]
+    texts = [f"{earlier}{value} " for value in values]
+    return [text for text in texts if text.startswith(start)]

@@ -1,7 +1,9 @@
-"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that command needs.
+"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that
+command needs.
 
-Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 after SIGINT; 143 after SIGTERM, and
-after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run starts its other ranks with it.
+Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 after SIGINT; 143
+after SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run
+starts its other ranks with it.
 """
 
 import atexit
@@ -28,77 +30,93 @@ if TYPE_CHECKING:
     from rtx.cli.commands import Command
 
 
+LONGEST_LINE = 1000
+LINE_END = 250
+"""Characters that a line of an error message keeps at both ends if it is longer than that."""
+
+
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal that lacks a letter is no reason to fail
-    atexit.register(
-        ignore_signals
-    )  # called last: then Python lets go of handlers, and any signal would kill it
+        # A terminal that lacks a letter is no reason to fail.
+        sys.stdout.reconfigure(errors="replace")
+    # Called last: Python then lets go of handlers, and any signal would kill the process.
+    atexit.register(ignore_signals)
     try:
         handle_signals(sys.argv[1:2])
         code = main()
-    except Stopped as stopped:  # a moment before or after `main`
+    except Stopped as stopped:
+        # A moment before or after `main`.
         code = stopped.code
-    for number in (
-        EXIT_CODES
-    ):  # the work is over: what is left, such as threads to wait for, may be cut short
+    # The work is over: what is left, such as threads to wait for, may be cut short.
+    for number in EXIT_CODES:
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(number, lambda *_: os._exit(code))
     sys.exit(code)
 
 
 def handle_signals(words: list[str]) -> None:
-    """Leave with the code that schedulers expect while imports take their seconds; later a run has its own handlers."""
+    """Exit upon a signal with the code that schedulers expect, while imports take their seconds.
+
+    Later a run has handlers of its own.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
-    if (
-        started_by_another()
-    ):  # by the first process of a run, which has the signals from this one's first moment on
+    if started_by_another():
+        # The first process of the run receives the signals from the beginning.
         ignore_signals()
         return
+    trains = words in (["train"], ["resume"])
     for number, code in EXIT_CODES.items():
-        ours = code == PREEMPTED and (number == signal.SIGTERM or words in (["train"], ["resume"]))
-        if ours and signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+        preempts = code == PREEMPTED and (trains or number == signal.SIGTERM)
+        # nohup ignores signals.
+        if preempts and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rtx` with `argv` (`sys.argv[1:]` if None) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = dispatch(words)
         sys.stdout.flush()
         return code
-    except (UserError, RunFailed) as error:
-        return complain(str(error), 2 if isinstance(error, UserError) else 1)
+    except UserError as error:
+        return complain(str(error), 2)
+    except RunFailed as error:
+        return complain(str(error), 1)
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
-    except SystemExit as left:  # with 0, say, which would pass for work that is done
-        return complain(
-            f"sys.exit({left.code!r}) was called before the end, by an extension or a package", 2
-        )
+    except SystemExit as exit_:
+        # A code of 0 would pass for work that is done.
+        caller = "by an extension or a package"
+        return complain(f"sys.exit({exit_.code!r}) was called before the end, {caller}", 2)
     except KeyboardInterrupt:
         return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and reader_is_gone():
-            words = list(sys.argv[1:] if argv is None else argv)
-            return 0 if only_prints(words) else 1
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return complain(f"{shorten(str(error.filename))}: {error.strerror}", 2)
-        if reason := out_of_memory(error):
-            return complain(reason, 1)
-        traceback.print_exc()
-        return 1
+        return unexpected(error, words)
+
+
+def unexpected(error: Exception, words: Sequence[str]) -> int:
+    """Return the exit code of an error that is neither the user's nor a run's, and explain it."""
+    if isinstance(error, BrokenPipeError) and reader_is_gone():
+        return 0 if only_prints(words) else 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return complain(f"{shorten(str(error.filename))}: {error.strerror}", 2)
+    reason = out_of_memory(error)
+    if reason:
+        return complain(reason, 1)
+    traceback.print_exc()
+    return 1
 
 
 def dispatch(arguments: list[str]) -> int:
     """Run the command that `arguments` begin with."""
-    # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2 to 5 times slower
-    # as soon as another program took one of two cores; sleeping costs a quarter or more where nothing else runs.
+    # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2
+    # to 5 times slower as soon as another program took one of two cores; sleeping costs a quarter
+    # or more where nothing else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rtx.cli import help
     from rtx.cli.commands import HELP_FLAGS, WORDS, find_command
@@ -154,7 +172,8 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
 
 
 def split_flags(word: str, words: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the flags among the words of a command, and the other words, without those that belong to a flag.
+    """Return the flags among the words of a command, and the other words, without those that belong
+    to a flag.
 
     Presets of a folder that --config-dir names are options from then on.
     """
@@ -203,18 +222,20 @@ def flag_hint(flag: str, known: Iterable[str]) -> str:
 
 
 def complain(message: str, code: int) -> int:
-    """Write each line of an error message to stderr, the middle of one left out that a value makes endless."""
+    """Print an error message to stderr and return the exit code.
+
+    The middle of a line is left out where a value makes it endless.
+    """
     sys.stdout.flush()
-    lines = (
-        line if len(line) <= 1000 else f"{line[:250]} ... {line[-250:]}"
-        for line in message.splitlines()
-    )
-    print("\n".join(printable(f"rtx: {line}") for line in lines), file=sys.stderr)
+    for line in message.splitlines():
+        if len(line) > LONGEST_LINE:
+            line = f"{line[:LINE_END]} ... {line[-LINE_END:]}"
+        print(printable(f"rtx: {line}"), file=sys.stderr)
     return code
 
 
 def only_prints(words: Sequence[str]) -> bool:
-    """Whether a command line only prints, so that nothing is lost where its reader has seen enough."""
+    """Whether nothing is lost where the reader of a command's output has seen enough."""
     from rtx.cli.commands import BY_NAME, HELP_FLAGS
 
     command = BY_NAME.get(words[0]) if words else None
@@ -222,9 +243,13 @@ def only_prints(words: Sequence[str]) -> bool:
 
 
 def reader_is_gone() -> bool:
-    """Whether what reads our output has gone away (`rtx train --help | head`); then nothing more is written to it."""
+    """Whether what reads our output has gone away (`rtx train --help | head`).
+
+    Then nothing more is written to it.
+    """
     poller = select.poll()
-    poller.register(sys.stdout.fileno(), 0)  # errors are reported whatever is asked for
+    # Errors are reported whatever events are named.
+    poller.register(sys.stdout.fileno(), 0)
     if not poller.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

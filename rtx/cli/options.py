@@ -1,4 +1,7 @@
-"""The options of each command, as dataclasses: type, range and docstring of each. No torch, no Hydra, no YAML."""
+"""The options of each command, as dataclasses: type, range and docstring of each.
+
+No torch, no Hydra, no YAML.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,23 +20,33 @@ class EvalOptions(RunOptions):
     split: Literal["valid", "test", "train"] = "valid"
     """Part of the data to score."""
     mode: Literal["parallel", "streaming"] = "parallel"
-    """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
+    """parallel: one pass over each window (teacher-forced); streaming: every decision from the
+    prefix alone.
+    """
     stride: int | None = option(None, low=1)
-    """Units by which windows advance; unset: N (65,536 with a memory). Smaller gives more context, at more cost."""
+    """Units by which windows advance; unset: N (65,536 with a memory). Smaller gives more context,
+    at more cost.
+    """
     limit: int | None = option(None, low=1)
     """Score a seeded sample of this many windows only; the result is marked partial."""
     batch_size: int | None = option(None, low=1)
     """Windows scored at once; unset: as many as make 16,384 units."""
     memory: int | None = option(None, low=0)
-    """Units of memory (model.base=recurrent; data.length=N says how many make a segment); unset: the run's."""
+    """Units of memory (model.base=recurrent; data.length=N says how many make a segment); unset:
+    the run's.
+    """
     clamp: int | None = option(None, low=1)
     """Largest distance told apart (model.positions=xl); unset: the run's."""
     same_length: bool = False
     """Let every position read as many keys, the memory's number (model.base=recurrent)."""
     protocol: Literal["whole", "released"] = "whole"
-    """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
+    """whole: every unit of the split once; released: the text as the paper's released code reads
+    it, parts left out.
+    """
     ablate: Literal["none", "routing", "local", "random"] = "none"
-    """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or random members."""
+    """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or
+    random members.
+    """
 
 
 @dataclass
@@ -93,7 +106,9 @@ class ContextOptions(AnalyzeOptions):
     windows: int = option(64, low=1)
     """Windows scored."""
     mode: Literal["parallel", "streaming"] = "parallel"
-    """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
+    """parallel: one pass over each window (teacher-forced); streaming: every decision from the
+    prefix alone.
+    """
 
 
 @dataclass
@@ -101,11 +116,17 @@ class CoverageOptions(AnalyzeOptions):
     windows: int = option(8, low=1)
     """Windows scored."""
     window: int | None = option(None, low=0)
-    """Keys, the own included, that local heads read anyhow; unset: the run's model.window; 0: none, all keys count."""
+    """Keys, the own included, that local heads read anyhow; unset: the run's model.window; 0: none,
+    all keys count.
+    """
     keys: int | None = option(None, low=1)
-    """Keys at which selections are compared (not indexer, which must train); unset: the run's routing.window."""
+    """Keys at which selections are compared (not indexer, which must train); unset: the run's
+    routing.window.
+    """
     block: int | None = option(None, low=1)
-    """Positions of a block (blocks, blocks_random), at most its keys; unset: the run's routing.block."""
+    """Positions of a block (blocks, blocks_random), at most its keys; unset: the run's
+    routing.block.
+    """
     steps: int = option(50, low=1)
     """Training batches that centroids and thresholds are fitted to, the model frozen."""
 
@@ -113,7 +134,9 @@ class CoverageOptions(AnalyzeOptions):
 @dataclass
 class ReportOptions:
     output: str | None = None
-    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first, with the names of others."""
+    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first, with the names of
+    others.
+    """
 
 
 @dataclass
@@ -125,15 +148,21 @@ class ExportOptions(RunOptions):
 @dataclass
 class PlanOptions:
     memory: float | None = option(None, above=0.0, high=1e6)
-    """GiB of the GPU (with hardware=cpu: of the machine) to plan for; unset: usual GPUs and this machine."""
+    """GiB of the GPU (with hardware=cpu: of the machine) to plan for; unset: usual GPUs and this
+    machine.
+    """
 
 
 @dataclass
 class SweepOptions:
     parallel: int | None = option(None, low=1, high=1_000)
-    """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the queue takes them."""
+    """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the
+    queue takes them.
+    """
     retry: bool = False
-    """Run failed cells again, from their checkpoint if there is one; otherwise they are reported as they failed."""
+    """Run failed cells again, from their checkpoint if there is one; otherwise they are reported as
+    they failed.
+    """
 
 
 KEY_OPTIONS = {

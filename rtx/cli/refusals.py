@@ -1,4 +1,4 @@
-"""What a command refuses by the configuration of a run and its own options, before torch is loaded."""
+"""What a command refuses by a run's configuration and its own options, before torch is loaded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,24 +18,30 @@ from rtx.settings.schema import Config
 
 
 def refuse(command: str, config: Config, options: Any) -> None:
-    """Raise `UserError` where a command (its name as in `rtx.cli.commands.BY_NAME`) has no answer for such a run."""
-    if check := CHECKS.get(command):
+    """Raise `UserError` where a command, by its name, has no answer for such a run."""
+    check = CHECKS.get(command)
+    if check:
         check(config, options)
 
 
 def check_eval(config: Config, options: EvalOptions) -> None:
-    how = options.ablate
-    if how != "none" and not (config.routing.heads and config.routing.layers):
-        raise UserError(f"ablate={how}: the model has no routing heads to take away")
-    if how == "random" and config.routing.selection == "random":
+    ablation = options.ablate
+    routes = config.routing.heads and config.routing.layers
+    if ablation != "none" and not routes:
+        raise UserError(f"ablate={ablation}: the model has no routing heads to take away")
+    if ablation == "random" and config.routing.selection == "random":
         raise UserError("ablate=random: the heads of selection=random read random members already")
 
 
 def check_sample(config: Config, options: SampleOptions) -> None:
+    if not SETS[config.data.name].image:
+        return
     size = config.data.length
-    if SETS[config.data.name].image and (options.prompt or (options.length or 0) > size):
+    length = options.length or 0
+    if options.prompt or length > size:
         extra = f"prompt, or a length above {size}"
-        raise UserError(f"{extra}, has no place in a run on images: an image has {size} units")
+        reason = f"an image has {size} units"
+        raise UserError(f"{extra}, has no place in a run on images: {reason}")
 
 
 def check_divergence(config: Config, options: DivergenceOptions) -> None:
@@ -50,32 +56,32 @@ def check_patterns(config: Config, options: PatternsOptions) -> None:
 
 
 def check_context(config: Config, options: ContextOptions) -> None:
-    if config.data.name in MADE:
-        raise UserError(
-            f"a run on data={config.data.name} scores its answers alone; there is no loss by position"
-        )
-    if memory := config.model.memory:
-        raise UserError(
-            f"model.memory={memory}: the memory holds the far context; compare rtx eval memory=0 with memory={memory}"
-        )
+    name = config.data.name
+    if name in MADE:
+        reason = "scores its answers alone; there is no loss by position"
+        raise UserError(f"a run on data={name} {reason}")
+    memory = config.model.memory
+    if memory:
+        instead = f"compare rtx eval memory=0 with memory={memory}"
+        raise UserError(f"model.memory={memory}: the memory holds the far context; {instead}")
 
 
 def check_coverage(config: Config, options: CoverageOptions) -> None:
-    model, length = config.model, config.data.length
+    model = config.model
+    length = config.data.length
     if not any(full_group(config, layer)[1] for layer in range(model.layers)):
-        said = f"model.base={model.base}: no layer has full heads, whose attention could be covered"
-        raise UserError(
-            f"{said}; train one with experiment=far_text heads=full, or model.base=local+full"
-        )
-    window = model.window if options.window is None else options.window
-    if window < length:
-        return
-    key = f"window={window}"
+        reason = "no layer has full heads, whose attention could be covered"
+        instead = "train one with experiment=far_text heads=full, or model.base=local+full"
+        raise UserError(f"model.base={model.base}: {reason}; {instead}")
     if options.window is None:
-        key += " (unset: the run's model.window)"
-    raise UserError(
-        f"{key}: must be less than data.length={length}; give window=<less>, or window=0"
-    )
+        window = model.window
+        key = f"window={window} (unset: the run's model.window)"
+    else:
+        window = options.window
+        key = f"window={window}"
+    if window >= length:
+        limit = f"must be less than data.length={length}"
+        raise UserError(f"{key}: {limit}; give window=<less>, or window=0")
 
 
 CHECKS: dict[str, Callable[[Config, Any], None]] = {

@@ -1,7 +1,8 @@
 """A command line, read once into a `Request`, which the command gets. No torch.
 
-What can be refused is refused here, before torch is imported, which takes seconds: a wrong configuration, missing data,
-a GPU without a driver, a run in use, a run that has nothing for the command.
+What can be refused is refused here, before torch is imported, which takes seconds: a wrong
+configuration, missing data, a GPU without a driver, a run in use, a run that has nothing for the
+command.
 """
 
 import itertools
@@ -88,7 +89,10 @@ def read_request(command: Command, words: Sequence[str]) -> Request:
 
 
 def leading_names(command: Command, words: Sequence[str]) -> list[str]:
-    """Return the words before the first `key=value`; a folder that exists may have "=" in its name."""
+    """Return the words before the first `key=value`.
+
+    A folder that exists may have "=" in its name.
+    """
     if command.positional is Positional.NONE:
         return []
     names = list(itertools.takewhile(is_name, words))
@@ -134,7 +138,9 @@ def refuse_several_devices(command: Command, word: str, key: str, text: str) -> 
 
 
 def refuse_foreign(command: Command, key: str) -> None:
-    """Raise `UserError` for a key that the command does not read, with the command that does, or the nearest key."""
+    """Raise `UserError` for a key that the command does not read, with the command that does, or
+    the nearest key.
+    """
     known = command.known()
     # Their messages name the value that the run has, or what to write instead.
     refused_later = command.name == "resume" and key in all_fields()

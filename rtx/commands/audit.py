@@ -1,4 +1,6 @@
-"""`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in bits."""
+"""`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in
+bits.
+"""
 
 import copy
 import textwrap
@@ -66,7 +68,10 @@ def main(request: Request) -> int:
 
 
 def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
-    """Audit a model in every reading on random units, and what trains its choices; print both, return the record."""
+    """Audit a model in every reading on random units, and what trains its choices.
+
+    Print both, return the record.
+    """
     B, N, generator = (
         options.sequences,
         run.config.data.length,

@@ -1,4 +1,6 @@
-"""`rtx export RUN [overrides]`: the model of a run as safetensors, its configuration and a card, for others to load."""
+"""`rtx export RUN [overrides]`: the model of a run as safetensors, its configuration and a card,
+for others to load.
+"""
 
 from pathlib import Path
 

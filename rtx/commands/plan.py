@@ -1,4 +1,6 @@
-"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits; nothing is read or run."""
+"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits; nothing is
+read or run.
+"""
 
 import textwrap
 
@@ -39,7 +41,9 @@ def main(request: Request) -> int:
 
 
 def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> list[str]:
-    """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a GPU of 80 GiB."""
+    """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a
+    GPU of 80 GiB.
+    """
     trainer, total, room = asked.trainer, cost(asked, known), (memory or 0) * GIB
     micro, recompute, *_ = choose_micro_batch(
         asked, known, room or device_memory(asked) or GPUS[-1] * GIB, world
@@ -69,7 +73,9 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
 
 
 def attention_lines(config: Config, memory: float | None) -> list[str]:
-    """Return by which engines a GPU computes attention: one of `memory` GiB, or asked for, or of this machine."""
+    """Return by which engines a GPU computes attention: one of `memory` GiB, or asked for, or of
+    this machine.
+    """
     if memory and config.hardware.name in ("auto", "ddp"):
         config = with_values(config, {"hardware.name": "gpu"})
     if not on_gpu(config):
@@ -78,7 +84,9 @@ def attention_lines(config: Config, memory: float | None) -> list[str]:
 
 
 def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list[str]:
-    """Return how long a step is expected to take on the GPU of the roofline, and that this is no measurement."""
+    """Return how long a step is expected to take on the GPU of the roofline, and that this is no
+    measurement.
+    """
     planned = (
         with_values(asked, {"hardware.name": "gpu"})
         if asked.hardware.name in ("auto", "cpu")
@@ -115,7 +123,9 @@ def routing_phrase(config: Config) -> str:
 
 
 def fit_lines(config: Config, known: int, world: int, asked: float | None) -> list[str]:
-    """Return what `auto` takes, or whether what is asked for fits, in `asked` GiB, or usual GPUs and this machine."""
+    """Return what `auto` takes, or whether what is asked for fits, in `asked` GiB, or usual GPUs
+    and this machine.
+    """
     gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
@@ -150,7 +160,9 @@ def size_text(size: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time in the largest of hours, minutes and seconds of which it has two, in three digits."""
+    """Return a time in the largest of hours, minutes and seconds of which it has two, in three
+    digits.
+    """
     if seconds < 0.001:
         return "less than 0.001 seconds"
     count = seconds

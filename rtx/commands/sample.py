@@ -1,4 +1,6 @@
-"""`rtx sample RUN [overrides]`: let a run write or draw, one unit at a time; `rtx train` ends with a short one."""
+"""`rtx sample RUN [overrides]`: let a run write or draw, one unit at a time; `rtx train` ends with
+a short one.
+"""
 
 import codecs
 import contextlib
@@ -23,7 +25,10 @@ from rtx.training.inference import LoadedRun, load_run, prepare_device
 
 
 def main(request: Request) -> int:
-    """Print the text on stdout, on a terminal as it comes, or the path of a picture; all else on stderr."""
+    """Print the text on stdout, on a terminal as it comes, or the path of a picture.
+
+    All else goes to stderr.
+    """
     options = request.options
     config = request.config
     run = load_run(request.run, config, options.checkpoint, prepare_device(config), say=tell)
@@ -33,7 +38,8 @@ def main(request: Request) -> int:
 def write_text(run: LoadedRun, options: SampleOptions) -> int:
     """Print a text and keep it; returns the exit code of a signal that stopped it, or 0.
 
-    A terminal gets it unit by unit, a file or a pipe at once: what reads those may take each piece for a line.
+    A terminal gets it unit by unit, a file or a pipe at once: what reads those may take each piece
+    for a line.
     """
     tokenizer, length, most = run.tokenizer, options.length or 1000, run.config.data.length
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
@@ -82,7 +88,10 @@ def draw(
     length: int,
     write: Callable[[torch.Tensor], None],
 ) -> tuple[int, int]:
-    """Draw units behind a prompt, handing each to `write`; returns how many, and the exit code of a signal, or 0."""
+    """Draw units behind a prompt, handing each to `write`.
+
+    Returns how many, and the exit code of a signal, or 0.
+    """
     done, generator = 0, torch.Generator().manual_seed(options.seed)
     choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
@@ -96,7 +105,9 @@ def draw(
 
 
 def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
-    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and print its path."""
+    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and print its
+    path.
+    """
     begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
     save(
         next(

@@ -93,7 +93,11 @@ def selection_words(values: Values, ablate: str = "none") -> str:
     return words
 
 
-def sees_future(values: Values, mode: str = "parallel", ablate: str = "none") -> bool:
+def sees_future(
+    values: Values,
+    mode: str = "parallel",
+    ablate: str = "none",
+) -> bool:
     """Tell whether the score of some token may depend on later tokens."""
     return mode == "parallel" and looks_ahead(values, ablate)
 
@@ -141,7 +145,10 @@ def protocol_of(
 
 
 def score_record(
-    config: Config, protocol: Protocol, score: Score, measures: Measures
+    config: Config,
+    protocol: Protocol,
+    score: Score,
+    measures: Measures,
 ) -> ScoreRecord:
     """Return the record of what windows scored with a model, also in other `measures`."""
     values = flat(to_dict(config))
@@ -160,7 +167,10 @@ def score_record(
 
 
 def with_protocol(
-    final: OlderFinal, values: Values, data: DataRecord, error: float | None
+    final: OlderFinal,
+    values: Values,
+    data: DataRecord,
+    error: float | None,
 ) -> ScoreRecord:
     """Return the closing score of a run of an earlier version with the protocol that it had.
 
@@ -191,7 +201,11 @@ def with_protocol(
     )
 
 
-def windows_scored(values: Values, protocol: Protocol, units: int) -> int | None:
+def windows_scored(
+    values: Values,
+    protocol: Protocol,
+    units: int,
+) -> int | None:
     """Return how many windows made a closing score; None of data whose answers alone are scored."""
     if protocol.windows:
         return protocol.windows
@@ -221,7 +235,9 @@ def further_lines(score: ScoreRecord) -> list[str]:
 
 
 def accuracy_lines(
-    kind: str, shares: Mapping[str, tuple[float, int]], after_value: str
+    kind: str,
+    shares: Mapping[str, tuple[float, int]],
+    after_value: str,
 ) -> list[str]:
     """Return the line on the accuracy by distance or by pairs, where there are several values."""
     if len(shares) < 2:

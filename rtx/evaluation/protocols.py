@@ -125,7 +125,11 @@ def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
     return run_BS
 
 
-def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
+def read_as_released(
+    store: Store,
+    split: str,
+    length: int,
+) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, and what that leaves out.
 
     Args:

@@ -1,4 +1,5 @@
-"""Hydra's grammar of overrides: lists, functions such as range(1,5), and what replaces words that rtx does not take.
+"""Hydra's grammar of overrides: lists, functions such as range(1,5), and what replaces words that
+rtx does not take.
 
 Hydra's own parser reads the functions; it is imported only where a word has one. No torch, no YAML.
 """
@@ -48,7 +49,9 @@ REPLACED = {
     "hydra.hydra_logging": MESSAGES,
     "hydra.help": "rtx train --help lists all keys",
 }
-"""Keys of Hydra's that rtx does not read, without what follows a further dot, and what serves instead."""
+"""Keys of Hydra's that rtx does not read, without what follows a further dot, and what serves
+instead.
+"""
 SWEEPERS = {
     "optuna": "hydra_optuna_sweeper",
     "ax": "hydra_ax_sweeper",
@@ -200,7 +203,9 @@ def hydra_text(text: str) -> str:
 
 
 def text_of(element: Any) -> str:
-    """Return one value that Hydra has parsed as a user of rtx writes it, in quotes where it needs them."""
+    """Return one value that Hydra has parsed as a user of rtx writes it, in quotes where it needs
+    them.
+    """
     if element is None:
         return "null"
     if isinstance(element, bool):
@@ -212,7 +217,8 @@ def text_of(element: Any) -> str:
 
 
 def read_jobs(jobs: Iterable[Iterable[str]]) -> list[list[tuple[str, str]]]:
-    """Return the overrides of each job of a sweeper, `key=value` in Hydra's grammar, as keys and texts.
+    """Return the overrides of each job of a sweeper, `key=value` in Hydra's grammar, as keys and
+    texts.
 
     A text that Hydra would read as a list is one value: sweepers write texts without their quotes.
     """

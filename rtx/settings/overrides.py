@@ -1,7 +1,8 @@
-"""Overrides of a configuration, `key=value`: read from words, their values of the right type and range.
+"""Overrides of a configuration, `key=value`: read from words, their values of the right type and
+range.
 
-A value is taken as it is written, `~/a=b (1).txt` and all; a sweep reads lists and Hydra's functions.
-No torch and no YAML; Hydra only where a word has a function of its grammar.
+A value is taken as it is written, `~/a=b (1).txt` and all; a sweep reads lists and Hydra's
+functions. No torch and no YAML; Hydra only where a word has a function of its grammar.
 """
 
 import importlib.util
@@ -87,7 +88,9 @@ def is_unset(word: str) -> bool:
 
 
 def unset_value(word: str, own: Mapping[str, Field]) -> str:
-    """Return the value that a key has after Hydra's ~key: null; `UserError` where it cannot be unset."""
+    """Return the value that a key has after Hydra's ~key: null; `UserError` where it cannot be
+    unset.
+    """
     key, equals, _ = word[1:].partition("=")
     fields = {**settings(), **own}
     if equals:
@@ -122,7 +125,9 @@ def is_free(field: Field) -> bool:
 
 
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
-    """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
+    """Return the overrides of a configuration, their values (several in a sweep) of the right type
+    and range.
+    """
     triples = split_words(words)
     # Extensions first: what they register is a value of other keys.
     extensions = run_extensions(triples)
@@ -181,7 +186,9 @@ def is_list(text: str) -> bool:
 
 
 def read_function(field: Field, text: str, extended: bool, sweep: bool) -> Override:
-    """Return the override that a function of Hydra's grammar makes; `UserError` for a sweep where there is none."""
+    """Return the override that a function of Hydra's grammar makes; `UserError` for a sweep where
+    there is none.
+    """
     result = function_values(field.key, text, field.values)
     word = f"{field.key}={shorten(text.strip())}"
     if result.is_sweep and not sweep:

@@ -3,7 +3,7 @@
 A key is one line and a docstring: its type (`Literal`: a closed list), range, what it changes
 (`rtx/settings/effects.py`; unset: the results), with which values of other keys a run reads it, and
 since which version it exists. Help, checks, hashes, resume, reports and the editor's schema follow
-from that (docs/extending.md, "A key"). Values are in `conf/`; what fits together is in
+from that (docs/extending.md, "How to add a key"). Values are in `conf/`; what fits together is in
 `rtx/settings/rules/`.
 """
 

@@ -1,6 +1,7 @@
 """The cells of a sweep: which runs the overrides of a command and the axes of experiments make.
 
-Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their own.
+Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their
+own.
 """
 
 import os
@@ -33,7 +34,8 @@ DEFINING = (
     "routing.clusters",
     "routing.window",
 )
-"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement."""
+"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement.
+"""
 NO_EXPERIMENT = Override("experiment", ("",))
 Job = Sequence[Override]
 """The overrides of one run, each with one value."""
@@ -41,7 +43,9 @@ Job = Sequence[Override]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells differ."""
+    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells
+    differ.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -49,7 +53,9 @@ class Cell:
     config: Config
     title: str
     combinations: tuple[str, ...]
-    """The combinations of values that make this run; several where they differ by keys it does not read."""
+    """The combinations of values that make this run; several where they differ by keys it does not
+    read.
+    """
 
 
 def lay_out(checked: Sequence[Override]) -> list[Cell]:
@@ -66,7 +72,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 
 
 def grid_jobs(checked: Sequence[Override]) -> list[Job]:
-    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper makes them."""
+    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper
+    makes them.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -130,7 +138,10 @@ def titled(entries: Iterable[Override]) -> str:
 
 
 def is_idle(entry: Override, idle_keys: Collection[str]) -> bool:
-    """Whether a run ignores an override; an option of the group routing is ignored where routing.selection is."""
+    """Whether a run ignores an override.
+
+    An option of the group routing is ignored where routing.selection is.
+    """
     key = "routing.selection" if entry.key == "routing" else entry.key
     return key in idle_keys
 
@@ -141,7 +152,10 @@ def words_of(job: Job) -> tuple[str, ...]:
 
 
 def folder_of(config: Config) -> Path:
-    """Return the folder of a cell, named by its hash, or as earlier versions named it where that folder exists."""
+    """Return the folder of a cell, named by its hash.
+
+    A folder that an earlier version named otherwise is found.
+    """
     parent = outputs_root() / config.name
     name, *former_names = cell_hashes(config)
     if (parent / name).exists():
@@ -182,9 +196,9 @@ def merged_lines(cells: Sequence[Cell]) -> list[str]:
 
 
 def grids(checked: Sequence[Override]) -> Iterator[list[Override]]:
-    """Yield the grid of each chosen experiment, or of none: each key once, the axes of its file first.
+    """Yield the grid of each chosen experiment, or of none.
 
-    The command line wins over the files in every row.
+    It has each key once, the axes of its file first. The command line wins over the files in every row.
     """
     last = last_entries(checked)
     rows = table_rows(checked)
@@ -249,23 +263,28 @@ def refuse_hidden_options(
     keys = {entry.key for entry in entries}
     lines = []
     for entry in entries:
-        named = []
-        for row, values in rows.items():
-            hidden = [
-                f"{key}={value}"
-                for key, value in values.items()
-                if key not in keys and hides_option(key, value, entry, values)
-            ]
-            if hidden:
-                named.append(f"{row} ({' '.join(hidden)})")
-        if named:
+        named = [hidden_by(row, values, entry, keys) for row, values in rows.items()]
+        hiding = ", ".join(text for text in named if text)
+        if hiding:
             instead = f"train such a row by a command of its own, without {entry.key}"
-            lines.append(f"{entry} conflicts with {', '.join(named)}; {instead}")
+            lines.append(f"{entry} conflicts with {hiding}; {instead}")
     refuse(lines)
 
 
+def hidden_by(row: str, values: Mapping[str, str], entry: Override, keys: Collection[str]) -> str:
+    """Return a row with those of its values that would win over an option of a group, else "".
+
+    `keys` are those of the command line, which win over the file of the row.
+    """
+    hiding = []
+    for key, value in values.items():
+        if key not in keys and hides_option(key, value, entry, values):
+            hiding.append(f"{key}={value}")
+    return f"{row} ({' '.join(hiding)})" if hiding else ""
+
+
 def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str]) -> bool:
-    """Whether a key in the file of a row would win over an option of its group from the command line."""
+    """Whether a key in the file of a row would win over an option from the command line."""
     if entry.key not in ("model", "routing", "optimizer"):
         return False
     if entry.values == (values.get(entry.key),):
@@ -275,7 +294,7 @@ def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str
 
 
 def replaced_lines(checked: Sequence[Override]) -> list[str]:
-    """Return a line for each key from the command line that makes rows of several other than their names say."""
+    """Return a line for each key of a command by which rows are other than their names say."""
     rows = table_rows(checked)
     if len(rows) < 2:
         return []
@@ -283,12 +302,11 @@ def replaced_lines(checked: Sequence[Override]) -> list[str]:
     for entry in checked:
         if entry.key not in DEFINING:
             continue
-        before = {row: values.get(entry.key) for row, values in rows.items()}
-        changed = [
-            f"{row} ({entry.key}={value})"
-            for row, value in before.items()
-            if value is not None and entry.values != (value,)
-        ]
+        changed = []
+        for row, values in rows.items():
+            value = values.get(entry.key)
+            if value is not None and entry.values != (value,):
+                changed.append(f"{row} ({entry.key}={value})")
         if changed:
             lines.append(f"{entry} replaces what the file says in {', '.join(changed)}")
     return lines
@@ -300,20 +318,29 @@ def own_values(group: str, option: str) -> dict[str, str]:
     An experiment that builds on no other sets none: it is no row of a table.
     """
     path = preset(group, option)
-    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
-    defaults = node.pop("defaults", [])
-    builds_on_another = any(isinstance(entry, str) and entry != "_self_" for entry in defaults)
+    if path is None:
+        return {}
+    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    values: dict[str, str] = {}
+    builds_on_another = False
+    for entry in node.pop("defaults", []):
+        if isinstance(entry, dict):
+            for name, choice in entry.items():
+                values[name.rpartition("/")[2]] = str(choice)
+        elif entry != "_self_":
+            builds_on_another = True
     if group == "experiment" and not builds_on_another:
         return {}
-    values = {}
-    for entry in defaults:
-        if isinstance(entry, dict):
-            values |= {key.rpartition("/")[2]: str(option) for key, option in entry.items()}
-    return values | {key: written(value) for key, value in flat(node).items()}
+    for key, value in flat(node).items():
+        values[key] = written(value)
+    return values
 
 
 def refuse_sweep(overrides: Sequence[Override]) -> None:
-    """Raise `UserError` where overrides describe a sweep: an experiment with axes, or cells as jobs."""
+    """Raise `UserError` where overrides describe a sweep.
+
+    They do with an experiment that has axes, or with cells as jobs.
+    """
     last = {entry.key: entry for entry in overrides}
     hardware = last.get("hardware")
     if hardware and hardware.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:

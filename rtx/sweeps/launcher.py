@@ -46,7 +46,9 @@ Starter = Callable[[Cell], Process]
 
 
 def share(cell: Cell, place: int, places: int) -> dict[str, str]:
-    """Return the variables that give one of several cells its threads and a GPU, where nobody has set them."""
+    """Return the variables that give one of several cells its threads and a GPU, where nobody has
+    set them.
+    """
     hardware = cell.config.hardware
     variables = {}
     if hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
@@ -70,7 +72,9 @@ def visible_gpus() -> list[str]:
 def start(
     words: Sequence[str], folder: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the process of a cell, in a process group of its own so that Ctrl-C reaches it only through us."""
+    """Start the process of a cell, in a process group of its own so that Ctrl-C reaches it only
+    through us.
+    """
     environment = {**os.environ, **variables}
     # The current folder is the user's: an rtx.py there must not be imported in place of ours.
     environment["PYTHONSAFEPATH"] = "1"
@@ -118,7 +122,10 @@ class Launcher:
         return await asyncio.gather(*(self.run(cell, places) for cell in self.cells))
 
     def stop(self, number: int) -> None:
-        """Begin no further cell, and pass the signal on; after a second Ctrl-C cells leave at once."""
+        """Begin no further cell, and pass the signal on.
+
+        After a second Ctrl-C cells leave at once.
+        """
         self.stopped_by = self.stopped_by or number
         for process in self.running:
             process.send_signal(number)

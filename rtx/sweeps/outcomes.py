@@ -23,7 +23,9 @@ ENDED_EARLY = ("failed", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: the exit code of its process (128 + N after signal N), a word, and the reason."""
+    """How a cell ended: the exit code of its process (128 + N after signal N), a word, and the
+    reason.
+    """
 
     code: int
     word: str

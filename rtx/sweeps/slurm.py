@@ -1,4 +1,5 @@
-"""Cells as jobs of Slurm, by submitit: each is polled and signalled as a process of this machine is.
+"""Cells as jobs of Slurm, by submitit: each is polled and signalled as a process of this machine
+is.
 
 hydra-submitit-launcher submits all cells as one array and loses all to the first that fails.
 """
@@ -75,8 +76,12 @@ def submitter(parameters: Mapping[str, Any]) -> Starter:
 
 @functools.lru_cache(maxsize=1)
 def queue(moment: int) -> set[str] | None:
-    """Return the numbers of the user's jobs in the queue, None if it does not answer; asked once in a `moment`."""
-    # submitit asks `sacct`, which without accounting never reports the end of a job that was killed.
+    """Return the numbers of the user's jobs in the queue, None if it does not answer.
+
+    The queue is asked once in a `moment`.
+    """
+    # submitit asks `sacct`, which without accounting never reports the end of a job that was
+    # killed.
     answer = subprocess.run(
         ["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True
     )
@@ -114,7 +119,10 @@ class Job:
         return NO_CODE
 
     def send_signal(self, number: int, /) -> None:
-        """Cancel the job; one that runs saves first, and is killed only where that takes too long."""
+        """Cancel the job.
+
+        One that runs saves first, and is killed only where that takes too long.
+        """
         self.job.cancel(check=False)
 
 
@@ -135,7 +143,10 @@ class Attempt:
         return code
 
     def checkpoint(self) -> Any:
-        """Let the cell save, and return what runs when the job comes back; it has interrupted `__call__`."""
+        """Let the cell save, and return what runs when the job comes back.
+
+        It has interrupted `__call__`.
+        """
         from submitit.helpers import DelayedSubmission
 
         self.process.send_signal(signal.SIGUSR2)

@@ -1,7 +1,8 @@
-"""`rtx train -m`: Hydra's sweeper says which runs, a launcher of ours runs each as a cell, and a table closes.
+"""`rtx train -m`: Hydra's sweeper says which runs, a launcher of ours runs each as a cell, and a
+table closes.
 
-Hydra gets a `Sweep` as its task. An optimizing sweeper, such as hydra/sweeper=optuna, gets of each run its objective:
-the final score on the validation split in bits, which is to be minimized.
+Hydra gets a `Sweep` as its task. An optimizing sweeper, such as hydra/sweeper=optuna, gets of each
+run its objective: the final score on the validation split in bits, which is to be minimized.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ if TYPE_CHECKING:
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 GRID = "hydra_plugins.rtx_sweeps.GridSweeper"
-"""The sweeper that takes every combination; any other draws the values of a cell by what earlier ones scored."""
+"""The sweeper that takes every combination; any other draws the values of a cell by what earlier
+ones scored.
+"""
 
 
 class SweepStopped(Exception):
@@ -69,7 +72,8 @@ class SweepStopped(Exception):
 def sweep(request: Request, preview: bool = False) -> int:
     """Train every run of a sweep; `preview`: print their configurations instead.
 
-    Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and obey first.
+    Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and
+    obey first.
     """
     checked = request.overrides
     command = shlex.join(["rtx", "train", "-m", *request.words])
@@ -96,7 +100,8 @@ def sweep(request: Request, preview: bool = False) -> int:
 
 
 def sweep_config(checked: Sequence[Override]) -> DictConfig:
-    """Return what the files of `conf/` give for a sweep: its sweeper and its launcher, with their parameters.
+    """Return what the files of `conf/` give for a sweep: its sweeper and its launcher, with their
+    parameters.
 
     Hydra's own sweeper, which combines lists, is replaced by `rtx_grid`.
     """
@@ -283,7 +288,9 @@ class Sweep:
         say(f"{number}, each a run of its own; to watch: rtx sweep {watched}")
 
     def job_returns(self, lists: Sequence[Sequence[str]], jobs: Sequence[Any]) -> list[JobReturn]:
-        """Return to a sweeper the objective of each job: the final validation score in bits, or why there is none."""
+        """Return to a sweeper the objective of each job: the final validation score in bits, or why
+        there is none.
+        """
         from hydra.core.utils import JobReturn, JobStatus
 
         returns = []
@@ -302,7 +309,9 @@ class Sweep:
         return returns
 
     def close(self) -> None:
-        """Print the closing table, and save a plot of the scores beside the cells of a sweep that came to its end."""
+        """Print the closing table, and save a plot of the scores beside the cells of a sweep that
+        came to its end.
+        """
         if not self.cells:
             return
         if not self.stopped_by:
@@ -322,7 +331,10 @@ def print_configurations(cells: Iterable[Cell]) -> None:
 
 
 def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
-    """Append the command, and the title of each cell, to sweeps.jsonl in the folders of the runs; returns those."""
+    """Append the command, and the title of each cell, to sweeps.jsonl in the folders of the runs.
+
+    Returns those.
+    """
     folders = list(dict.fromkeys(cell.folder.parent for cell in cells))
     time = utc_now()
     for folder in folders:
@@ -338,7 +350,9 @@ def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
 
 
 def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
-    """Return the lines that close a sweep: each cell, how it ended, its bits, its run; the best first.
+    """Return the lines that close a sweep: each cell, how it ended, its bits, its run.
+
+    The best first.
 
     The reason follows below a cell that did not end well. At 80 columns only reasons are wrapped.
     """
@@ -366,7 +380,9 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
 
 
 def reason_lines(outcome: Outcome, width: int) -> list[str]:
-    """Return why a cell is not done, with the exit code of its process, below its line of the closing table."""
+    """Return why a cell is not done, with the exit code of its process, below its line of the
+    closing table.
+    """
     code = "" if outcome.code in (0, NO_CODE) else f"exit {outcome.code}"
     text = ": ".join(part for part in (code, outcome.reason) if part)
     return textwrap.wrap(

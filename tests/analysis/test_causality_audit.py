@@ -19,7 +19,7 @@ from rtx.attention.positional import Full
 from rtx.errors import RunFailed
 from rtx.evaluation.protocol import sees_future
 from rtx.settings.names import SELECTIONS
-from rtx.settings.schema import all_fields
+from rtx.settings.schema import all_fields, flat, to_dict
 from tests.helpers.tiny_models import (
     KINDS,
     VOCABULARY,
@@ -50,6 +50,11 @@ SEE_THE_FUTURE = [
 SEE_THE_FUTURE += [HASHED | {"base": base, "lsh": "reformer"} for base in ("lsh", "local+lsh")]
 
 
+def values_of(kind: Kind) -> dict[str, Any]:
+    """Return the configuration of a model by its dotted keys."""
+    return flat(to_dict(tiny_config(**kind)))
+
+
 def largest(audit: Audit) -> float:
     assert audit.repeat == 0
     return max(float(change_P.max()) for change_P in audit.changes.values())
@@ -59,7 +64,7 @@ def largest(audit: Audit) -> float:
 def test_the_future_moves_nothing(kind: Kind) -> None:
     audit = audit_model(tiny_model(length=LENGTH, **kind), IDS, PREFIXES)
     assert largest(audit) <= 1e-12 and not audit.sees_future
-    assert not sees_future(tiny_config(**kind), "parallel"), "and that is what protocols say"
+    assert not sees_future(values_of(kind), "parallel"), "and that is what protocols say"
 
 
 @each_kind(SEE_THE_FUTURE)
@@ -71,7 +76,7 @@ def test_top_w_and_published_hashing_see_the_future_unless_they_stream(kind: Kin
     )
     assert {name for _, name in audit.origins} == {"lsh" if "lsh" in kind else "routed"}
     assert largest(audit_model(model, IDS, PREFIXES, streaming=True)) <= 1e-12
-    assert [sees_future(tiny_config(**kind), mode) for mode in ("parallel", "streaming")] == [
+    assert [sees_future(values_of(kind), mode) for mode in ("parallel", "streaming")] == [
         True,
         False,
     ]

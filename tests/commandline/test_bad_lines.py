@@ -20,8 +20,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import rtx.commands.data
-import rtx.settings.compose
-import rtx.settings.run_config
 import rtx.sweeps.launcher
 from rtx.cli import main as cli
 from rtx.errors import written
@@ -29,6 +27,7 @@ from rtx.settings.compose import compose
 from rtx.settings.fields import Field
 from rtx.settings.run_config import to_yaml
 from rtx.settings.schema import GROUPS, Config, all_fields, flat, to_dict
+from rtx.settings.schema import settings as known_values
 from rtx.sweeps.outcomes import Outcome
 from tests.helpers.bad_lines import GOOD, RUN, bad_lines
 
@@ -43,7 +42,6 @@ DRAWN["suppress_health_check"] = list(HealthCheck)
 LONGEST = 2_000
 """Characters of a line of an error message at the most."""
 GOOD_FILE = to_yaml(compose(["data=recall"]))
-RESOLVE = rtx.settings.compose.resolve
 TRUTH = {
     "true": True,
     "yes": True,
@@ -67,14 +65,13 @@ class Stage:
     """Runs lines in this process up to where a command would begin its work, and notes the configurations for that."""
 
     reached: list[Config]
-    last: Config
 
     def module(self, name: str) -> Any:
         """Stand in for a command's module."""
         word = name.rpartition(".")[2]
         if word in ("data", "report", "sweep"):
             return importlib.import_module(name)
-        return SimpleNamespace(main=lambda _: self.reach([self.last]))
+        return SimpleNamespace(main=lambda request: self.reach(request.configs))
 
     def reach(self, configs: Sequence[Config]) -> int:
         self.reached = list(configs)
@@ -83,16 +80,6 @@ class Stage:
     async def launch(self, launcher: rtx.sweeps.launcher.Launcher) -> list[Outcome]:
         self.reach([cell.config for cell in launcher.cells])
         return [Outcome(0, "done") for _ in launcher.cells]
-
-    def resolve(self, config: Config, *keys: Any) -> Config:
-        """Check a configuration, and note it."""
-        self.last = RESOLVE(config, *keys)
-        return self.last
-
-    def resume(self, folder: Path, config: Config) -> str:
-        """Note what a run would go on with."""
-        self.last = config
-        return "killed"
 
     def ask(self, words: Sequence[str]) -> list[Config]:
         """Run a line, check exit code and message, and return what it would have gone to work with."""
@@ -126,12 +113,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         Path(RUN, "config.yaml").write_text(GOOD_FILE)
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
-        for module in (rtx.settings.compose, rtx.settings.run_config):
-            patch.setattr(module, "resolve", stage.resolve)
         patch.setattr(
             "rtx.cli.refusals.refuse", lambda *given: None
         )  # here words are judged, not what the run has
-        patch.setattr("rtx.runs.resumption.plan_resumption", stage.resume)
+        patch.setattr("rtx.runs.resumption.plan_resumption", lambda folder, config: "killed")
         patch.setattr(
             rtx.sweeps.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher)
         )
@@ -143,22 +128,48 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def cell(words: Sequence[str]) -> dict[str, str]:
-    """Return key and text of what a line of one cell sets, the last of each; not what is its command's own seed."""
-    split = [
-        word.partition("=")[::2] for word in words[1:] if "=" in word and not word.startswith("-")
-    ]
-    found = {key.lstrip("+").strip(): text for key, text in split}
+    """Return key and text of what a line of one cell sets, the last of each.
+
+    The seed that is a command's own is left out.
+    """
+    texts = {}
+    for word in words[1:]:
+        key, equals, text = word.partition("=")
+        if word.startswith("~") and not word.startswith("~/"):
+            texts[word[1:]] = "null"
+        elif equals and not word.startswith("-"):
+            texts[key.lstrip("+").strip()] = text
     own = words[0] in ("sample", "analyze", "audit")
-    return {key: text for key, text in found.items() if not (own and key == "seed")}
+    return {key: text for key, text in texts.items() if not (own and key == "seed")}
+
+
+FUNCTIONS = {
+    "range(1,4)": ["1", "2", "3"],
+    "range(4)": ["0", "1", "2", "3"],
+    "range(start=1,stop=3)": ["1", "2"],
+    "choice(1,2)": ["1", "2"],
+    "shuffle(1,2)": ["1", "2"],
+}
+"""Those of the drawn values that are functions of Hydra's, and what they stand for."""
+
+
+def listed_values(key: str, text: str) -> list[str]:
+    """Return the values of a key in a sweep."""
+    word = text.strip()
+    if word in FUNCTIONS:
+        return FUNCTIONS[word]
+    if word == "glob(*)" and key in known_values():
+        return list(known_values()[key].values)
+    if re.fullmatch(QUOTED, word) or re.fullmatch(r"[\[({].*[\])}]", word):
+        return [text]
+    return text.split(",")
 
 
 def cells(words: Sequence[str]) -> list[dict[str, str]]:
     """Return what each cell of a sweep sets: lists make several cells."""
-    given = cell(["", *words])
-    listed = [
-        [text] if re.fullmatch(QUOTED, text.strip()) else text.split(",") for text in given.values()
-    ]
-    return [dict(zip(given, each, strict=True)) for each in itertools.product(*listed)]
+    texts = cell(["", *words])
+    values = [listed_values(key, text) for key, text in texts.items()]
+    return [dict(zip(texts, each, strict=True)) for each in itertools.product(*values)]
 
 
 def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:
@@ -168,7 +179,7 @@ def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:
     wrong = [
         key
         for key, value in read.items()
-        if values[key] != value and not (value is None and key in SELF_MADE)
+        if values[key] not in meanings(key, value) and not (value is None and key in SELF_MADE)
     ]
     names = {
         group: f"{group}.name" for group in GROUPS if group in said and f"{group}.name" in values
@@ -178,6 +189,13 @@ def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:
         for group, own in names.items()
         if own not in said and said[group].strip().strip("'\"") != values[own]
     ]
+
+
+def meanings(key: str, value: Any) -> list[Any]:
+    """Return the values that a command may have in place of one that was written."""
+    if key == "data.path" and value is not None:
+        return [value, os.path.abspath(os.path.expanduser(value))]
+    return [value]
 
 
 def followed(values: Mapping[str, Any], field: Field, text: str) -> Any:

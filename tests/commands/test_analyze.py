@@ -128,7 +128,7 @@ def test_loss_by_position_and_by_context(workshop: Workshop, run: Path, topk: Pa
         second["gain"] == pytest.approx(second["bits"] - first["bits"]) and second["gain_error"] > 0
     )
     assert f"{second['bits']:.4f} ± {second['error']:.4f}" in printed
-    assert "96 bytes each scored once (a sample of the windows)" in " ".join(printed.split())
+    assert "96 bytes each scored once (a sample of 3 windows)" in " ".join(printed.split())
     for split, windows in (("train", 64), ("valid", 4)):  # of 150 bytes 4 windows of 32 are whole
         assert analyzed(workshop, "context", run, f"split={split}")[0]["windows"] == windows
     result, printed, _ = analyzed(

@@ -173,7 +173,9 @@ def test_a_second_interrupt_does_not_wait_for_the_step(
 
 def test_the_first_process_that_is_lost_is_an_exception(workshop: Workshop, named: Path) -> None:
     def kill() -> None:
-        os.kill(status_of(named).pid, signal.SIGKILL)
+        pid = status_of(named).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
 
     with (
         meanwhile(named, kill),

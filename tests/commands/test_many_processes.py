@@ -209,7 +209,9 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     run, long = workshop.folder / "torchrun", ("trainer.steps=1000000", "trainer.val_every=1000000")
     (process,) = train(workshop, "ddp", "torchrun", run, *long)
     process.until(after(2))
-    os.kill(status_of(run).pid, signal.SIGTERM)
+    pid = status_of(run).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
     process.wait()
     status = status_of(run)
     assert status.state == "preempted", process.log.read_text()

@@ -2,12 +2,15 @@
 
 import dataclasses
 import re
+import types
+from typing import Any
 
 import pytest
 import torch
 
 from rtx.analysis import head_memory
 from rtx.attention.engine import packed_attention
+from rtx.cli import main as cli
 from rtx.commands import plan, train
 from rtx.report.summary import routing_lines
 from rtx.settings.compose import compose
@@ -16,7 +19,7 @@ from rtx.training.hardware import resolve_hardware
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the words of a plan, whose lines fit a terminal of 80 columns."""
-    assert plan.main(list(words)) == 0
+    assert cli.main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
     assert all(f"\n{word}" in text for word in ("parameters", "operations", "memory"))
@@ -70,7 +73,7 @@ def test_a_wide_terminal_is_used(
     columns: int, longest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert plan.main(["data=enwik8", "model=rt24"]) == 0
+    assert cli.main(["plan", "data=enwik8", "model=rt24"]) == 0
     lengths = [len(line) for line in capsys.readouterr().out.splitlines()]
     assert longest - 20 < max(lengths) <= longest
 
@@ -208,7 +211,9 @@ def test_a_run_on_a_gpu_begins_with_the_engines_and_one_on_a_cpu_does_not(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # what stands for a recent GPU
     config = compose(["routing=topk"])
     on_cpu = resolve_hardware(config)
-    assert train.opening_lines(config, on_cpu) == routing_lines(config)
-    on_gpu = dataclasses.replace(on_cpu, accelerator="gpu")
+    store: Any = types.SimpleNamespace(name="text")
+    session: Any = types.SimpleNamespace(config=config, hardware=on_cpu, store=store)
+    assert train.opening_lines(session, 1)[1:] == routing_lines(config)
+    session.hardware = dataclasses.replace(on_cpu, accelerator="gpu")
     engines = f"attention: local by {OURS}, topk by {OURS}"
-    assert train.opening_lines(config, on_gpu) == [*routing_lines(config), engines]
+    assert train.opening_lines(session, 1)[1:] == [*routing_lines(config), engines]

@@ -58,7 +58,7 @@ def test_a_signal_saves_and_leaves_with_its_code(
     before = (process.run / "config.yaml").read_text()
     for steps in (1, status.step):
         said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
-        refused = f"trainer.steps={steps}: the newest checkpoint is of step {status['step']}; give more than that"
+        refused = f"trainer.steps={steps}: the newest checkpoint is of step {status.step}; give more than that"
         assert said == f"rtx: {refused}\n"
     assert (read_status(process.run), (process.run / "config.yaml").read_text()) == (status, before)
     workshop.command("resume", str(process.run), "hardware.workers=0", "trainer.checkpoint_every=3")

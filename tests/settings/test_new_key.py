@@ -12,7 +12,7 @@ from rtx.cli.help import candidates, command_page
 from rtx.errors import UserError
 from rtx.report.score_rows import row_key
 from rtx.settings import compose as composition
-from rtx.settings import schema
+from rtx.settings import effects, schema
 from rtx.settings.compose import compose
 from rtx.settings.effects import ROUNDING
 from rtx.settings.fields import Since, key
@@ -27,7 +27,9 @@ from rtx.settings.presets import forget
 from rtx.settings.run_config import load_run_config, to_yaml
 from rtx.settings.schema import Config, ModelConfig, all_fields, flat, to_dict
 
-SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "schema" / "make.py"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SCHEMA = DOCS / "schema" / "make.py"
+PAGE = DOCS / "extending.md"
 STRIDED = "model.base=strided"
 
 
@@ -112,6 +114,19 @@ def test_every_younger_key_says_since_when_it_exists() -> None:
     for each in fields:
         if each.since is not None:
             assert each.read(each.since.value) == each.since.value, each.key
+
+
+def test_the_page_has_the_effects_as_they_are() -> None:
+    page = PAGE.read_text("utf-8")
+    named = {name: effect for name, effect in vars(effects).items() if name.isupper()}
+    for name, effect in named.items():
+        assert isinstance(effect, effects.Effect)
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        examples, *answers = row.strip("| ").split(" | ")[1:]
+        facts = (effect.new_cell, effect.new_row, effect.resumable, effect.shared)
+        assert answers == ["yes" if fact else "no" for fact in facts], name
+        for example in examples.split(", "):
+            assert all_fields()[example.strip("`")].changes is effect, example
 
 
 def test_conditions_name_keys_and_values_that_exist() -> None:
