@@ -315,8 +315,7 @@ def test_the_loss_of_every_preset_is_one_graph(model: str) -> None:
         words += f" routing.layers={layers}"
     if model.startswith(("reformer", "sparse_transformer", "adaptive_span")):
         # They drop within what is recomputed: a graph then keeps the state of the device's
-        # generator, and the meta
-        # device has none.
+        # generator, and the meta device has none.
         words += " model.dropout=0 model.attention_dropout=0 model.ffn_dropout=0"
     meta_step(words, compiled=True)
 
