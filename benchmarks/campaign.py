@@ -166,7 +166,7 @@ def stop(process: subprocess.Popen[str]) -> str:
 def keep(planned: Planned, place: Place, out: Path) -> None:
     """Copy the records of a run, without its weights."""
     run = str(place.folder / planned.name)
-    target = str(out / "records" / planned.name)
+    target = str(out / "records" / f"{planned.name}.jsonl")
     subprocess.run([sys.executable, str(KEEP), run, target], check=True)
 
 

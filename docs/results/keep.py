@@ -1,54 +1,57 @@
-"""Keep what reports read of runs, without weights or names of machines: `python docs/results/keep.py RUNS FOLDER`.
+"""Keep what reports read of runs, in one file: `python docs/results/keep.py RUNS FILE.jsonl`.
 
-Copies configuration, environment, rows, status and evaluations of each run below RUNS, and what was timed of them; of
-the place of a user's own data the last name alone.
+Writes configuration, status, environment, rows, evaluations and analyses of each run below RUNS, a
+line a run, and the sweeps and timed steps there; no weights, and nothing that names a machine. Of
+the place of a user's own data the last name alone is kept. `rtx report FILE.jsonl` reads the file.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-KEPT = ("config.yaml", "metrics.jsonl", "sweeps.jsonl")
-NAMELESS = ("environment.json", "status.json", "eval/*.json", "bench/*.json", "analysis/*.json")
+from rtx.runs.folder import run_folders
+from rtx.runs.records import StudyLine
+from rtx.runs.study import read_run, read_steps, read_sweeps, write_study
+
 PRIVATE = {"host", "pid", "folder"}
+PROGRAM = re.compile(r"^\S*/rtx/__main__\.py ")
+"""The start of a command as Python has it."""
 
 
-def nameless(value: Any) -> Any:
-    """Return JSON values without what names a machine, commands without the folder of the program."""
+def main(runs: Path, study: Path) -> None:
+    """Write the records of `runs`, a folder of runs or one of them, to a study file."""
+    problems: list[str] = []
+    lines = [read_run(run, problems) for run in run_folders(runs)]
+    lines += [StudyLine(sweep=sweep) for sweep in read_sweeps(runs, problems)]
+    lines += [StudyLine(steps=steps) for steps in read_steps(runs, problems)]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    places: set[str] = set()
+    for line in lines:
+        places.update(re.findall(r"^  path: (/.+)$", line.config, re.MULTILINE))
+    kept = []
+    for line in lines:
+        values = without_places(line.model_dump(exclude_defaults=True), places)
+        kept.append(StudyLine.model_validate(values))
+    write_study(study, kept)
+
+
+def without_places(value: Any, places: set[str]) -> Any:
+    """Return JSON values without what names a machine, and places by their last names."""
     if isinstance(value, dict):
-        return {key: nameless(one) for key, one in value.items() if key not in PRIVATE}
-    if isinstance(value, list):
-        return [nameless(one) for one in value]
-    return re.sub(r"^\S*/rtx/__main__\.py ", "rtx ", value) if isinstance(value, str) else value
-
-
-def main(runs: Path, folder: Path) -> None:
-    """Copy the records of `runs`, a folder of runs or one of them, to `folder`, which is made anew."""
-    shutil.rmtree(folder, ignore_errors=True)
-    paths = [*runs.glob("config.yaml"), *runs.glob("*/config.yaml")]
-    configs = [path.read_text(encoding="utf-8") for path in paths]
-    found = {
-        place
-        for config in configs
-        for place in re.findall(r"^  path: (/.+)$", config, re.MULTILINE)
-    }
-    places = sorted(found, key=len, reverse=True)
-    for pattern in (*KEPT, *NAMELESS):
-        for path in [*runs.glob(pattern), *runs.glob(f"*/{pattern}")]:
-            target = folder / path.relative_to(runs)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8")
-            for place in places:
-                text = re.sub(rf"(?<![\w./-]){re.escape(place)}(?![\w.-])", Path(place).name, text)
-            is_named = pattern in NAMELESS
-            target.write_text(
-                json.dumps(nameless(json.loads(text)), indent=1) + "\n" if is_named else text
-            )
+        names = [name for name in value if name not in PRIVATE]
+        return {name: without_places(value[name], places) for name in names}
+    if isinstance(value, list | tuple):
+        return [without_places(one, places) for one in value]
+    if not isinstance(value, str):
+        return value
+    text = PROGRAM.sub("rtx ", value)
+    for place in sorted(places, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w./-]){re.escape(place)}(?![\w.-])", Path(place).name, text)
+    return text
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def find_runs(command: Command, names: Sequence[str]) -> list[Path]:
 
     # A report is of many runs.
     keeps_folders = command.positional is Positional.MAYBE_RUNS
-    return [folder if keeps_folders and folder.is_dir() else find_run(folder) for folder in folders]
+    return [folder if keeps_folders and folder.exists() else find_run(folder) for folder in folders]
 
 
 def refuse_several_devices(command: Command, word: str, key: str, text: str) -> None:

@@ -11,7 +11,13 @@ from rtx.cli.request import Request
 from rtx.data.store import Store
 from rtx.errors import printable
 from rtx.evaluation import protocols
-from rtx.evaluation.protocol import further_lines, memory_phrases, protocol_of, score_record
+from rtx.evaluation.protocol import (
+    Reading,
+    further_lines,
+    memory_phrases,
+    protocol_of,
+    score_record,
+)
 from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
 from rtx.progress import clock, say
@@ -23,8 +29,15 @@ from rtx.settings.schema import flat, to_dict
 from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
-LOGGED = ("bits", "standard_error", "accuracy", "perplexity_per_word", "bits_per_byte")
-"""Numbers of a score that W&B gets, and `bits_far_repeated`."""
+LOGGED = (
+    "bits",
+    "standard_error",
+    "accuracy",
+    "perplexity_per_word",
+    "bits_per_byte",
+    "bits_far_repeated",
+)
+"""Numbers of a score that W&B gets."""
 
 
 def main(request: Request) -> int:
@@ -93,10 +106,8 @@ def evaluation_of(
         run.config,
         data,
         split,
+        Reading(options.mode, options.ablate, habits),
         sample=len(score.units_K) if is_sample else None,
-        mode=options.mode,
-        ablate=options.ablate,
-        released=habits,
         own_data=own_data,
     )
     scored = score_record(run.config, protocol, score, measures)
@@ -162,7 +173,7 @@ def logged(record: EvaluationRecord) -> dict[str, float]:
         place += f"/ablate_{how.ablate}"
     prefix = "" if how.split == "test" else "eval_"
     numbers = {}
-    for name in (*LOGGED, "bits_far_repeated"):
+    for name in LOGGED:
         value = getattr(record, name)
         if value is not None:
             numbers[f"{place}/{prefix}{name}"] = value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rtx.data.sets import MADE, stamp_phrases
 from rtx.runs.older import FOREIGN
@@ -93,6 +93,17 @@ def selection_words(values: Values, ablate: str = "none") -> str:
     return words
 
 
+class Reading(NamedTuple):
+    """How a model reads a split: options of `rtx eval`.
+
+    `released`: how the paper's released code reads the text otherwise, where it is read so.
+    """
+
+    mode: str = "parallel"
+    ablate: str = "none"
+    released: str = ""
+
+
 def sees_future(
     values: Values,
     mode: str = "parallel",
@@ -106,11 +117,9 @@ def protocol_of(
     config: Config,
     data: DataRecord,
     split: str,
+    reading: Reading | None = None,
     *,
     sample: int | None = None,
-    mode: str = "parallel",
-    ablate: str = "none",
-    released: str = "",
     own_data: bool = True,
 ) -> Protocol:
     """Return the protocol of a score.
@@ -119,27 +128,26 @@ def protocol_of(
         config: that of the model; it has the stride of the windows.
         data: those that are scored.
         split: the part of them.
+        reading: how the model reads it; None: as in training.
         sample: how many windows are scored where some are left out.
-        mode: `parallel` or `streaming`, as `rtx eval` has it.
-        ablate: what is done to the model, as `rtx eval` has it.
-        released: how the paper's released code reads the text otherwise, where it is read so.
         own_data: whether the model was trained on these data.
     """
+    reading = reading or Reading()
     values = flat(to_dict(config))
     length, stride = spans(values)
     stamps = [*stamp_phrases(data.stamps, split), *memory_phrases(values)]
-    if released:
-        stamps.insert(0, f"protocol=released ({released})")
+    if reading.released:
+        stamps.insert(0, f"protocol=released ({reading.released})")
     return Protocol(
         split=split,
-        mode=mode,
+        mode=reading.mode,
         unit=data.unit,
         data=data.name if own_data else f"{data.name}{FOREIGN}",
         fingerprint=data.fingerprint,
         length=length,
         stride=stride,
         windows=sample,
-        ablate=ablate,
+        ablate=reading.ablate,
         stamps=tuple(stamps),
     )
 

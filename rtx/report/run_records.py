@@ -36,6 +36,9 @@ from rtx.settings.identity import digests
 from rtx.settings.run_config import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
 
+NOT_STARTED = "not started"
+"""The state of a run that a sweep has yet to begin."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -96,7 +99,7 @@ class Cell:
     Args:
         folder: where it is; of a run in a study file, where its folder would be.
         config: every value by its dotted key; empty where it cannot be read.
-        state: see `run_state`, or `not started` of a run that a sweep has yet to begin.
+        state: see `run_state`, or `NOT_STARTED`.
         scores: of its evaluations, the best checkpoint's last.
         baselines: bits of simple compressors, by split and name.
         curve: bits and units of validations, by step.
@@ -156,41 +159,41 @@ class Collection:
 def collect(places: Iterable[Path]) -> Collection:
     """Read study files and folders; a folder is a run, or has runs, or folders of runs."""
     collection = Collection()
-    runs: dict[Path, StudyLine | None] = {}
-    sweeps: dict[Path, list[SweepRow]] = {}
     for place in dict.fromkeys(places):
         if is_study(place):
-            take_study(place, runs, sweeps, collection)
-            continue
-        collection.steps += read_steps(place, collection.problems)
-        for run in run_folders(place):
-            runs[run] = None
-            if run != place and run.parent not in sweeps:  # a run alone is no sweep
-                sweeps[run.parent] = read_sweeps(run.parent, collection.problems)
-    for folder, line in runs.items():
-        line = line or read_run(folder, collection.problems)
-        collection.cells.append(cell_of(line, folder, collection.problems))
-    for root, rows in sweeps.items():
-        add_sweeps(root, rows, collection)
+            add_study(place, collection)
+        else:
+            add_folder(place, collection)
+    collection.cells.sort(key=lambda cell: cell.state == NOT_STARTED)
     collection.steps.sort(key=lambda record: record.time, reverse=True)
     return collection
 
 
-def take_study(
-    path: Path,
-    runs: dict[Path, StudyLine | None],
-    sweeps: dict[Path, list[SweepRow]],
-    collection: Collection,
-) -> None:
+def add_study(path: Path, collection: Collection) -> None:
     """Add the runs, sweeps and timed steps of a study file."""
     root = path.with_suffix("")
+    sweeps = []
     for line in read_study(path, collection.problems):
         if line.run is not None:
-            runs[root / line.run] = line
+            collection.cells.append(cell_of(line, root / line.run, collection.problems))
         if line.sweep is not None:
-            sweeps.setdefault(root, []).append(line.sweep)
+            sweeps.append(line.sweep)
         if line.steps is not None:
             collection.steps.append(line.steps)
+    add_sweeps(root, sweeps, collection)
+
+
+def add_folder(folder: Path, collection: Collection) -> None:
+    """Add the runs, sweeps and timed steps of a folder; runs that were added before are left out."""
+    collection.steps += read_steps(folder, collection.problems)
+    runs = run_folders(folder)
+    for run in runs:
+        if all(cell.folder != run for cell in collection.cells):
+            line = read_run(run, collection.problems)
+            collection.cells.append(cell_of(line, run, collection.problems))
+    # A run alone is no sweep.
+    for root in dict.fromkeys(run.parent for run in runs if run != folder):
+        add_sweeps(root, read_sweeps(root, collection.problems), collection)
 
 
 def add_sweeps(root: Path, rows: Sequence[SweepRow], collection: Collection) -> None:
@@ -202,7 +205,7 @@ def add_sweeps(root: Path, rows: Sequence[SweepRow], collection: Collection) -> 
         titles |= {root / name: title for name, title in row.cells.items()}
     for folder, title in titles.items():
         if folder not in started:
-            collection.cells.append(Cell(folder, state="not started", title=title))
+            collection.cells.append(Cell(folder, state=NOT_STARTED, title=title))
 
 
 def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:

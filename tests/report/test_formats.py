@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtx.evaluation.protocol import protocol_of, score_record
+from rtx.evaluation.protocol import Reading, protocol_of, score_record
 from rtx.evaluation.scores import Score
 from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, write
 from rtx.report.run_records import collect
@@ -117,7 +117,7 @@ def test_the_closing_lines_fit_a_narrow_terminal_and_use_a_wide_one(
     run = "outputs/rtx/20260101-120000-abcd"
     config = compose(["model.base=lsh", "model.lsh=reformer"])
     data = DataRecord.model_validate(DATA)
-    protocol = protocol_of(config, data, "valid", sample=31, ablate="local")
+    protocol = protocol_of(config, data, "valid", Reading(ablate="local"), sample=31)
     score = Score(np.full(2, 314_059.0), np.full(2, 1e6))
     measures = Measures(baselines={"order-2 bytes": 2.75, "zlib": 1.93})
     final = score_record(config, protocol, score, measures)

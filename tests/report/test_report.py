@@ -530,7 +530,7 @@ def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
         f"{resumed.name}: resumed with other values of trainer.steps",
         f"{bare.name}/config.yaml: cannot be read",
         f"{bare.name}/environment.json: missing",
-        f"{damaged.name}: its records are damaged",
+        f"{damaged.name}/status.json: final.bits is damaged: Input should be a valid number",
         "sweeps.jsonl: 1 broken row left out",
     ):
         assert part in said, part

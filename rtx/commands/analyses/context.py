@@ -12,7 +12,7 @@ from rtx.commands.analyses.common import Result, whole_windows
 from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import plural
-from rtx.evaluation.protocol import protocol_of, sees_future, selection_words
+from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
 from rtx.evaluation.protocols import Window
 from rtx.evaluation.scores import sample_windows
 from rtx.progress import progress_bar
@@ -64,8 +64,8 @@ def context(
         with_values(config, {"trainer.val_stride": None}),
         DataRecord.model_validate(store.describe()),
         options.split,
+        Reading(options.mode),
         sample=sample,
-        mode=options.mode,
         own_data=run.has_data(store),
     )
     errors = f"with standard errors over {plural(len(chosen), 'window')}"
