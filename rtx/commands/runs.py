@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+from pydantic import ConfigDict
+
 from rtx.cli.help import terminal_width
 from rtx.cli.request import Request
 from rtx.errors import UserError, printable
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import ENVIRONMENT, outputs_root, runs_below, shown
-from rtx.runs.records import EnvironmentRecord, read_record
+from rtx.runs.records import Record, read_record
 from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
 
 HEADS = ["run", "what differs", "step", "bits", "state"]
@@ -18,6 +20,14 @@ RIGHT = (2, 3)
 """Columns that are aligned at their right."""
 LEAST_DIFFERS = 12
 """Columns below which what differs is left out: nothing of it could be read."""
+
+
+class CommandRecord(Record):
+    """The part of an environment.json that the list needs, whatever else is damaged."""
+
+    model_config = ConfigDict(extra="allow")
+
+    command: str = ""
 
 
 def main(request: Request) -> int:
@@ -55,7 +65,7 @@ def row_of(run: Path, root: Path, differs: str) -> list[str]:
 
 def overrides_of(run: Path) -> list[str]:
     """Return the overrides of the command that began a run."""
-    record = read_record(EnvironmentRecord, run / ENVIRONMENT, problems=[])
+    record = read_record(CommandRecord, run / ENVIRONMENT, problems=[])
     if record is None:
         return []
     return [word for word in record.command.split() if "=" in word]

@@ -66,7 +66,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
     [
         ("train routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("train +lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
-        ("train modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
+        ("train modell=rt24", "unknown key 'modell' (did you mean 'model'?)"),
         (
             "train experiment=memory model=tiny",
             "experiment=memory lays out a model of its own, memory; leave",
