@@ -4,9 +4,9 @@ VENV := .venv
 SOURCES := rtx hydra_plugins tests $(wildcard benchmarks)
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Test files that are fast, and find most mistakes.
-QUICK := tests/test_config.py tests/test_conf.py tests/test_docs.py tests/commandline \
-  tests/attention/test_bad_input.py tests/evaluation tests/report tests/data/test_sampler.py \
-  tests/data/test_recall.py
+QUICK := tests/test_style.py tests/test_config.py tests/settings tests/commandline \
+  tests/evaluation tests/sweep/test_grids.py tests/report/test_formats.py \
+  tests/data/test_sampler.py tests/data/test_recall.py tests/attention/test_bad_input.py
 # Options of the campaigns.
 MINUTES ?= 20
 KILLS ?= 100

@@ -1,6 +1,8 @@
-"""Run `rtx train` as a newcomer would and keep its figures: minutes, bits/byte and baselines, the loader's share.
+"""Run `rtx train` as a newcomer would, and record minutes, bits per byte and the loader's share.
 
-Run `python benchmarks/newcomer.py`; it writes `benchmarks/results/newcomer-cpu.json`. The run itself is thrown away.
+`python benchmarks/newcomer.py` writes `benchmarks/results/newcomer-cpu.json`. Scores of zlib and xz
+on the same text are recorded with it. The run itself is deleted. Words of the command line are
+passed on to `rtx train`.
 """
 
 from __future__ import annotations
@@ -23,46 +25,50 @@ from machine import code, machine
 
 from rtx.evaluation.protocols import baselines
 
-
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+RESULT = Path(__file__).parent / "results" / "newcomer-cpu.json"
 
 
 def main() -> None:
     """Train, measure, print and write."""
     end_with_children()
     with tempfile.TemporaryDirectory() as scratch:
-        env = os.environ | {
-            "RTX_OUTPUTS": f"{scratch}/outputs",
-            "RTX_DATA": f"{scratch}/data",
-            "WANDB_MODE": "offline",
-        }
-        start = time.monotonic()
-        subprocess.run([sys.executable, "-m", "rtx", "train", *sys.argv[1:]], env=env, check=True)
-        seconds = time.monotonic() - start
-        run = next(Path(scratch, "outputs").glob("*/*/metrics.jsonl")).parent
-        rows = last_rows(run / "metrics.jsonl")
-        status = json.loads((run / "status.json").read_text())
-        store = next(Path(scratch, "data").glob("*/store.json")).parent
-        others = baselines(np.memmap(store / "valid.bin", dtype=np.uint8, mode="r"))
-    shares = [row["train/data_share"] for row in rows if "train/data_share" in row]
-    result = {
+        result = train_and_measure(Path(scratch))
+    print(json.dumps(result, indent=1))
+    RESULT.write_text(json.dumps([result], indent=1) + "\n")
+
+
+def train_and_measure(scratch: Path) -> dict[str, Any]:
+    """Train with all files in `scratch`; return the row of results."""
+    folders = {"RTX_OUTPUTS": str(scratch / "outputs"), "RTX_DATA": str(scratch / "data")}
+    environment = {**os.environ, **folders, "WANDB_MODE": "offline"}
+    command = [sys.executable, "-m", "rtx", "train", *sys.argv[1:]]
+    began = time.monotonic()
+    subprocess.run(command, env=environment, check=True)
+    seconds = time.monotonic() - began
+    run = next(scratch.glob("outputs/*/*/metrics.jsonl")).parent
+    final = json.loads((run / "status.json").read_text())["final"]
+    store = next(scratch.glob("data/*/store.json")).parent
+    held_out = np.memmap(store / "valid.bin", dtype=np.uint8, mode="r")
+    shares = loader_shares(run)
+    return {
         "what": "rtx train",
         "overrides": sys.argv[1:],
         "minutes": round(seconds / 60, 2),
-        "bits_per_byte": status["final"]["bits"],
-        "units": status["final"]["units"],
-        "baselines": others,
+        "bits_per_byte": final["bits"],
+        "units": final["units"],
+        "baselines": baselines(held_out),
         "loader_share_median": statistics.median(shares),
         "loader_share_worst": max(shares),
         "python": platform.python_version(),
         "machine": machine("cpu", torch.get_num_threads()),
         "versions": code(),
     }
-    print(json.dumps(result, indent=1))
-    path = Path(__file__).parent / "results" / "newcomer-cpu.json"
-    path.write_text(json.dumps([result], indent=1) + "\n")
+
+
+def loader_shares(run: Path) -> list[float]:
+    """Return the share of time that each row of a run's metrics waited for data."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/data_share"] for row in rows if "train/data_share" in row]
 
 
 if __name__ == "__main__":

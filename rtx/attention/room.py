@@ -36,9 +36,11 @@ def make_room(model: nn.Module) -> list[str]:
     patterns = patterns_with_room(model)
     if not patterns:
         return []
-    counts = torch.stack([pattern.lost_members for pattern in patterns.values()])
+    lost_members = [pattern.lost_members for pattern in patterns.values()]
+    # One wait for the counts of all patterns.
+    counts = torch.cat(lost_members).tolist()
     lines = []
-    for (name, pattern), lost in zip(patterns.items(), counts.flatten().tolist(), strict=True):
+    for (name, pattern), lost in zip(patterns.items(), counts, strict=True):
         if lost:
             pattern.room_factor *= 2
             pattern.lost_members.zero_()

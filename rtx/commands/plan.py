@@ -1,5 +1,6 @@
-"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits; nothing is
-read or run.
+"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits.
+
+Nothing is read or run.
 """
 
 import textwrap
@@ -22,8 +23,14 @@ from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.training.hardware import device_memory
 
-GIB, TERA = 2**30, 1e12
-GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB
+GIB = 2**30
+TERA = 1e12
+GPUS = (16, 24, 80)
+"""Sizes of the GPUs that a plan is made for, in GiB."""
+LESS_MEMORY = (
+    "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller "
+    "data.length"
+)
 
 
 def main(request: Request) -> int:
@@ -40,41 +47,67 @@ def main(request: Request) -> int:
     return 0
 
 
-def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> list[str]:
-    """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a
-    GPU of 80 GiB.
+def cost_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:
+    """Return what a run costs.
+
+    The micro-batch is that for `memory` GiB, or else for this machine, or for a GPU of 80 GiB.
     """
-    trainer, total, room = asked.trainer, cost(asked, known), (memory or 0) * GIB
-    micro, recompute, *_ = choose_micro_batch(
-        asked, known, room or device_memory(asked) or GPUS[-1] * GIB, world
-    )
-    config, units = with_choice(asked, micro, recompute), trainer.batch_size * asked.data.length
-    used, step = footprint(config, total, micro, known), total.step(config) / TERA
-    parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
-    shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
+    trainer = config.trainer
+    total = cost(config, vocabulary)
+    room = (memory or 0) * GIB or device_memory(config) or GPUS[-1] * GIB
+    micro, recompute, *_ = choose_micro_batch(config, vocabulary, room, world)
+    used = footprint(with_choice(config, micro, recompute), total, micro, vocabulary)
     sizes = ", ".join(f"{name} {size_text(size)}" for name, size in used.items())
+    units = trainer.batch_size * config.data.length
+    step = total.step(config) / TERA
+    run = step * trainer.steps
+    batch = f"{plural(trainer.batch_size, 'sequence')}, {units:,} units, {step:,.3g} TFLOP"
+    split = f"{plural(world, 'device')}, {micro_text(micro, recompute)}"
+    whole = f"{plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {run:,.3g} TFLOP"
+    embedding = f"{total.embedding_parameters:,} of them embedding and output"
     return [
-        f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads; "
-        f"{routing_phrase(asked)}; "
-        f"N = {asked.data.length:,} units of {asked.data.name}"
-        + f", with a memory of {asked.model.memory:,}" * bool(asked.model.memory)
-        + f" and {asked.model.compressed:,} compressed" * bool(asked.model.compressed),
-        f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
-        f"operations  {total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}; the attention would be "
-        f"{total.full_attention / (total.attention + total.selection):.1f} times as much with every head full",
-        f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {step:,.3g} TFLOP "
-        f"({plural(world, 'device')}, {plural(micro, 'sequence')} at a time{', recomputed' * recompute})",
-        f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {step * trainer.steps:,.3g} "
-        f"TFLOP: {time_text(step * trainer.steps / 100)} at 100 TFLOP/s",
+        f"model       {model_text(config)}",
+        f"parameters  {total.parameters:,} ({embedding})",
+        f"operations  {operations_text(total)}",
+        f"step        {batch} ({split})",
+        f"run         {whole}: {time_text(run / 100)} at 100 TFLOP/s",
         f"memory      about {size_text(sum(used.values()))} a device: {sizes}",
-        *attention_lines(asked, memory),
-        *speed_lines(asked, total, known, world),
+        *attention_lines(config, memory),
+        *speed_lines(config, total, vocabulary, world),
     ]
 
 
+def model_text(config: Config) -> str:
+    """Return the kind and size of a model, its heads, and what it reads at once."""
+    model = config.model
+    heads = f"{plural(model.layers, 'layer')}, {model.base} heads; {routing_phrase(config)}"
+    text = f"{model.name}: {heads}; N = {config.data.length:,} units of {config.data.name}"
+    if model.memory:
+        text += f", with a memory of {model.memory:,}"
+    if model.compressed:
+        text += f" and {model.compressed:,} compressed"
+    return text
+
+
+def operations_text(total: Cost) -> str:
+    """Return the operations of a forward pass, by parts, and what full heads would need."""
+    parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
+    shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
+    times = total.full_attention / (total.attention + total.selection)
+    full = f"the attention would be {times:.1f} times as much with every head full"
+    return f"{total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}; {full}"
+
+
+def micro_text(micro: int, recompute: bool) -> str:
+    """Return how many sequences a device takes at a time, and whether it recomputes."""
+    text = f"{plural(micro, 'sequence')} at a time"
+    return f"{text}, recomputed" if recompute else text
+
+
 def attention_lines(config: Config, memory: float | None) -> list[str]:
-    """Return by which engines a GPU computes attention: one of `memory` GiB, or asked for, or of
-    this machine.
+    """Return by which engines a GPU computes attention.
+
+    The GPU is one of `memory` GiB, or the one of the configuration or of this machine.
     """
     if memory and config.hardware.name in ("auto", "ddp"):
         config = with_values(config, {"hardware.name": "gpu"})
@@ -83,33 +116,30 @@ def attention_lines(config: Config, memory: float | None) -> list[str]:
     return [f"attention   {attention_line(config, META if memory else gpu_here())}"]
 
 
-def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list[str]:
-    """Return how long a step is expected to take on the GPU of the roofline, and that this is no
-    measurement.
-    """
-    planned = (
-        with_values(asked, {"hardware.name": "gpu"})
-        if asked.hardware.name in ("auto", "cpu")
-        else asked
-    )
-    micro, recompute, *_ = choose_micro_batch(planned, vocabulary, GPUS[-1] * GIB, world)
-    config = with_choice(planned, micro, recompute)
+def speed_lines(config: Config, total: Cost, vocabulary: int, world: int) -> list[str]:
+    """Return the expected time of a step on the GPU of the roofline, and how it is known."""
+    if config.hardware.name in ("auto", "cpu"):
+        config = with_values(config, {"hardware.name": "gpu"})
+    micro, recompute, *_ = choose_micro_batch(config, vocabulary, GPUS[-1] * GIB, world)
+    config = with_choice(config, micro, recompute)
     expected = expected_step(config, total, micro, vocabulary, world)
     if expected is None:
         return []
-    known, units = rates()["roofline"], config.trainer.batch_size * config.data.length
-    how = "by rates measured there" if known["measured"] else "predicted, not measured"
+    roofline = rates()["roofline"]
+    source = "by rates measured there" if roofline["measured"] else "predicted, not measured"
     parts = {
         "products": expected.products,
         "memory": expected.traffic,
         "launches": expected.launches,
     }
     shares = ", ".join(f"{name} {1e3 * seconds:,.3g} ms" for name, seconds in parts.items())
-    where = known["name"] if world == 1 else f"{world} devices like {known['name']}"
-    return [
-        f"speed       about {1e3 * expected.step:,.3g} ms a step, {units / expected.step:,.0f} units/s on {where} in "
-        f"{precision_on(config.hardware, gpu=True)}, {how}: products and memory, or launches if longer ({shares})"
-    ]
+    name = roofline["name"]
+    where = name if world == 1 else f"{world} devices like {name}"
+    units = config.trainer.batch_size * config.data.length / expected.step
+    pace = f"about {1e3 * expected.step:,.3g} ms a step, {units:,.0f} units/s on {where}"
+    precision = precision_on(config.hardware, gpu=True)
+    longest = f"products and memory, or launches if longer ({shares})"
+    return [f"speed       {pace} in {precision}, {source}: {longest}"]
 
 
 def routing_phrase(config: Config) -> str:
@@ -122,32 +152,36 @@ def routing_phrase(config: Config) -> str:
     return phrase
 
 
-def fit_lines(config: Config, known: int, world: int, asked: float | None) -> list[str]:
-    """Return what `auto` takes, or whether what is asked for fits, in `asked` GiB, or usual GPUs
-    and this machine.
+def fit_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:
+    """Return what `auto` chooses, or whether the requested micro-batch fits.
+
+    It is told for `memory` GiB, or else for usual GPUs and this machine.
     """
-    gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
+    lines = []
+    for name, planned, room in planned_devices(config, memory):
+        micro, recompute, peak, fits = choose_micro_batch(planned, vocabulary, room, world)
+        text = f"{micro_text(micro, recompute)}, {size_text(peak)}"
+        if not fits:
+            text = f"does not fit ({text}); {LESS_MEMORY}"
+        head = "" if lines else "what fits"
+        lines.append(f"{head:<12}{name}: {text}")
+    return lines
+
+
+def planned_devices(config: Config, memory: float | None) -> list[tuple[str, Config, float]]:
+    """Return the name, the configuration and the bytes of each device that a plan is made for."""
+    gpus = torch.cuda.device_count()
+    places: list[tuple[str, Config, float]] = []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
-        places = [
-            (f"a GPU of {size:g} GiB", planned, size * GIB)
-            for size in ((asked,) if asked else GPUS)
-        ]
-    if asked:
-        places = places or [(f"a machine of {asked:g} GiB", config, asked * GIB)]
-    elif memory:
-        places.append((f"this machine ({memory / GIB:.1f} GiB)", config, memory))
-    lines = []
-    for place, planned, room in places:
-        micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)
-        what = (
-            f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {size_text(peak)}"
-        )
-        less = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
-        lines.append(
-            f"{'' if lines else 'what fits':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}"
-        )
-    return lines
+        for size in (memory,) if memory else GPUS:
+            places.append((f"a GPU of {size:g} GiB", planned, size * GIB))
+    if memory:
+        return places or [(f"a machine of {memory:g} GiB", config, memory * GIB)]
+    here = device_memory(config)
+    if here:
+        places.append((f"this machine ({here / GIB:.1f} GiB)", config, here))
+    return places
 
 
 def size_text(size: float) -> str:
@@ -160,9 +194,7 @@ def size_text(size: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time in the largest of hours, minutes and seconds of which it has two, in three
-    digits.
-    """
+    """Return a time in hours, minutes or seconds: the largest of which it has two."""
     if seconds < 0.001:
         return "less than 0.001 seconds"
     count = seconds

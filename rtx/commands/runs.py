@@ -1,4 +1,4 @@
-"""`rtx runs [folder]`: what was run, the one last at work first: in what their commands differ, how they ended."""
+"""`rtx runs [folder]`: the runs, the one last at work first, by what differs between them."""
 
 import sys
 from pathlib import Path
@@ -12,29 +12,45 @@ from rtx.runs.records import EnvironmentRecord, read_record
 from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
 
 HEADS = ["run", "what differs", "step", "bits", "state"]
-LEAST_DIFFERS = 12  # columns below which what differs is left out: nothing of it could be read
+DIFFERS = 1
+"""The column of what differs, which alone is shortened."""
+RIGHT = (2, 3)
+"""Columns that are aligned at their right."""
+LEAST_DIFFERS = 12
+"""Columns below which what differs is left out: nothing of it could be read."""
 
 
 def main(request: Request) -> int:
-    """Print a row for each run in a folder, or in outputs/; its name there is what other commands take."""
+    """Print a row for each run in a folder, or in outputs/.
+
+    Other commands take the names that the rows begin with.
+    """
     root = outputs_root()
     folder = request.runs[0] if request.runs else root
-    if not (runs := runs_below(folder.absolute())):
-        why = "holds no run" if folder.is_dir() else "no such folder"
-        raise UserError(f"{shown(folder)}: {why}; rtx train makes one")
-    asked = [overrides_of(run) for run in runs]
-    shared = set.intersection(*map(set, asked)) if len(runs) > 1 else set()
+    runs = runs_below(folder.absolute())
+    if not runs:
+        reason = "holds no run" if folder.is_dir() else "no such folder"
+        raise UserError(f"{shown(folder)}: {reason}; rtx train makes one")
+    overrides = [overrides_of(run) for run in runs]
+    shared: set[str] = set()
+    if len(runs) > 1:
+        shared = set.intersection(*map(set, overrides))
     rows = []
-    for run, words in zip(runs, asked, strict=True):
-        status = read_status(run)
-        name = str(run.relative_to(root)) if root in run.parents else shown(run)
+    for run, words in zip(runs, overrides, strict=True):
         differs = " ".join(word for word in words if word not in shared)
-        step = f"{status.step:,}/{status.steps:,}" if status and status.steps else ""
-        rows.append(
-            [printable(text) for text in (name, differs, step, bits_of(status), state_of(status))]
-        )
-    print("\n".join(listed(rows, terminal_width() if sys.stdout.isatty() else None)))
+        rows.append(row_of(run, root, differs))
+    width = terminal_width() if sys.stdout.isatty() else None
+    print("\n".join(listed(rows, width)))
     return 0
+
+
+def row_of(run: Path, root: Path, differs: str) -> list[str]:
+    """Return the texts of a run's row."""
+    status = read_status(run)
+    name = str(run.relative_to(root)) if root in run.parents else shown(run)
+    step = f"{status.step:,}/{status.steps:,}" if status and status.steps else ""
+    texts = (name, differs, step, bits_of(status), state_of(status))
+    return [printable(text) for text in texts]
 
 
 def overrides_of(run: Path) -> list[str]:
@@ -46,16 +62,23 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def listed(rows: list[list[str]], width: int | None) -> list[str]:
-    """Return the lines of the list in a terminal of so many columns, None: of any; names of runs are never broken."""
-    heads, right = HEADS, {2, 3}
+    """Return the lines of the list in a terminal of so many columns, None: of any.
+
+    Names of runs are never broken.
+    """
+    table = [HEADS, *rows]
+    right = set(RIGHT)
     if width:
-        beside = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
-        room = width - sum(beside) + beside[1]
-        differs = shortened([row[1] for row in rows], room)
-        rows = [[row[0], text, *row[2:]] for row, text in zip(rows, differs, strict=True)]
+        widths = [max(map(len, column)) + GAP for column in zip(*table, strict=True)]
+        room = width - sum(widths) + widths[DIFFERS]
         if room < LEAST_DIFFERS:
-            heads, right = [heads[0], *heads[2:]], {1, 2}
-            rows = [[row[0], *row[2:]] for row in rows]
-    lines = aligned([heads, *rows], right)
-    is_sampled = any("~" in row[-2] for row in rows)
-    return [*lines, *([SAMPLED] if is_sampled else [])]
+            table = [[*row[:DIFFERS], *row[DIFFERS + 1 :]] for row in table]
+            right = {column - 1 for column in RIGHT}
+        else:
+            texts = shortened([row[DIFFERS] for row in rows], room)
+            for row, text in zip(rows, texts, strict=True):
+                row[DIFFERS] = text
+    lines = aligned(table, right)
+    if any("~" in row[-2] for row in rows):
+        lines.append(SAMPLED)
+    return lines

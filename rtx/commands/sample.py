@@ -1,5 +1,6 @@
-"""`rtx sample RUN [overrides]`: let a run write or draw, one unit at a time; `rtx train` ends with
-a short one.
+"""`rtx sample RUN [overrides]`: let a run write or draw, one token at a time.
+
+`rtx train` ends with a short sample.
 """
 
 import codecs
@@ -23,6 +24,9 @@ from rtx.runs.folder import save
 from rtx.runs.signals import INTERRUPTED, Stopped
 from rtx.training.inference import LoadedRun, load_run, prepare_device
 
+TEXT_LENGTH = 1000
+"""Tokens of a text whose length is unset."""
+
 
 def main(request: Request) -> int:
     """Print the text on stdout, on a terminal as it comes, or the path of a picture.
@@ -32,28 +36,30 @@ def main(request: Request) -> int:
     options = request.options
     config = request.config
     run = load_run(request.run, config, options.checkpoint, prepare_device(config), say=tell)
-    return draw_image(run, options) if SETS[config.data.name].image else write_text(run, options)
+    if SETS[config.data.name].image:
+        return draw_image(run, options)
+    return write_text(run, options)
 
 
 def write_text(run: LoadedRun, options: SampleOptions) -> int:
-    """Print a text and keep it; returns the exit code of a signal that stopped it, or 0.
+    """Print a text and save it; returns the exit code of a signal that stopped it, or 0.
 
-    A terminal gets it unit by unit, a file or a pipe at once: what reads those may take each piece
-    for a line.
+    A terminal gets it token by token, a file or a pipe at once: what reads those may take each
+    piece for a line.
     """
-    tokenizer, length, most = run.tokenizer, options.length or 1000, run.config.data.length
+    tokenizer = run.tokenizer
+    length = options.length or TEXT_LENGTH
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
-    given = prompt_1P.shape[1]
-    if run.model.embedding.positions is not None and given + length > most:
-        positions = f"model.positions={run.config.model.positions} covers data.length={most}"
-        raise UserError(f"length={length}: {positions}; with the prompt, at most {most - given}")
-    text, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")("replace")
+    refuse_too_long(run, length, prompt_1P.shape[1])
+    text = bytearray()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     is_terminal = sys.stdout.isatty()
 
-    def write(units: torch.Tensor) -> None:
-        text.extend(written := tokenizer.decode(units.tolist()))
+    def write(tokens: torch.Tensor) -> None:
+        piece = tokenizer.decode(tokens.tolist())
+        text.extend(piece)
         if is_terminal:
-            print(printable(decoder.decode(written)), end="", flush=True)
+            print(printable(decoder.decode(piece)), end="", flush=True)
 
     write(prompt_1P[0])
     done, stopped = draw(run, options, prompt_1P, length, write)
@@ -66,18 +72,31 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
     return stopped
 
 
+def refuse_too_long(run: LoadedRun, length: int, prompt: int) -> None:
+    """Raise `UserError` for more tokens than the learned positions of a model cover."""
+    most = run.config.data.length
+    if run.model.embedding.positions is None or prompt + length <= most:
+        return
+    covered = f"model.positions={run.config.model.positions} covers data.length={most}"
+    raise UserError(f"length={length}: {covered}; with the prompt, at most {most - prompt}")
+
+
 def draw_image(run: LoadedRun, options: SampleOptions) -> int:
-    """Keep an image as PNG, in which what was not drawn is black; returns as `write_text`."""
-    size, empty, units = run.config.data.length, torch.empty(1, 0, dtype=torch.int64), bytearray()
-    done, stopped = draw(
-        run, options, empty, options.length or size, lambda unit_1: units.append(int(unit_1))
-    )
+    """Save an image as PNG, black where nothing was drawn; returns as `write_text`."""
+    size = run.config.data.length
+    values = bytearray()
+    empty_10 = torch.empty(1, 0, dtype=torch.int64)
+
+    def write(token_1: torch.Tensor) -> None:
+        values.append(int(token_1))
+
+    done, stopped = draw(run, options, empty_10, options.length or size, write)
     if done < size:
-        tell(
-            f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black"
-        )
-    image_N = np.frombuffer(units.ljust(size, b"\0"), dtype=np.uint8)
-    save_sample(run, options.seed, png(image_N, tuple(run.checkpoint["data"]["image"])), "png")
+        line = f"{done:,} units; an image has {size:,}: the rest is black"
+        tell(f"stopped after {line}" if stopped else line)
+    image_N = np.frombuffer(values.ljust(size, b"\0"), dtype=np.uint8)
+    shape = tuple(run.checkpoint["data"]["image"])
+    save_sample(run, options.seed, png(image_N, shape), "png")
     return stopped
 
 
@@ -88,33 +107,33 @@ def draw(
     length: int,
     write: Callable[[torch.Tensor], None],
 ) -> tuple[int, int]:
-    """Draw units behind a prompt, handing each to `write`.
+    """Draw tokens after a prompt, handing each to `write`.
 
     Returns how many, and the exit code of a signal, or 0.
     """
-    done, generator = 0, torch.Generator().manual_seed(options.seed)
+    done = 0
+    generator = torch.Generator().manual_seed(options.seed)
     choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
         with run.autocast():
-            for unit_1 in generate(run.model, prompt_1P, length, **choice, generator=generator):
-                write(unit_1)
+            for token_1 in generate(run.model, prompt_1P, length, **choice, generator=generator):
+                write(token_1)
                 done += 1
-    except (KeyboardInterrupt, Stopped) as stop:
-        return done, stop.code if isinstance(stop, Stopped) else INTERRUPTED
+    except KeyboardInterrupt:
+        return done, INTERRUPTED
+    except Stopped as stop:
+        return done, stop.code
     return done, 0
 
 
 def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
-    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and print its
-    path.
-    """
+    """Save a text (with its prompt) or a PNG under a name of its own, and print its path."""
     begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
-    save(
-        next(
-            path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists()
-        ),
-        content,
-    )
+    for number in itertools.count(1):
+        path = Path(f"{begin}-{number}.{kind}")
+        if not path.exists():
+            break
+    save(path, content)
 
 
 def tell(line: object) -> None:

@@ -1,4 +1,4 @@
-"""`rtx sweep FOLDER`: how a sweep stands by its records, a table refreshed in place until it is over."""
+"""`rtx sweep FOLDER`: the state of a sweep by its records, refreshed in place until it is over."""
 
 from __future__ import annotations
 
@@ -33,65 +33,85 @@ ORDER = (
     "preempted",
     "waiting",
     "done",
-)  # those of interest first
+)
+"""States of a cell, those of interest first."""
+REFRESH_SECONDS = 2
+LEAVE = "\nCtrl-C leaves; the sweep goes on"
 
 
 def main(request: Request) -> int:
-    """Run `rtx sweep FOLDER`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
+    """Run `rtx sweep FOLDER`: on a terminal until the sweep is over or Ctrl-C (130), else once."""
     if not request.runs:
-        found = sweeps_here()
-        listed = f"; here are {', '.join(found)}" if found else "; there is none here"
-        raise UserError(f"rtx sweep needs the sweep's folder: rtx sweep outputs/<name>{listed}")
+        folders = sweeps_here()
+        listed = f"here are {', '.join(folders)}" if folders else "there is none here"
+        raise UserError(f"rtx sweep needs the sweep's folder: rtx sweep outputs/<name>; {listed}")
     width = shutil.get_terminal_size().columns
-    console, folder, code = Console(width=width, highlight=False), request.run, 0
+    console = Console(width=width, highlight=False)
+    code = 0
     if console.is_terminal and not console.is_dumb_terminal:
         try:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                while not (state := board(folder, width))[1]:
-                    live.update(
-                        Group(state[0], Text("\nCtrl-C leaves; the sweep goes on")), refresh=True
-                    )
-                    time.sleep(2)
+            watch(console, request.run, width)
         except KeyboardInterrupt:
             code = 130
-    console.print(board(folder, width)[0])
+    table, _ = board(request.run, width)
+    console.print(table)
     return code
 
 
+def watch(console: Console, folder: Path, width: int) -> None:
+    """Show the cells of a sweep in place until all are over."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            table, is_over = board(folder, width)
+            if is_over:
+                return
+            live.update(Group(table, Text(LEAVE)), refresh=True)
+            time.sleep(REFRESH_SECONDS)
+
+
 def board(root: Path, width: int = 80) -> tuple[Group, bool]:
-    """Return the cells of the sweeps in a folder for a terminal of so many columns, and whether all are over."""
+    """Return the cells of the sweeps in a folder, and whether all are over.
+
+    `width` is that of the terminal in columns.
+    """
     path = root / "sweeps.jsonl"
     if not path.is_file():
         raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
-    if not (sweeps := read_sweeps(root, problems=[])):
+    sweeps = read_sweeps(root, problems=[])
+    if not sweeps:
         raise UserError(f"{path}: holds no sweep; half written, or damaged")
-    titles = {name: title for sweep in sweeps for name, title in sweep.cells.items()}
-    cells = sorted((standing(root / name, title) for name, title in titles.items()), key=place)
+    titles: dict[str, str] = {}
+    for sweep in sweeps:
+        titles |= sweep.cells
+    cells = [standing(root / name, title) for name, title in titles.items()]
+    cells.sort(key=place)
     counts = Counter(cell.state for cell in cells)
-    said = ", ".join(f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state])
+    states = [f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state]]
     again = "made by" if counts.keys() == {"done"} else "asked again it goes on"
-    head = printable(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1].command}")
-    lines = [*textwrap.wrap(head, width, break_on_hyphens=False), *cell_lines(cells, width)]
+    summary = f"{len(cells)} cells: {', '.join(states)}; {again}: {sweeps[-1].command}"
+    head = printable(f"{shown(root)}: {summary}")
+    lines = textwrap.wrap(head, width, break_on_hyphens=False)
+    lines += cell_lines(cells, width)
     if any("~" in cell.bits for cell in cells):
         lines.append(SAMPLED)
-    return Group(*(Text(line) for line in lines)), counts.keys() <= {"done", "failed"}
+    return Group(*map(Text, lines)), counts.keys() <= {"done", "failed"}
 
 
 def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
     """Return a line for each cell, below a failed one its reason."""
     heads = ["state", "step", "bits", "left"]
-    beside = [[cell.state, cell.step, cell.bits, cell.left] for cell in cells]
-    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *beside, strict=True))
+    columns = [[cell.state, cell.step, cell.bits, cell.left] for cell in cells]
+    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *columns, strict=True))
     titles = shortened([printable(cell.title) for cell in cells], width - taken)
-    rows = [[title, *row] for title, row in zip(titles, beside, strict=True)]
-    head, *lines = aligned([["cell", *heads], *rows], right={2, 3, 4})
-    found = [head]
-    for cell, line in zip(cells, lines, strict=True):
-        reason = textwrap.wrap(
+    rows = [[title, *row] for title, row in zip(titles, columns, strict=True)]
+    head, *texts = aligned([["cell", *heads], *rows], right={2, 3, 4})
+    lines = [head]
+    for cell, text in zip(cells, texts, strict=True):
+        lines.append(text)
+        lines += textwrap.wrap(
             printable(cell.reason), width, initial_indent="  ", subsequent_indent="  "
         )
-        found += [line, *reason]
-    return found
+    return lines
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The stores of data sets by name: open (and prepare on demand), verify, list and remove."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rtx.data.files import disk_errors, disk_size
+from rtx.data.files import disk_errors, disk_size, text_sha256
 from rtx.data.preparation import build_store
 from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
@@ -86,14 +85,21 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
     source = source or check_source(data, root)
     if source is None:
         raise UserError(f"data={data.name}: made on the fly, nothing on disk")
+    tokenizer: list[Any] = [data.tokenizer]
     if source.image:
-        tokenizer: list[Any] = ["bytes", "dim"]
+        tokenizer = ["bytes", "dim"]
     elif data.tokenizer == "sentencepiece":
-        tokenizer = [data.tokenizer, data.vocabulary, data.tokenizer_sample]
-    else:
-        tokenizer = [data.tokenizer]
-    key = json.dumps([FORMAT, source.name, source.identity, tokenizer, source.stamps, source.image])
-    return root / f"{source.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        tokenizer += [data.vocabulary, data.tokenizer_sample]
+    key = [
+        FORMAT,
+        source.name,
+        source.identity,
+        tokenizer,
+        source.stamps,
+        source.image,
+    ]
+    digest = text_sha256(json.dumps(key))
+    return root / f"{source.name}-{digest[:12]}"
 
 
 def options_of(data: DataConfig) -> str:
@@ -196,7 +202,10 @@ def vocabulary_size(data: DataConfig) -> int:
 
 @contextlib.contextmanager
 def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
-    """Let one process at a time work on the store at `folder`."""
+    """Let one process at a time work on the store at `folder`.
+
+    Other than the lock of a run, this one waits, and works on file systems without flock.
+    """
     from filelock import FileLock, Timeout
 
     path = folder.with_name(f".{folder.name}.lock")

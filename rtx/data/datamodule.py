@@ -44,7 +44,8 @@ class MicroBatches(Dataset[Tensor]):
 
     def __getitem__(self, first: int) -> Tensor:
         numbers = range(first, first + self.size)
-        return torch.from_numpy(np.stack([self.sampler.sequence(index) for index in numbers]))
+        sequences = [self.sampler.sequence(index) for index in numbers]
+        return torch.from_numpy(np.stack(sequences))
 
 
 def training_batches(
@@ -67,7 +68,8 @@ def training_batches(
     assert batch_size % (world * size) == 0, (
         f"a batch of {batch_size} cannot be cut for {world} ranks into {size}"
     )
-    firsts = range(first_step * batch_size + rank * size, stop_step * batch_size, world * size)
+    start = first_step * batch_size + rank * size
+    firsts = range(start, stop_step * batch_size, world * size)
     # The seeds of workers; the global random stream belongs to dropout.
     seeds = torch.Generator().manual_seed(sampler.seed)
     batches = MicroBatches(sampler, size)
@@ -92,7 +94,8 @@ class RtxDataModule(pl.LightningDataModule):
         if config.trainer.overfit_batches:
             self.sampler = FirstBatches(self.sampler, config.trainer.overfit_batches)
         self.held_out = store.split("valid")
-        self.windows = windows(len(self.held_out), *spans(flat(to_dict(config))))
+        length, stride = spans(flat(to_dict(config)))
+        self.windows = windows(len(self.held_out), length, stride)
 
     def first_sequence(self) -> Tensor:
         """Return the first training sequence of the run, int64 `[N]`."""
@@ -134,7 +137,11 @@ class WindowBatches:
     """
 
     def __init__(
-        self, tokens: np.ndarray, chosen: Sequence[Window], rank: int = 0, world: int = 1
+        self,
+        tokens: np.ndarray,
+        chosen: Sequence[Window],
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         self.tokens = tokens
         self.chosen = chosen

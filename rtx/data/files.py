@@ -20,6 +20,8 @@ from rtx.errors import RunFailed, UserError, nearest
 if TYPE_CHECKING:
     import datasets
 
+Pieces = Iterator[tuple[bytes, bool]]
+"""Pieces of documents, each with whether it is the first of its document."""
 SPLIT_NAMES = {
     "train": ("train",),
     "valid": ("validation", "valid", "val", "dev"),
@@ -44,12 +46,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
+def text_sha256(text: str) -> str:
+    """Return the sha256 of a text in hexadecimal; names of files may have any bytes."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def disk_size(path: Path) -> str:
     """Return the size of a file, or of all files below a folder, as text: 36.4MB."""
     from tqdm import tqdm
 
-    files = [file for file in [path, *path.rglob("*")] if file.is_file()]
-    return tqdm.format_sizeof(sum(file.lstat().st_size for file in files), "B")
+    size = 0
+    for file in (path, *path.rglob("*")):
+        if file.is_file():
+            size += file.lstat().st_size
+    return tqdm.format_sizeof(size, "B")
 
 
 @contextlib.contextmanager
@@ -119,11 +129,14 @@ def identity_of(paths: Iterable[Path]) -> list[int | str]:
             raise UserError(f"{path}: expected a regular file or a folder, found neither")
         status = path.stat()
         lines.append(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n")
-    content = "".join(lines).encode("utf-8", "surrogateescape")
-    return [len(lines), hashlib.sha256(content).hexdigest()]
+    return [len(lines), text_sha256("".join(lines))]
 
 
-def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None) -> list[Path]:
+def walk(
+    root: Path,
+    skipped: Sequence[str] = (),
+    leave_out: Path | None = None,
+) -> list[Path]:
     """Return the files below `root`, ordered by path components.
 
     Hidden files and folders, folders named in `skipped`, and the folder `leave_out` are left out.
@@ -143,7 +156,8 @@ def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None)
         # `os.walk` enters the folders that remain in this list.
         folders[:] = [name for name in folders if is_entered(Path(folder, name))]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in files if path.is_file()), key=lambda path: path.parts)
+    regular = [path for path in files if path.is_file()]
+    return sorted(regular, key=lambda path: path.parts)
 
 
 def files_of(path: str, leave_out: Path) -> list[Path]:
@@ -160,15 +174,18 @@ def files_of(path: str, leave_out: Path) -> list[Path]:
         matches = sorted(map(Path, glob.glob(str(place), recursive=True)))
         files = [match for match in matches if not match.is_dir()]
     if not files:
-        siblings = [] if place.exists() else [other.name for other in place.parent.glob("*")]
-        near = nearest(place.name, siblings)
+        near = ""
+        if not place.exists():
+            near = nearest(place.name, [other.name for other in place.parent.glob("*")])
         expected = "a file, a folder or a glob that matches files"
         raise UserError(f"data.path={path}: expected {expected}, found none{near}")
     return files
 
 
 def tables_of(
-    path: str, folders: Iterable[Path], splits: Sequence[str] = SPLITS
+    path: str,
+    folders: Iterable[Path],
+    splits: Sequence[str] = SPLITS,
 ) -> dict[str, list[Path]]:
     """Return the parquet files of each split in the first of `folders` that has some, else {}.
 
@@ -176,7 +193,7 @@ def tables_of(
     """
     for folder in folders:
         tables = sorted(folder.rglob("[!.]*.parquet"))
-        files = {split: [table for table in tables if is_of(split, table)] for split in splits}
+        files = {split: tables_named(split, tables) for split in splits}
         missing = [split for split in splits if not files[split]]
         if len(missing) == len(splits):
             continue
@@ -191,9 +208,10 @@ def tables_of(
     return {}
 
 
-def is_of(split: str, table: Path) -> bool:
-    """Return whether the name of a parquet file says that it has rows of a split."""
-    return re.match(rf"({'|'.join(SPLIT_NAMES[split])})\b", table.name) is not None
+def tables_named(split: str, tables: Sequence[Path]) -> list[Path]:
+    """Return the files whose names begin with a name of a split."""
+    pattern = re.compile(rf"({'|'.join(SPLIT_NAMES[split])})\b")
+    return [table for table in tables if pattern.match(table.name)]
 
 
 def check_table(table: Path) -> None:
@@ -242,8 +260,8 @@ def table_rows(paths: Sequence[Path], wanted: Sequence[str], cache: Path) -> dat
     return datasets.Dataset.from_file(copy.name)
 
 
-def rows_of(texts: Iterator[tuple[bytes, bool]], cache: Path) -> datasets.Dataset:
-    """Return rows of exact bytes; `texts` yields each with whether a document starts there."""
+def rows_of(pieces: Pieces, cache: Path) -> datasets.Dataset:
+    """Return pieces of documents as rows of exact bytes."""
     import datasets
 
     kinds = datasets.Features(
@@ -252,8 +270,8 @@ def rows_of(texts: Iterator[tuple[bytes, bool]], cache: Path) -> datasets.Datase
     cache.mkdir(parents=True, exist_ok=True)
 
     def rows() -> Iterator[dict[str, bytes | bool]]:
-        for text, first in texts:
-            yield {"text": text, "first": first}
+        for text, is_first in pieces:
+            yield {"text": text, "first": is_first}
 
     # A random fingerprint, because `datasets` would hash the generator.
     return datasets.Dataset.from_generator(

@@ -25,7 +25,10 @@ LONGEST_REASON = 300
 
 
 def hub_files(
-    repository: str, patterns: Sequence[str], revision: str | None, report: Report
+    repository: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    report: Report,
 ) -> Path:
     """Return the folder of a data set's files that match `patterns`; its name is a commit.
 
@@ -55,7 +58,10 @@ def hub_files(
 
 
 def snapshot(
-    repository: str, patterns: Sequence[str], revision: str | None, is_offline: bool
+    repository: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    is_offline: bool,
 ) -> tuple[Path, list[Path]]:
     """Return the folder of a snapshot and its files; FileNotFoundError where it has none."""
     from huggingface_hub import snapshot_download
@@ -69,7 +75,9 @@ def snapshot(
             local_files_only=is_offline,
         )
     )
-    files = [path for pattern in patterns for path in folder.glob(pattern)]
+    files: list[Path] = []
+    for pattern in patterns:
+        files += folder.glob(pattern)
     if not files:
         raise FileNotFoundError(f"it has no {' or '.join(patterns)}")
     return folder, files
@@ -163,7 +171,8 @@ def hub_rows(splits: datasets.DatasetDict, split: str, data: DataConfig) -> data
     check_column(rows, data)
     if split == "train" or split in missing:
         start, stop = cut_percents(split, missing)
-        rows = rows.select(range(len(rows) * start // 100, len(rows) * stop // 100))
+        first = len(rows) * start // 100
+        rows = rows.select(range(first, len(rows) * stop // 100))
     rows = rows.select_columns([data.column])
     if data.column == "text":
         return rows

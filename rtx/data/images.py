@@ -40,7 +40,10 @@ EVERY = 20
 CIFAR10 = Remote(**FACTS["cifar10"]["archive"])
 CIFAR10_HUB = FACTS["cifar10"]["hub"]
 CIFAR10_SIDE = 32
-IMAGENET64 = {split: Remote(**facts) for split, facts in FACTS["imagenet64"]["files"].items()}
+IMAGENET64 = {
+    "train": Remote(**FACTS["imagenet64"]["files"]["train"]),
+    "valid": Remote(**FACTS["imagenet64"]["files"]["valid"]),
+}
 TORRENT = "academictorrents.com/details/96816a530ee002254d29bf7a61c0c158d3dedc3b"
 FORMS = {
     "cifar10": [{"train": "cifar-10-binary.tar.gz", "test": "cifar-10-binary.tar.gz"}],
@@ -176,7 +179,11 @@ def image_counts(data: DataConfig, origin: Origin) -> dict[str, int]:
 
 
 def benchmark_stamps(
-    data: DataConfig, side: int, counts: dict[str, int], is_parquet: bool, lossy: bool
+    data: DataConfig,
+    side: int,
+    counts: dict[str, int],
+    is_parquet: bool,
+    lossy: bool,
 ) -> dict[str, Any]:
     """Return what differs from the published set, for the records of every result."""
     stamps: dict[str, Any] = {}
@@ -251,8 +258,10 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
                 contents[entry.name] = members.extractfile(entry).read()  # type: ignore[union-attr]
     side = CIFAR10_SIDE
     content = b"".join(contents[name] for name in sorted(contents))
-    records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * side * side)
-    images_BHWC = records[:, 1:].reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+    values = np.frombuffer(content, np.uint8)
+    records = values.reshape(-1, 1 + 3 * side * side)
+    planes_BCHW = records[:, 1:].reshape(-1, 3, side, side)
+    images_BHWC = planes_BCHW.transpose(0, 2, 3, 1)
     header = b"P6 %d %d 255\n" % (side, side)
     return [header + image_HWC.tobytes() for image_HWC in images_BHWC]
 
@@ -263,7 +272,8 @@ def own_images(data: DataConfig, root: Path, report: Report) -> Source:
     The splits are its folders train, valid and test, else see `cut`.
     """
     folder = Path(data.path or "").expanduser()
-    files = [path for path in walk(folder, leave_out=root) if path.suffix.lower() in SUFFIXES]
+    files = walk(folder, leave_out=root)
+    files = [path for path in files if path.suffix.lower() in SUFFIXES]
     paths = folder_splits(folder, files) or cut(files)
     if not all(paths.get(split) for split in SPLITS):
         actual = ", ".join(f"{split} {len(images):,}" for split, images in paths.items())
@@ -298,10 +308,16 @@ def folder_splits(folder: Path, files: list[Path]) -> Files:
 
 def cut(files: list[Path]) -> Files:
     """Share files out: of each 20, the one at place 9 is valid, the one at 19 test, from 0 on."""
-    valid = EVERY // 2 - 1
-    test = EVERY - 1
-    train = [file for index, file in enumerate(files) if index % EVERY not in (valid, test)]
-    return {"train": train, "valid": files[valid::EVERY], "test": files[test::EVERY]}
+    splits: Files = {"train": [], "valid": [], "test": []}
+    for index, file in enumerate(files):
+        place = index % EVERY
+        if place == EVERY // 2 - 1:
+            splits["valid"].append(file)
+        elif place == EVERY - 1:
+            splits["test"].append(file)
+        else:
+            splits["train"].append(file)
+    return splits
 
 
 def image_size(data: DataConfig, path: Path) -> tuple[int, int]:

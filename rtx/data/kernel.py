@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from rtx.data.download import Remote, download
-from rtx.data.files import identity_of, reason_of, rows_of, walk
+from rtx.data.files import Pieces, identity_of, reason_of, rows_of, walk
 from rtx.data.sets import FACTS, Report, Source
 from rtx.disk import open_regular
 from rtx.errors import UserError
@@ -286,7 +286,7 @@ def release_of(makefile: bytes) -> str:
     return ".".join(numbers) + values.get("EXTRAVERSION", "")
 
 
-def documents_of(contents: Files, split: str) -> Iterator[tuple[bytes, bool]]:
+def documents_of(contents: Files, split: str) -> Pieces:
     """Yield the files of a split in order of their paths, each the start of a document."""
     for name in sorted(contents):
         if split_of(name) == split:

@@ -50,7 +50,8 @@ def origin_of(
     tables = str(Path(pattern).parent)
     if data.path is not None:
         files = local_files(data.path, forms, tables)
-        return Origin(identity_of(chain(*files.values())), {"place": data.path}, lambda: files)
+        identity = identity_of(chain(*files.values()))
+        return Origin(identity, {"place": data.path}, lambda: files)
     if data.fetch == "archive" and archive is not None:
         return archive_origin(archive, root, report, forms)
     place = {"place": f"hf://datasets/{repository}", "revision": revision}
@@ -98,7 +99,8 @@ def local_files(path: str, forms: Forms, tables: str | None = None) -> Files:
 
 def visible(folder: Path, pattern: str) -> list[Path]:
     """Return the sorted matches of a pattern, without hidden files."""
-    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+    paths = sorted(folder.glob(pattern))
+    return [path for path in paths if not path.name.startswith(".")]
 
 
 def row_count(paths: Sequence[Path]) -> int:

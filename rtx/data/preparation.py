@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from rtx.data.files import disk_errors, file_sha256
+from rtx.data.files import disk_errors, file_sha256, text_sha256
 from rtx.data.sets import SPLITS, Report, Source
 from rtx.data.store import FORMAT, RECORD, record_sha256
 from rtx.data.tokenizers import Tokenizer, learned
@@ -43,7 +43,11 @@ encoders: list[bool] = []
 
 
 def build_store(
-    folder: Path, source: Source, data: DataConfig, options: str, report: Report
+    folder: Path,
+    source: Source,
+    data: DataConfig,
+    options: str,
+    report: Report,
 ) -> None:
     """Write the store at `folder`, whose lock the caller holds.
 
@@ -75,7 +79,13 @@ def check_folders(folder: Path, work: Path) -> None:
         refuse_link(path)
 
 
-def write_store(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
+def write_store(
+    work: Path,
+    source: Source,
+    data: DataConfig,
+    options: str,
+    report: Report,
+) -> None:
     """Write all files of a store into `work`, the record last; finished splits stay."""
     import datasets
 
@@ -154,7 +164,11 @@ def prepare_split(
 
 
 def write_record(
-    work: Path, source: Source, tokenizer: Tokenizer, options: str, splits: dict[str, Any]
+    work: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    options: str,
+    splits: dict[str, Any],
 ) -> None:
     """Write the record of a store, with fingerprint, time and its own sha256."""
     content = {
@@ -163,8 +177,10 @@ def write_record(
         "stamps": source.stamps,
         "image": source.image,
     }
-    sizes = {split: [facts["units"], facts["sha256"]] for split, facts in splits.items()}
-    identity = json.dumps([FORMAT, *content.values(), sizes], sort_keys=True)
+    sizes = {}
+    for split, facts in splits.items():
+        sizes[split] = [facts["units"], facts["sha256"]]
+    identity = [FORMAT, *content.values(), sizes]
     record = {
         "format": FORMAT,
         "name": source.name,
@@ -172,7 +188,7 @@ def write_record(
         "source": source.place,
         "splits": splits,
         **content,
-        "fingerprint": hashlib.sha256(identity.encode()).hexdigest(),
+        "fingerprint": text_sha256(json.dumps(identity, sort_keys=True)),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     record["sha256"] = record_sha256(record)
@@ -186,7 +202,11 @@ def batch_rows(rows: datasets.Dataset) -> int:
 
 
 def encode(
-    rows: datasets.Dataset, tokenizer: Tokenizer, source: Source, processes: int | None, cache: Path
+    rows: datasets.Dataset,
+    tokenizer: Tokenizer,
+    source: Source,
+    processes: int | None,
+    cache: Path,
 ) -> datasets.Dataset:
     """Return the ids and sizes of rows, encoded by `processes` (None: all cores) where it pays."""
     processes = min(processes or cores(), len(rows))
@@ -243,7 +263,10 @@ def encode_rows(table: pa.Table, tokenizer: Tokenizer, source: Source) -> pa.Tab
 
 
 def write_split(
-    encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str
+    encoded: datasets.Dataset,
+    path: Path,
+    tokenizer: Tokenizer,
+    options: str,
 ) -> dict[str, Any]:
     """Write `<path>.bin`, the ids of all rows, and for text `<path>.starts.npy`.
 

@@ -140,7 +140,8 @@ class RecallStore(Store):
             starts = self.starts(draws.questions, rows, width)
         tokens = np.full(task.length, -1)
         tokens[starts[..., None] + np.arange(width)] = entries
-        filler = task.keys + task.values + (draws.filler % task.fillers).astype(np.int64)
+        drawn = draws.filler % task.fillers
+        filler = task.keys + task.values + drawn.astype(np.int64)
         is_free = tokens < 0
         tokens[is_free] = filler[: is_free.sum()]
         return tokens.astype(np.uint16)
@@ -148,12 +149,13 @@ class RecallStore(Store):
     def draws(self, header: bytes) -> Draws:
         """Return the random numbers of the sequence that `header` names."""
         task = self.task
+        sizes = [task.keys, task.pairs, task.length, task.length, 1]
         if self.name == "recall":
-            sizes = (task.keys, task.pairs, task.pairs, task.length - 4 * task.pairs, 0)
-        else:
-            sizes = (task.keys, task.pairs, task.length, task.length, 1)
-        parts = np.split(hashed(header, sum(sizes)), np.cumsum(sizes)[:-1])
-        keys, values, questions, filler, count = parts
+            questions_and_filler = [task.pairs, task.length - 4 * task.pairs]
+            sizes = [task.keys, task.pairs, *questions_and_filler, 0]
+        numbers = hashed(header, sum(sizes))
+        bounds = np.cumsum(sizes)[:-1]
+        keys, values, questions, filler, count = np.split(numbers, bounds)
         pairs = task.pairs
         if self.name != "recall":
             pairs = max(1, task.pairs >> int(count[0] % 3))
@@ -163,7 +165,8 @@ class RecallStore(Store):
         """Return keys with values `[pairs, 2]`; of copy the marker with all `[1, pairs + 1]`."""
         rows = 1 if self.name == "copy" else draws.pairs
         keys = draws.keys.argsort(kind="stable")[:rows, None]
-        values = self.task.keys + (draws.values[: draws.pairs] % self.task.values).astype(np.int64)
+        drawn = draws.values[: draws.pairs] % self.task.values
+        values = self.task.keys + drawn.astype(np.int64)
         return np.concatenate([keys, values.reshape(rows, -1)], axis=1)
 
     def starts(self, draws: np.ndarray, rows: int, width: int) -> np.ndarray:
@@ -199,8 +202,9 @@ class RecallStore(Store):
         while True:
             drawn = (hashed(header + b"places", count) % cells**2).astype(np.int64)
             first, question = np.divmod(drawn, cells)
-            is_far = question - first >= least
-            chosen = disjoint_pairs(first[is_far].tolist(), question[is_far].tolist(), pairs)
+            candidates = np.stack([first, question], axis=1)
+            candidates = candidates[question - first >= least]
+            chosen = disjoint(candidates.tolist(), pairs)
             if len(chosen) == pairs:
                 return 2 * np.array(chosen).T
             count *= 2
@@ -217,8 +221,8 @@ class RecallStore(Store):
         """Both held-out splits, the same for every run."""
         splits = {}
         for name, split in HELD_OUT.items():
-            sequences = [self.sequence(0, s, split) for s in range(self.task.sequences)]
-            splits[name] = np.concatenate(sequences)
+            numbers = range(self.task.sequences)
+            splits[name] = np.concatenate([self.sequence(0, s, split) for s in numbers])
         return splits
 
     def training_sampler(self, config: Config) -> Sampler:
@@ -261,12 +265,12 @@ class RecallStore(Store):
         return digest.hexdigest()
 
 
-def disjoint_pairs(first: list[int], question: list[int], pairs: int) -> list[tuple[int, int]]:
-    """Return the first `pairs` candidates that share no position with one before, or all."""
-    chosen: list[tuple[int, int]] = []
+def disjoint(candidates: list[list[int]], count: int) -> list[list[int]]:
+    """Return the first `count` candidates that share no number with one before, or fewer."""
+    chosen: list[list[int]] = []
     taken: set[int] = set()
-    for pair in zip(first, question, strict=True):
-        if len(chosen) == pairs:
+    for pair in candidates:
+        if len(chosen) == count:
             break
         if taken.isdisjoint(pair):
             chosen.append(pair)

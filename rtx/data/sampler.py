@@ -38,7 +38,10 @@ class SyntheticSampler:
     """Sequences that `generate(seed, index)` computes; it returns unsigned integers `[N]`."""
 
     def __init__(
-        self, generate: Callable[[int, int], np.ndarray], seed: int, batch_size: int
+        self,
+        generate: Callable[[int, int], np.ndarray],
+        seed: int,
+        batch_size: int,
     ) -> None:
         self.generate = generate
         self.seed = seed
@@ -57,7 +60,12 @@ class ShuffledWindows:
     """
 
     def __init__(
-        self, tokens: np.ndarray, length: int, seed: int, batch_size: int, aligned: bool = False
+        self,
+        tokens: np.ndarray,
+        length: int,
+        seed: int,
+        batch_size: int,
+        aligned: bool = False,
     ) -> None:
         total = len(tokens)
         assert 1 <= length <= total, (length, total)
@@ -116,7 +124,13 @@ class ContiguousStreams:
     remaining tokens precede the ring. Nothing else is random.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        length: int,
+        seed: int,
+        batch_size: int,
+    ) -> None:
         total = len(tokens)
         self.tokens = TokenArray(tokens)
         self.length = length
@@ -126,7 +140,8 @@ class ContiguousStreams:
         assert self.segments_per_stream >= 1, (total, length, batch_size)
         self.segments = self.segments_per_stream * batch_size
         key = pack("<QQ", seed, 0)
-        self.offset = draw(key, PHASE, 0) % (total - self.segments * length + 1)
+        spare = total - self.segments * length
+        self.offset = draw(key, PHASE, 0) % (spare + 1)
         self.turn = draw(key, COIN, 0) % self.segments
 
     def sequence(self, index: int) -> np.ndarray:
@@ -164,7 +179,8 @@ class TokenArray:
         if self.path is None:
             self.tokens = state["tokens"]
         else:
-            self.tokens = np.asarray(np.memmap(self.path, state["dtype"], mode="r"))
+            file = np.memmap(self.path, state["dtype"], mode="r")
+            self.tokens = np.asarray(file)
 
 
 def permuted(index: int, size: int, key: bytes) -> int:
@@ -178,8 +194,9 @@ def permuted(index: int, size: int, key: bytes) -> int:
     while True:
         left, right = divmod(index, side)
         for turn in range(ROUNDS):
-            shift = draw(key, turn, right)
-            left, right = right, (left + shift) % side
+            mixed = (left + draw(key, turn, right)) % side
+            left = right
+            right = mixed
         index = left * side + right
         if index < size:
             return index

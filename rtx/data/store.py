@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtx.data.files import disk_size, file_sha256
+from rtx.data.files import disk_size, file_sha256, text_sha256
 from rtx.data.sampler import ContiguousStreams, Sampler, ShuffledWindows
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import read_file, replace_file
@@ -104,7 +103,13 @@ class Store(ABC):
 class DamagedStore(UserError):
     """A store on disk whose files or record are not as recorded, or cannot be read."""
 
-    def __init__(self, options: str, path: Path | str, expected: str, actual: object) -> None:
+    def __init__(
+        self,
+        options: str,
+        path: Path | str,
+        expected: str,
+        actual: object,
+    ) -> None:
         self.damage = f"{path}: damaged: expected {expected}, found {actual}"
         super().__init__(f"{self.damage}; to rebuild the store: rtx data prepare {options}")
 
@@ -294,8 +299,7 @@ def note_path(folder: Path) -> Path:
     if os.access(folder, os.W_OK):
         return folder / ".verified"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    return cache / "rtx" / "verified" / name
+    return cache / "rtx" / "verified" / text_sha256(str(folder.resolve()))
 
 
 def note_of(folder: Path) -> bytes:
@@ -325,7 +329,7 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
 def record_sha256(record: dict[str, Any]) -> str:
     """Return the sha256 of a record without its entry `sha256`."""
     content = {key: value for key, value in record.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return text_sha256(json.dumps(content, sort_keys=True))
 
 
 def open_failure(path: Path, options: str, expected: str, error: Exception) -> Exception:

@@ -7,12 +7,11 @@ import sysconfig
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from rtx.data.download import Remote, download
-from rtx.data.files import files_of, identity_of, rows_of, table_rows, walk
+from rtx.data.files import Pieces, files_of, identity_of, rows_of, table_rows, walk
 from rtx.data.origins import local_files, origin_of, row_count
 from rtx.data.sets import FACTS, SETS, Report, Source, column_text
 from rtx.errors import UserError
@@ -51,31 +50,50 @@ def own_files(data: DataConfig, root: Path, report: Report) -> Source:
     if data.name == "stdlib":
         paths = library_files()
     else:
-        if data.path:
-            split_files = own_splits(Path(data.path).expanduser())
+        folder = Path(data.path or "").expanduser()
+        split_files = own_splits(folder) if data.path else []
         paths = split_files or files_of(data.path or "", root)
     identity = identity_of(paths)
     sizes = [path.stat().st_size for path in paths]
     total = sum(sizes)
-    ends = [total * end // 100 for _, end in CUTS.values()]
-    if split_files:
-        ends = list(accumulate(sizes))
-    cuts = dict(zip(CUTS, pairwise([0, *ends]), strict=True))
+    cuts = file_cuts(sizes) if split_files else percent_cuts(total)
     for split, (start, stop) in cuts.items():
         if stop - start < 2:
-            actual = f"at least 2 bytes in split {split}, found {stop - start}"
-            raise UserError(f"{data.path}: expected {actual}; give more text")
+            expected = f"at least 2 bytes in split {split}, found {stop - start}"
+            raise UserError(f"{data.path}: expected {expected}; give more text")
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        start, stop = cuts[split]
-        rows = rows_of(byte_range(paths, sizes, start, stop), work / "cache" / split)
+        pieces = byte_range(paths, sizes, *cuts[split])
+        rows = rows_of(pieces, work / "cache" / split)
         if identity_of(paths) != identity:
             raise UserError(f"{data.path}: changed while it was read; prepare it again")
         return rows
 
-    place = {"place": data.path or "the standard library", "files": len(paths), "bytes": total}
+    place = {
+        "place": data.path or "the standard library",
+        "files": len(paths),
+        "bytes": total,
+    }
     names = [path.name for path in split_files]
     return Source(data.name, [*identity, *names], place, load)
+
+
+def file_cuts(sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return where splits start and end that are a file each."""
+    cuts = {}
+    start = 0
+    for split, size in zip(CUTS, sizes, strict=True):
+        cuts[split] = (start, start + size)
+        start += size
+    return cuts
+
+
+def percent_cuts(total: int) -> dict[str, tuple[int, int]]:
+    """Return where the splits of `total` bytes start and end."""
+    cuts = {}
+    for split, (start, stop) in CUTS.items():
+        cuts[split] = (total * start // 100, total * stop // 100)
+    return cuts
 
 
 def own_splits(folder: Path) -> list[Path]:
@@ -97,8 +115,11 @@ def library_files() -> list[Path]:
 
 
 def byte_range(
-    paths: Sequence[Path], sizes: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[bytes, bool]]:
+    paths: Sequence[Path],
+    sizes: Sequence[int],
+    start: int,
+    stop: int,
+) -> Pieces:
     """Yield bytes `[start, stop)` of files, as `line_pieces` does; a file is a document."""
     offset = 0
     for path, size in zip(paths, sizes, strict=True):
@@ -110,7 +131,7 @@ def byte_range(
         offset += size
 
 
-def line_pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
+def line_pieces(stream: IO[bytes], start: int, stop: int) -> Pieces:
     """Yield bytes `[start, stop)` of a document in pieces of whole lines, and whether it starts."""
     stream.seek(start)
     at = start
@@ -135,7 +156,8 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
     size, sha256 = ENWIK8_TEXT
     local = None
     if data.path:
-        local = local_files(data.path, ({"all": ENWIK8.name}, {"all": "enwik8"}))["all"][0]
+        forms = ({"all": ENWIK8.name}, {"all": "enwik8"})
+        (local,) = local_files(data.path, forms)["all"]
 
     def load(split: str, work: Path) -> datasets.Dataset:
         path = local or download(ENWIK8, root / "downloads", report)
@@ -149,10 +171,11 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
             return rows_of(pieces, work / "cache" / split)
 
     place = {"place": ENWIK8.url, "sha256": sha256}
-    return Source("enwik8", [sha256], place, load, stamps={"newlines": data.newlines})
+    stamps = {"newlines": data.newlines}
+    return Source("enwik8", [sha256], place, load, stamps=stamps)
 
 
-def without_newlines(pieces: Iterator[tuple[bytes, bool]]) -> Iterator[tuple[bytes, bool]]:
+def without_newlines(pieces: Pieces) -> Pieces:
     """Yield pieces of a document without their newlines."""
     for piece, is_first in pieces:
         yield piece.replace(b"\n", b""), is_first
@@ -173,7 +196,7 @@ def wikitext(data: DataConfig, root: Path, report: Report) -> Source:
     return Source("wikitext103", origin.identity, origin.place, load)
 
 
-def wikitext_text(files: Sequence[Path], split: str, cache: Path) -> Iterator[tuple[bytes, bool]]:
+def wikitext_text(files: Sequence[Path], split: str, cache: Path) -> Pieces:
     """Yield a split in blocks of lines, and whether each is the first.
 
     UserError at its end where the text is another.
@@ -213,7 +236,8 @@ def blocks_of_lines(files: Sequence[Path], split: str, cache: Path) -> Iterator[
         return
     if files[0].suffix == ".zip":
         WIKITEXT.check(files[0])
-    with open_member(files[0], f"wikitext-103/wiki.{split}.tokens") as stream:
+    member = f"wikitext-103/wiki.{split}.tokens"
+    with open_member(files[0], member) as stream:
         while block := stream.read(BLOCK):
             yield block + stream.readline()
 
@@ -243,7 +267,7 @@ def pg19(data: DataConfig, root: Path, report: Report) -> Source:
     return Source("pg19", origin.identity, origin.place, load, stamps=stamps)
 
 
-def books_of(paths: Sequence[Path]) -> Iterator[tuple[bytes, bool]]:
+def books_of(paths: Sequence[Path]) -> Pieces:
     """Yield books, each a document."""
     for path in paths:
         yield path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True

@@ -61,7 +61,10 @@ class Tokenizer:
     vocabulary = 256
 
     def __init__(
-        self, unit: str = "byte", content: bytes = b"", settings: dict[str, Any] | None = None
+        self,
+        unit: str = "byte",
+        content: bytes = b"",
+        settings: dict[str, Any] | None = None,
     ) -> None:
         self.unit = unit
         self.content = content
@@ -169,7 +172,12 @@ def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTok
     if not has_unk:
         words.append(UNK)
     eos = words.index(b"\n")
-    settings = {"words": total, "eos": eos, "unk": words.index(UNK), "unk_added": not has_unk}
+    settings = {
+        "words": total,
+        "eos": eos,
+        "unk": words.index(UNK),
+        "unk_added": not has_unk,
+    }
     size = f"{len(words):,} words with <eos> and <unk>, from {total:,} in split train"
     report(f"{options}: vocabulary of {size}")
     words[eos] = EOS
@@ -232,7 +240,11 @@ class SentencepieceTokenizer(Tokenizer):
 
 
 def learn_subwords(
-    texts: Iterable[bytes], vocabulary: int, sample: int, options: str, report: Report
+    texts: Iterable[bytes],
+    vocabulary: int,
+    sample: int,
+    options: str,
+    report: Report,
 ) -> SentencepieceTokenizer:
     """Return the tokenizer of `vocabulary` ids learned from `sample` bytes of `texts`.
 
@@ -350,7 +362,11 @@ def encode_text(tokenizer: Tokenizer, text: bytes | str) -> np.ndarray:
 
 
 def learned(
-    data: DataConfig, texts: Iterable[bytes], folder: Path, options: str, report: Report
+    data: DataConfig,
+    texts: Iterable[bytes],
+    folder: Path,
+    options: str,
+    report: Report,
 ) -> Tokenizer:
     """Return the tokenizer of words or subwords in `folder`, learned where it is not finished."""
     # A missing or unfinished record means that there is none.
@@ -379,5 +395,7 @@ def load_tokenizer(described: dict[str, Any], folder: Path) -> Tokenizer:
     actual = hashlib.sha256(content).hexdigest()
     if actual != described["sha256"]:
         expected = f"the {name} tokenizer with sha256 {described['sha256']}"
-        raise ValueError(f"{path}: expected {expected}, found {actual if content else 'nothing'}")
+        if not content:
+            actual = "nothing"
+        raise ValueError(f"{path}: expected {expected}, found {actual}")
     return kind(content, described["settings"])

@@ -40,7 +40,7 @@ class Decoder:
             ValueError: the streams have read a position already.
         """
         if self.position > 0:
-            raise ValueError(f"a prompt is read first, but {self.position} positions were read")
+            raise ValueError(f"a prompt is read at position 0, not at position {self.position}")
         if self.memory is not None:
             return self.read_segments(prompt_BP, self.memory)
         # The embedding shifts right, so the value of the last token is never read.

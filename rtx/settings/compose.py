@@ -182,14 +182,13 @@ def composed(words: tuple[str, ...]) -> DictConfig:
     for name, data_set in SETS.items():
         if data_set.defaults is not None:
             store.store(group="data", name=name, node=dict(data_set.defaults))
-    folders = ["'file://{}'".format(str(folder).replace("'", r"\'")) for folder in CONFIG_DIRS]
-    if folders:
-        words += (f"hydra.searchpath=[{','.join(folders)}]",)
+    folder = str(conf_dir())
     with (
         user_errors(),
-        hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"),
+        hydra.initialize_config_dir(folder, job_name="rtx", version_base="1.3"),
     ):
-        node = hydra.compose("config", list(words), return_hydra_config=True)
+        overrides = [*words, *search_path()]
+        node = hydra.compose("config", overrides, return_hydra_config=True)
         for group in NAMED_BY_FILE:
             # Read while Hydra's choices, to which the name refers, are there.
             node[group].name = node[group].name
@@ -198,6 +197,17 @@ def composed(words: tuple[str, ...]) -> DictConfig:
 
 
 CACHES.append(composed.cache_clear)
+
+
+def search_path() -> list[str]:
+    """Return the override of Hydra's search path that adds the user's folders, if there are any."""
+    if not CONFIG_DIRS:
+        return []
+    urls = []
+    for folder in CONFIG_DIRS:
+        escaped = str(folder).replace("'", r"\'")
+        urls.append(f"'file://{escaped}'")
+    return [f"hydra.searchpath=[{','.join(urls)}]"]
 
 
 def preset_routing(config: Config) -> dict[str, Any]:

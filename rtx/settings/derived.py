@@ -15,7 +15,9 @@ def memory_slots(model: ModelConfig) -> int:
 
 def embedding_width(model: ModelConfig) -> int:
     """Width of the embeddings that the first block widens, and that the output matrix reads."""
-    return model.embedding if isinstance(model.embedding, int) else model.hidden
+    if isinstance(model.embedding, int):
+        return model.embedding
+    return model.hidden
 
 
 def sizes_of(text: str | None) -> tuple[int, ...]:
@@ -34,8 +36,10 @@ def hash_buckets(config: Config) -> int:
 
     Unset: the even number nearest to 2 N / model.window.
     """
+    if config.model.hash_buckets is not None:
+        return config.model.hash_buckets
     half = round(config.data.length / config.model.window)
-    return config.model.hash_buckets or max(2, 2 * half)
+    return max(2, 2 * half)
 
 
 def reads_self(routing: RoutingConfig) -> bool:
@@ -50,7 +54,9 @@ def reads_self(routing: RoutingConfig) -> bool:
 
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters; unset: ceil(N / W)."""
-    return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+    if config.routing.clusters is not None:
+        return config.routing.clusters
+    return math.ceil(config.data.length / config.routing.window)
 
 
 def routes(config: Config) -> bool:

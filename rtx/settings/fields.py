@@ -268,7 +268,10 @@ CELLS = "sweep.parallel= and hardware=slurm how cells are run"
 
 
 def unknown(word: str, known: Iterable[str]) -> str:
-    """Return the message for a key that does not exist, with the key nearest by its last part."""
+    """Return the message for a key that does not exist, with the key nearest by its last part.
+
+    Keys of the same section come first.
+    """
     if word.lower().startswith("hydra.launcher."):
         return f"{shorten(word)}: is read by rtx train -m alone, with hardware=slurm"
     if word.lower().startswith("hydra"):
@@ -276,7 +279,9 @@ def unknown(word: str, known: Iterable[str]) -> str:
     section, _, leaf = word.lower().rpartition(".")
     leaf = OTHER_NAMES.get(leaf, leaf)
     leaves = {name: name.rpartition(".")[2] for name in known}
-    close = close_matches(leaf, leaves.values(), cutoff=0.65)
+    same_section = [leaves[name] for name in leaves if name.rpartition(".")[0] == section]
+    close = close_matches(leaf, same_section, cutoff=0.65)
+    close = close or close_matches(leaf, leaves.values(), cutoff=0.65)
     candidates = [name for name in leaves if leaves[name] in close]
     candidates.sort(key=lambda name: name.rpartition(".")[0] != section)
     hint = f" (did you mean {candidates[0]!r}?)" if candidates else "; --help lists them"

@@ -96,7 +96,7 @@ def is_hydra_key(key: str) -> bool:
 
 
 def check_hydra_key(key: str, text: str, *, sweep: bool) -> None:
-    """Raise `UserError` for a key of Hydra's that rtx does not pass on, with what to write instead."""
+    """Raise `UserError` for a key of Hydra that rtx does not pass on; say what to write."""
     word = shorten(f"{key}={text}")
     if key.startswith(OF_SWEEPS):
         if not sweep:
@@ -190,7 +190,7 @@ def parse(word: str) -> HydraOverride:
 
 
 def hydra_text(text: str) -> str:
-    """Return the text of one value in Hydra's grammar, for its sweepers; `text_of` reads it back."""
+    """Return one value in Hydra's grammar, for its sweepers; `text_of` reads it back."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     bare = text.strip()

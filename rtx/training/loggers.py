@@ -1,6 +1,8 @@
-"""Where the numbers of a run go: metrics.jsonl (an object per line; after a resume the last row of a step counts), and
-TensorBoard, CSV, or Weights & Biases at arm's length: its files, and in `wandb.json` what tells it the run, which a
-resume and what comes after training go on with, are in the run's folder. Rows have names `train/…`, `valid/…`.
+"""Where the metrics of a run go: metrics.jsonl, TensorBoard, CSV, Weights & Biases.
+
+metrics.jsonl has an object on each line; after a resume the last row of a step counts. Names are
+`train/…` and `valid/…`. W&B is guarded: an error there ends no run. Its files, and wandb.json, which
+names the run there for resumes and for what comes after training, are in the run's folder.
 """
 
 import configparser
@@ -24,30 +26,44 @@ from rtx.runs.status import utc_now
 from rtx.settings.logger import wandb_mode
 from rtx.settings.schema import Config
 
-INIT_SECONDS, FINISH_SECONDS = (
-    15.0,
-    60.0,
-)  # patience with the W&B server at the start, and with uploads at the end
+INIT_SECONDS = 15.0
+"""Patience with the W&B server at the start."""
+FINISH_SECONDS = 60.0
+"""Patience with uploads to it at the end."""
 GOES_ON = "going on with metrics.jsonl alone"
-QUIET = {
-    "WANDB_SILENT": "true",
-    "WANDB_ERROR_REPORTING": "false",
-}  # read when wandb is first imported
-LOCAL: dict[str, Callable[[Path], Logger]] = {
-    "csv": partial(CSVLogger, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
-    "tensorboard": partial(
-        TensorBoardLogger, name="", version="tensorboard", default_hp_metric=False, purge_step=0
-    ),
-}
-"""Loggers that begin anew with each resume (TensorBoard hides what files of before it hold), and get all rows again."""
+NOTHING_ADDED = "nothing is added there"
+"""What follows from an error of W&B, in a run and after one."""
+QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+"""Variables that wandb reads when it is first imported."""
+OF_RUN = ("project", "entity", "group", "name", "job_type", "tags")
+"""Keys of wandb.json by which W&B is told what a run is."""
 Say = Callable[[str], object]
+
+
+def csv_logger(folder: Path) -> Logger:
+    """Return a logger that writes a new version of metrics.csv for each resume."""
+    return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
+
+
+def tensorboard_logger(folder: Path) -> Logger:
+    """Return a logger for TensorBoard, which hides what earlier files of the run hold."""
+    return TensorBoardLogger(
+        folder, name="", version="tensorboard", default_hp_metric=False, purge_step=0
+    )
+
+
+LOCAL: dict[str, Callable[[Path], Logger]] = {"csv": csv_logger, "tensorboard": tensorboard_logger}
+"""Loggers that begin anew with each resume, and get all earlier rows again."""
 
 
 @contextlib.contextmanager
 def logging_to(
     folder: Path | None, config: Config, facts: dict[str, Any], say: Say, step: int = 0
 ) -> Iterator[list[Logger]]:
-    """Yield the loggers of a run that goes on from `step`, and end them with it; a rank without a `folder` has none."""
+    """Yield the loggers of a run that goes on from `step`, and end them with the block.
+
+    A rank without a `folder` has none.
+    """
     if folder is None:
         yield []
         return
@@ -78,7 +94,7 @@ def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
 
 
 def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
-    """Yield the last rows of each kind and step up to `step`, without what a run from there repeats."""
+    """Yield metrics and step of the rows up to `step` that a run from there on does not repeat."""
     is_over = step >= config.trainer.steps
     validates_again = is_over or step % config.trainer.val_every == 0
     repeated = {"valid": validates_again, "final": is_over}
@@ -92,7 +108,7 @@ def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[st
 
 
 class JsonlLogger(Logger):
-    """Appends rows to a metrics.jsonl; each is on its way to the disk before `log_metrics` returns."""
+    """Appends rows to a metrics.jsonl, each without a buffer in between."""
 
     name = version = "metrics"  # type: ignore[assignment]
 
@@ -100,9 +116,8 @@ class JsonlLogger(Logger):
         super().__init__()
         try:
             self.file = open_no_link(path, "a+b")
-            self.file.truncate(
-                read_file(path).rfind(b"\n") + 1
-            )  # a killed run may leave a last line without its end
+            # A killed run may leave a last line without its end.
+            self.file.truncate(read_file(path).rfind(b"\n") + 1)
         except OSError as error:
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
 
@@ -117,16 +132,17 @@ class JsonlLogger(Logger):
         """Do nothing: config.yaml has them."""
 
     def close(self) -> None:
+        """Close the file."""
         self.file.close()
 
 
 @contextlib.contextmanager
-def own_settings() -> Iterator[Any]:
+def user_settings() -> Iterator[Any]:
     """Yield `wandb`, which meanwhile reads settings of the user, and none of the current folder.
 
-    By itself it takes `wandb/settings` and `config-defaults.yaml` from there. The current folder
-    may be a stranger's run: such a file names the server, or the proxy, that gets the user's key.
-    Settings are read once in a process, when W&B is first set up. Fails where W&B has no such
+    By itself it reads `wandb/settings` and `config-defaults.yaml` there. The current folder may be
+    a stranger's run: such a file names the server, or the proxy, that gets the user's key. Settings
+    are read once in a process, when W&B is first set up. AttributeError where W&B has no such
     methods: then it may read these files by others.
     """
     import wandb
@@ -137,23 +153,25 @@ def own_settings() -> Iterator[Any]:
         of_user = Path(settings.settings_system) if settings.settings_system else None
         return SettingsFiles(global_settings=of_user, local_settings=Path(os.devnull))
 
+    replaced = (
+        (wandb.Settings, "read_system_settings", read),
+        (RunConfig, "_load_defaults", lambda config: None),
+    )
     with contextlib.ExitStack() as stack:
-        for kind, name, method in (
-            (wandb.Settings, "read_system_settings", read),
-            (RunConfig, "_load_defaults", lambda config: None),
-        ):
+        for kind, name, method in replaced:
             stack.callback(setattr, kind, name, getattr(kind, name))
             setattr(kind, name, method)
         yield wandb
 
 
 def quiet_mode() -> tuple[str, str]:
-    """Return the mode that W&B is to have and where that is written, both "" where it is not.
+    """Return the mode that the user has set for W&B, and where; both are empty without one.
 
     It is in WANDB_MODE, or where `wandb offline` or `wandb disabled` has put it in the current
     folder: that file may keep data here, but not send them.
     """
-    if mode := wandb_mode():
+    mode = wandb_mode()
+    if mode:
         return mode, f"WANDB_MODE={os.environ['WANDB_MODE']}"
     for path in (Path(".wandb/settings"), Path("wandb/settings")):
         settings = configparser.ConfigParser(interpolation=None)
@@ -166,43 +184,56 @@ def quiet_mode() -> tuple[str, str]:
 
 
 class GuardedWandbLogger(WandbLogger):
-    """Lightning's logger of the run that wandb.json names, else a new one; quiet after an error, told in a line."""
+    """Lightning's logger for a run at W&B, the one that wandb.json names or a new one.
+
+    After an error, which is told in a line, it does nothing.
+
+    Args:
+        options: what the run is: its mode and the keys OF_RUN.
+        consequence: what follows from an error, for the line on it.
+    """
 
     def __init__(
-        self, say: Say, folder: Path, asked: Mapping[str, Any], goes_on: str = GOES_ON, **more: Any
+        self,
+        say: Say,
+        folder: Path,
+        options: Mapping[str, Any],
+        consequence: str = GOES_ON,
+        **more: Any,
     ) -> None:
-        with own_settings() as wandb:
-            wandb.setup()  # by which it is quiet from the first
-            if asked["mode"] == "online" and not wandb.login(prompt=False, verify=False):
+        with user_settings() as wandb:
+            wandb.setup()  # makes it quiet from the first
+            if options["mode"] == "online" and not wandb.login(prompt=False, verify=False):
                 raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
-        path = folder / "wandb.json"
-        kept = {
-            **asked,
-            "id": json.loads(read_file(path))["id"] if path.exists() else secrets.token_hex(4),
-        }
-        write_json(path, {key: kept[key] for key in kept if key != "mode"})
+        named = {**options, "id": run_id(folder)}
+        record = {key: value for key, value in named.items() if key != "mode"}
+        write_json(folder / "wandb.json", record)
         (folder / "wandb").mkdir(exist_ok=True)
-        os.environ["WANDB_DATA_DIR"] = str(
-            folder / "wandb"
-        )  # where files of artifacts wait for their upload
-        patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-        settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
-        super().__init__(save_dir=str(folder), settings=settings, **kept, **more)
+        # Files of artifacts wait there for their upload.
+        os.environ["WANDB_DATA_DIR"] = str(folder / "wandb")
+        settings = wandb.Settings(
+            console="off",
+            disable_git=True,
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+        )
+        super().__init__(save_dir=str(folder), settings=settings, **named, **more)
         self.say = say
-        self.goes_on = goes_on
-        with own_settings():
-            self.run = self.experiment  # which begins the run
+        self.consequence = consequence
+        with user_settings():
+            self.run = self.experiment  # begins the run
         self.run.define_metric("valid/bits", step_metric="trainer/global_step", summary="min")
-        if asked["mode"] == "online":
+        if options["mode"] == "online":
             say(f"W&B: {self.run.url}")
 
     def guarded(self, work: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Do some work at W&B, unless there was an error before."""
         try:
             if self.run is not None:
                 work(*arguments, **options)
         except Exception as error:
             self.run = None
-            self.say(trouble(error, self.goes_on))
+            self.say(trouble(error, self.consequence))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.guarded(super().log_metrics, metrics, step)
@@ -210,7 +241,10 @@ class GuardedWandbLogger(WandbLogger):
     def add(
         self, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int | None = None
     ) -> None:
-        """Add figures, pictures among the files, and all files as one artifact; raises what W&B raises."""
+        """Add figures by their names, the pictures among the files, and all files as one artifact.
+
+        Raises what W&B raises.
+        """
         import wandb
 
         pictures = [wandb.Image(str(path)) for path in files if path.suffix == ".png"]
@@ -225,7 +259,7 @@ class GuardedWandbLogger(WandbLogger):
         self.experiment.log_artifact(artifact)
 
     def summarize(self, **figures: Any) -> None:
-        """Write figures, or texts such as what a closing score is of, to the run's summary."""
+        """Write figures, or texts such as a protocol, to the run's summary."""
         self.guarded(lambda: self.experiment.summary.update(figures))
 
     def finish(self, exit_code: int) -> None:
@@ -233,79 +267,103 @@ class GuardedWandbLogger(WandbLogger):
         self.guarded(self.experiment.finish, exit_code=exit_code)
 
 
+def run_id(folder: Path) -> str:
+    """Return the id that W&B has for a run, or a new one."""
+    path = folder / "wandb.json"
+    if path.exists():
+        return json.loads(read_file(path))["id"]
+    return secrets.token_hex(4)
+
+
 def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedWandbLogger | None:
-    """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
+    """Begin a run at W&B with its configuration (`facts`), without a question to anybody.
+
+    None where W&B is disabled, or where it fails.
+    """
     os.environ |= QUIET
-    wished = config.logger
-    mode = wished.mode
     try:
+        mode = config.logger.mode
         if mode == "auto":
-            mode, why = quiet_mode()
-            if not mode:
-                with own_settings() as wandb:
-                    has_key = wandb.login(prompt=False, verify=False)
-                mode = "online" if has_key else "offline"
-            if mode == "offline":
-                uploads = f"wandb sync {shown(folder)}/wandb/offline-run-*"
-                say(f"W&B: {why or 'no key found'}; to upload the curves later:\n  {uploads}")
-        if mode in ("online", "offline"):
-            tags = [
-                config.data.name,
-                config.model.name,
-                *os.environ.get("WANDB_TAGS", "").split(","),
-            ]
-            if config.routing.heads and config.routing.layers:
-                tags.append(config.routing.selection)
-            sweep = config.name if (folder.parent / "sweeps.jsonl").is_file() else None
-            place = {
-                "project": wished.project,
-                "entity": wished.entity,
-                "group": wished.group or sweep,
-            }
-            title = {
-                "name": f"{config.name}-{folder.name}",
-                "job_type": "train",
-                "tags": [*filter(None, tags)],
-            }
-            return GuardedWandbLogger(say, folder, {"mode": mode, **place, **title}, config=facts)
+            mode = automatic_mode(folder, say)
+        if mode not in ("online", "offline"):
+            return None
+        return GuardedWandbLogger(
+            say, folder, {"mode": mode, **title(config, folder)}, config=facts
+        )
+    # W&B raises errors of many kinds, and no run ends by them.
     except Exception as error:
         say(trouble(error))
-    return None
+        return None
+
+
+def automatic_mode(folder: Path, say: Say) -> str:
+    """Return the mode that the user has set, else online with a key and offline without one."""
+    mode, reason = quiet_mode()
+    if not mode:
+        with user_settings() as wandb:
+            has_key = wandb.login(prompt=False, verify=False)
+        mode = "online" if has_key else "offline"
+    if mode == "offline":
+        uploads = f"wandb sync {shown(folder)}/wandb/offline-run-*"
+        say(f"W&B: {reason or 'no key found'}; to upload the curves later:\n  {uploads}")
+    return mode
+
+
+def title(config: Config, folder: Path) -> dict[str, Any]:
+    """Return what W&B is told of a run: the keys OF_RUN."""
+    tags = [config.data.name, config.model.name]
+    tags += os.environ.get("WANDB_TAGS", "").split(",")
+    if config.routing.heads and config.routing.layers:
+        tags.append(config.routing.selection)
+    is_cell = (folder.parent / "sweeps.jsonl").is_file()
+    sweep = config.name if is_cell else None
+    return {
+        "project": config.logger.project,
+        "entity": config.logger.entity,
+        "group": config.logger.group or sweep,
+        "name": f"{config.name}-{folder.name}",
+        "job_type": "train",
+        "tags": [tag for tag in tags if tag],
+    }
 
 
 def add_to_wandb(
     folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0
 ) -> None:
-    """Add to the run that W&B has of a run, or has for the reports of a sweep, where its runs have any.
+    """Add figures and files to the run that W&B has of a run, if it has one.
 
-    Offline where those are, in a segment of its own. An error is told in a line, and ends nothing.
+    For a folder of runs, one of which W&B has, that is a run for their reports. What was trained
+    offline gets them offline. An error is told in a line.
     """
-    records = [
-        path
-        for path in (folder / "wandb.json", *sorted(folder.glob("*/wandb.json")))
-        if path.is_file()
-    ]
+    paths = [folder / "wandb.json", *sorted(folder.glob("*/wandb.json"))]
+    records = [path for path in paths if path.is_file()]
     if not records:
         return
     os.environ |= QUIET
     try:
-        mode = "offline" if any(records[0].parent.glob("wandb/offline-run-*")) else "online"
-        known = json.loads(read_file(records[0]))
-        asked = {
-            key: known[key] for key in ("project", "entity", "group", "name", "job_type", "tags")
-        }
+        record = json.loads(read_file(records[0]))
+        options = {key: record[key] for key in OF_RUN}
         if records[0].parent != folder:
-            asked |= {"name": f"{kind} on {folder.name}", "job_type": kind}
-        mode = quiet_mode()[0] or mode
+            options |= {"name": f"{kind} on {folder.name}", "job_type": kind}
+        mode, _ = quiet_mode()
+        mode = mode or mode_of(records[0].parent)
         if mode != "disabled":
-            logger = GuardedWandbLogger(
-                say_line, folder, {"mode": mode, **asked}, "nothing is added there"
-            )
+            options["mode"] = mode
+            logger = GuardedWandbLogger(say_line, folder, options, NOTHING_ADDED)
             logger.guarded(logger.add, kind, figures, files, step)
             logger.finish(exit_code=0)
+    # See `wandb_logger`.
     except Exception as error:
-        say_line(trouble(error, "nothing is added there"))
+        say_line(trouble(error, NOTHING_ADDED))
 
 
-def trouble(error: Exception, goes_on: str = GOES_ON) -> str:
-    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {goes_on}"
+def mode_of(folder: Path) -> str:
+    """Return the mode in which a run was logged to W&B."""
+    is_offline = any(folder.glob("wandb/offline-run-*"))
+    return "offline" if is_offline else "online"
+
+
+def trouble(error: Exception, consequence: str = GOES_ON) -> str:
+    """Return the line on an error of W&B."""
+    message = str(error).strip() or type(error).__name__
+    return f"W&B: {message.splitlines()[0]}; {consequence}"

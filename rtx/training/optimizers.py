@@ -76,7 +76,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a state unlike its weight: a fused step would write beyond it."""
     for weight, state in optimizer.state.items():
-        shapes = moment_shapes(weight.shape)
+        shapes = moment_shapes(optimizer, weight.shape)
+        for name in shapes.keys() - state.keys():
+            raise ValueError(f"a weight has no {name}")
         for name, moment in state.items():
             if not torch.is_tensor(moment) or moment.shape != shapes.get(name):
                 raise ValueError(f"{name} is not like its weight, {[*weight.shape]}")
@@ -84,15 +86,16 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(f"{name} is not like its weight, of {weight.dtype}")
 
 
-def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
-    """Return the shapes of all that Adam, AdamW and Adafactor keep of a weight, by its name."""
-    shapes = {"step": torch.Size([])}
-    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "variance"):
-        shapes[name] = shape
-    if len(shape) > 1:
-        shapes["row_var"] = torch.Size([*shape[:-1], 1])
-        shapes["col_var"] = torch.Size([*shape[:-2], 1, shape[-1]])
-    return shapes
+def moment_shapes(optimizer: torch.optim.Optimizer, shape: torch.Size) -> dict[str, torch.Size]:
+    """Return the shapes of all that Adam, AdamW or Adafactor keep of a weight, by their names."""
+    step = {"step": torch.Size([])}
+    if not isinstance(optimizer, Adafactor):
+        return {**step, "exp_avg": shape, "exp_avg_sq": shape}
+    if len(shape) <= 1:
+        return {**step, "variance": shape}
+    rows = torch.Size([*shape[:-1], 1])
+    columns = torch.Size([*shape[:-2], 1, shape[-1]])
+    return {**step, "row_var": rows, "col_var": columns}
 
 
 def clip_gradients(model: nn.Module, limit: float | None) -> Tensor:

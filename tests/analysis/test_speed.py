@@ -1,5 +1,8 @@
 """Shares of a chip's peak, and the time of a step that a roofline expects."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from rtx.analysis.cost import cost
@@ -48,20 +51,16 @@ def test_a_step_a_second_is_its_operations_over_the_peak_of_all_devices() -> Non
 
 
 def test_a_gpu_without_a_known_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Machine:
-        accelerator = "gpu"
-        precision = "bf16"
-        world = 1
-
-    class Letters:
-        vocabulary = 256
-
-    said: list[str] = []
-    for name, lines in (("Radeon", 1), ("NVIDIA H200", 1)):
+    lines: list[str] = []
+    hardware = SimpleNamespace(on_gpu=True, precision="bf16", world=1)
+    store = SimpleNamespace(vocabulary=256)
+    session: Any = SimpleNamespace(
+        config=planned(), hardware=hardware, store=store, say=lines.append
+    )
+    for name in ("Radeon", "NVIDIA H200"):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
-        found = run_meter(planned(), Letters(), Machine(), said.append)  # type: ignore[arg-type]
-        assert (found.peak is None) == (name == "Radeon") and len(said) == lines
-    assert said == ["no share of the peak is told: rtx does not know that of Radeon in bf16"]
+        assert (run_meter(session).peak is None) == (name == "Radeon")
+    assert lines == ["no share of the peak is told: rtx does not know that of Radeon in bf16"]
 
 
 def test_the_expected_time_is_that_of_products_and_memory_or_of_launches() -> None:

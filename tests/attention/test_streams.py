@@ -1,5 +1,7 @@
 """Streams: a prompt in one pass, then one position after the other; they know their position."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,11 @@ def test_a_stream_refuses_another_batch(qkv: tuple[Tensor, Tensor, Tensor]) -> N
     stream.prefill(*positions(qkv, 0, 3))
     with pytest.raises(ValueError, match="B=1, H=2: this stream has B=2, H=2"):
         stream.decode(*(x[:1] for x in positions(qkv, 3, 4)))
+
+
+def test_a_prompt_is_prepared_once(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    pattern = routing("causal").eval()
+    stream = pattern.stream()
+    with mock.patch.object(pattern, "prepare", wraps=pattern.prepare) as prepare:
+        stream.prefill(*positions(qkv, 0, 5))
+    assert prepare.call_count == 1

@@ -105,7 +105,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
             "hardware.workers=1000000: must be auto or an integer, at least 0, at most 256 (",
         ),
         ("train data=../routing/causal", "data=../routing/causal: must be one of cifar10"),
-        ("train 'trainer={steps: 3}'", "unknown key 'trainer'"),
+        ("train 'trainer={steps: 3}'", "trainer={steps: 3}: must be one of debug, overfit"),
         (
             "train trainer.steps=abc",
             "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;",

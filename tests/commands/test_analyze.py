@@ -24,8 +24,9 @@ def analyzed(
 ) -> tuple[dict[str, Any], str, Path]:
     """Return the record that an analysis keeps, what it prints, and where the record stands."""
     printed = workshop.command("analyze", what, str(run), *options)
-    path = Path(printed.splitlines()[-1])
-    assert path.parent == run / "analysis"
+    # A slow machine prints lines of progress, too.
+    paths = [line for line in printed.splitlines() if line.startswith(f"{run / 'analysis'}/")]
+    path = Path(paths[-1])
     return json.loads(path.read_text()), printed, path
 
 

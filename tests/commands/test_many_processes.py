@@ -182,8 +182,8 @@ def test_two_processes_take_the_steps_of_one_and_resume_on_one(
         for run in (two, one)
     )
     for row, other in zip(*rows, strict=True):
-        assert row.keys() == other.keys() and row["grad_norm"] == pytest.approx(
-            other["grad_norm"], rel=most
+        assert row.keys() == other.keys() and row["train/grad_norm"] == pytest.approx(
+            other["train/grad_norm"], rel=most
         )
 
 

@@ -64,7 +64,7 @@ def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
             (run / "environment.json").write_text(
                 json.dumps({"command": f"rtx train routing.heads={seed}"})
             )
-    program = f"from rtx.commands.runs import main; main([{str(tmp_path)!r}])"
+    program = f"from rtx.cli.main import main; main(['runs', {str(tmp_path)!r}])"
     environment = {
         **os.environ,
         "COLUMNS": str(columns),

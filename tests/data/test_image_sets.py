@@ -25,7 +25,8 @@ from tests.helpers.made_sets import (
     write_tar,
 )
 
-TRAIN, TEST = random_images(12, seed=1), random_images(4, seed=2)
+TRAIN = random_images(12, seed=1)
+TEST = random_images(4, seed=2)
 
 
 def pictures(store: TokenStore, split: str) -> np.ndarray:

@@ -14,7 +14,8 @@ from rtx.settings.schema import DataConfig, all_fields
 MQAR = DataConfig(
     name="mqar", length=64, pairs=4, keys=9, values=8, fillers=3, sequences=7, distance=10
 )
-COPY, INDUCTION = replace(MQAR, name="copy", keys=1, pairs=6), replace(MQAR, name="induction")
+COPY = replace(MQAR, name="copy", keys=1, pairs=6)
+INDUCTION = replace(MQAR, name="induction")
 RECALL = replace(MQAR, name="recall", distance=0)
 TASKS = (MQAR, replace(MQAR, gaps="power"), COPY, INDUCTION, RECALL)
 SIZES = (
@@ -36,7 +37,9 @@ def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray,
 def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
     """Answer by reading from left to right: position, value and distance of every answer."""
     told: dict[int, int] = {}
-    found, run = [], None  # where the string behind the key is told that is being asked
+    found = []
+    # Where the string after the current question is first.
+    run = None
     for place, unit in enumerate(sequence):
         if unit < task.keys:
             run = told.get(unit)
@@ -53,7 +56,8 @@ def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
     "task", [*TASKS, *SIZES], ids=lambda task: f"{task.name}-{task.gaps}-{task.length}"
 )
 def test_a_reader_of_the_prefix_finds_every_answer_and_no_other(task: DataConfig) -> None:
-    counts, P = set(), task.pairs
+    counts = set()
+    P = task.pairs
     for sequence, at_A, back_A in zip(*drawn(task, 300 if task in TASKS else 5), strict=True):
         answers = solved(sequence.tolist(), task)
         assert [(place, back) for place, _, back in answers] == [
@@ -111,7 +115,8 @@ def test_neither_the_unit_before_nor_the_position_tells_an_answer(task: DataConf
     tokens, at, _ = drawn(task)
     split = DRAWN // 2
     rows, columns = np.nonzero(at >= 0)
-    place, answer = at[rows, columns], tokens[rows, at[rows, columns]]
+    place = at[rows, columns]
+    answer = tokens[rows, at[rows, columns]]
     for context in (tokens[rows, place - 1], place):
         table = np.zeros(
             (max(task.length, RecallStore(task).vocabulary), RecallStore(task).vocabulary)
@@ -124,7 +129,8 @@ def test_neither_the_unit_before_nor_the_position_tells_an_answer(task: DataConf
 def test_a_sequence_is_the_same_on_every_machine_for_its_split_seed_and_number() -> None:
     assert [RecallStore(task).fingerprint[:12] for task in TASKS] == FINGERPRINTS.split()
     task = replace(RECALL, length=24, pairs=3, keys=10, values=10, fillers=10)
-    told, asked = [0, 19, 6, 16, 3, 13], [0, 19, 3, 13, 6, 16]
+    told = [0, 19, 6, 16, 3, 13]
+    asked = [0, 19, 3, 13, 6, 16]
     filler = [26, 26, 23, 27, 25, 28, 28, 21, 21, 28, 22, 22]
     assert RecallStore(task).sequence(2**32 - 1, 10**12, TRAIN).tolist() == [*told, *filler, *asked]
     store = RecallStore(RECALL)

@@ -62,13 +62,13 @@ def test_an_epoch_is_a_permutation_of_windows_that_do_not_overlap(units, length,
 
 
 def test_window_starts_cover_the_text_evenly():
-    units, length, epochs = 1000, 32, 600
+    units = 1000
+    length = 32
+    epochs = 600
     sampler = ShuffledWindows(TOKENS[:units], length, seed=0, batch_size=1)
     first = [sampler.start(epoch * sampler.per_epoch) for epoch in range(6400)]
-    phases, places = (
-        Counter(at % length for at in first),
-        Counter(at // length for at in first if at < 30 * length),
-    )
+    phases = Counter(at % length for at in first)
+    places = Counter(at // length for at in first if at < 30 * length)
     assert (len(phases), len(places)) == (length, 30)
     assert all(140 < count < 260 for count in (*phases.values(), *places.values()))  # some 200 each
     seen = np.zeros(units)
@@ -84,7 +84,8 @@ def test_window_starts_cover_the_text_evenly():
     ("world", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 2), (3, 4), (4, 1), (12, 1)]
 )
 def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch):
-    sampler, before = ShuffledWindows(TOKENS, 8, seed=0, batch_size=12), torch.get_rng_state()
+    sampler = ShuffledWindows(TOKENS, 8, seed=0, batch_size=12)
+    before = torch.get_rng_state()
     ranks = [
         list(training_batches(sampler, 5, 8, rank, world, micro_batch)) for rank in range(world)
     ]

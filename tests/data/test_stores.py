@@ -47,7 +47,8 @@ def starts(store: TokenStore, split: str) -> np.ndarray:
 def test_splits_are_the_bytes_in_order_with_their_documents(data, root):
     found = opened(data, root)
     whole = TEXT + TEXT[::-1]
-    train, valid = len(whole) * 9 // 10, len(whole) * 95 // 100 - len(whole) * 9 // 10
+    train = len(whole) * 9 // 10
+    valid = len(whole) * 95 // 100 - len(whole) * 9 // 10
     assert b"".join(found.split(name).tobytes() for name in ("train", "valid", "test")) == whole
     expected = {"units": train, "bytes": train, "words": len(whole[:train].split()), "documents": 2}
     assert expected.items() <= found.facts["train"].items()
@@ -209,7 +210,8 @@ def test_a_killed_preparation_goes_on_and_makes_the_same_store(
     assert not list(root.glob(".*.work")) and not (again.folder / "cache").exists()
 
 
-FULL, GONE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), LocalEntryNotFoundError("503")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+GONE = LocalEntryNotFoundError("503")
 
 
 @pytest.mark.parametrize("error", [FULL, GONE], ids=["disk", "network"])

@@ -32,7 +32,8 @@ from tests.helpers.made_sets import (
     write_table,
 )
 
-CONTENT, COUNTS = prose(1_000)[:4_000], {"train": 5, "valid": 1, "test": 2}
+CONTENT = prose(1_000)[:4_000]
+COUNTS = {"train": 5, "valid": 1, "test": 2}
 HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}
 BOOKS = {
     "train": [prose(300, seed) for seed in range(5)],
@@ -46,7 +47,8 @@ def split_texts(store: TokenStore) -> dict[str, bytes]:
 
 
 def documents(store: TokenStore, split: str) -> list[bytes]:
-    starts, tokens = np.load(store.folder / f"{split}.starts.npy").tolist(), store.split(split)
+    starts = np.load(store.folder / f"{split}.starts.npy").tolist()
+    tokens = store.split(split)
     return [store.tokenizer.decode(tokens[a:b]) for a, b in pairwise(starts)]
 
 
@@ -273,7 +275,9 @@ def test_fewer_books_are_taken_and_stamped_and_a_missing_split_is_named(tmp_path
 def test_the_hub_is_read_at_a_pinned_commit_which_stands_in_the_record_and_once(
     tmp_path, root, monkeypatch
 ):
-    asked, copied, real = [], [], text.table_rows
+    asked = []
+    copied = []
+    real = text.table_rows
     monkeypatch.setattr(
         origins, "hub_files", lambda *words: asked.append(words) or tables(tmp_path / words[2])
     )

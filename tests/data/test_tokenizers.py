@@ -24,7 +24,8 @@ from rtx.errors import UserError
 from rtx.settings.schema import DataConfig
 from tests.helpers.made_sets import articles, prose
 
-TEXT, ARTICLES = prose(20_000), articles(12)
+TEXT = prose(20_000)
+ARTICLES = articles(12)
 NASTY = [
     b"",
     b"   leading and  runs   of blanks  ",
@@ -66,7 +67,8 @@ def ids_of(tokenizer: Tokenizer, text: bytes, size: int) -> list[int]:
 
 
 def test_any_bytes_survive_a_round_trip_as_bytes():
-    tokenizer, raw = Tokenizer(), bytes(range(256)) + b"\r\n\x00 \xff\xfe"
+    tokenizer = Tokenizer()
+    raw = bytes(range(256)) + b"\r\n\x00 \xff\xfe"
     ids = tokenizer.encode(raw)
     assert ids.dtype == np.uint8 and ids.tolist() == list(raw)
     assert all(
@@ -151,7 +153,8 @@ def test_any_bytes_come_back_and_their_ids_do_not_know_the_cuts(text, size):
 
 
 def test_training_twice_gives_the_same_bytes_from_an_even_sample():
-    one, two = subwords(500), subwords(500)
+    one = subwords(500)
+    two = subwords(500)
     assert one.content == two.content and one.describe() == two.describe()
     assert subwords(500, TEXT[::-1]).describe()["sha256"] != one.describe()["sha256"]
     text = b" ".join(b"%08d" % number for number in range(200_000))
@@ -190,7 +193,8 @@ def test_a_learned_tokenizer_is_kept_described_and_taken_again_and_no_other(name
     tokenizer = learned(data, [TEXT], tmp_path, "data=made", print)
     described = json.loads(json.dumps(tokenizer.describe()))
     assert {"name", "unit", "vocabulary", "settings", "file", "sha256"} == set(described)
-    file, record = tmp_path / described["file"], tmp_path / "tokenizer.json"
+    file = tmp_path / described["file"]
+    record = tmp_path / "tokenizer.json"
     unread = (pytest.fail("it was read") for _ in range(1))
     again = learned(data, unread, tmp_path, "data=made", print)
     for other in (again, load_tokenizer(described, tmp_path)):

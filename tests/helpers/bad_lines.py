@@ -9,7 +9,8 @@ from rtx.settings.fields import Field
 from rtx.settings.presets import options
 from rtx.settings.schema import GROUPS, all_fields
 
-RUN, SWEEP = "outputs/rtx/run", "outputs/rtx"
+RUN = "outputs/rtx/run"
+SWEEP = "outputs/rtx"
 """A run's folder, which has a configuration and nothing else, and that of its sweep."""
 
 SMALL = "data=recall model.layers=1 model.hidden=16 model.heads=2 routing.heads=1 routing.layers=1"
@@ -199,10 +200,13 @@ def bad_lines(draw: DrawFn) -> list[str]:
 
 def slip_of_the_finger(draw: DrawFn, words: list[str]) -> list[str]:
     """Drop, double, replace or add a letter in a word."""
-    at, letter = draw(st.integers(0, max(0, len(words) - 1))), draw(st.sampled_from(NOISE))
+    at = draw(st.integers(0, max(0, len(words) - 1)))
+    letter = draw(st.sampled_from(NOISE))
     word = words[at] if words else ""
     place = draw(st.integers(0, max(0, len(word) - 1)))
-    before, here, after = word[:place], word[place : place + 1], word[place + 1 :]
+    before = word[:place]
+    here = word[place : place + 1]
+    after = word[place + 1 :]
     slips = (
         before + after,
         before + here * 2 + after,

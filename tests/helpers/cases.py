@@ -106,12 +106,13 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     options = {"scale": 0.7 if case.scaled else None} | options
     own: dict[str, Any] = {"attend_self": case.attend_self} | options
     clustered: dict[str, Any] = {"merge": case.merge} | own
-    H, W, D, seed = case.H, case.W, case.D, case.seed
-    length, summary, some = (
-        max(1, case.N),
-        1 + seed % W,
-        {"window": W, "block": 1 + seed % min(W, 4)},
-    )
+    H = case.H
+    W = case.W
+    D = case.D
+    seed = case.seed
+    length = max(1, case.N)
+    summary = 1 + seed % W
+    some = {"window": W, "block": 1 + seed % min(W, 4)}
     chosen = {**own, "qk_norm": bool(seed % 2)}
     hashed = {"window": W, "rounds": case.rounds, "buckets": 4, "seed": seed}
     how, _, keys = kind.partition("-")
@@ -236,7 +237,10 @@ def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str,
 
 def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
     """Return the outputs of a prompt in one pass and of the positions behind it one at a time."""
-    q, k, v, rotate = given["q"], given["k"], given["v"], given["rotate"]
+    q = given["q"]
+    k = given["k"]
+    v = given["v"]
+    rotate = given["rotate"]
     cache = pattern.start(given["relative"])
 
     def inputs(here: slice):
@@ -271,7 +275,8 @@ def check(pattern: Pattern, case: Case) -> None:
         else:
             theirs = run(partial(oracle.attend, pattern), here, streaming=prefix)
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-            mine, its = gradients(pattern, here, ours), gradients(pattern, here, theirs)
+            mine = gradients(pattern, here, ours)
+            its = gradients(pattern, here, theirs)
             torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)
     with torch.no_grad():
         for prompt in {0, case.seed % (case.N + 1), case.N}:

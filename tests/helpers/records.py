@@ -61,7 +61,8 @@ def write_run(
     `more` goes into its final score, `error` is the standard error of this score, `curve` has
     train_seconds and bits of validations by step.
     """
-    run, data = folder / digest(flat(made)), data or DATA
+    run = folder / digest(flat(made))
+    data = data or DATA
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
     (run / "environment.json").write_text(

@@ -82,7 +82,9 @@ class Process:
     """A run in a process of its own."""
 
     def __init__(self, number: int, run: Path, log: Path, ended: Callable[[], int]) -> None:
-        self.number, self.run, self.log = number, run, log
+        self.number = number
+        self.run = run
+        self.log = log
         self.ended = (
             ended  # waits for the end, and returns the exit code, negative where a signal killed it
         )
@@ -164,7 +166,8 @@ class Workshop:
     """A folder with a text, and commands that run in it."""
 
     def __init__(self, folder: Path, server: subprocess.Popen[str] | None = None) -> None:
-        self.folder, self.server = folder, server
+        self.folder = folder
+        self.server = server
         self.data = folder / "data"
         text = np.random.default_rng(0).choice(list(b"abc \n\xff"), 3_001).astype(np.uint8)
         (folder / "book.txt").write_bytes(text.tobytes())
@@ -191,7 +194,8 @@ class Workshop:
 
     def called(self, *arguments: str, run: Path | str = "") -> tuple[int, str, str]:
         """Run a command in this process, and return its exit code, stdout and stderr."""
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with (
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(out),
@@ -224,11 +228,9 @@ class Workshop:
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
         """Run a command in a forked process, which has its imports and first executes `inside`."""
         assert self.server is not None
-        server, log, environment = (
-            self.server,
-            self.folder / f"{run.name}.log",
-            self.environment(run) | variables,
-        )
+        server = self.server
+        log = self.folder / f"{run.name}.log"
+        environment = self.environment(run) | variables
         number = int(
             asked(server, arguments=arguments, environment=environment, log=str(log), inside=inside)
         )

@@ -14,7 +14,8 @@ from rtx.cli import main as cli
 from rtx.settings.compose import compose
 from rtx.settings.identity import config_hash
 
-PYTHON, RECORD = sys.executable, "record.jsonl"
+PYTHON = sys.executable
+RECORD = "record.jsonl"
 STAND_IN = """#!{python}
 import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["RTX_RUN"])
@@ -71,7 +72,9 @@ class Sweep:
     def __init__(
         self, outputs: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        self.outputs, self.patch, self.capsys = outputs, patch, capsys
+        self.outputs = outputs
+        self.patch = patch
+        self.capsys = capsys
 
     def asked(self, behaviour: str, *words: str, code: int = 0) -> str:
         """Run a sweep of such cells, check its exit code, and return its output or error."""

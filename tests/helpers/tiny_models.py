@@ -171,7 +171,8 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
     for name, value in options.items():
         group = clusters if name.startswith("routing_") else sizes
         group[name.removeprefix("routing_")] = value
-    routing, model = RoutingConfig(**clusters), ModelConfig(**sizes)
+    routing = RoutingConfig(**clusters)
+    model = ModelConfig(**sizes)
     return resolve(Config(data=DataConfig(length=length), routing=routing, model=model))
 
 
@@ -218,14 +219,16 @@ def check_streams(
     model: Transformer, tokens_BN: Tensor, *prompts: int, tolerance: float = 1e-10
 ) -> None:
     """Check that steps and prompts give the nats of one pass with decisions from the prefix."""
-    slow, inputs = Decoder(model, len(tokens_BN)), [None, *tokens_BN.T[:-1]]
+    slow = Decoder(model, len(tokens_BN))
+    inputs = [None, *tokens_BN.T[:-1]]
     logits_NBV = torch.stack([slow.step(tokens_B) for tokens_B in inputs])
     found_NB = -logits_NBV.log_softmax(-1).gather(-1, tokens_BN.T[..., None])[..., 0]
     with torch.no_grad():
         expected_BN, _ = model.loss(tokens_BN, streaming=True)
     torch.testing.assert_close(found_NB.T, expected_BN, rtol=tolerance, atol=tolerance)
     for prompt in prompts:
-        quick, end = Decoder(model, len(tokens_BN)), prompt + 13
+        quick = Decoder(model, len(tokens_BN))
+        end = prompt + 13
         found = [quick.prefill(tokens_BN[:, :prompt]), *map(quick.step, inputs[prompt + 1 : end])]
         torch.testing.assert_close(
             torch.stack(found), logits_NBV[prompt:end], rtol=tolerance, atol=tolerance

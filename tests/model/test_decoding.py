@@ -160,6 +160,17 @@ def test_caches_grow_only_where_any_position_may_be_read(
         assert sizes[0] < sizes[2] < 5 * sizes[0]
 
 
+def test_a_stream_says_what_it_takes_at_its_start_and_later() -> None:
+    decoder = Decoder(tiny_model(), 2)
+    with pytest.raises(ValueError, match="the first step takes no tokens"):
+        decoder.step(TOKENS_BN[:, 0])
+    decoder.step()
+    with pytest.raises(ValueError, match="which only the first step takes"):
+        decoder.step()
+    with pytest.raises(ValueError, match="a prompt is read at position 0, not at position 1"):
+        decoder.prefill(TOKENS_BN)
+
+
 def sample(
     model: Transformer, prompt: list[int], length: int = 12, seed: int = 0, **options: Any
 ) -> list[int]:

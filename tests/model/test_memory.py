@@ -247,3 +247,17 @@ def test_streams_read_what_is_compressed(kind: str) -> None:
     with torch.no_grad():
         (nats_BN, _), (fewer_BN, _) = (each.loss(tokens_BN) for each in (model, less))
     assert torch.equal(nats_BN[:, :12], fewer_BN[:, :12]) and not torch.equal(nats_BN, fewer_BN)
+
+
+def test_a_sequence_of_segments_has_the_auxiliary_losses_of_all() -> None:
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(length=6, **{**KEPT, "memory": 6}), 11).double().train()
+    tokens_BN = tokens(length=18)
+    _, of_sequence = model.loss(tokens_BN)
+    memory = Memory(model.config)
+    losses = []
+    for segment_BN in tokens_BN.split(6, dim=1):
+        _, loss = model.loss(segment_BN, memory=memory)
+        losses.append(loss)
+    assert float(of_sequence.detach()) > 0
+    torch.testing.assert_close(of_sequence, torch.stack(losses).sum())

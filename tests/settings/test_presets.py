@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ("text", "message"),
     [
         ("layerz: 3\n", "unknown key 'model.layerz' (did you mean 'model.layers'?)"),
-        (f"{GLOBAL}modle:\n  layers: 3\n", "unknown key 'modle' (did you mean 'model'?)"),
+        (f"{GLOBAL}trainr:\n  steps: 3\n", "unknown key 'trainr' (did you mean 'trainer'?)"),
         ("layers: three\n", "model.layers=three: must be an integer, at least 1"),
         ("layers: [1, 2]\n", "model.layers must be one value"),
         ("layers: ${model.hedas}\n", "model.layers: Interpolation key 'model.hedas' not found"),
@@ -50,4 +50,4 @@ def test_a_model_beside_an_experiment_with_another_one_is_refused(folder: Path) 
     (folder / "model" / "named.yaml").write_text(f"{GLOBAL}name: run\nmodel:\n  layers: 5\n")
     forget()
     config = compose(["model=named", "experiment=smoke"])
-    assert (config.model.layers, config.model.name) == (5, "custom")
+    assert (config.model.layers, config.model.name) == (5, "named")

@@ -121,7 +121,7 @@ def test_what_comes_after_training_fails_nothing(
     said, page = [], bare / "page.json"
     monkeypatch.setattr("rtx.training.loggers.say_line", said.append)
     page.write_text("{}")
-    add = partial(add_to_wandb, bare, "eval", {"x": 1.0}, [page], 3)
+    add = partial(add_to_wandb, bare, "eval", {"eval/x": 1.0}, [page], 3)
     add()
     assert not said, "a run that W&B has nothing of"
     begun(monkeypatch, bare)

@@ -9,6 +9,7 @@ of 3 is `rtx.analysis.coverage.Retained`.
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rtx.analysis.coverage import NAMES, at_keys, fit, measure, selections
@@ -22,6 +23,7 @@ from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.tables import Column, print_table
+from rtx.settings.derived import full_group
 from rtx.settings.schema import Config, with_values
 from rtx.training.inference import LoadedRun
 
@@ -46,7 +48,7 @@ def coverage(
     block = options.block or config.routing.block
     sizes = sizes_around(keys, config.data.length)
     patterns = patterns_of_layers(config, sizes, block).to(run.device)
-    layers = [f"layer {layer}" for layer, of_layer in enumerate(patterns) if [*of_layer.children()]]
+    layers = full_layers(config)
     fit_to_training(run, store, config, patterns)
     retained = measure_windows(run, config, patterns, tokens_KN, window)
     shape = (len(tokens_KN), len(layers), len(NAMES), len(sizes), 3)
@@ -84,6 +86,16 @@ def patterns_of_layers(
     for layer in range(config.model.layers):
         patterns.append(selections(config, layer, sizes, block))
     return patterns
+
+
+def full_layers(config: Config) -> list[str]:
+    """Return the titles of the layers with full heads."""
+    titles = []
+    for layer in range(config.model.layers):
+        _, heads = full_group(config, layer)
+        if heads:
+            titles.append(f"layer {layer}")
+    return titles
 
 
 def print_coverage(
@@ -129,8 +141,8 @@ def fit_to_training(
 ) -> None:
     """Fit centroids and thresholds of the patterns to training batches; the model stays."""
     for micro_batches in RtxDataModule(config, store).train_dataloader():
-        for tokens_BN in micro_batches:
-            fit(config, run.model, patterns, tokens_BN.long().to(run.device))
+        tokens_BN = torch.cat(micro_batches).long()
+        fit(config, run.model, patterns, tokens_BN.to(run.device))
 
 
 def measure_windows(

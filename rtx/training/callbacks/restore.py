@@ -1,8 +1,10 @@
 """Going on from a checkpoint."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from torch.optim import Optimizer
 
 from rtx.training.checkpoint import (
     Checkpoint,
@@ -50,8 +52,9 @@ def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) ->
     tensors = with_current_names(checkpoint["model"], module.model.state_dict())
     checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
     groups = decaying_and_exempt(module.model)
-    for state in checkpoint["optimizer_states"]:
+    for state, optimizer in zip(checkpoint["optimizer_states"], trainer.optimizers, strict=True):
         state["state"] = renumbered(state["state"], tensors, groups)
+        state["param_groups"] = with_options_of(optimizer, state["param_groups"])
     trainer.strategy.load_model_state_dict(checkpoint)
     trainer.strategy.load_optimizer_state_dict(checkpoint)
     for optimizer in trainer.optimizers:
@@ -61,6 +64,20 @@ def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) ->
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
     set_steps(trainer, checkpoint["step"])
+
+
+def with_options_of(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the groups of a checkpoint with the options of an optimizer.
+
+    These follow from the configuration, which cannot have changed, and so need not be read.
+    """
+    current = []
+    for group, here in zip(groups, optimizer.param_groups, strict=True):
+        options = {name: value for name, value in here.items() if name != "params"}
+        current.append({**group, **options})
+    return current
 
 
 def set_steps(trainer: Trainer, step: int) -> None:

@@ -1,0 +1,164 @@
+"""What ruff does not know about how this code reads: a statement has one thought."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("rtx", "hydra_plugins", "tests", "benchmarks")
+UNCHECKED: tuple[str, ...] = (
+    "benchmarks/aot.py",
+    "benchmarks/attention.py",
+    "benchmarks/checkpoints.py",
+    "benchmarks/data.py",
+    "benchmarks/ending.py",
+    "benchmarks/footprint.py",
+    "benchmarks/gpu.py",
+    "benchmarks/gpu_sections/",
+    "benchmarks/patterns.py",
+    "benchmarks/peak.py",
+    "benchmarks/step.py",
+    "benchmarks/steps.py",
+    "benchmarks/streaming.py",
+    "rtx/attention/",
+    "rtx/commands/",
+    "rtx/errors.py",
+    "rtx/model/",
+    "rtx/progress.py",
+    "rtx/report/",
+    "rtx/runs/",
+    "rtx/settings/",
+    "rtx/sharded.py",
+    "rtx/training/",
+    "tests/attention/",
+    "tests/commandline/",
+    "tests/commands/",
+    "tests/faults/",
+    "tests/report/",
+    "tests/slurm/",
+    "tests/sweep/",
+    "tests/test_benchmarks.py",
+    "tests/test_cli.py",
+    "tests/test_conf.py",
+    "tests/test_docs.py",
+    "tests/test_install.py",
+    "tests/test_losses.py",
+    "tests/training/",
+)
+"""Files and folders that have such statements."""
+TRUTH_VALUES = (ast.Compare, ast.BoolOp)
+
+
+def checked_files() -> list[Path]:
+    """Return the Python files that are checked, relative to the checkout."""
+    files: list[Path] = []
+    for room in ROOMS:
+        files += sorted((ROOT / room).rglob("*.py"))
+    names = [path.relative_to(ROOT) for path in files]
+    return [name for name in names if not name.as_posix().startswith(UNCHECKED)]
+
+
+def is_tuple_assignment(node: ast.AST) -> bool:
+    """Return whether a node is `a, b = x, y`, and no exchange of the same values."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    target = node.targets[0]
+    if not isinstance(target, ast.Tuple):
+        return False
+    targets = {ast.unparse(element) for element in target.elts}
+    return targets != {ast.unparse(element) for element in node.value.elts}
+
+
+def is_nested_conditional(node: ast.AST) -> bool:
+    """Return whether a node is a conditional expression with another one inside."""
+    if not isinstance(node, ast.IfExp):
+        return False
+    return any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node)
+
+
+def is_conditional_text(node: ast.AST) -> bool:
+    """Return whether a node is an f-string with a conditional expression inside."""
+    if not isinstance(node, ast.JoinedStr):
+        return False
+    return any(isinstance(inner, ast.IfExp) for inner in ast.walk(node))
+
+
+def is_text_times_truth(node: ast.AST) -> bool:
+    """Return whether a node is a text or list times a truth value."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return False
+    sides = (node.left, node.right)
+    has_truth = any(isinstance(side, TRUTH_VALUES) for side in sides)
+    return has_truth and any(is_sequence(side) for side in sides)
+
+
+def is_sequence(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str | bytes)
+    return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple)
+
+
+def is_nested_comprehension(node: ast.AST) -> bool:
+    """Return whether a node is a comprehension with more than one `for`."""
+    if not isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return False
+    return len(node.generators) > 1
+
+
+def is_truth_slice(node: ast.AST) -> bool:
+    """Return whether a node is a slice by a truth value."""
+    if not isinstance(node, ast.Slice):
+        return False
+    return any(isinstance(bound, TRUTH_VALUES) for bound in (node.lower, node.upper, node.step))
+
+
+IN_TABLES = "a comprehension with two `for`"
+"""Tables of cases in tests may have it."""
+RULES = {
+    "an assignment of a tuple to a tuple": is_tuple_assignment,
+    "a conditional expression in another": is_nested_conditional,
+    "a conditional expression in an f-string": is_conditional_text,
+    "a text or list times a truth value": is_text_times_truth,
+    IN_TABLES: is_nested_comprehension,
+    "a slice by a truth value": is_truth_slice,
+}
+
+
+def problems(path: Path) -> Iterator[str]:
+    """Yield each statement that breaks a rule, with its line."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for name, breaks in RULES.items():
+            is_table = name == IN_TABLES and path.parts[0] == "tests"
+            if breaks(node) and not is_table:
+                yield f"{path}:{getattr(node, 'lineno', '?')}: {name}"
+
+
+def test_a_statement_has_one_thought() -> None:
+    lines: list[str] = []
+    for path in checked_files():
+        lines += problems(path)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a, b = x, y",
+        "a = x if p else y if q else z",
+        'f"{x if p else y}"',
+        '"s" * (n > 1)',
+        "[x for y in z for x in y]",
+        "words[: n > 1]",
+    ],
+)
+def test_a_rule_finds_what_it_is_for(line: str) -> None:
+    nodes = list(ast.walk(ast.parse(line)))
+    assert any(breaks(node) for breaks in RULES.values() for node in nodes)
+
+
+@pytest.mark.parametrize("line", ["a, b = b, a", "a, b = f(x)", '"-" * width', "words[:n]"])
+def test_plain_statements_break_no_rule(line: str) -> None:
+    nodes = list(ast.walk(ast.parse(line)))
+    assert not any(breaks(node) for breaks in RULES.values() for node in nodes)
