@@ -336,7 +336,7 @@ def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_t
     )
     write_eval(
         write_run(
-            tmp_path, config("cifar10", seed=2), bits=None, state="killed", data=IMAGES, step=5_000
+            tmp_path, config("cifar10", seed=2), bits=None, state="running", data=IMAGES, step=5_000
         ),
         4.0,
     )
