@@ -101,7 +101,7 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
 def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_path: Path) -> None:
     for values in (LOCAL, CAUSAL):
         write_run(
-            tmp_path, config("far_text heads=causal", seed=4, **values), bits=1.0, state="killed"
+            tmp_path, config("far_text heads=causal", seed=4, **values), bits=1.0, state="running"
         )
     report = built(write_kinds(tmp_path, seeds=4))
     assert (
@@ -336,7 +336,7 @@ def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_t
     )
     write_eval(
         write_run(
-            tmp_path, config("cifar10", seed=2), bits=None, state="killed", data=IMAGES, step=5_000
+            tmp_path, config("cifar10", seed=2), bits=None, state="running", data=IMAGES, step=5_000
         ),
         4.0,
     )
