@@ -338,9 +338,14 @@ def counted_rows(run: Path) -> list[dict[str, Any]]:
     rows = read_metrics(run / "metrics.jsonl")
     counted = []
     for row in rows:
-        names = [name for name in row if name.rpartition("/")[2] not in TIME_FIELDS]
+        names = [name for name in row if measure_of(name) not in TIME_FIELDS]
         counted.append({name: row[name] for name in names})
     return counted
+
+
+def measure_of(name: str) -> str:
+    """Return a field's name without its split, and without `final_`."""
+    return name.rpartition("/")[2].removeprefix("final_")
 
 
 def first_difference(a: Any, b: Any, where: str) -> str:
