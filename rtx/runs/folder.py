@@ -73,7 +73,9 @@ def run_folders(folder: Path) -> list[Path]:
             folders |= {path.parent for path in folder.glob(depth + name)}
     runs = []
     for run in sorted(folders):
-        if run.parent not in folders and not is_export(run):
+        # The parent of "." is "." again.
+        is_inside = run.parent in folders and run.parent != run
+        if not is_inside and not is_export(run):
             runs.append(run)
     return runs
 

@@ -333,19 +333,19 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
     return first_difference(a, b, name)
 
 
-def field_of(name: str) -> str:
-    """Return the field of a metric, such as train_seconds of valid/final_train_seconds."""
-    return name.rpartition("/")[2].removeprefix("final_")
-
-
 def counted_rows(run: Path) -> list[dict[str, Any]]:
     """Return the rows of a run without the fields that a clock or the machine measures."""
     rows = read_metrics(run / "metrics.jsonl")
     counted = []
     for row in rows:
-        names = [name for name in row if field_of(name) not in TIME_FIELDS]
+        names = [name for name in row if measure_of(name) not in TIME_FIELDS]
         counted.append({name: row[name] for name in names})
     return counted
+
+
+def measure_of(name: str) -> str:
+    """Return a field's name without its split, and without `final_`."""
+    return name.rpartition("/")[2].removeprefix("final_")
 
 
 def first_difference(a: Any, b: Any, where: str) -> str:
