@@ -14,7 +14,7 @@ from torch import nn
 
 from rtx.errors import RunFailed, UserError
 from rtx.runs import status as run_status
-from rtx.runs.folder import new_run_folder
+from rtx.runs.folder import new_run_folder, run_folders
 from rtx.runs.lock import working_in
 from rtx.runs.status import Status, run_state, utc_now
 from rtx.training import checkpoint as files
@@ -58,6 +58,18 @@ def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(
         raise ValueError("why")
     status = status_of(tmp_path)
     assert (status.state, status.reason) == ("failed", "why")
+
+
+def test_a_run_is_found_from_inside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.chdir(run)
+    assert run_folders(Path(".")) == [Path(".")]
+    monkeypatch.chdir(tmp_path)
+    assert run_folders(Path(".")) == [Path("run")]
 
 
 def test_run_folders_are_unique_and_obey_the_environment(
