@@ -22,7 +22,10 @@ def test_the_wheel_holds_the_package_conf_and_nothing_else_and_works_anywhere(
     subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.partition("/")[0] for name in names} == {"rtx", f"rtx-{__version__}.dist-info"}
+    folders = {name.partition("/")[0] for name in names}
+    assert folders == {"rtx", "hydra_plugins", f"rtx-{__version__}.dist-info"}
+    plugins = [name for name in names if name.startswith("hydra_plugins/")]
+    assert plugins == ["hydra_plugins/rtx_sweeps.py"], "others share this namespace"
     inside = {name.removeprefix("rtx/") for name in names if name.startswith("rtx/conf/")}
     assert inside == {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "rtx").rglob("*.py")} | {
