@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.engine.softmax import recomputed
 from rtx.attention.precision import widened
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
+from rtx.attention.recompute import recomputed
 from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
 
 WIDTH = 16
