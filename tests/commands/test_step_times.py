@@ -12,6 +12,7 @@ import pytest
 from rtx.analysis.cost import cost
 from rtx.runs.records import TIMED_STEPS
 from rtx.settings.schema import to_config
+from rtx.training import module
 from tests.helpers.small_runs import ROOT, SIZES, Workshop
 
 KINDS = "routing.heads=0,1"
@@ -54,7 +55,7 @@ def record_of(workshop: Workshop, name: str) -> dict[str, Any]:
 def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(
     workshop: Workshop, steps: Any, ask: Ask
 ) -> None:
-    with patch.object(steps, "after_step", wraps=steps.after_step) as moved:
+    with patch.object(module, "after_step", wraps=module.after_step) as moved:
         said = ask("name=timed", KINDS, "seed=1,0")
     assert moved.call_count == 2 * (1 + 3), "once for each step of a row"
     assert "2 rows, 3 turns of 1 step" in said and "local" in said and "routing" in said

@@ -227,7 +227,7 @@ def test_mistakes_are_told_in_a_line_and_leave_no_folder(
         (f"data.path={empty}", "empty.txt"),
         (
             f"{XL} trainer.batch_size=100",
-            "=100: expected 100 streams of at least data.length=32 units",
+            "=100: expected 100 streams of at least data.length=32 tokens",
         ),
         (f"{XL} model.memory=5000", "model.memory=5000 must be at most 675"),
         (
@@ -251,7 +251,7 @@ def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop:
     said = " ".join(printed.split())
     assert (
         "on a sample of 2 windows of the validation split" in said
-        and "(a sample of the windows)" in said
+        and "(a sample of 2 windows)" in said
     )
     assert "a short run: optimizer=adamw is made for 1,000 steps" in said and "zlib" not in said
     assert (
@@ -265,7 +265,7 @@ def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop:
     assert "a sample of 2 windows" in workshop.command("report", str(run))
     workshop.command("resume", str(run), "trainer.steps=13", "trainer.final_windows=null")
     assert (
-        "windows" not in final(run)
+        final(run)["protocol"].get("windows") is None
         and final(run)["units"] == 150
         and "zlib" in final(run)["baselines"]
     )
@@ -284,9 +284,9 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
             ("data.length=16", "model.recompute=false", "trainer.steps=4"),
         )
         said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
-        assert final(run).get("windows") == windows and (final(run)["units"] == 150) == (
-            windows is None
-        )
+        assert final(run)["protocol"].get("windows") == windows and (
+            final(run)["units"] == 150
+        ) == (windows is None)
         line = next(
             line for line in said.splitlines() if not line.startswith(("preparing", "data=text"))
         )

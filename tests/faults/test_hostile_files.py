@@ -115,7 +115,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
     for name, change in (("done", {}), ("run", {"state": "failed", "reason": ESCAPE})):
         copy = Path(shutil.copytree(run, folder / name))
         status = json.loads((copy / "status.json").read_text()) | change
-        status["final"]["unit"] += ESCAPE
+        status["final"]["protocol"]["unit"] += ESCAPE
         (copy / "status.json").write_text(json.dumps(status))
     (folder / "sweeps.jsonl").write_text(json.dumps(SWEEP) + "\n")
     for word, place in (

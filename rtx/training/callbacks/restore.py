@@ -15,7 +15,12 @@ from rtx.training.checkpoint import (
     with_current_names,
 )
 from rtx.training.module import TrainingModule
-from rtx.training.optimizers import check_moments, decaying_and_exempt
+from rtx.training.optimizers import (
+    check_moments,
+    decaying_and_exempt,
+    learning_rate,
+    set_learning_rate,
+)
 from rtx.training.session import Session
 
 
@@ -57,8 +62,11 @@ def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) ->
         state["param_groups"] = with_options_of(optimizer, state["param_groups"])
     trainer.strategy.load_model_state_dict(checkpoint)
     trainer.strategy.load_optimizer_state_dict(checkpoint)
+    # A run that has nothing left to do saves the rate of its last step, as it did before.
+    rate = learning_rate(module.config, max(1, checkpoint["step"]))
     for optimizer in trainer.optimizers:
         check_moments(optimizer)
+        set_learning_rate(optimizer, rate)
     states = with_current_callbacks(checkpoint["callbacks"])
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if callback.state_key in states:
