@@ -24,7 +24,7 @@ def check_call(
 ) -> None:
     """Refuse tensors that are no valid arguments of `Pattern.forward`."""
     if has_keys and k_BHND is None:
-        raise ValueError("k_BHND=None: this pattern needs keys of their own")
+        raise ValueError("k_BHND=None: this pattern needs keys")
     if not has_keys and k_BHND is not None:
         raise ValueError("k_BHND is given: must be None, as queries serve as keys in this pattern")
     check_tensor("q_BHND", q_BHND)
