@@ -1,13 +1,26 @@
 """Attention patterns: modules of heads in which every query reads some of the keys.
 
-The library imports nothing else of rtx. To know one pattern, open its file: it has the rule in
-plain Python, then the batch form, then the stream. To go on from there:
+A query *reads* a key if it attends to it. The library imports nothing else of rtx. To know one
+pattern, open its file:
 
-    reads.py       how a pattern says who reads whom: packed lists, or an index
+    positional.py  Full, Local, Recurrent, Strided, Fixed, FixedBlock, FixedSummary
+    adaptive_span.py, lsh.py, probed.py, indexer.py, blocks.py: one pattern and its variants each
+    top_keys.py    Exact, and the base class of Probed, Indexer and Blocks
+    clusters.py    Random, and the base class of patterns with clusters
+    routing.py     TopK, Thresholds, Nearest
+
+It has the rule in plain Python, then the batch form (whole sequences on tensors), then the stream.
+To go on from there:
+
     pattern.py     the base class of all patterns, with the forward pass
-    engine/        the attention over what a pattern reads
-    cache.py       the keys and values that streams keep
-    oracle.py      attention by rules, slow, which tests compare everything with
+    reads.py       how a pattern describes which query reads which keys: packed lists, or an index
+    engine/        attention over the keys that are read
+    cache.py       the KV caches of streams
+    oracle.py      slow attention by the rules, which tests compare everything with
+    members.py     selection of the members of clusters by their scores
+    centroids.py, centroid_update.py: the centroids of clusters, and how a training step moves them
+    ties.py        which scores count as equal
+    static.py, room.py: selection in static shapes for GPUs, and lists of limited length for it
 
 Names of tensors end with the letters of their dimensions: `q_BHND` is `[B, H, N, D]`, and 1 is a
 dimension of size 1. All files of this folder use these letters:

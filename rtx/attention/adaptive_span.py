@@ -1,4 +1,4 @@
-"""Local heads that learn how far back they read.
+"""Adaptive attention span: local heads that learn how far back they attend.
 
 Shapes: H heads, N positions, M distances.
 """
@@ -19,14 +19,15 @@ from rtx.attention.reads import QueriesKeys, Reads
 
 
 class AdaptiveSpan(ContiguousPattern):
-    """Local heads that each learn how far back they read (Sukhbaatar et al. 2019, section 2).
+    """Local heads that each learn how far back they attend (Sukhbaatar et al. 2019, section 2).
 
-    In the softmax of a head with the span z, the exponential for a key at distance x is multiplied
-    by m_z(x) = clamp((R + z - x) / R, 0, 1): 1 up to the span, and falling to 0 over a ramp of R
-    positions after it. At distances from `window` on it is 0.
+    In the softmax of a head with the span z, the exponential of a key at distance x is multiplied
+    by the soft mask m_z(x) = clamp((R + z - x) / R, 0, 1). It is 1 up to the span, falls to 0 over
+    a ramp of R positions after it, and is 0 at distances of `window` and more.
 
     The parameter is z / `window`, so that one learning rate suits any window. It starts at 0, as in
-    the released code: a head then reads the ramp. Cost and memory are N times the longest reach.
+    the released code: a head then reads the R positions of the ramp. Cost and memory are N times
+    the longest reach (span plus ramp).
 
     Args:
         heads: H.
@@ -74,9 +75,9 @@ class AdaptiveSpan(ContiguousPattern):
 
     @torch.no_grad()
     def reach(self) -> int:
-        """Return how many positions a query of the head with the longest span reads, with itself.
+        """Return how many positions a query reads in the head with the longest span, itself included.
 
-        On a GPU this is the window, which no span exceeds: the CPU would have to wait for spans.
+        On a GPU it is the window, an upper bound, so that the CPU need not wait for the spans.
         """
         if not self.share_H.is_cpu:
             return self.window
@@ -103,7 +104,7 @@ class AdaptiveSpan(ContiguousPattern):
         mask_HM = (ramp_left_HM / self.ramp).clamp(0, 1)
         is_in_window_M = distance_M < self.window
         is_read_HM = (mask_HM > 0) & is_in_window_M
-        # The logarithm of 1 where nothing is read: that of 0 would turn its gradient into NaN.
+        # Take the logarithm of 1 where the mask is 0, as that of 0 has the gradient NaN.
         mask_HM = mask_HM.masked_fill(~is_read_HM, 1)
         bias_HM = mask_HM.log().masked_fill(~is_read_HM, -math.inf)
         terms = super().terms(size, relative)
@@ -121,7 +122,7 @@ class AdaptiveSpan(ContiguousPattern):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Keep the spans in [0, window], as the released code does: others get no gradient."""
+        """Clamp the spans to [0, window], as the released code does: outside, they get no gradient."""
         self.share_H.clamp_(0, 1)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:

@@ -1,4 +1,4 @@
-"""Checks of arguments; their messages name the argument, its value and the allowed values.
+"""Checks of arguments, which raise a ValueError that names the argument and the allowed values.
 
 Shapes: B sequences, H heads, N positions, D head size, M distances.
 """
@@ -22,9 +22,9 @@ def check_call(
     real_BN: Tensor | None,
     relative: RelativeTables | None,
 ) -> None:
-    """Refuse tensors that a pattern cannot attend over, see `Pattern.forward`."""
+    """Refuse tensors that are no valid arguments of `Pattern.forward`."""
     if has_keys and k_BHND is None:
-        raise ValueError("k_BHND=None: this pattern needs keys of their own")
+        raise ValueError("k_BHND=None: this pattern needs keys")
     if not has_keys and k_BHND is not None:
         raise ValueError("k_BHND is given: must be None, as queries serve as keys in this pattern")
     check_tensor("q_BHND", q_BHND)
@@ -45,7 +45,7 @@ def check_relative(
     q_BHND: Tensor,
     v_BHND: Tensor,
 ) -> None:
-    """Refuse anything but tables by distance that fit queries, keys and values."""
+    """Refuse tables by distance that do not fit queries, keys and values; None passes."""
     if relative is None:
         return
     if not isinstance(relative, RelativeTables):
@@ -72,7 +72,7 @@ def check_table(
     shape: tuple[int, ...],
     q_BHND: Tensor,
 ) -> None:
-    """Refuse a table of another shape, on another device than the queries, or of whole numbers."""
+    """Refuse a table of a wrong shape, on a wrong device, or of integers; None passes."""
     if table is None:
         return
     check_shape(name, table, shape, q_BHND)
@@ -85,7 +85,7 @@ def check_memory(
     length: int,
     takes_memory: bool,
 ) -> None:
-    """Refuse a memory longer than N positions, or any memory if a pattern takes none."""
+    """Refuse a memory of more than N positions, and any memory if the pattern takes none."""
     if takes_memory:
         check_whole("memory", memory, 0, length, f"from 0 to N={length}")
     else:
@@ -97,7 +97,11 @@ def check_heads(
     heads: int | None,
     size: int | None,
 ) -> None:
-    """Refuse queries whose number of heads or head size is not the pattern's (None: any)."""
+    """Refuse queries of other numbers of heads or head sizes than the pattern has.
+
+    Args:
+        heads, size: H and D of the pattern; None: any.
+    """
     _, H, _, D = q_BHND.shape
     if heads not in (None, H) or size not in (None, D):
         allowed = f"{heads} of size {size or D}, as the pattern"
@@ -117,11 +121,11 @@ def check_shape(
     like: Tensor,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse a tensor of another shape, device or type; None passes.
+    """Refuse a tensor of a wrong shape, device or type; None passes.
 
     Args:
-        like: the queries, whose device is the right one.
-        dtype: the right type; None: any.
+        like: the queries; `x` must be on their device.
+        dtype: the required type; None: any.
     """
     if x is None:
         return
@@ -181,10 +185,10 @@ def check_whole(
     most: int | None,
     allowed: str,
 ) -> None:
-    """Refuse a value that is no whole number, such as True, or that is out of range.
+    """Refuse a value that is no whole number or is out of range; True is no whole number.
 
     Args:
-        most: the largest value; None: any.
+        most: the largest allowed value; None: no limit.
         allowed: the range in words.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -194,7 +198,7 @@ def check_whole(
 
 
 def check_positive(least: int = 1, /, **named: int) -> None:
-    """Refuse counts below `least`, and fractions."""
+    """Refuse arguments that are no whole numbers of at least `least`, given as `name=value`."""
     for name, value in named.items():
         check_whole(name, value, least, None, f"at least {least}")
 
@@ -205,7 +209,7 @@ def check_within(
     most: int,
     bound: str,
 ) -> None:
-    """Refuse a count that is not from 1 to another argument, whose name is `bound`."""
+    """Refuse a count that is not from 1 to `most`, the value of the argument named `bound`."""
     check_whole(name, value, 1, most, f"from 1 to {bound}={most}")
 
 
@@ -230,7 +234,7 @@ def check_number(
     allowed: str,
     is_valid: Callable[[float], bool],
 ) -> None:
-    """Refuse a value that is no number, such as True, or that is not valid.
+    """Refuse a value that is no number or is not valid; True is no number.
 
     Args:
         allowed: the valid numbers in words.

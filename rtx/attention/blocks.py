@@ -3,17 +3,17 @@
 A sequence is cut into blocks of b positions. A block is *finished* for the queries after it. The
 query at position i reads the keys of its own block up to i, and those of the W // b finished
 blocks with the largest q_i . (mean of the block's keys) (Lu et al. 2025, MoBA, arXiv 2502.13189,
-section 2.2). Queries and keys are compared before they are rotated. The attention and the choice
-share them, so the attention's gradient trains the choice, too.
+section 2.2). Queries and keys are compared before they are rotated. Attention and choice use the
+same queries and keys, so the gradient of the attention trains the choice as well.
 
 Example: b = 2, W = 4. The query at position 7 is in block 3, of the positions 6 and 7. If its
 products with the means of the blocks 0 to 2 are 3, 1 and 2, it reads the blocks 0 and 2: the
 positions 0, 1, 4, 5, 6 and 7.
 
 With the option `compressed` each head has a second branch (Yuan et al. 2025, NSA, arXiv 2502.11089,
-section 3.3, with means for its learned compression): every query also attends over the means of
-the keys and values of all finished blocks. Gates add up both outputs, so that every block gets a
-gradient.
+section 3.3, with means in place of its learned compression): every query also attends over the
+means of the keys and values of all finished blocks. The output is the sum of both branches, each
+weighted by a gate, so that every block gets a gradient.
 
 Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, J of
 them chosen, Q queries of a piece, K keys of a query.
@@ -58,7 +58,7 @@ def best_blocks(
 
     Args:
         score_NG: the score of each finished block for each query.
-        margin_NG: scores within the margin of the last block taken count as equal to it.
+        margin_NG: scores within the margin of the lowest selected score count as equal to it.
         block: b.
         count: the number of finished blocks that a query reads at most.
         attend_self: see `readable_count`.
@@ -180,7 +180,7 @@ class Blocks(TopKeys):
         head: int,
         streaming: bool,
     ) -> Tensor:
-        """Return who reads whom in the branch that chooses; `finish_by_rule` adds the other."""
+        """Return the mask of the branch that chooses; `finish_by_rule` adds the other branch."""
         N = qk.q_BHND.shape[2]
         position_N = torch.arange(N, device=qk.q_BHND.device)
         mean_BHGD = self.means(qk.k_BHND)
@@ -232,8 +232,8 @@ class Blocks(TopKeys):
         open_Qb = open_block_Q1 * self.block + column_b
         open_BHQb = open_Qb.expand(B, H, -1, -1)
         key_BHQK = torch.cat([finished_BHQJb.flatten(-2), open_BHQb], dim=-1)
-        # With no more finished blocks than a query reads, it reads all up to its position. Some of
-        # `block_BHQJ` are not finished then.
+        # A query after at most `count` finished blocks reads all keys up to its position. For such a
+        # query, some of `block_BHQJ` are not finished.
         number_K = torch.arange(key_BHQK.shape[-1], device=device)
         key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)
@@ -302,7 +302,7 @@ class RandomBlocks(Blocks):
     What a query reads follows from the seed, its head and its position alone.
 
     Args:
-        seed: of the draw.
+        seed: the seed of the draw.
     """
 
     def __init__(

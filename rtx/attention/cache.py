@@ -1,4 +1,4 @@
-"""KV caches: what streams keep of earlier positions, so that a step need not compute them again.
+"""KV caches: keys and values of earlier positions, which streams keep from step to step.
 
 A stream begins with a prompt, which `prefill` takes in one pass over all its positions. Then
 `decode` takes one position at a time. The caches of patterns with a window are bounded; those of
@@ -24,14 +24,14 @@ FIRST_SLOTS = 256
 
 
 class Cache(ABC):
-    """What a batch of streams keeps for the heads of one pattern."""
+    """The KV cache of a batch of streams, for the heads of one pattern."""
 
     @abstractmethod
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
-        """Take in the positions 0 to N - 1 of each stream, before any step.
+        """Store the positions 0 to N - 1 of each stream, before any step.
 
-        The cache is then as N steps would leave it. The outputs of these positions are those of the
-        pattern's forward pass with `streaming`.
+        The cache then has the same contents as after N calls of `decode`. The outputs of these
+        positions come from the pattern's forward pass with `streaming`.
         """
 
     @abstractmethod
@@ -41,14 +41,14 @@ class Cache(ABC):
         v_BH1D: Tensor,
         position: int,
     ) -> Tensor:
-        """Take in the next position of each stream and return its outputs `[B, H, 1, D]`."""
+        """Store the next position of each stream, and return its outputs `[B, H, 1, D]`."""
 
 
 class RowCache(Cache):
     """Keys and values of each stream by position: position n is in slot n modulo their number.
 
     Args:
-        terms: returns what enters logits besides queries and keys, from the head size.
+        terms: takes the head size, and returns the terms of logits besides queries and keys.
         ring: a fixed number of slots, which later positions overwrite; None: the cache grows.
     """
 
@@ -67,7 +67,7 @@ class RowCache(Cache):
         v_BHND: Tensor,
         first: int,
     ) -> tuple[Tensor, Tensor]:
-        """Take in positions from `first` on; return the keys and values of all slots."""
+        """Store positions from `first` on, and return the keys and values of all slots."""
         k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
         self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)
         self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
@@ -81,7 +81,7 @@ class RowCache(Cache):
         mask_BH1K: Tensor | None,
         distance_BH1K: Tensor,
     ) -> Tensor:
-        """Return the outputs of the newest position, which reads some keys; see `attend_step`."""
+        """Return the outputs of the newest position over K keys; see `attend_step`."""
         terms = self.terms(qk.q_BHND.shape[-1])
         q_BH1D = qk.rotated_q_BHND.to(v_BHKD.dtype)
         return attend_step(q_BH1D, k_BHKD, v_BHKD, mask_BH1K, distance_BH1K, terms)
@@ -99,7 +99,7 @@ def place(
 
     Args:
         x_BHSD: the slots; None: none yet.
-        ring: the number of slots; None: as many as there are positions, or more.
+        ring: a fixed number of slots; None: at least as many as there are positions.
     """
     B, H, N, D = new_BHND.shape
     if x_BHSD is None:
@@ -112,7 +112,7 @@ def place(
     if N == 1:
         x_BHSD[:, :, first % slots] = new_BHND[:, :, 0]
         return x_BHSD
-    # Of more positions than there are slots, only the last remain.
+    # If there are more positions than slots, only the last ones remain.
     skipped = max(0, N - slots)
     slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % slots
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
@@ -159,6 +159,9 @@ def attend_step(
 
 
 def mask_without_self(mask_XK: Tensor, is_self_XK: Tensor) -> Tensor:
-    """Return the mask without the position itself where it reads others (X: any dimensions)."""
+    """Return the mask without the query's own key, unless that is the only one that it reads.
+
+    X stands for any dimensions.
+    """
     others_XK = mask_XK & ~is_self_XK
     return torch.where(others_XK.any(-1, keepdim=True), others_XK, mask_XK)

@@ -1,7 +1,7 @@
 """Candidates: the keys that a query probes, of which it reads the W with the largest logits.
 
-`native_index` is made by the compiled kernel, `candidate_index` by torch's operations, for some
-queries of some heads at a time.
+The compiled kernel makes `native_index`. Torch's operations make `candidate_index`, for some queries
+of some heads at a time.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
 size, R = B * H * N rows, Q queries of a piece, A candidates of a query, W keys that it reads.
@@ -147,7 +147,7 @@ def positions_taken(
 
 
 def keys_at(k_XND: Tensor, position_XQA: Tensor) -> Tensor:
-    """Return the keys at positions, `[X, Q, A, D]`; any key where the position is N."""
+    """Return the keys at some positions, `[X, Q, A, D]`; an arbitrary key for position N."""
     X, N, _ = k_XND.shape
     head_X11 = torch.arange(X, device=k_XND.device)[:, None, None]
     position_XQA = position_XQA.clamp(max=N - 1)
@@ -164,7 +164,7 @@ def best_candidates(
 ) -> Tensor:
     """Return the positions of each query's W best candidates, `[X, Q, W]`; -1 for none.
 
-    Logits within the margin of the last one taken count as equal to it.
+    Logits within the margin of the lowest selected logit count as equal to it.
 
     Args:
         k_XQAD: the candidates' keys.

@@ -1,24 +1,25 @@
 """How one optimizer step moves centroids and thresholds: a pure function of stacked tensors.
 
-Layers with the same rule are stacked and move together. `moved` reads no number back, so a GPU
-never waits for it, and `torch.compile` fuses it into a few kernels.
+Layers with the same rule are stacked and move together. `moved` copies no number to the CPU, and
+`torch.compile` fuses it into a few kernels.
 
-A centroid c moves towards the vectors that the step gathered for it (their sum s, their number n):
+A centroid c moves towards the vectors that the step gathered for it. Their sum is s, and their
+number is n:
 
     update="members", "nearest":   c <- to_sphere(decay c + (1 - decay) s / n)
     update="sum" (Algorithm 1):    c <- decay c + (1 - decay) s / (number of sequences)
-    update="split" (of keys):      c <- decay c + (1 - decay) s / n; without vectors c starts anew
+    update="split" (of keys):      c <- decay c + (1 - decay) s / n; if n = 0, c restarts elsewhere
 
 A cluster's threshold t moves so that the cluster gets `window` of `length` positions:
 
     t <- t + threshold_rate (members / wanted - 1) deviation
 
-where wanted = positions * window / length, and the deviation is that of the scores of all positions
-with the centroid.
+where wanted = positions * window / length, and deviation is the standard deviation of the scores of
+all positions with the centroid.
 
 Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster is to have
-16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and its scores deviate by 8. At a rate
-of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
+16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and the standard deviation of its
+scores is 8. At a rate of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
 Shapes: Y layers with the same rule, H heads, C clusters, D head size; V sides with thresholds: 2 if
 queries and keys have separate memberships, else 1, or 0 without thresholds; T numbers in a layer's
@@ -33,11 +34,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_EXCESS = 3.0
-"""The most that members / wanted - 1 counts: thresholds of fuller clusters rise no faster."""
+"""The upper limit of members / wanted - 1, which limits how fast a threshold rises."""
 SPLIT = "split"
 """The update of centroids of keys, see `split_centroids`."""
 SPREAD = 2.0**-10
-"""How far such a centroid starts from another one, relative to each of its numbers."""
+"""The distance at which such a centroid restarts from another one, relative to each component."""
 
 
 class Rule(NamedTuple):
@@ -54,7 +55,7 @@ class Rule(NamedTuple):
     threshold_rate: float
     """0: thresholds do not move."""
     quantile: float
-    """A normal score exceeds its mean by this many deviations with probability window / length.
+    """The value that a standard normal variable exceeds with probability window / length.
 
     -inf if that is 1.
     """
@@ -62,32 +63,32 @@ class Rule(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step moves."""
+    """The tensors that a step changes."""
 
     centroid_YHCD: Tensor
     """float32."""
     threshold_YVHC: Tensor
     """float32."""
     steps_Y: Tensor
-    """The number of steps that have moved each layer, int64."""
+    """The number of steps that have changed each layer, int64."""
 
 
 class Statistics(NamedTuple):
-    """What the forward passes of a step have gathered, in float64.
+    """The statistics of the forward passes of a step, in float64.
 
-    The statistics of a stack of layers have a dimension Y in front.
+    Those of a stack of layers have Y as their first dimension.
     """
 
     sum_HCD: Tensor
-    """The sum of the vectors that each centroid is to follow, of all sides."""
+    """The sum of the vectors that each centroid moves towards, over all sides."""
     count_HC: Tensor
     """The number of these vectors."""
     seen_2_3_HC: Tensor
-    """For each side, of each cluster: the number of members, the sum of all scores, and the sum of
-    their squares.
+    """For each side and cluster: the number of members, the sum of all scores, and the sum of their
+    squares.
 
-    The sums are 0 if thresholds do not choose. Members may be other vectors than those that the
-    centroid is to follow.
+    The sums are 0 if members are not selected by thresholds. Members may be other vectors than
+    those that the centroid moves towards.
     """
     positions: Tensor
     """The number of positions of all sequences."""
@@ -96,7 +97,7 @@ class Statistics(NamedTuple):
 
 
 def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistics:
-    """Return the statistics in a row `[T]`, or in a row for each layer `[Y, T]`, as views."""
+    """Return the statistics as views of one vector `[T]`, or of one vector a layer `[Y, T]`."""
     H, C, D = shape_HCD
     layers = total_T.shape[:-1]
     sizes = statistics_sizes(shape_HCD)
@@ -111,7 +112,7 @@ def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
 
 
 def statistics_sizes(shape_HCD: tuple[int, int, int]) -> list[int]:
-    """Return the number of numbers in a row of each field of `Statistics`; their sum is T."""
+    """Return how many numbers each field of `Statistics` has; their sum is T."""
     H, C, D = shape_HCD
     clusters = H * C
     return [clusters * D, clusters, 2 * 3 * clusters, 1, 1]
@@ -126,8 +127,8 @@ def to_sphere(x_HCD: Tensor) -> Tensor:
 def moved(rule: Rule, state: State, total_YT: Tensor) -> State:
     """Return the centroids, thresholds and numbers of steps after a step.
 
-    A layer that gathered nothing keeps its state. A head whose statistics are not all finite keeps
-    its centroids and thresholds: one NaN would never leave their running means.
+    A layer without statistics keeps its state. A head with a NaN or infinity in its statistics
+    keeps its centroids and thresholds, because NaN would stay in the running means for ever.
 
     Args:
         total_YT: the statistics of each layer, see `statistics_in`.
@@ -162,7 +163,7 @@ def moved_centroids(
     old_YHCD: Tensor,
     statistics: Statistics,
 ) -> Tensor:
-    """Return the centroids after a step, float64, undefined for layers that gathered nothing."""
+    """Return the centroids after a step, float64, undefined for layers without statistics."""
     if rule.update == SPLIT:
         return split_centroids(rule, old_YHCD, statistics)
     if rule.update == "sum":
@@ -171,8 +172,8 @@ def moved_centroids(
     has_mean_YHC1 = statistics.count_HC[..., None] > 0
     if rule.update == "members" and not rule.threshold_rate:
         # A centroid without members might never get any, as its threshold does not fall. So it
-        # moves towards the mean of the other clusters' means. In a head without any members that
-        # is 0, and the centroid keeps its direction.
+        # moves towards the mean of the other clusters' means. If no cluster of the head has
+        # members, that mean is 0, and the centroid keeps its direction.
         count_YH11 = has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
         others_YH1D = mean_YHCD.sum(2, keepdim=True) / count_YH11
         mean_YHCD = torch.where(has_mean_YHC1, mean_YHCD, others_YH1D)
@@ -182,7 +183,7 @@ def moved_centroids(
 
 
 def means(statistics: Statistics) -> Tensor:
-    """Return the mean of the vectors of each centroid, `[Y, H, C, D]`; 0 without vectors."""
+    """Return the mean of the vectors of each centroid, `[Y, H, C, D]`; 0 if there are none."""
     count_YHC1 = statistics.count_HC[..., None]
     return statistics.sum_HCD / count_YHC1.clamp_min(1)
 
@@ -198,10 +199,11 @@ def moved_by_sums(
     old_YHCD: Tensor,
     statistics: Statistics,
 ) -> Tensor:
-    """Return the centroids after a step of Algorithm 1, by the mean of the sums over sequences.
+    """Return the centroids after a step of Algorithm 1, averaged over the sequences of the step.
 
-    Algorithm 1 adds half of the queries' sum and half of the keys' sum (line 31). If queries serve
-    as keys, both halves are equal, and the sum was gathered once; else both sums were gathered.
+    Algorithm 1 adds half of the sum of the queries and half of the sum of the keys (line 31). If
+    queries serve as keys, the halves are equal, and the statistics have the sum once. With separate
+    keys they have both sums, so the result is divided by 2.
     """
     sums_gathered = 1.0
     if rule.keys == "separate":
@@ -217,10 +219,11 @@ def split_centroids(
     old_YHCD: Tensor,
     statistics: Statistics,
 ) -> Tensor:
-    """Return centroids moved towards the means of their members, of any norm.
+    """Return centroids moved towards the means of their members, without normalisation.
 
-    A centroid without members starts anew next to another one, which `sources` names: there, with
-    its numbers multiplied by 1 + SPREAD and 1 - SPREAD alternately, so that the direction differs.
+    A centroid without members restarts next to another one, which `sources` selects. It gets the
+    components of that centroid, multiplied by 1 + SPREAD and 1 - SPREAD in turn, so that its
+    direction differs.
     """
     count_YHC = statistics.count_HC
     moved_YHCD = blended(rule, old_YHCD, means(statistics))
@@ -237,14 +240,14 @@ def split_centroids(
 
 
 def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return next to which cluster each cluster without members starts anew, and in which turn.
+    """Return the cluster next to which each cluster without members restarts, and its turn.
 
-    The first of them starts next to the largest cluster, the second next to the second largest, and
-    so on. If all clusters with members have been used, the next turn begins with the largest. In
-    turn t, centroids start t times SPREAD away.
+    The first of them restarts next to the largest cluster, the second next to the second largest,
+    and so on. After the smallest cluster with members, the next turn begins with the largest again.
+    In turn t, the distance is t times SPREAD.
 
     Example: clusters 0 to 4 have 5, 0, 9, 0 and 0 members. Those with members are, by size, 2 and
-    0. So in turn 1, cluster 1 starts next to 2 and cluster 3 next to 0; in turn 2, 4 next to 2.
+    0. So in turn 1, cluster 1 restarts next to 2 and cluster 3 next to 0; in turn 2, 4 next to 2.
 
     Returns:
         Clusters and turns, `[Y, H, C]`, undefined for clusters that have members.
@@ -261,7 +264,7 @@ def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ScoreMoments(NamedTuple):
-    """What a step has seen of the scores in each cluster, float64."""
+    """Mean and standard deviation of the scores in each cluster, and its size, float64."""
 
     count_YVHC: Tensor
     """The number of members."""
@@ -299,11 +302,11 @@ def moved_thresholds(
     """Return thresholds after a step: higher if clusters have too many members, lower if too few.
 
     The first step of a layer sets its thresholds instead: to the score that `window` of `length`
-    positions would exceed if scores were normal, with the mean and deviation of the step's scores.
-    Thresholds of a layer without scores stay.
+    positions would exceed if scores were normal with the mean and deviation of this step. The
+    thresholds of a layer without scores stay.
 
     Args:
-        moves_YH: which heads may move.
+        moves_YH: whether the thresholds of each head may change.
     """
     old_YVHC = state.threshold_YVHC
     scores = moments_of(statistics, old_YVHC.shape[1])

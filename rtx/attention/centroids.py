@@ -1,4 +1,4 @@
-"""Centroids of clusters, and what training gathers to move them.
+"""Centroids and thresholds of clusters, and the statistics that move them.
 
 Forward passes in training add up statistics (`Centroids.observe`). Once after each optimizer step,
 `after_step` sums them over ranks and moves the centroids and thresholds of all layers together;
@@ -33,13 +33,13 @@ from rtx.attention.members import products
 from rtx.attention.pattern import Pattern
 
 QUERIES = 0
-"""The side of queries; of positions, if queries and keys have the same memberships."""
+"""The number of the side of queries, and of the only side if memberships are not separate."""
 KEYS = 1
-"""The side of keys, if their memberships are separate."""
+"""The number of the side of keys, if memberships are separate."""
 
 
 class Gathering:
-    """Whether passes in training gather statistics; torch.compile can read plain attributes."""
+    """Whether forward passes gather statistics: an attribute, which torch.compile can read."""
 
     is_paused = False
 
@@ -49,7 +49,7 @@ gathering = Gathering()
 
 @contextlib.contextmanager
 def statistics_paused() -> Iterator[None]:
-    """Return a context in which passes gather no statistics, such as those of recomputation."""
+    """Return a context in which forward passes gather no statistics, e.g. for recomputation."""
     was_paused = gathering.is_paused
     gathering.is_paused = True
     try:
@@ -63,19 +63,19 @@ class Centroids(nn.Module):
 
     Args:
         heads, clusters, size: H, C and D.
-        window, length: a cluster is to get `window` of `length` positions, which thresholds see to.
-        decay: the share of a centroid that remains after one step.
+        window, length: thresholds move so that a cluster gets `window` of `length` positions.
+        decay: the weight of the old centroid in a step; the new vectors have 1 - decay.
         update: what a centroid moves towards.
             "members": the mean of its members, then back to the sphere. If thresholds do not move,
             a centroid without members moves towards the mean of the others' means. This is ours.
-            "nearest": the mean of the positions that it scores highest of all centroids, then back
-            to the sphere. Without such positions it stays. The paper's released code takes the same
-            positions, but sets a centroid to a running sum over a running count, of any norm.
-            "sum": Algorithm 1 of the paper as printed: the sum of the same positions over a
-            sequence (the mean over the sequences of a step), not normalised.
-        threshold_rate: eta. After a step the threshold of a cluster moves by
-            eta * (members / wanted - 1) deviations of its scores. 0: thresholds stay.
-        keys: what the clusters hold.
+            "nearest": the mean of the positions whose highest score is that of this centroid, then
+            back to the sphere. Without such positions it stays. The paper's released code takes the
+            same positions, but sets a centroid to a running sum over a running count, of any norm.
+            "sum": Algorithm 1 of the paper as printed: the sum of the same positions of a sequence,
+            averaged over the sequences of a step, not normalised.
+        threshold_rate: eta. After a step the threshold of a cluster rises by
+            eta * (members / wanted - 1) standard deviations of its scores. 0: thresholds stay.
+        keys: which vectors are assigned to clusters.
             "shared": queries, which serve as keys.
             "separate": queries and keys, with separate memberships. Statistics are of both.
             "projected": W_R (q + k) of each position, with a fixed orthonormal matrix W_R.
@@ -89,7 +89,7 @@ class Centroids(nn.Module):
     key_threshold_HC: Tensor | None
     projection_HDD: Tensor | None
     steps: Tensor
-    """How many steps have moved the centroids."""
+    """The number of steps that have moved the centroids."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class Centroids(nn.Module):
         self.length = length
         self.threshold_rate = threshold_rate
         self.seed_with_next = False
-        """Whether the centroids start at vectors of the next batch, see `seed_from`."""
+        """Whether the next training batch initialises the centroids, see `seed_from`."""
         directions_HCD = torch.randn(heads, clusters, size, dtype=torch.float32)
         self.register_buffer("centroid_HCD", to_sphere(directions_HCD))
-        # Scores of vectors in random directions are normal with variance D.
+        # Scores of random vectors of norm sqrt(D) are nearly normal with variance D.
         start = self.quantile() * math.sqrt(size)
         threshold_HC = torch.full((heads, clusters), start, dtype=torch.float32)
         key_threshold_HC = None
@@ -137,9 +137,9 @@ class Centroids(nn.Module):
         self.reset_statistics()
 
     def quantile(self) -> float:
-        """Return what a normal score exceeds with probability `window` / `length`.
+        """Return the value that a standard normal variable exceeds with probability window / length.
 
-        In deviations above the mean; -inf where the probability is 1.
+        -inf if the probability is 1.
         """
         share = self.window / self.length
         if share >= 1:
@@ -160,7 +160,10 @@ class Centroids(nn.Module):
         return self
 
     def rule(self) -> Rule:
-        """Return how a step moves these centroids; layers with the same rule move together."""
+        """Return the options by which a step moves these centroids.
+
+        Layers with the same rule move together.
+        """
         H, C, D = self.centroid_HCD.shape
         return Rule(
             update=self.update_rule,
@@ -180,12 +183,12 @@ class Centroids(nn.Module):
         return [self.threshold_HC, self.key_threshold_HC]
 
     def reset_statistics(self) -> None:
-        """Forget the statistics, and let new ones begin on the device of the centroids."""
+        """Set the statistics to zero, on the device of the centroids."""
         H, C, D = self.centroid_HCD.shape
         numbers = sum(statistics_sizes((H, C, D)))
         device = self.centroid_HCD.device
         self.total_T = torch.zeros(numbers, dtype=torch.float64, device=device)
-        """All statistics since the last step, in one row, which ranks add up in one call."""
+        """All statistics since the last step in one vector, which one all-reduce sums over ranks."""
         self.statistics = statistics_in(self.total_T, (H, C, D))
         """Views of `total_T`."""
 
@@ -205,9 +208,9 @@ class Centroids(nn.Module):
         Args:
             side: `QUERIES` or `KEYS`.
             member_count_L: the number of members of each list.
-            sum_LD, count_L: the sums and numbers of the vectors that each centroid is to follow.
-            moment_2BHC: the sums of all scores with each centroid, and of their squares. None: not
-                needed, as thresholds do not choose.
+            sum_LD, count_L: the sums and numbers of the vectors that each centroid moves towards.
+            moment_2BHC: for each centroid the sum of all scores, and the sum of their squares. None:
+                not needed, because members are not selected by thresholds.
         """
         B, H, N, D = x_BHND.shape
         C = self.centroid_HCD.shape[1]
@@ -226,10 +229,11 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
-        """Start at vectors of the first sequence of a batch; without any position do nothing.
+        """Initialise centroids and thresholds with the first sequence of a batch, if it is not empty.
 
-        Centroids start at queries, in their direction; k-means commonly starts at data, the paper
-        at random. Thresholds start where `window` of `length` positions of the sequence reach them.
+        Each centroid gets the direction of a query, as k-means commonly starts at data; the paper
+        starts at random. Thresholds are set so that `window` of `length` positions of the sequence
+        reach them.
 
         Args:
             clustered: the vectors of each side, `[B, H, N, D]`.
@@ -243,14 +247,14 @@ class Centroids(nn.Module):
             for threshold_HC, x_BHND in zip(self.thresholds(), clustered, strict=True):
                 score_HCN = products(self.centroid_HCD, x_BHND[0])
                 threshold_HC.copy_(score_HCN.quantile(below, dim=-1))
-        # The first step would set the thresholds, which are set already.
+        # At 0 the next step would set the thresholds again.
         self.steps.fill_(1)
         self.seed_with_next = False
 
     def drawn_from(self, x_HND: Tensor) -> Tensor:
-        """Return the vectors at C positions of each head, `[H, C, D]`.
+        """Return the vectors at C random positions of each head, `[H, C, D]`.
 
-        The positions differ, unless there are fewer than C, and are always the same.
+        The positions are distinct if there are at least C. The seed of the draw is fixed.
         """
         H, C, _ = self.centroid_HCD.shape
         N = x_HND.shape[1]
@@ -270,7 +274,7 @@ def is_rate(x: float) -> bool:
 
 
 def orthonormal(heads: int, size: int) -> Tensor:
-    """Return a random orthonormal matrix for each head, `[H, D, D]`; all are equally likely."""
+    """Return a uniformly random orthonormal matrix for each head, `[H, D, D]`."""
     normal_HDD = torch.randn(heads, size, size, dtype=torch.float32)
     q_HDD, r_HDD = torch.linalg.qr(normal_HDD)
     sign_HD = r_HDD.diagonal(dim1=-2, dim2=-1).sign()
@@ -287,8 +291,8 @@ Move = Callable[[Rule, State, Tensor], State]
 def after_step(model: nn.Module, move: Move = moved) -> None:
     """Move all centroids and thresholds of a model, and call `after_step` of every pattern.
 
-    To be called once after each optimizer step, on every rank. Ranks sum their statistics first, so
-    that all move alike, by the whole batch.
+    Call this once after each optimizer step, on every rank. Ranks sum their statistics first, so
+    that all ranks move their centroids alike, by the statistics of the whole batch.
 
     Args:
         move: `moved`, or the same function compiled.
@@ -306,7 +310,7 @@ def all_centroids(model: nn.Module) -> list[Centroids]:
 
 
 def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
-    """Return the centroids of all layers; those that move together are in one list."""
+    """Return the centroids of all layers, by their rules."""
     groups: dict[Rule, list[Centroids]] = {}
     for centroids in all_centroids(model):
         groups.setdefault(centroids.rule(), []).append(centroids)
@@ -318,9 +322,9 @@ def move_together(
     layers: list[Centroids],
     move: Move,
 ) -> None:
-    """Move the layers of one rule by the statistics of all ranks, and forget these.
+    """Move the layers of one rule by the statistics of all ranks, and reset these.
 
-    The CPU reads no number back.
+    The CPU reads no number back from a GPU.
     """
     state, total_YT = stacked(layers)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -331,7 +335,7 @@ def move_together(
     if thresholds:
         copy_rows(after.threshold_YVHC.flatten(0, 1), thresholds)
     copy_rows(after.steps_Y, [layer.steps for layer in layers])
-    # torch has no public name for an operation on a list of tensors, one launch for all.
+    # One kernel for a list of tensors; torch has no public name for it.
     torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
 
 
@@ -361,6 +365,6 @@ def thresholds_of(layers: list[Centroids]) -> list[Tensor]:
 
 
 def copy_rows(source_YX: Tensor, targets: list[Tensor]) -> None:
-    """Copy row y of a tensor into target y, for all of them with one launch."""
+    """Copy row y of a tensor into target y, with one kernel for all targets."""
     # torch has no public name for this.
     torch._foreach_copy_(targets, list(source_YX.unbind()))  # type: ignore[attr-defined]

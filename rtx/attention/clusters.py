@@ -1,4 +1,7 @@
-"""Patterns of clusters, whatever puts positions into them; and clusters of random members.
+"""The base class of patterns with clusters, their KV cache, and the pattern with random clusters.
+
+A cluster is a set of positions. A query reads keys of the clusters that it is a member of. Routing,
+hashing and random heads differ in how positions become members.
 
 Shapes: B sequences or streams, H heads, C clusters, N positions, D head size, W attention window,
 S slots of a cluster, L = B * H * C lists (the clusters of all heads), M members of the lists of one
@@ -32,11 +35,11 @@ def last_members(
     key_CN: Tensor,
     window: int,
 ) -> Tensor:
-    """Return the mask `[C, N, N]` by which a query of a cluster reads its last `window` keys.
+    """Return the mask `[C, N, N]`: a query reads the last `window` keys of each of its clusters.
 
     Args:
-        query_CN: whether the query of each position is a member of each cluster.
-        key_CN: the same of its key.
+        query_CN: whether the query at each position is a member of each cluster.
+        key_CN: whether the key at each position is a member of each cluster.
     """
     C, N = query_CN.shape
     mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_CN.device)
@@ -51,20 +54,20 @@ def last_members(
 
 
 class Joins(NamedTuple):
-    """Which clusters the next query and the next key of each stream join, `[B, H, C]`, bool."""
+    """The clusters that the next query and the next key of each stream join, `[B, H, C]`, bool."""
 
     query_BHC: Tensor
     key_BHC: Tensor
     """The same object as `query_BHC` if they join the same clusters."""
     slot_BHC: Tensor | None = None
-    """The slot that the key takes in each cluster; None: that of the oldest key there."""
+    """The slot of the cache that the key takes in each cluster; None: the slot of the oldest key."""
 
 
 class ClusterPattern(Pattern):
-    """Heads of clusters: a position reads the last W members up to itself of its clusters.
+    """Heads with clusters: in each of its clusters a position reads the last W members up to itself.
 
-    Queries and keys are normalised by LayerNorm without scale or bias, unless a subclass prepares
-    them otherwise.
+    Queries and keys are normalised by LayerNorm without scale or bias, unless a subclass overrides
+    `prepare`.
 
     Args:
         has_keys: whether there are keys; otherwise queries serve as keys.
@@ -104,7 +107,8 @@ class ClusterPattern(Pattern):
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
         """Return the members of all clusters.
 
-        If queries and keys join clusters by themselves, these are two: of queries, and of keys.
+        If queries and keys have separate memberships, the result has two items: the members as
+        queries, and the members as keys. Otherwise it has one.
         """
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
@@ -118,7 +122,7 @@ class ClusterPattern(Pattern):
         return ClusterCache(self, self.window, relative)
 
     def lists_to_cache(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
-        """Return the keys in all clusters after a prompt; the cache takes the last of each."""
+        """Return the keys of all clusters after a prompt; the cache keeps the last of each."""
         return self.lists(qk)[-1]
 
     @abstractmethod
@@ -128,7 +132,7 @@ class ClusterPattern(Pattern):
         position: int,
         cache: ClusterCache,
     ) -> Joins:
-        """Return which clusters the next query and the next key of each stream join."""
+        """Return which clusters the query and the key at the next position of each stream join."""
 
 
 def random_positions(
@@ -154,17 +158,18 @@ def random_positions(
 
 
 class Random(ClusterPattern):
-    """Clusters of random members, whatever the sequence contains: the control of Table 1.
+    """Clusters of random members, which ignore the contents of sequences: the control of Table 1.
 
     Each cluster has `window` random members among `length` positions, which depend on (seed, head,
     `clusters`, `window`, `length`) alone. Longer sequences repeat them every `length` positions.
-    The paper says only that Kidx is chosen at random. One draw for all sequences is our choice.
+    The paper says only that the indices of keys (Kidx) are chosen at random. One draw for all
+    sequences is our choice.
 
     Args:
         heads: H.
         clusters: C.
-        length: positions among which members are drawn.
-        seed: of the draw.
+        length: the number of positions among which members are drawn.
+        seed: the seed of the draw.
         options: see `ClusterPattern`.
     """
 
@@ -220,7 +225,7 @@ class Random(ClusterPattern):
         N: int,
         device: torch.device,
     ) -> list[RangeReads]:
-        """Return who reads whom in B sequences of N positions."""
+        """Return the result of `reads` for B sequences of N positions."""
         members = self.members(B, H, N, device)
         return [members_read(members, members, N, self.window, self.attend_self)]
 
@@ -236,7 +241,7 @@ class Random(ClusterPattern):
         device: torch.device,
     ) -> MemberLists:
         """Return the members of every cluster in B sequences of N positions."""
-        # Drawn anew: a CPU would have to wait for a buffer on a GPU.
+        # Drawn again: if `position_HCW` is on a GPU, the CPU would have to wait for a copy.
         drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)
         drawn_HC1W = drawn_HCW.to(device)[:, :, None]
         # Longer sequences repeat the drawn positions.
@@ -268,7 +273,8 @@ class ClusterCache(Cache):
     """The keys and values of the last S members of each cluster.
 
     Args:
-        pattern: decides which clusters a position joins, and may choose slots (`clusters_of_next`).
+        pattern: its `clusters_of_next` decides which clusters a position joins, and may choose the
+            slots.
         slots: S.
         relative: tables by distance.
     """
@@ -311,7 +317,7 @@ class ClusterCache(Cache):
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
-        """Take in the last members of each list; the next key takes the slot of the oldest."""
+        """Store the last S members of each list; the next key takes the slot of the oldest."""
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
@@ -319,8 +325,9 @@ class ClusterCache(Cache):
         list_M = lists.list_M()
         number_M = torch.arange(len(list_M), device=list_M.device)
         rank_M = number_M - lists.first_L()[list_M]
-        left_M = lists.count_L[list_M] - rank_M
-        remains_M = left_M <= self.slots
+        # The number of members of the list from this one on.
+        from_here_M = lists.count_L[list_M] - rank_M
+        remains_M = from_here_M <= self.slots
         list_J = list_M[remains_M]
         row_J = lists.row_M[remains_M]
         slot_J = rank_M[remains_M] % self.slots
@@ -338,7 +345,7 @@ class ClusterCache(Cache):
         slot_BHC: Tensor | None,
         position: int,
     ) -> None:
-        """Take in a position's key and value, in the clusters that it joins."""
+        """Store the key and value of a position in the clusters that the key joins."""
         k_BH1D = qk.rotated_k_BHND.to(v_BH1D.dtype)
         if self.key_LSD is None:
             self.allocate(k_BH1D, v_BH1D, joins_BHC.shape[-1])
@@ -360,7 +367,7 @@ class ClusterCache(Cache):
         row_J: Tensor,
         position_J: Tensor,
     ) -> None:
-        """Write the keys and values of some rows of B * H * N into slots.
+        """Write the keys and values of J of the B * H * N rows into slots.
 
         Args:
             slots: the list of each row, and its slot there.
@@ -381,7 +388,7 @@ class ClusterCache(Cache):
         self.put(qk, v_BH1D, joins.key_BHC, joins.slot_BHC, position)
         is_read_L = joins.query_BHC.flatten()
         if joins.query_BHC is not joins.key_BHC:
-            # A list that the query joins may have no key yet; if queries serve as keys, it has one.
+            # A query with separate memberships may join a list that has no key yet.
             is_read_L = is_read_L & (self.joined_L > 0)
         list_J = is_read_L.nonzero().flatten()
         if not len(list_J):
@@ -398,9 +405,9 @@ class ClusterCache(Cache):
         position: int,
         dtype: torch.dtype,
     ) -> Partial:
-        """Return the outputs of the newest position in some lists; `combine` merges them.
+        """Return the outputs of the newest position in each of J lists; `combine` merges them.
 
-        With merge="mean" the log-sums are zero, so that all lists of a row weigh the same.
+        With merge="mean" the log-sums are set to zero, so that all lists of a row have equal weight.
         """
         assert self.key_LSD is not None
         row_J = list_J // self.clusters
@@ -413,8 +420,8 @@ class ClusterCache(Cache):
         terms = self.pattern.terms(D, self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
             distance_J1S = (position - position_JS)[:, None]
-            read = (q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S)
-            out_J1D, sum_J1 = soft_attend(*read, row_J % H, terms)
+            inputs = (q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S)
+            out_J1D, sum_J1 = soft_attend(*inputs, row_J % H, terms)
             out_JD = out_J1D[:, 0]
             sum_J = sum_J1[:, 0]
         else:
@@ -438,10 +445,10 @@ class ClusterCache(Cache):
         list_J: Tensor,
         position: int,
     ) -> Tensor:
-        """Return which slots of some lists a position reads, `[J, S]`, bool.
+        """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
 
         Args:
-            at_JS: the positions in the slots; -1: none.
+            at_JS: the position of the key in each slot; -1: the slot is empty.
         """
         is_filled_JS = at_JS >= 0
         if self.pattern.attend_self:

@@ -34,7 +34,7 @@ from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
 WIDTH = 16
 """E, unless an argument says otherwise."""
 UNREAD = -1e9
-"""The logit of a key that is not read. At -inf a query that reads nothing would have the gradient
+"""The logit of a key that is not read. With -inf, the gradient of a query without keys would be
 NaN."""
 
 
@@ -136,7 +136,7 @@ class Indexer(TopKeys):
         return [members_read(lists, lists, N, N, self.attend_self)]
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
-        """Return the mean divergence over all queries in training, else zero."""
+        """Return the mean divergence over all queries in training, otherwise zero."""
         if not self.training or not qk.q_BHND.numel():
             return super().loss(qk, parts)
         B, H, N, _ = qk.q_BHND.shape
@@ -208,7 +208,7 @@ def summed_divergence(
 
     Args:
         score, logit: `[..., K]`.
-        is_unread: which keys count in neither softmax, of a shape that broadcasts to theirs.
+        is_unread: true for keys that both softmaxes exclude, in a shape that broadcasts.
     """
     score = widened(score).masked_fill(is_unread, UNREAD)
     logit = widened(logit).masked_fill(is_unread, UNREAD)

@@ -4,8 +4,8 @@
 once. C centroids divide the keys of a head into clusters. A query takes the clusters in the order
 of its products with the centroids, until they hold m keys that it may read, or none is left.
 
-Rounding may differ from a pass to a stream, so scores within a margin of each other count as equal
-(ties.py), and of equal clusters the first comes first.
+Rounding differs between a forward pass and a stream, so scores within a margin of each other count
+as equal (ties.py). Of equal clusters, the one with the lower number comes first.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
 size.
@@ -31,7 +31,7 @@ from rtx.attention.top_keys import last_readable
 
 
 def finite(score: Tensor) -> Tensor:
-    """Return scores whose differences are numbers.
+    """Return finite scores, whose differences are never NaN.
 
     Infinite ones become the largest or least number of the type, and NaN the least.
     """
@@ -92,7 +92,7 @@ def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
 
 
 def query_margins(centroid_XCD: Tensor, q_XND: Tensor) -> Tensor:
-    """Return within which margin a query's products with centroids are equal, `[X, N, 1]`."""
+    """Return the margin within which the products of a query count as equal, `[X, N, 1]`."""
     norm_XN1 = q_XND.norm(dim=-1, keepdim=True)
     largest_X11 = largest_norm(centroid_XCD)
     return finite_margin(norm_XN1, largest_X11, q_XND.dtype)
@@ -139,7 +139,7 @@ def probed_clusters(
     return is_probed_XNC.scatter(-1, cluster_XNC, is_taken_XNC)
 
 
-# Both, for some heads at a time.
+# Clusters of keys and scores of queries, for some heads at a time.
 
 
 class Search(NamedTuple):

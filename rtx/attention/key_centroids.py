@@ -1,4 +1,4 @@
-"""Centroids of keys, which probed keys search by.
+"""The centroids of keys that `Probed` compares queries with.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
@@ -10,16 +10,16 @@ from rtx.attention.centroid_update import SPLIT
 from rtx.attention.centroids import Centroids
 
 NOT_STARTED = -1
-"""The number of steps of centroids that have not yet started at keys."""
+"""The value of `steps` before the centroids have been initialised with keys."""
 
 
 class KeyCentroids(Centroids):
     """C centroids of the keys of each of H heads, in float32: k-means over the course of training.
 
-    They start at keys of the first sequence that training sees, and have any norm. After a step a
-    centroid moves towards the mean of the keys that its cluster got in the step. One without keys
-    starts anew close to the centroid of a cluster with many, whose keys the two then share, as
-    FAISS splits clusters (`centroid_update`, "split").
+    They are initialised with keys of the first training sequence, and are not normalised. After a
+    step a centroid moves towards the mean of the keys of its cluster in the step. A centroid
+    without keys restarts close to the centroid of a large cluster, which splits it, as in FAISS
+    (`centroid_update`, "split").
 
     Args:
         heads, clusters, size: H, C and D.
@@ -37,7 +37,7 @@ class KeyCentroids(Centroids):
         *,
         decay: float,
     ) -> None:
-        # Window and length are for thresholds, which the choice of nearest centroids does not need.
+        # Window and length set thresholds, which are not used here.
         super().__init__(heads, clusters, size, window=1, length=clusters, decay=decay)
         del self.threshold_HC
         self.update_rule = SPLIT
@@ -49,12 +49,12 @@ class KeyCentroids(Centroids):
         return []
 
     def seed_unless_started(self, _: object) -> None:
-        """Start at keys of the next batch, unless the loaded centroids have started already."""
+        """Initialise with the next batch, unless the loaded centroids have been initialised."""
         self.seed_with_next = int(self.steps) == NOT_STARTED
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
-        """Start at keys of the first sequence of a batch; without any key do nothing.
+        """Initialise with keys of the first sequence of a batch, if it is not empty.
 
         Args:
             clustered: the keys alone, `[B, H, N, D]`.

@@ -62,7 +62,7 @@ def hashed(
     Args:
         bucket_TN: the bucket of each position in each round.
         window: W.
-        variant: of `VARIANTS`.
+        variant: one of `VARIANTS`.
         streaming: whether "reformer" sorts the positions up to each query alone.
     """
     rounds = bucket_TN.tolist()
@@ -116,7 +116,7 @@ def members_in_chunks(
 
 
 def chunks_of_positions(bucket_N: list[int], chunk: int) -> list[int]:
-    """Return the chunk of each position: they are sorted by bucket, then by position, and cut.
+    """Return the chunk of each position: positions are sorted by bucket, and cut into chunks.
 
     Args:
         chunk: m.
@@ -136,8 +136,8 @@ class Lsh(ClusterPattern):
         heads, size: H and D.
         window: W.
         rounds, buckets: T, and C (even).
-        seed: the rotations follow from the seed and the head's number. They are a buffer that a
-            checkpoint does not have.
+        seed: decides, with the number of the head, the random matrices. They are a buffer that is
+            not in checkpoints.
         variant: "causal" or "reformer", which sees the future.
 
     Raises:
@@ -183,7 +183,10 @@ class Lsh(ClusterPattern):
         self.rotation_HTDF: Tensor
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
-        """Return the queries, and as keys the same at norm 1; those far below 1e-3 stay short."""
+        """Return the queries, and as keys the queries scaled to norm 1.
+
+        1e-6 is added to the squared norm, so queries with norms far below 1e-3 get smaller norms.
+        """
         wide_BHND = widened(q_BHND)
         square_BHN1 = wide_BHND.square().sum(-1, keepdim=True)
         norm_BHN1 = (square_BHN1 + 1e-6).sqrt()
@@ -284,7 +287,7 @@ class Lsh(ClusterPattern):
         bucket_BHTN = bucket_TBHN.permute(1, 2, 0, 3)
         bucket_BON = bucket_BHTN.reshape(B, H * T, N)
         lists = pack(bucket_BON, self.buckets, complete=True)
-        # `pack` took each round of a head for a head.
+        # `pack` treated each round of a head as a head, so rows are numbered with H * T heads.
         rows_of_head = T * N
         head_M = lists.row_M // rows_of_head
         position_M = lists.row_M % N
@@ -319,13 +322,16 @@ def random_rotations(
 
 
 class HashRound(NamedTuple):
-    """The buckets of one round. A member reads those from its first one to the one before it."""
+    """The buckets of one round, as packed lists.
+
+    Member m reads the members first_M[m] to m - 1.
+    """
 
     lists: MemberLists
     first_M: Tensor
-    """The first member that each member reads."""
+    """The number of the first member that each member reads."""
     member_R: Tensor
-    """The member that each row is."""
+    """The number of the member that belongs to each row."""
 
     def first_R(self) -> Tensor:
         """Return the first member that each row reads."""
@@ -373,10 +379,9 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
-    """Return the place of each position among those up to it, `[X, N]`.
+    """Return the place of each position i in the positions 0 to i, sorted by bucket, `[X, N]`.
 
-    They are sorted by bucket, then by position. Example: the buckets 1, 0, 1 give the places 0, 0
-    and 2.
+    Example: the buckets 1, 0, 1 give the places 0, 0 and 2.
 
     Args:
         buckets: C.
@@ -438,7 +443,7 @@ class LshCache(ClusterCache):
 
 
 def without_repeats(position_XA: Tensor) -> Tensor:
-    """Return the positions with -1 in place of all but the first of equal ones."""
+    """Return the positions, with -1 for all repeats of an earlier item."""
     sorted_XA, slot_XA = position_XA.sort(dim=-1, stable=True)
     later_XI = sorted_XA[:, 1:]
     is_repeated_XI = later_XI == sorted_XA[:, :-1]

@@ -1,11 +1,11 @@
-"""From scores to the members of clusters.
+"""Selection of the members of clusters by their scores.
 
 A score is the dot product of a centroid with a normalised vector, in float32 or wider. Nothing here
-is differentiated. `ties.py` says which scores are equal.
+has a gradient. `ties.py` defines which scores count as equal.
 
-- `choose_members`: who is a member of which cluster, by the scores of whole sequences.
-- `arrivals`: who is, at each position, among the best W of the positions so far. `PrefixTopK`
-  decides it position by position, as a stream does.
+- `choose_members` selects the members of each cluster by the scores of whole sequences.
+- `arrivals` selects, at each position, the best W of the positions so far. `PrefixTopK` does it
+  position by position, as a stream does.
 
 At C = N / W clusters the scores of a head take 4 N^2 / W bytes, which are in memory at once.
 
@@ -44,9 +44,10 @@ def normalise(x_BHND: Tensor) -> Tensor:
 
 
 def normalise_twice(x_BHND: Tensor, backend: str) -> tuple[Tensor, Tensor | None]:
-    """Return `normalise(x)`, and the same in the type of `x` if our kernels make it on the way.
+    """Return `normalise(x)`, and the same in the type of `x` or None.
 
-    They do on a GPU, and on a CPU with `backend="triton"`; else the second result is None.
+    Our Triton kernel computes both in one pass. It runs on a GPU, and on a CPU with
+    `backend="triton"`. Otherwise the second result is None.
     """
     is_for_kernel = backend != "torch" and is_static(x_BHND, backend)
     if not is_for_kernel or not norm.can_normalise(x_BHND):
@@ -58,9 +59,9 @@ def normalise_twice(x_BHND: Tensor, backend: str) -> tuple[Tensor, Tensor | None
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
-    """Return the dot products of rows, in float32 or wider, also under autocast.
+    """Return the dot products of rows, in float32 or wider, even under autocast.
 
-    In narrow types far too many are equal.
+    In bfloat16 or float16 too many scores would be equal.
     """
     wide = wide_type(key.dtype)
     query = query.to(wide)
@@ -83,7 +84,7 @@ def choose_members(
 ) -> native.Selection:
     """Return the members of every cluster by scores, see `native.select`.
 
-    By the compiled kernel, if the backend takes it, else by `by_scores`.
+    The compiled kernel computes them if it can run and the backend allows it, else `by_scores`.
     """
     N = x_BHND.shape[2]
     fits_kernel = x_BHND.is_cpu and x_BHND.dtype == torch.float32
@@ -107,7 +108,7 @@ def by_scores(
     window: int,
     nearest: bool,
 ) -> native.Selection:
-    """Return what `native.select` does, by torch's operations, for some heads at a time."""
+    """Return the result of `native.select`, computed with torch for some heads at a time."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     device = x_BHND.device
@@ -148,11 +149,11 @@ def scores_of_heads(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield some of the B * H heads of all sequences at a time.
+    """Yield the scores of some of the B * H heads of all sequences at a time.
 
     Yields:
-        Which of them, as a slice; their numbers, `[X]`, from 0 to H - 1; and their scores `[X, C,
-        N]`.
+        The slice of these heads in B * H; their numbers from 0 to H - 1, `[X]`; and their scores,
+        `[X, C, N]`.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
@@ -170,7 +171,7 @@ def lists_of_places(
     clusters: int,
     length: int,
 ) -> MemberLists:
-    """Return the lists of members by the places of their scores in all scores `[X, C, N]`."""
+    """Return lists of members, from the places of their scores in the flat scores `[X, C, N]`."""
     # Without positions there are no places to divide.
     length = max(1, length)
     list_M = place_M // length
@@ -182,9 +183,9 @@ def lists_of_places(
 
 
 def moments(score_XCN: Tensor) -> Tensor:
-    """Return the sums of scores, and of their squares, `[2, X, C]`, float64.
+    """Return the sums of scores and of their squares, `[2, X, C]`, float64.
 
-    A float32 sum of squares would lose the deviation of scores that hardly differ.
+    In float32, rounding would hide the variance of scores that are nearly equal.
     """
     score_XCN = score_XCN.double()
     sum_XC = score_XCN.sum(-1)
@@ -197,9 +198,9 @@ def best_members(
     margin_XC: Tensor,
     window: int,
 ) -> Tensor:
-    """Return the places in the scores of each cluster's `window` best positions, ascending.
+    """Return the places in the flat scores of the `window` best positions of each cluster, ascending.
 
-    NaN is worse than every score.
+    NaN counts as the lowest score.
     """
     X, C, N = score_XCN.shape
 
@@ -219,7 +220,7 @@ def sums_of_lists(
     lists: MemberLists,
     backend: str,
 ) -> Tensor:
-    """Return the sum of the vectors of each list's members, `[L, D]`; there are some vectors."""
+    """Return the sum of the vectors of the members of each list, `[L, D]`; `x` is not empty."""
     D = x_BHND.shape[-1]
     x_RD = x_BHND.reshape(-1, D)
     if is_static(x_BHND, backend):
@@ -233,12 +234,12 @@ def sums_of_lists(
 
 
 class Offer(NamedTuple):
-    """What became of one position that was offered to each list."""
+    """The result of offering one position to each list."""
 
     joins_L: Tensor
-    """Which lists take theirs."""
+    """Whether the position becomes a member of the list."""
     slot_L: Tensor
-    """The slot that it gets there."""
+    """The slot that it gets in the list."""
     replaced_L: Tensor
     """The position that it replaces; `EMPTY` or near to it: none."""
 
@@ -246,8 +247,8 @@ class Offer(NamedTuple):
 class PrefixTopK:
     """The best W scores of each list so far, and their positions.
 
-    A list that is full takes a newcomer that beats its worst score by more than the margin. The
-    newcomer replaces the latest of the members that are no better than the worst by more than that.
+    A full list takes a new position if its score exceeds the lowest score of the list by more than
+    the margin. Of the members within the margin of the lowest score, it replaces the latest.
 
     Args:
         margin_L: the margin of each list, in the type of scores.
@@ -258,19 +259,19 @@ class PrefixTopK:
         lists = len(margin_L)
         self.margin_L1 = margin_L[:, None]
         self.score_LW = margin_L.new_full((lists, window), -math.inf)
-        # Empty slots count as members that came late, slot 0 as the latest. So they are taken
-        # first, and in order.
+        # Empty slots have late positions, slot 0 the latest. So they are replaced first, in the
+        # order of their numbers.
         slot_W = torch.arange(window, device=margin_L.device)
         position_W = EMPTY - slot_W
         self.position_LW = position_W.expand(lists, window).clone()
 
     def bar(self) -> Tensor:
-        """Return the score that a newcomer has to exceed, `[L, 1]`; it never falls."""
+        """Return the score that a new member has to exceed, `[L, 1]`; it never decreases."""
         worst_L1 = self.score_LW.amin(-1, keepdim=True)
         return worst_L1 + self.margin_L1
 
     def offer(self, score_L: Tensor, position_L: Tensor) -> Offer:
-        """Offer one position to each list, and return what became of it."""
+        """Offer one position to each list: it becomes a member if its score is high enough."""
         score_L1 = score_L[:, None]
         position_L1 = position_L[:, None]
         bar_L1 = self.bar()
@@ -304,7 +305,7 @@ class PrefixTopK:
 
 
 class Arrivals(NamedTuple):
-    """The members of every prefix: each position that was among the best W when it came."""
+    """The members of every prefix: the positions i that are among the best W of 0 to i."""
 
     lists: MemberLists
     leaves_M: Tensor
@@ -314,7 +315,7 @@ class Arrivals(NamedTuple):
 
 
 class Newcomers(NamedTuple):
-    """Some members, on arrival."""
+    """Some new members, each in one list."""
 
     list_J: Tensor
     position_J: Tensor
@@ -328,9 +329,9 @@ def arrivals(
     x_BHND: Tensor,
     window: int,
 ) -> Arrivals:
-    """Return who becomes a member of each cluster on arrival, and until when it remains one.
+    """Return the positions that become members of each cluster, and when each is replaced.
 
-    Position i reads the members j <= i that have not left by i.
+    Position i reads the members j <= i that have not been replaced at i or before.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
@@ -342,7 +343,8 @@ def arrivals(
     most = piece_size(B * H * C)
     first = 0
     while first < N:
-        # At most a quarter of the prefix: if scores are normal, about W / 4 of it may still join.
+        # A quarter of the prefix at most. If scores are independent, about W / 4 of these positions
+        # exceed the bar.
         count = min(most, max(window, first // 4))
         stop = min(N, first + count)
         x_BHQD = x_BHND[:, :, first:stop]
@@ -360,7 +362,7 @@ def arrival_lists(
     clusters: int,
     length: int,
 ) -> tuple[MemberLists, Tensor]:
-    """Return the lists of all newcomers, and the position at which each is replaced (N: never).
+    """Return the lists of all new members, and the position at which each is replaced (N: never).
 
     Args:
         heads, clusters, length: X, C and N.
@@ -387,10 +389,10 @@ def newcomers(
     score_LQ: Tensor,
     first: int,
 ) -> list[Newcomers]:
-    """Offer the positions of a piece, from position `first` on, and return those that join.
+    """Offer a piece of positions, which starts at `first`, to all lists; return the new members.
 
-    The bar never falls. So a score that does not exceed the bar before the piece is not offered,
-    and in each turn every list is offered the next of its other scores.
+    The bar never decreases. So only scores above the bar before the piece are candidates. In each
+    turn, every list gets an offer of its next candidate.
     """
     may_join_LQ = score_LQ > best.bar()
     count_L = may_join_LQ.sum(-1)
@@ -402,7 +404,7 @@ def newcomers(
         turns = int(count_L.max())
     joined = []
     for turn in range(turns):
-        # A list without further candidates is offered any position, with a score that never joins.
+        # A list without further candidates is offered some position with the score -inf.
         is_over_L = turn >= count_L
         number_L = (first_L + turn).clamp(max=len(candidate_J) - 1)
         candidate_L = candidate_J[number_L]

@@ -1,11 +1,11 @@
-"""Compute lists of who reads whom once per shape, and what engines derive from lists once per list.
+"""Caches: the lists of patterns that choose by position, and the tables that engines make of lists.
 
-Some patterns do not look at content: their lists follow from shapes and options. `made_once` caches
-such lists. They are made on the CPU, then copied to their device: on a GPU the same work would take
-about a hundred small kernels, and the CPU would wait for each number of members.
+The lists of a pattern that chooses by position follow from shapes and options. `made_once` caches
+them. They are made on the CPU, then copied to their device: on a GPU the same work would take about
+a hundred small kernels, and the CPU would wait for the number of members of each list.
 
-Engines derive tables from lists. `derived_once` stores these tables in the lists
-(`RangeReads.derived`), so that they live as long as the lists do.
+Engines compute tables from lists. `derived_once` stores these tables in the lists
+(`RangeReads.derived`), so that they exist as long as the lists.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -16,7 +16,7 @@ import torch
 from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads, Reads
 
 MAX_CACHED = 64
-"""The number of cache entries; a new entry beyond it displaces the oldest one."""
+"""The largest number of cache entries; then a new entry replaces the oldest one."""
 
 cached_lists: dict[Hashable, list[Reads]] = {}
 """The lists by their form and device, oldest first."""
@@ -30,7 +30,7 @@ def made_once(
     """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
     Args:
-        form: all that the result of `make` depends on: options and shapes.
+        form: the key of the cache: all options and shapes that the result of `make` depends on.
     """
     key = (form, device)
     if key not in cached_lists:
@@ -45,7 +45,7 @@ def make_on_cpu(
     make: Callable[[torch.device], Sequence[Reads]],
     device: torch.device,
 ) -> list[Reads]:
-    """Return `make(cpu)`, copied to the device; in lists `derived` is empty, for `derived_once`.
+    """Return `make(cpu)`, copied to the device, with an empty `derived` for `derived_once`.
 
     The first call may come in inference mode. Tensors made there could not be used in training
     later, so this leaves that mode.
@@ -99,7 +99,7 @@ def derived_once(
     if part.derived is None:
         return make()
     if name not in part.derived:
-        # As in `make_on_cpu`: the first pass may be one of inference, a later one of training.
+        # As in `make_on_cpu`: the first pass may run in inference mode, and a later one may train.
         with torch.inference_mode(False), torch.no_grad():
             part.derived[name] = make()
     return part.derived[name]

@@ -1,4 +1,4 @@
-"""The oracle: softmax attention by the rule of a pattern, written to be read, not to be fast.
+"""The oracle: softmax attention with the mask of a pattern's rule, written for clarity, not speed.
 
 Tests compare the outputs, gradients and streams of every pattern with it in float64. A rule is a
 mask `[C, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
@@ -69,8 +69,8 @@ def dense(
 
     Args:
         mask_CNN: which keys each position reads in each list.
-        terms: what else enters logits and weights; its dropout is left out.
-        head: the number of the head, for terms by head.
+        terms: the other terms of logits and weights; the dropout is ignored.
+        head: the number of the head, which selects its terms.
         merge: "mean": a position gets the mean over the lists in which it reads something. "lse":
             one softmax over all its lists.
     """

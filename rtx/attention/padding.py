@@ -1,4 +1,6 @@
-"""Attention over sequences with padding: sequences that are padded alike are attended without it.
+"""Attention over padded sequences: remove the padding, attend, and write the outputs back.
+
+Sequences with padding at the same positions form a group, which is attended in one pass.
 
 Windows, distances and rotary angles are then those of the real positions alone. For example, of two
 sequences of the positions 0 to 3 the first is real at 0, 1 and 3. It is attended as a sequence of
@@ -20,13 +22,13 @@ QKV = tuple[Tensor, Tensor | None, Tensor]
 
 
 class Group(NamedTuple):
-    """Sequences that are real at the same positions."""
+    """Sequences with padding at the same positions."""
 
     sequences: int
     length: int
     """The number of real positions of a sequence."""
     memory: int
-    """How many of these lie in the memory."""
+    """The number of these that are in the memory."""
 
     def positions(self) -> int:
         """Return the number of real positions of all its sequences."""
@@ -119,7 +121,7 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
         if group.length:
             groups.append(group)
     if not groups:
-        # An empty pass, so that outputs and loss depend on the inputs all the same.
+        # One group of length 0, so that outputs and loss still have gradients.
         groups = [Group(sequences=B, length=0, memory=0)]
     return groups, row_J
 

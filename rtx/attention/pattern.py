@@ -36,13 +36,17 @@ Rotate = Callable[..., Tensor]
 
 
 class Prepared(NamedTuple):
-    """Queries and keys as selections and logits read them, before rotation."""
+    """Queries and keys after the pattern's preprocessing, such as LayerNorm, before rotation.
+
+    Selections need them in a wide type, float32 or wider. Attention uses them in the type of the
+    inputs, for example bfloat16. A kernel that normalises may return both.
+    """
 
     q_BHND: Tensor
     k_BHND: Tensor
     """The same object as `q_BHND` where queries serve as keys."""
     narrow_q_BHND: Tensor | None = None
-    """`q_BHND` in the type of the layer's queries, if it exists already."""
+    """`q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
 
 
@@ -56,9 +60,9 @@ class Pattern(nn.Module, ABC):
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: probability, on attention weights, in training.
         attend_self: False: a position reads itself only if it reads nothing else. None: what the
-            class says.
+            default of the class.
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
-            compute the same.
+            give the same results, up to rounding.
 
     Raises:
         ValueError: an argument out of its range.
@@ -69,8 +73,8 @@ class Pattern(nn.Module, ABC):
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
-    """Whether a query that reads other keys of a list reads its own key, too. The oracle applies it
-    to what `rule` returns."""
+    """Whether a query that reads other keys of a list reads its own key, too. `rule` ignores it; the
+    oracle applies it to the mask that `rule` returns."""
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
@@ -110,8 +114,8 @@ class Pattern(nn.Module, ABC):
     ) -> Tensor:
         """Return which keys each position reads in each list of a head, `[C, N, N]`, bool.
 
-        This defines the pattern, for the first sequence: it is written for the reader, not for
-        speed. `rtx.attention.oracle` attends by it, and pictures draw it.
+        This defines the pattern, for the first sequence of the batch. It is written for clarity,
+        not for speed. `rtx.attention.oracle` computes attention with it, and pictures show it.
         """
 
     def finish_by_rule(
@@ -122,41 +126,42 @@ class Pattern(nn.Module, ABC):
         head: int,
         terms: LogitTerms,
     ) -> Tensor:
-        """Return what the oracle makes of one head's outputs by `rule`, for the first sequence.
+        """Return the pattern's outputs of one head, from those of attention by `rule`, `[N, D]`.
 
-        A pattern overrides this if its outputs are more than attention over what it reads.
+        For the oracle, and the first sequence of the batch. A pattern overrides this if its outputs
+        are more than attention over the keys that it reads.
         """
         return out_ND
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
-        """Return queries and keys as selections and logits read them, before rotation."""
+        """Return the preprocessed queries and keys, which selections and logits use."""
         assert k_BHND is not None
         return Prepared(q_BHND, k_BHND)
 
     @abstractmethod
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        """Return who reads whom, in one or several parts.
+        """Return which query reads which keys, in one or several parts.
 
-        If there are several parts, no two contain the same pair of positions, and a position reads
-        one list of each part at most.
+        If there are several parts, one softmax spans them. No two parts contain the same pair of
+        positions, and a position reads at most one list of each part.
 
         Args:
             streaming: make every choice from the prefix alone.
         """
 
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        """Return what `reads` returns; in training, gather statistics for `after_step`, too.
+        """Return the result of `reads`, and in training also gather statistics for `after_step`.
 
         `forward` calls this. Patterns without statistics do not override it.
         """
         return self.reads(qk, streaming)
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
-        """Return the auxiliary loss, zero for most patterns; `parts` is what `reads` returned."""
+        """Return the auxiliary loss, zero for most patterns; `parts` is the result of `reads`."""
         return qk.q_BHND.new_zeros((), dtype=wide_type(qk.q_BHND.dtype))
 
     def after_step(self) -> None:
-        """Update what no optimizer updates, on every rank, after each optimizer step."""
+        """Update tensors that the optimizer does not train, after each step, on every rank."""
 
     @abstractmethod
     def start(self, relative: RelativeTables | None = None) -> Cache:
@@ -189,14 +194,17 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         relative: RelativeTables | None,
     ) -> tuple[Tensor, QueriesKeys]:
-        """Return the outputs of a prompt, selected as streams do, and its queries and keys."""
+        """Return the outputs of a prompt, and its prepared queries and keys.
+
+        Every selection is made from the prefix, as in a stream.
+        """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative)
         qk = self.inputs(q_BHND, k_BHND, rotate)
         parts = self.observe(qk, streaming=True)
         return self.attend(qk, v_BHND, parts, relative), qk
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
-        """Return what enters logits and weights besides queries, keys and values.
+        """Return the terms of logits and weights besides queries, keys and values.
 
         Args:
             size: D.
@@ -227,12 +235,13 @@ class Pattern(nn.Module, ABC):
             relative: tables by distance.
             streaming: make every choice from the prefix alone, as a stream does. It matters for
                 patterns that are not strictly causal.
-            real_BN: False at padding, which gets zero. The real positions get what they would get
-                without it, and the loss is the mean over them, see `rtx.attention.padding`.
+            real_BN: False at padding, whose outputs are zero. The other positions get the outputs
+                that they would get without it, and the loss is the mean over them, see
+                `rtx.attention.padding`.
             check_finite: refuse NaN and infinity, except at padding. Without it such a value may
                 spread, even to earlier positions.
-            memory: the number of positions at the start that are read but read nothing, for
-                patterns that take a memory.
+            memory: the number of positions at the start that serve as keys and values alone, for
+                patterns that take a memory. They have no outputs.
 
         Raises:
             ValueError: tensors that do not fit together. The message names the argument.
@@ -297,7 +306,7 @@ class Pattern(nn.Module, ABC):
         parts: list[Reads],
         relative: RelativeTables | None,
     ) -> Tensor:
-        """Return attention over the keys that `parts` name, `[B, H, N, D]`."""
+        """Return attention over the keys that are read according to `parts`, `[B, H, N, D]`."""
         q_BHND = in_type(v_BHND.dtype, qk.rotated_q_BHND, qk.narrow_q_BHND)
         k_BHND = q_BHND
         if qk.rotated_k_BHND is not qk.rotated_q_BHND:
@@ -311,7 +320,7 @@ def rotated(
     rotate: Rotate | None,
     first: int,
 ) -> Tensor:
-    """Return the vectors, rotated by their positions from `first` on if there is a `rotate`."""
+    """Return `rotate(x_BHND, first)`, or the vectors themselves for None."""
     if rotate is None:
         return x_BHND
     rotated_BHND = rotate(x_BHND, first=first)
@@ -324,7 +333,7 @@ def in_type(
     wide_BHND: Tensor,
     narrow_BHND: Tensor | None,
 ) -> Tensor:
-    """Return the vectors in a type: the narrow ones if they have it, else the wide ones rounded."""
+    """Return the vectors in a type: the narrow ones if they are of it, else the wide ones cast."""
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND
     return wide_BHND.to(dtype)

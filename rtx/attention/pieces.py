@@ -1,14 +1,14 @@
-"""Cut work into pieces, so that its scores do not all have to be in memory at once."""
+"""Cut work into pieces, to limit the number of scores that are in memory at once."""
 
 MAX_SCORES = 1 << 23
 """The most scores of one piece. A piece of a single item, such as one head, may have more."""
 
 
 def piece_size(scores: int) -> int:
-    """Return how many items one piece has, at least one.
+    """Return the number of items of a piece, at least one.
 
     Args:
-        scores: of each item.
+        scores: the number of scores of each item.
     """
     scores = max(1, scores)
     return max(1, MAX_SCORES // scores)
@@ -18,7 +18,7 @@ def pieces(count: int, scores: int) -> list[slice]:
     """Return the slices that cut `count` items into pieces.
 
     Args:
-        scores: of each item.
+        scores: the number of scores of each item.
     """
     size = piece_size(scores)
     slices = []

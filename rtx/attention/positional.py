@@ -1,7 +1,10 @@
 """Patterns that choose by position: full, local, recurrent, strided and fixed heads.
 
-A pattern defines who reads whom pair by pair (`sees`), and for speed once more in lists
-(`position_lists`). Tests compare the two.
+A pattern defines for each pair of positions whether the query reads the key (`sees`). For speed it
+also describes the same pairs as lists (`position_lists`). Tests compare the two.
+
+Example: `Local` with W = 3 has `since(i)` = i - 2. `ContiguousPattern` derives from it `sees(i, j)`
+= (j >= i - 2), and one list of all positions, of which the query at i reads i - 2 to i.
 
 Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
@@ -33,13 +36,14 @@ from rtx.attention.reads import (
 )
 
 PLAIN = (bool, int, float, str, type(None))
-"""Types of attributes that are compared by value."""
+"""Types of attributes that may enter a cache key, see `PositionPattern.form_of_attributes`."""
 
 
 class PositionLists(NamedTuple):
-    """Lists of positions: the query at n reads keys of list_HN[n].
+    """Lists of positions: the query at n reads a range of the keys of list_HN[n].
 
-    It reads those at the positions since_N[n] to until_N[n] - 1. Neither bound falls along a list.
+    The range is the positions since_N[n] to until_N[n] - 1. Neither bound decreases from one query
+    of a list to the next.
     """
 
     list_HN: Tensor
@@ -63,14 +67,14 @@ class PositionPattern(Pattern):
     1. `sees` defines which pairs of positions are read. Forward passes, gradients, padding,
        streams, the oracle and pictures follow from it. Once for each shape it is evaluated for all
        pairs, which takes N^2 memory for each head; an index of each query's keys stays in memory.
-    2. `position_lists` adds speed: the same in lists, whose memory is linear in N.
-    3. `cache_size` bounds the cache of a stream, which otherwise holds all keys and values.
+    2. `position_lists` describes the same pairs as lists, which are faster and linear in N.
+    3. `cache_size` bounds the cache of a stream, which otherwise has all keys and values.
     """
 
     cache_size: int | None = None
     """How many of the last keys and values a stream keeps; None: all.
 
-    No query reads a key this many positions before it, or farther.
+    All keys that a query reads are less than this many positions before it.
     """
     reads_all_cached = False
     """Whether every position reads all keys in the cache of a stream, which then needs no mask."""
@@ -85,9 +89,10 @@ class PositionPattern(Pattern):
         """
 
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists] | None:
-        """Return who reads whom in lists, at some positions in any order.
+        """Return the pairs of `sees` as lists, for some positions in any order.
 
-        No pair of positions is in several of the lists. None: `sees` alone decides.
+        No pair of positions may be in two of the `PositionLists`. None: there are no lists, and
+        `sees` is evaluated for all pairs.
         """
         return None
 
@@ -103,7 +108,7 @@ class PositionPattern(Pattern):
         return mask_NN[None]
 
     def pairs(self, head: int, position_N: Tensor) -> Tensor:
-        """Return which positions read which by `sees`, `[N, N]`, bool."""
+        """Return the mask of the pairs (query, key) by `sees`, `[N, N]`, bool."""
         i_N1 = position_N[:, None]
         is_past_NN = position_N <= i_N1
         return is_past_NN & self.sees(head, i_N1, position_N)
@@ -119,14 +124,17 @@ class PositionPattern(Pattern):
         return [*made_once(key, device, make)]
 
     def form(self) -> Hashable | None:
-        """Return what decides who reads whom besides shapes; None if a tensor may decide, too."""
+        """Return the options that `reads` depends on, besides shapes, as a key for `made_once`.
+
+        None: `reads` may depend on a tensor, so its result is not cached.
+        """
         if torch.compiler.is_compiling() and self.last_form is not None:
             return self.last_form
         self.last_form = self.form_of_attributes()
         return self.last_form
 
     def form_of_attributes(self) -> Hashable | None:
-        """Return the result of `form`, from the attributes as they are."""
+        """Return the names and values of all attributes; None: an attribute is not `PLAIN`."""
         if [*self.parameters()] or [*self.buffers()]:
             return None
         attributes = {}
@@ -146,7 +154,11 @@ class PositionPattern(Pattern):
         memory: int,
         device: torch.device,
     ) -> Sequence[Reads]:
-        """Return who reads whom in B sequences and H heads of N positions, the memory included."""
+        """Return the result of `reads` for B sequences and H heads.
+
+        Args:
+            N: the number of positions, the memory included.
+        """
         position_N = torch.arange(-memory, N - memory, device=device)
         all_lists = self.position_lists(position_N, H)
         if all_lists is None:
@@ -162,7 +174,7 @@ class PositionPattern(Pattern):
         H: int,
         position_N: Tensor,
     ) -> IndexReads:
-        """Return who reads whom by `sees`, which is evaluated for every pair of positions."""
+        """Return the pairs of `sees`, which is evaluated for all of them, as an index."""
         N = len(position_N)
         device = position_N.device
         read_HNN = torch.zeros(H, N, N, dtype=torch.bool, device=device)
@@ -175,7 +187,7 @@ class PositionPattern(Pattern):
         if H * N:
             count_HN = read_HNN.sum(-1)
             most = int(count_HN.max())
-        # The places of the keys, in ascending order; N instead where a query reads fewer.
+        # The numbers of each query's keys, ascending; then N, if it reads fewer than the most.
         place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
         place_HNK = place_HNN.topk(most, largest=False).values
         head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
@@ -193,7 +205,11 @@ def ranges_of(
     H: int,
     memory: int,
 ) -> RangeReads:
-    """Return who reads whom by lists of N positions, the first of which are a memory."""
+    """Return lists of N positions as packed lists of rows.
+
+    Args:
+        memory: the number of positions of the memory, which come first.
+    """
     N = len(lists.since_N)
     count = lists.count()
     list_HN = lists.list_HN
@@ -212,15 +228,15 @@ def ranges_of(
 
 
 class ContiguousPattern(PositionPattern):
-    """A pattern whose positions read all keys from `since` on, up to themselves."""
+    """A pattern in which the query at i reads all keys from position `since(i)` to i."""
 
     takes_memory = True
 
     @abstractmethod
     def since(self, i: Tensor) -> Tensor:
-        """Return the first position that the queries at `i` read; it never falls as i grows.
+        """Return the first position that the queries at `i` read; it never decreases as i grows.
 
-        It may lie before the first position of all.
+        It may be negative.
         """
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
@@ -239,7 +255,7 @@ class ContiguousPattern(PositionPattern):
         device: torch.device,
     ) -> Sequence[Reads]:
         parts = super().make_reads(B, H, N, memory, device)
-        # Only a CPU knows the numbers in tensors without a wait.
+        # The bounds below are numbers in tensors, which a CPU would have to wait for on a GPU.
         if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
             return parts
         (part,) = parts
@@ -275,7 +291,7 @@ class Full(ContiguousPattern):
     reads_all_cached = True
 
     def since(self, i: Tensor) -> Tensor:
-        # Positions of a memory are below 0.
+        # The positions of a memory are negative.
         return torch.full_like(i, -(1 << 40))
 
 
@@ -318,7 +334,7 @@ class Recurrent(ContiguousPattern):
         check_positive(length=length)
         least = 0
         if same_length:
-            # The memory has the position itself.
+            # The position itself is one of these.
             least = 1
         check_positive(least, memory=memory)
         self.length = length
@@ -407,7 +423,11 @@ class Fixed(PositionPattern):
         heads: int,
         until_N: Tensor,
     ) -> PositionLists:
-        """Return one list of all summary columns, which a query reads up to a position."""
+        """Return one list of all summary columns.
+
+        Args:
+            until_N: the position before which each query stops reading.
+        """
         first_N = torch.zeros_like(position_N)
         head_H1 = torch.arange(heads, device=position_N.device)[:, None]
         is_summary_HN = self.is_summary(head_H1, position_N)
@@ -446,7 +466,7 @@ class FixedSummary(Fixed):
 
 
 class PositionCache(RowCache):
-    """The keys and values of a stream whose pattern chooses by position."""
+    """The KV cache of a stream whose pattern chooses by position."""
 
     def __init__(
         self,
@@ -476,7 +496,7 @@ class PositionCache(RowCache):
         position_S = position - distance_S
         read_HS = self.slots_read(position_S, position % slots, H)
         if self.ring is None and has_equal_counts(read_HS):
-            # Most slots are not read: attend over copies of those that are.
+            # Most slots are not read: copy the others, and attend over the copies.
             slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
             slot_1HK1 = slot_HK[None, :, :, None]
             k_BHKD = k_BHSD.take_along_dim(slot_1HK1, 2)
@@ -492,7 +512,7 @@ class PositionCache(RowCache):
         slot: int,
         heads: int,
     ) -> Tensor:
-        """Return which slots the position in a slot reads, `[H, S]`, bool.
+        """Return which slots the newest position reads, `[H, S]`, bool.
 
         Args:
             position_S: the positions in the slots.

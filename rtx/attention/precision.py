@@ -1,4 +1,4 @@
-"""Types of numbers: what is computed in float32 or wider, and products that keep their types."""
+"""Number types: float32 or wider for selections, norms and sums, and products without autocast."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return float32, or float64 for float64: choices, norms and sums are computed in it."""
+    """Return float32, or float64 for float64: the type of selections, norms and sums."""
     return torch.promote_types(dtype, torch.float32)
 
 

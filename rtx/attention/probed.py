@@ -30,7 +30,7 @@ not read its own key, at 5, which is in b.
 
 A query that may read no more than m keys probes all clusters, and reads all of these keys.
 
-Rounding may differ from a pass to a stream, so scores within a margin count as equal (ties.py). A
+Rounding differs between a pass and a stream, so scores within a margin count as equal (ties.py). A
 key belongs to the first of the clusters whose scores equal the best. A query takes equal clusters
 in the order of their numbers: the sorted scores are cut where neighbours are further apart than the
 margin, and clusters between two cuts are equal. Of candidates whose logits equal the last one taken
@@ -110,13 +110,13 @@ def probed_positions(
     """
     score_C = [finite_number(score) for score in score_C]
     positions: list[int] = []
-    left = sorted(members)
-    while left and len(positions) < target:
-        equal = equal_to_best(score_C, margin, left)
+    remaining = sorted(members)
+    while remaining and len(positions) < target:
+        equal = equal_to_best(score_C, margin, remaining)
         for c in equal:
             if len(positions) < target:
                 positions += members[c][-target:]
-        left = [c for c in left if c not in equal]
+        remaining = [c for c in remaining if c not in equal]
     return sorted(positions)
 
 
@@ -143,7 +143,10 @@ def equal_to_best(
     margin: float,
     clusters: list[int],
 ) -> list[int]:
-    """Return the clusters, ascending, that steps within the margin link to the best of some."""
+    """Return the clusters that count as equal to the best of some clusters, ascending.
+
+    Sorted by score, each differs from the one before it by at most the margin.
+    """
     by_score = sorted(clusters, key=lambda c: -score_C[c])
     equal = by_score[:1]
     for c in by_score[1:]:
@@ -199,7 +202,7 @@ class Probed(TopKeys):
         self.lost_members: Tensor
         """How many query members had no room in lists, in training, since `make_room` looked."""
         self.files: triton_probing.Files | None = None
-        """The files that `gather` made of a pass's keys, for `reads` to use."""
+        """The inverted files that `gather` made in this pass; `reads` uses them."""
 
     @property
     def reads_all(self) -> bool:
@@ -370,7 +373,7 @@ class Probed(TopKeys):
         return triton_probing.file_keys(self.centroids.centroid_HCD, k_BHND, early)
 
     def room(self, heads: int, length: int) -> int:
-        """Return for how many query members the lists of clusters have room.
+        """Return the number of query members that the lists of clusters have room for.
 
         That is `room_factor` times their number if clusters are of equal size, and no more than
         there can be. A cluster then holds i / C keys at position i, so a query there probes m C / i
@@ -404,7 +407,7 @@ class Probed(TopKeys):
             self.lost_members += lost_1
         return 0
 
-    # What training moves centroids by.
+    # Statistics that move the centroids.
 
     @torch.no_grad()
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
@@ -412,7 +415,7 @@ class Probed(TopKeys):
         return self.reads(qk, streaming)
 
     def gather(self, qk: QueriesKeys) -> None:
-        """Let centroids start at keys, if they have not yet, and in training add up their keys."""
+        """In training, add up the keys of each cluster; the first batch initialises the centroids."""
         self.files = None
         k_BHND = widened(qk.rotated_k_BHND.detach())
         if self.centroids.seed_with_next and self.centroids.training:
@@ -460,7 +463,7 @@ class ProbedCache(GrowingCache):
     """The cluster and the rank of the key in each slot."""
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
-        """Take in the keys of positions from `first` on.
+        """Store the keys of positions from `first` on.
 
         `choice_BHSE` has the keys in their own type, if queries choose by logits: `key_BHSD` has
         them in the type of the values.

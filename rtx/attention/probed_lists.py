@@ -38,7 +38,7 @@ def early_lists(
     reach: Reach,
     device: torch.device,
 ) -> list[Reads]:
-    """Return the lists of early positions; from a cache, if it has lists of this shape.
+    """Return the lists of early positions, which are cached for each shape.
 
     Args:
         shape: `[B, H, N, D]`.
@@ -126,7 +126,7 @@ def dynamic_lists(
     k_BHND: Tensor,
     reach: Reach,
 ) -> RangeReads:
-    """Return the lists of clusters without room: every query member is real."""
+    """Return the lists of clusters, of the exact length: every query member is real."""
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
     numbers = []
@@ -209,7 +209,7 @@ def collect_members(
     """
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
-    # The last slot takes what has no room.
+    # The last slot receives all members without room.
     number_P1 = torch.zeros(room + 1, dtype=torch.int64, device=q_BHND.device)
     count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
     counts = []

@@ -1,4 +1,7 @@
-"""Who reads whom, as packed lists: every query reads a contiguous range of one list of keys.
+"""Which query reads which keys: as packed lists (`RangeReads`), or as an index (`IndexReads`).
+
+In packed lists every query reads a contiguous range of one list of keys; an index names the keys of
+each query. A query *reads* a key if it attends to it.
 
 A *row* is a position of one sequence and head: row = (b * H + h) * N + n. A *list* holds rows of
 one sequence and head, in order of position. Lists follow one another in one tensor, in the order of
@@ -33,19 +36,20 @@ class QueriesKeys(NamedTuple):
 
     q_BHND: Tensor
     k_BHND: Tensor
-    """As selection by content reads them."""
+    """Before rotation; most selections by content compare these."""
     rotated_q_BHND: Tensor
     rotated_k_BHND: Tensor
-    """As the logits read them: rotated, with rotary positions."""
+    """After rotation, for the logits; without rotary positions the same tensors."""
     memory: int = 0
-    """The number of positions at the start that are read but read nothing, of earlier segments."""
+    """The number of positions at the start that belong to earlier segments and serve as keys and
+    values alone."""
     narrow_q_BHND: Tensor | None = None
-    """`rotated_q_BHND` in the type of the layer's queries, if it exists already."""
+    """`rotated_q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
 
 
 class MemberLists(NamedTuple):
-    """Lists of rows."""
+    """Packed lists of rows."""
 
     row_M: Tensor
     """The row of each member, list after list."""
@@ -63,7 +67,7 @@ class MemberLists(NamedTuple):
         return torch.repeat_interleave(number_L, self.count_L, output_size=members)
 
     def keep(self, remains_R: Tensor) -> MemberLists:
-        """Return the lists with those members alone whose row is true in `remains_R`, bool."""
+        """Return the lists without the members whose row is false in `remains_R`, bool."""
         lists = len(self.count_L)
         remains_M = remains_R[self.row_M]
         list_J = self.list_M()[remains_M]
@@ -72,7 +76,7 @@ class MemberLists(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """Exceptions from ranges, by conditions x (here X is their number).
+    """Exceptions from ranges, by X conditions x.
 
     Query member p does not read key member m, although it is in its range, if for any condition x
 
@@ -91,14 +95,14 @@ class Window(NamedTuple):
     """N, the memory included."""
     keys: int
     memory: int
-    """The number of positions in front of the sequence that are read, but read nothing."""
+    """The number of positions at the start that serve as keys and values alone."""
 
 
 class RangeReads(NamedTuple):
-    """Who reads whom by ranges: query member p reads the key members start_P[p] to stop_P[p] - 1.
+    """Packed lists: query member p reads the key members start_P[p] to stop_P[p] - 1.
 
-    A range lies within the list of its query member. No start is below the start of the query
-    member before, and no stop below its stop. A range with start = stop is empty.
+    A range lies within the list of its query member. Starts and stops never decrease from one query
+    member to the next. A range with start = stop is empty.
     """
 
     query: MemberLists
@@ -111,32 +115,32 @@ class RangeReads(NamedTuple):
     holes: Holes | None = None
     """Key members within the ranges that are not read.
 
-    Where outputs are means over lists, they must not hide a whole range, because `times_R` would
-    still count it.
+    With merge="mean", holes must not exclude all keys of a range, because `times_R` would still
+    count that range.
     """
     most: int | None = None
-    """A bound on the number of keys in a range that follows from shapes; None without one."""
+    """An upper bound on the length of a range, known from shapes alone; None: unknown."""
     window: Window | None = None
-    """Set where the lists are whole sequences with a window, and nothing is hidden."""
+    """Set if the lists are whole sequences with a window, without holes."""
     derived: dict[str, Any] | None = None
-    """What engines derive from the lists, by name.
+    """Tables that engines compute from the lists, by name.
 
-    A dictionary where lists serve several passes (`rtx.attention.once` fills it), or where it is
-    made together with the lists. None: engines derive it anew for every pass.
+    A dictionary if lists serve several passes (`rtx.attention.once` fills it), or if the tables are
+    made together with the lists. None: engines compute the tables again in every pass.
     """
 
     def times_R(self, rows: int) -> Tensor:
-        """Return in how many lists each row has a range that is not empty."""
+        """Return in how many lists each row has a range that is not empty, `[R]`."""
         reads_some_P = self.stop_P > self.start_P
         times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
         return times_R.index_add_(0, self.query.row_M, reads_some_P.long())
 
 
 class IndexReads(NamedTuple):
-    """Who reads whom by an index: row r reads the rows index_RK[r].
+    """An index: row r reads the rows index_RK[r].
 
-    They are rows of its own sequence and head, each named once, at positions up to that of r. An
-    entry of -1 names no row.
+    They belong to the same sequence and head as r, have positions up to that of r, and occur once.
+    An entry of -1 names no row.
     """
 
     index_RK: Tensor
@@ -152,18 +156,18 @@ def pack(
     lists: int,
     complete: bool = False,
 ) -> MemberLists:
-    """Return packed lists, where every position belongs to one list of its head, or to none.
+    """Return packed lists, from the number of the list that each position belongs to.
 
     Args:
         list_BHN: the position's list, 0 to C - 1; -1: none.
         lists: C.
-        complete: no position has -1. The number of members then follows from shapes, so that the
-            CPU does not wait for a GPU.
+        complete: no position has -1. The number of members is then B * H * N, so that the CPU need
+            not wait for a GPU to learn it.
     """
     B, H, N = list_BHN.shape
     device = list_BHN.device
     list_XN = list_BHN.reshape(B * H, N)
-    # Each head has one more list, for the positions of no list; it is cut off in the end.
+    # Each head gets one more list, for the positions with -1, which is removed at the end.
     lists_of_head = lists + 1
     numbers = B * H * lists_of_head
     # Short numbers are sorted faster.
@@ -210,8 +214,7 @@ def members_read(
 
     Args:
         length: N.
-        attend_self: False: of these keys a query does not read itself, unless it would read
-            nothing.
+        attend_self: False: a query leaves out its own key, unless that is the only one.
     """
     if queries is keys:
         stop_P = torch.arange(1, len(keys.row_M) + 1, device=keys.row_M.device)
@@ -230,7 +233,7 @@ def members_read(
 
 
 def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Tensor:
-    """Return whether the last key before each stop is of the query's row; there are keys."""
+    """Return whether the last key before each stop has the query's row; `keys` is not empty."""
     last_P = (stop_P - 1).clamp(min=0)
     return keys.row_M[last_P] == queries.row_M
 
@@ -239,7 +242,7 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     """Return parts in which no row reads itself, unless it reads nothing else in any part.
 
     Args:
-        parts: their ranges end with the query itself, if it is among the keys that are read.
+        parts: a range that contains the query's own key must end with it.
         rows: R.
     """
     read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
@@ -265,9 +268,9 @@ def bounded_read(
     since_N: Tensor,
     until_N: Tensor,
 ) -> RangeReads:
-    """Return ranges: a query at position n reads keys from since_N[n] to until_N[n] - 1.
+    """Return ranges: a query at n reads the keys of its list at since_N[n] to until_N[n] - 1.
 
-    These are positions; the keys are those of the query's list.
+    All of these are positions.
 
     Args:
         length: N.

@@ -1,16 +1,16 @@
 """Room: the fixed number of members that the lists of a GPU have space for.
 
-It is what the capacity of an expert is in a mixture of experts. Members of clusters depend on the
-data, and the CPU does not wait for a GPU to learn how many there are. So tensors are as long as the
-room: `room_factor` times the number of members that is expected. In training, members without room
-are left out of the lists and counted. `make_room` looks at the counts from time to time, and
-doubles the room of the patterns that have left members out.
+It corresponds to the capacity of an expert in a mixture of experts. The number of members of a
+cluster depends on the data, and the CPU does not wait for a GPU to learn it. So tensors have a
+fixed length, the room: `room_factor` times the expected number of members. In training, members
+without room are left out of the lists, and counted. `make_room`, which a run calls at intervals,
+reads the counts and doubles the room of the patterns that have left members out.
 
 A pattern with such lists has three attributes:
 
     may_lose_members: bool    whether its lists may lack room
     room_factor: int
-    lost_members: Tensor      how many members have been left out since `make_room` looked, `[1]`
+    lost_members: Tensor      the number of members left out since the last `make_room`, `[1]`
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ def patterns_with_room(model: nn.Module) -> dict[str, Any]:
 
 
 def make_room(model: nn.Module) -> list[str]:
-    """Double the room of each pattern that has left members out, and return a line on each.
+    """Double the room of each pattern that has left members out, and return a line about each.
 
-    To be called where the CPU waits for the GPU anyway, because it reads the counts.
+    Reading the counts makes the CPU wait for the GPU. Call this where it waits anyway.
     """
     patterns = patterns_with_room(model)
     if not patterns:
@@ -49,7 +49,7 @@ def make_room(model: nn.Module) -> list[str]:
 
 
 def line_on(name: str, room_factor: int, lost: int) -> str:
-    """Return a line on a pattern that gets more room."""
+    """Return a line about a pattern that gets more room."""
     return (
         f"{name or 'routing heads'}: {lost:,} members had no room in their clusters' lists and were"
         f" left out; from now on the lists have room for {room_factor} times the intended number of"

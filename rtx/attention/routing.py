@@ -8,16 +8,17 @@ members up to itself (`ClusterPattern`). Three classes differ in who is a member
     Thresholds   all positions whose score reaches the threshold of the cluster
     Nearest      all positions that score higher here than in any other cluster
 
-Sides. If the queries serve as keys, a position is a member of the same clusters as a query and as a
-key: there is one *side*. With `keys="separate"` queries and keys join clusters by their own scores:
-there are two sides, `QUERIES` and `KEYS`. Every side has scores, thresholds and lists of members.
+Sides. A *side* is a set of vectors that are assigned to clusters. With `keys="separate"` there are
+two sides, `QUERIES` and `KEYS`: the query and the key of a position have separate scores, and may
+be members of different clusters. Otherwise there is one side, and the query and the key of a
+position are members of the same clusters. Every side has scores, thresholds and lists of members.
 
-The batch form has two kinds. On a CPU, lists are as long as the scores make them
-(`select_dynamic`). On a GPU, shapes are static (`select_static`), so that the CPU never waits; then
-lists have room for a fixed number of members (room.py).
+The batch form (whole sequences at once) has two implementations. On a CPU, the lengths of lists
+depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`), so that
+the CPU never waits; lists then have room for a fixed number of members (room.py).
 
-Statistics. `reads` changes nothing. In training, the forward pass calls `observe` instead, which
-also gathers what the centroids move by (centroids.py).
+Statistics. `reads` has no side effects. The forward pass calls `observe`, which in training also
+gathers the statistics that move the centroids after the step (centroids.py).
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, W attention window, L = B * H *
 C lists, M members of all lists together, P members as queries; X = B * H or some of these.
@@ -66,13 +67,14 @@ class SideMembers(NamedTuple):
     """The members of all clusters on one side."""
 
     lists: MemberLists
-    """Without the members for which there was no room."""
+    """The members of each cluster, except those for which there was no room."""
     count_L: Tensor
-    """The number of members of each list, those without room among them."""
+    """The number of members of each cluster, including those for which there was no room."""
     nearest: MemberLists | None = None
-    """Each position in the cluster that scores it highest; None: not computed."""
+    """Lists with each position in the cluster of its highest score; None: not computed."""
     moment_2BHC: Tensor | None = None
-    """The sums of all scores in a cluster, and of their squares; None: not computed."""
+    """For each cluster the sum of the scores of all positions, and the sum of their squares; None:
+    not computed."""
     selected: Selected | None = None
     """The same members in static shapes; set if `select_static` made them."""
 
@@ -80,10 +82,11 @@ class SideMembers(NamedTuple):
 class Routing(ClusterPattern):
     """H routing heads. Subclasses decide who is a member of a cluster.
 
-    Other options: see `ClusterPattern`. Keys and window are those of the centroids.
+    For the other options see `ClusterPattern`. The window is that of the centroids.
 
     Args:
-        centroids: the centroids of these heads. Their option `keys` says what the clusters hold.
+        centroids: the centroids of these heads. Their option `keys` decides which vectors are
+            assigned to clusters.
             "shared": queries, which serve as keys (Algorithm 1 with its left-to-right mask).
             "separate": queries and keys, with separate memberships (section 4.1).
             "projected": W_R (q + k) of each position, not normalised again. A position is a member
@@ -109,10 +112,10 @@ class Routing(ClusterPattern):
         self.centroids = centroids
         self.commitment = commitment
         self.seen: tuple[list[MemberLists], int] | None = None
-        """The lists of each side in the last training batch, and its B * H * N, for telemetry."""
+        """For telemetry: the lists of each side in the last training batch, and its B * H * N."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
-        """Return the vectors of each side, `[B, H, N, D]`."""
+        """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
         q_BHND = qk.q_BHND
         k_BHND = qk.k_BHND
         if self.centroids.keys == "separate":
@@ -125,7 +128,11 @@ class Routing(ClusterPattern):
         return [projected_BHND]
 
     def margins(self, x: Tensor) -> Tensor:
-        """Return within which margin scores of a cluster are equal, `[H, C]`, by their type."""
+        """Return the margin within which scores count as equal, for each cluster, `[H, C]`.
+
+        Args:
+            x: the vectors or scores, whose type decides.
+        """
         return centroid_margin(self.centroids.centroid_HCD, x.dtype)
 
     # The rule.
@@ -177,8 +184,8 @@ class Routing(ClusterPattern):
         """Return the members of each side.
 
         Args:
-            vectors: those of each side, `[B, H, N, D]`.
-            with_nearest: set `SideMembers.nearest`, too, if the same scores give it (on a CPU).
+            vectors: the vectors of each side, `[B, H, N, D]`.
+            with_nearest: on a CPU, also compute `SideMembers.nearest` from the same scores.
         """
         members = []
         for side, x_BHND in enumerate(vectors):
@@ -196,15 +203,20 @@ class Routing(ClusterPattern):
         side: int,
         with_nearest: bool,
     ) -> SideMembers:
-        """Return the members of one side, in lists as long as the scores make them."""
+        """Return the members of one side, in lists whose lengths depend on the scores."""
 
     @abstractmethod
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """Return the members of one side in static shapes."""
 
     def reads_of(self, members: list[SideMembers], length: int) -> RangeReads:
-        """Return who reads whom, by the members of each side; `length` is N."""
-        # If there is one side, it is that of both.
+        """Return which members read which, as packed lists.
+
+        Args:
+            members: of each side.
+            length: N.
+        """
+        # With one side, queries and keys are the same.
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
@@ -236,7 +248,8 @@ class Routing(ClusterPattern):
     @torch.no_grad()
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         self.seed(qk)
-        # Statistics are of the members by whole sequences.
+        # Statistics describe the members selected from whole sequences, so none are gathered in a
+        # pass that selects other members.
         has_other_members = streaming and not self.strictly_causal
         if has_other_members or not self.training or gathering.is_paused:
             return self.reads(qk, streaming)
@@ -252,7 +265,7 @@ class Routing(ClusterPattern):
         return [self.reads_of(members, N)]
 
     def seed(self, qk: QueriesKeys) -> None:
-        """Let the centroids start at vectors of this batch, if they wait for one."""
+        """Initialise the centroids with vectors of this batch, if `seed_with_next` is set."""
         centroids = self.centroids
         if centroids.seed_with_next and centroids.training:
             vectors = [x_BHND.detach() for x_BHND in self.clustered(qk)]
@@ -260,7 +273,7 @@ class Routing(ClusterPattern):
 
     @property
     def follows_nearest(self) -> bool:
-        """Whether centroids follow other positions than their members: those nearest to them."""
+        """Whether a centroid moves by the positions nearest to it, instead of by its members."""
         return self.centroids.update_rule != "members"
 
     def add_statistics(
@@ -269,7 +282,10 @@ class Routing(ClusterPattern):
         x_BHND: Tensor,
         side: int,
     ) -> None:
-        """Let the centroids gather statistics of one side; members without room are in no mean."""
+        """Add the statistics of one side to those of the centroids.
+
+        Members without room count as members, but are left out of the sums of vectors.
+        """
         followed = members.lists
         if self.follows_nearest:
             followed = members.nearest
@@ -292,12 +308,12 @@ class Routing(ClusterPattern):
         threshold_HC: Tensor | None,
         with_nearest: bool,
     ) -> SideMembers:
-        """Return the members of one side, in lists as long as the scores make them.
+        """Return the members of one side, in lists whose lengths depend on the scores.
 
         Args:
-            threshold_HC: the scores that members reach; None: the members of a cluster are the W
-                positions that score highest.
-            with_nearest: set `SideMembers.nearest`, too.
+            threshold_HC: the least score of a member in each cluster; None: the members of a
+                cluster are the W positions with the highest scores.
+            with_nearest: also compute `SideMembers.nearest`.
         """
         selection = choose_members(
             self.centroids.centroid_HCD,
@@ -322,9 +338,9 @@ class Routing(ClusterPattern):
         """Return the members of one side in static shapes.
 
         Args:
-            threshold_HC: the scores that members reach; None: a position is a member of the cluster
-                that scores it highest.
-            room: of the lists, in members.
+            threshold_HC: the least score of a member in each cluster; None: a position is a member
+                of the cluster with its highest score.
+            room: the number of members that the lists have space for.
         """
         functions = selection_functions(x_BHND, self.backend)
         return functions.by_thresholds(
@@ -338,7 +354,7 @@ class Routing(ClusterPattern):
         )
 
     def nearest_members(self, x_BHND: Tensor) -> MemberLists:
-        """Return lists in which each position is a member of its nearest cluster alone."""
+        """Return lists with each position in the cluster of its highest score."""
         if not is_static(x_BHND, self.backend):
             cluster_BHN = self.nearest_clusters(x_BHND)
             return self.pack_clusters(cluster_BHN)
@@ -347,12 +363,12 @@ class Routing(ClusterPattern):
         return functions.nearest_members(self.centroids.centroid_HCD, x_BHND, margin_HC)
 
     def pack_clusters(self, cluster_BHN: Tensor) -> MemberLists:
-        """Return lists in which each position is a member of one cluster."""
+        """Return lists with each position in one cluster, `cluster_BHN`."""
         C = self.centroids.centroid_HCD.shape[1]
         return pack(cluster_BHN, C, complete=True)
 
     def nearest_clusters(self, x_BHND: Tensor) -> Tensor:
-        """Return the cluster that scores each position highest, `[B, H, N]`."""
+        """Return the cluster with the highest score of each position, `[B, H, N]`."""
         centroid_HCD = self.centroids.centroid_HCD
         if is_static(x_BHND, self.backend):
             functions = selection_functions(x_BHND, self.backend)
@@ -373,7 +389,7 @@ class Routing(ClusterPattern):
     # The loss.
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
-        """Return the weighted commitment loss, zero outside of training."""
+        """Return the weighted commitment loss in training, otherwise zero."""
         has_loss = self.training and self.commitment > 0
         if not has_loss or not qk.q_BHND.numel():
             return super().loss(qk, parts)
@@ -382,7 +398,7 @@ class Routing(ClusterPattern):
         return self.commitment * mean
 
     def distance(self, x_BHND: Tensor) -> Tensor:
-        """Return the mean of (x - nearest centroid)^2, with the centroids on the sphere."""
+        """Return the mean of (x - nearest centroid)^2, with centroids scaled to norm sqrt(D)."""
         with torch.no_grad():
             nearest_BHN = self.nearest_clusters(x_BHND)
         H = x_BHND.shape[1]
@@ -407,11 +423,11 @@ def best_of_prefixes(
     margin_C: Tensor,
     window: int,
 ) -> Tensor:
-    """Return the members of each cluster at every position, `[C, N, N]`, as `PrefixTopK` has them.
+    """Return the members of each cluster among the positions 0 to i, for each i, `[C, N, N]`, bool.
 
-    This is the rule, one position after the other. A full cluster takes a position that beats the
-    worst member by more than the margin. It replaces the latest of the members that are no better
-    than the worst by more than that.
+    This is the rule of `PrefixTopK`, position by position. A full cluster takes a new position if
+    its score exceeds the lowest score of the members by more than the margin. Of the members within
+    the margin of the lowest score, the new position replaces the latest.
     """
     C, N = score_CN.shape
     member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
@@ -432,11 +448,11 @@ def best_of_prefixes(
 
 
 class TopK(Routing):
-    """Algorithm 1: the members of a cluster are its W best positions of the whole sequence.
+    """Algorithm 1: the members of a cluster are the W best positions of the whole sequence.
 
-    **This sees the future**: which past positions are members depends on later ones. With
-    `streaming`, as in streams, position i joins a cluster if it is among the W best of positions 0
-    to i, and reads the W best of these.
+    The best positions are those with the highest scores. **This sees the future**: later positions
+    decide which past positions are members. With `streaming`, as in streams, position i joins a
+    cluster if it is among the W best of the positions 0 to i, and reads these W.
 
     The lines of Algorithm 1 (Roy et al. 2021, section 4.1), with its left-to-right mask:
 
@@ -457,8 +473,8 @@ class TopK(Routing):
         28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
         31  mu <- decay mu + ...
 
-    The mask is by true positions. With `keys="separate"` the keys are members by K_prod, as in
-    lines 16 to 18, beside the mask.
+    The mask compares positions in the sequence, not places in a list. With `keys="separate"` the
+    members as keys are selected by K_prod, as in lines 16 to 18, and the mask applies as well.
     """
 
     strictly_causal = False
@@ -552,10 +568,11 @@ class TopK(Routing):
         return torch.cat(positions)
 
     def prefix_reads(self, qk: QueriesKeys) -> RangeReads:
-        """Return who reads whom with the W best of every prefix.
+        """Return which queries read which keys if position i selects the W best of 0 to i.
 
-        A list has all positions that ever joined. Queries do not read those that have left before.
-        With W = 1 a position that joins has no other member to read, so it reads itself.
+        A list has all positions that were members at some time. Holes exclude the members that
+        were replaced before a query's position. With W = 1 a new member has no other member to
+        read, so it reads itself.
         """
         N = qk.q_BHND.shape[2]
         sides = self.arrivals_of_sides(qk)
@@ -573,7 +590,7 @@ class TopK(Routing):
         return part._replace(holes=holes)
 
     def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
-        """Return the members of every prefix, of each side."""
+        """Return the members of every prefix, for each side."""
         centroid_HCD = self.centroids.centroid_HCD
         sides = []
         for x_BHND in self.clustered(qk):
@@ -615,7 +632,8 @@ class TopKCache(ClusterCache):
     """The keys and values of the W best positions so far of each cluster."""
 
     best: list[PrefixTopK] | None = None
-    """The W best of each side, with their scores. A key is in the slot that it has there."""
+    """The W best positions of each side, with their scores. A key has the same slot in the cache as
+    in the W best of the keys."""
 
     def offer(self, scores: list[Tensor], position: int) -> Joins:
         """Offer a position to all clusters, and return which ones its query and its key join.
@@ -640,16 +658,16 @@ class TopKCache(ClusterCache):
 
 
 ROOM = 4
-"""Lists with room begin with this many times the members that they are expected to have."""
+"""The first `room_factor`: lists have room for this many times the expected number of members."""
 
 
 class Thresholds(Routing):
     """A position joins all clusters whose threshold its score reaches. This is ours.
 
     If it reaches none, it joins the cluster whose threshold it misses by least, so that each
-    position is a member. Its own scores alone decide, so this is strictly causal. After a step
-    thresholds follow the number of members, see `Centroids`; Expert Threshold routing (arXiv
-    2603.11535) does the like for feed-forward experts.
+    position is a member. Only its own scores decide, so this is strictly causal. After a step the
+    threshold of a cluster rises if it has too many members, and falls if it has too few, see
+    `Centroids`. Expert Threshold routing (arXiv 2603.11535) is similar, for feed-forward experts.
 
     On a GPU, lists have room for a fixed number of members, see room.py.
     """
@@ -697,7 +715,7 @@ class Thresholds(Routing):
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """See `Routing.select_static`. In training, members without room are left out.
 
-        In evaluation one number is read back, and the selection is repeated with room for all.
+        In evaluation the CPU reads how many these are, and repeats the selection with room for all.
         """
         threshold_HC = self.centroids.thresholds()[side].to(x_BHND.dtype)
         room = self.room(x_BHND)
@@ -710,7 +728,7 @@ class Thresholds(Routing):
         return self.static_members(x_BHND, threshold_HC, room + lost)
 
     def room(self, x_BHND: Tensor) -> int:
-        """Return the room of the lists: `room_factor` times the members that they should have."""
+        """Return the room of the lists: `room_factor` times the expected number of members."""
         B, H, N, _ = x_BHND.shape
         C = self.centroids.centroid_HCD.shape[1]
         share = min(1.0, self.window / self.centroids.length)
@@ -814,4 +832,4 @@ ROUTING_CLASSES: dict[str, type[Routing]] = {
     "causal": Thresholds,
     "nearest": Nearest,
 }
-"""The classes of routing heads, by the names of their selections."""
+"""The classes of routing heads, by the value of `routing.selection`."""

@@ -1,4 +1,4 @@
-"""A stream: heads of one pattern that read one position after the other, with a KV cache.
+"""Autoregressive decoding with a KV cache, for the heads of one pattern.
 
 Shapes: B sequences, H heads, N positions, D head size.
 """
@@ -15,15 +15,14 @@ from rtx.attention.reads import QueriesKeys
 class Stream:
     """B sequences that grow by one position at a time; `Pattern.stream` makes it.
 
-    A stream knows its position. Its outputs are those of the pattern's forward pass with
-    `streaming=True`, and earlier ones never change. It has no gradients, no dropout and no padding:
-    use it in evaluation mode.
+    Its outputs are those of the pattern's forward pass with `streaming=True`. It has no gradients,
+    no dropout and no padding: use it in evaluation mode.
 
     Args:
         cache: an empty cache of the pattern.
-        inputs: prepares queries and keys of positions from a first one on.
-        read_prompt: returns the outputs of the first positions, and their prepared queries and
-            keys. Every selection is made from the prefix.
+        inputs: prepares queries and keys; its third argument is the position of the first.
+        read_prompt: returns the outputs of a prompt, and its prepared queries and keys. Every
+            selection is made from the prefix.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Stream:
         self.position = 0
         """The number of positions that have been read."""
         self.shape_BH: tuple[int, int] | None = None
-        """The numbers of sequences and heads, once something has been read."""
+        """The numbers of sequences and heads; None: nothing has been read yet."""
 
     @torch.no_grad()
     def prefill(

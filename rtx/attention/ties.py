@@ -1,19 +1,19 @@
 """Which scores are equal, and which of equal ones is taken: one rule for all choices by content.
 
 Rounding depends on the shapes of matrices, so equal vectors may get dot products that differ a
-little. If such a difference decided, then a pass, a stream, a batch of another size and a kernel
-would choose differently. So scores within a *margin* of each other count as equal, which is a
-*tie*, and of equal ones the earlier position is taken, or the first cluster. A margin is 64 units
-in the last place of the product of the norms (`tie_margin`).
+little. If such a difference decided, a selection would differ between a forward pass, a stream, a
+batch of another size and a kernel. So scores within a *margin* of each other count as equal, which
+is a *tie*. Of equal ones the earlier position is taken, or the cluster with the lower number. A
+margin is 64 units in the last place of the product of the norms (`tie_margin`).
 
 There are three choices.
 
-- The `count` best of scores that are all there (`best`, `best_places`). Equal are the scores within
-  the margin of the lowest one taken. Example: the 2 best of 4.9, 3, 5 and 9, with a margin of 0.2.
-  The highest are 9 and 5. 4.9 equals 5 and comes earlier, so 9 and 4.9 are taken.
+- The `count` best of some scores (`best`, `best_places`). The scores within the margin of the
+  lowest selected one count as equal to it. Example: the 2 best of 4.9, 3, 5 and 9, with a margin of
+  0.2. The highest are 9 and 5. 4.9 counts as equal to 5 and comes earlier, so 9 and 4.9 are taken.
 - The cluster that scores a position highest (`highest`, `highest_clusters`): the first cluster
   whose score comes within its margin of the highest.
-- The best of scores that come one after the other: `rtx.attention.members.PrefixTopK`.
+- The best of scores that arrive one by one: `rtx.attention.members.PrefixTopK`.
 
 NaN and infinity. To `best`, NaN is lower than every score. To `best_places` it is higher, as to
 `torch.topk`; selections by centroids replace it by -inf first. A position with a NaN among its
@@ -33,9 +33,8 @@ from torch import Tensor
 from rtx.attention.precision import wide_type
 
 UNITS = 64
-"""A margin in units in the last place. Dot products that should be equal, of vectors that came out
-of matrix products, were seen to differ by a few units. Up to D = 128 a margin is below 1e-4 of the
-scores' deviation."""
+"""A margin in units in the last place. Dot products of equal vectors were observed to differ by a
+few units. Up to D = 128 a margin is below 1e-4 standard deviations of the scores."""
 
 
 def tie_margin(
@@ -43,7 +42,7 @@ def tie_margin(
     other_norm: Tensor | float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return within which margin dot products are equal, by the norms of the two factors.
+    """Return the margin within which dot products count as equal, from the norms of both factors.
 
     Args:
         dtype: the type of the vectors; products of narrow types are float32.
@@ -61,7 +60,7 @@ def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
     return tie_margin(norm_HC, math.sqrt(D), wide)
 
 
-# The choices among lists of numbers define them; the rules of patterns call these.
+# The choices among lists of numbers, which the rules of patterns call.
 
 
 def best(
@@ -72,7 +71,7 @@ def best(
     """Return the places of the `count` best scores, or of all if there are fewer.
 
     Args:
-        margin_N: within which margin of each score others are equal to it.
+        margin_N: for each score, the margin within which others count as equal to it.
     """
     score_N = [nan_to_least(score) for score in score_N]
     by_score = sorted(range(len(score_N)), key=lambda n: -score_N[n])
@@ -126,17 +125,17 @@ def best_places(
 ) -> Tensor:
     """Return the places of the `count` best scores along the last dimension, in any order.
 
-    All places, if there are fewer. The CPU waits for a GPU here; in static shapes there is
-    `static_selection.best_places`.
+    If there are fewer, all places. The CPU waits for a GPU here; `static_selection.best_places`
+    does the same in static shapes.
 
     Args:
-        margin: takes places `[..., 1]` and returns within which margins other scores are equal to
-            the scores there, in a shape that broadcasts to that of the places.
+        margin: takes places `[..., 1]`, and returns the margins within which other scores count as
+            equal to the scores there, in a shape that broadcasts to that of the places.
     """
     N = score.shape[-1]
     if count >= N:
         return torch.arange(N, device=score.device).expand(score.shape)
-    # One more than are taken, in any order.
+    # The count + 1 best, in any order.
     candidate_score, candidate = score.topk(count + 1, dim=-1, sorted=False)
     # The two lowest candidates: the first score that is left out, then the last one taken.
     edge, edge_slot = candidate_score.topk(2, dim=-1, largest=False)
@@ -168,9 +167,9 @@ def earliest(
 
     Args:
         last_R1: the lowest score that is taken.
-        margin_R1: within which margin of that scores are equal to it.
+        margin_R1: the margin within which scores count as equal to it.
     """
-    # NaN is not at most any number, so it is better.
+    # Every comparison with NaN is false, so NaN counts as better.
     is_better_RN = ~(score_RN <= last_R1 + margin_R1)
     is_near_RN = score_RN >= last_R1 - margin_R1
     is_equal_RN = is_near_RN & ~is_better_RN

@@ -43,7 +43,7 @@ def best_keys(
 
     Args:
         score_NN: the score of each key (second dimension) for each query (first dimension).
-        margin_NN: scores within the margin of the last key taken count as equal to it.
+        margin_NN: scores within the margin of the lowest selected score count as equal to it.
         window: the number of keys that a query reads at most.
         attend_self: see `readable_count`.
     """
@@ -118,7 +118,7 @@ class TopKeys(Pattern):
         return qk.rotated_k_BHND
 
     def tie_margins(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return within which margins the scores of keys count as equal.
+        """Return the margins within which the scores of keys count as equal.
 
         Args:
             query, key: what the choice compares, `[..., E]`, in shapes that broadcast.
@@ -159,10 +159,10 @@ class TopKeys(Pattern):
         return [IndexReads(index_BHNK.flatten(0, 2), N)]
 
     def query_pieces(self, qk: QueriesKeys, scores: int) -> list[slice]:
-        """Return the positions in pieces whose scores are in memory at once.
+        """Return the positions of queries in pieces, so that few scores are in memory at once.
 
         Args:
-            scores: of each query of a head.
+            scores: the number of scores of each query of a head.
         """
         B, H, N, _ = qk.q_BHND.shape
         return pieces(N, B * H * scores)
@@ -177,7 +177,7 @@ class TopKeys(Pattern):
 
         Args:
             key_BHNE: the keys at the positions 0, 1, ...; those after the last query are not read.
-            positions: of the queries.
+            positions: the positions of the queries.
         """
         device = key_BHNE.device
         key_BHNE = key_BHNE[:, :, : positions.stop]
@@ -189,7 +189,7 @@ class TopKeys(Pattern):
         score_BHQN = products(query_BHQE, key_BHNE)
         score_BHQN.masked_fill_(is_unreadable_QN, -math.inf)
         key_BHQK = self.best_of_keys(score_BHQN, query_BHQE, key_BHNE, self.max_keys(N))
-        # A query that may read fewer than K keys gets some that it may not read as well.
+        # If a query may read fewer than K keys, some of its K best have the score -inf.
         return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
 
     def best_of_keys(
@@ -217,7 +217,9 @@ class TopKeys(Pattern):
 
 
 def product_margins(query: Tensor, key: Tensor) -> Tensor:
-    """Return within which margins products of queries and keys count as equal, by `tie_margin`.
+    """Return the margins within which products of queries and keys count as equal.
+
+    `tie_margin` has the formula.
 
     Args:
         query, key: `[..., E]`, in shapes that broadcast.
@@ -229,12 +231,16 @@ def product_margins(query: Tensor, key: Tensor) -> Tensor:
 
 
 def numbers_in(positions: slice, device: torch.device) -> Tensor:
-    """Return the positions as a tensor, `[Q]`."""
+    """Return the positions of a slice as a tensor, `[Q]`."""
     return torch.arange(positions.start, positions.stop, device=device)
 
 
 def last_readable(position: Tensor, attend_self: bool) -> Tensor:
-    """Return the last position that the query at each position may read, see `readable_count`."""
+    """Return the last position that each query may read, see `readable_count`.
+
+    Args:
+        position: the positions of the queries.
+    """
     if attend_self:
         return position
     return (position - 1).clamp(min=0)
@@ -249,7 +255,7 @@ class Exact(TopKeys):
 
 
 class GrowingCache(RowCache):
-    """All keys and values so far, and the vectors by which queries choose among these keys."""
+    """All keys and values so far, and the vectors that the choice compares for these keys."""
 
     choice_BHSE: Tensor | None = None
     """What the choice compares, one vector in each slot; see `put_choice`."""
@@ -269,7 +275,7 @@ class GrowingCache(RowCache):
         return super().put(qk, v_BHND, first)
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
-        """Take in what the choice compares for the keys of positions from `first` on."""
+        """Store the vectors that the choice compares for the keys of positions from `first` on."""
         key_BHNE = self.pattern.choice_keys(qk)
         self.choice_BHSE = place(self.choice_BHSE, key_BHNE, first)
 

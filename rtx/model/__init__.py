@@ -1,1 +1,1 @@
-"""The decoder: token ids to likelihoods."""
+"""The decoder: from tokens to the likelihood of each."""

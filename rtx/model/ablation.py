@@ -1,4 +1,4 @@
-"""Trained models without routing: their heads are silenced, or read positions by position."""
+"""Ablations of trained models: routing heads are zeroed, or replaced by local or random heads."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,8 @@ from rtx.settings.derived import ROUTED, clusters
 from rtx.settings.schema import Config
 
 MEMBER_SEED = 1_000_003
-"""Keeps swapped-in memberships apart from those that selection=random trained with."""
+"""Added to the seed, so that the random members differ from those of training with
+selection=random."""
 
 
 def ablate(
@@ -23,12 +24,15 @@ def ablate(
     config: Config,
     how: str,
 ) -> None:
-    """Take routing out of a model in place, as option `ablate` says; `none` changes nothing.
+    """Replace the routing heads of a model in place, if it has any.
 
-    routing: the outputs of the routing heads are ignored. local: they read the last
-    `routing.window` positions. random: they read `routing.window` random members of each cluster.
-    In both swaps queries and keys are normalised and scaled as before, so that only the choice of
-    positions differs. A model without routing heads stays as it is.
+    With "local" and "random", queries and keys are normalised and scaled as before, so that only
+    the choice of positions differs.
+
+    Args:
+        how: "none": the model stays the same. "routing": the outputs of routing heads are set to
+            zero. "local": they read the last `routing.window` positions. "random": they read
+            `routing.window` random members of each cluster.
     """
     if how == "none":
         return
@@ -44,7 +48,7 @@ def ablate(
 
 @torch.no_grad()
 def silence(group: HeadGroup, attention: MultiheadAttention) -> None:
-    """Zero the columns of the output matrix that read a group of heads."""
+    """Set to zero the columns of the output matrix that multiply the outputs of a group."""
     groups = attention.head_groups()
     widths = [other.width for other in groups]
     columns = attention.out.weight.split(widths, dim=1)
@@ -81,13 +85,13 @@ def substitute_for(
         )
     window = routing.window
     if how == "routing":
-        # The outputs are ignored: the cheapest ones will do.
+        # The outputs are multiplied by zero, so the cheapest pattern suffices.
         window = 1
     return LocalSubstitute(routed, window=window, **options)
 
 
 class LocalSubstitute(Local):
-    """Local heads with the queries and keys of other heads, prepared as those prepare them."""
+    """Local heads that prepare queries and keys as the heads that they replace."""
 
     def __init__(self, replaced: Pattern, **options: Any) -> None:
         super().__init__(**options)
@@ -99,7 +103,7 @@ class LocalSubstitute(Local):
 
 
 class RandomSubstitute(Random):
-    """Random heads with the queries and keys of other heads, prepared as those prepare them."""
+    """Random heads that prepare queries and keys as the heads that they replace."""
 
     def __init__(
         self,

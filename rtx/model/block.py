@@ -17,7 +17,11 @@ from rtx.settings.schema import Config, ModelConfig
 
 
 class FeedForward(nn.Module):
-    """Two matrices around relu or gelu; geglu multiplies the gelu with a third (Shazeer 2020)."""
+    """Two matrices with relu or gelu between them, or geglu (Shazeer 2020).
+
+    With geglu the first matrix has twice as many outputs; one half is multiplied by the gelu of the
+    other.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -35,8 +39,8 @@ class FeedForward(nn.Module):
     def forward(self, x_BNE: Tensor) -> Tensor:
         """Return the layer's output `[B, N, E]`.
 
-        It is computed in parts: the hidden units of one part are in memory at a time, and the
-        backward pass computes them again.
+        With `ffn_parts` above 1 it is computed in parts: the hidden units of one part are in memory
+        at a time, and the backward pass computes them again.
         """
         if self.parts == 1:
             return self.whole(x_BNE)
@@ -48,13 +52,13 @@ class FeedForward(nn.Module):
         return torch.cat(outputs).view(x_BNE.shape)
 
     def whole(self, x_BNE: Tensor) -> Tensor:
-        """Return the output of all rows at once; any leading shape."""
+        """Return the output of all rows at once, for any leading dimensions."""
         x_BNF = self.activate(self.inner(x_BNE))
         x_BNF = F.dropout(x_BNF, self.dropout, self.training)
         return self.outer(x_BNF)
 
     def activate(self, x_BNF: Tensor) -> Tensor:
-        """Return the hidden units, from twice as many numbers for geglu."""
+        """Return the hidden units from the outputs of the first matrix."""
         if self.activation == "geglu":
             x_BNF, gate_BNF = x_BNF.chunk(2, dim=-1)
             return F.gelu(gate_BNF, approximate="tanh") * x_BNF
@@ -88,7 +92,7 @@ class Block(nn.Module):
         return self.after_attention(x_BNE, branch_BNE), loss
 
     def before_attention(self, x_BNE: Tensor) -> Tensor:
-        """Return what the attention reads of the block's input."""
+        """Return the input of the attention: the block's input, normalised with pre-norm."""
         if self.pre:
             return self.attention_norm(x_BNE)
         return x_BNE

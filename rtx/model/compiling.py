@@ -1,4 +1,4 @@
-"""Losses by torch.compile, and blocks whose activations the backward pass computes again."""
+"""torch.compile of the loss, and activation checkpointing of blocks."""
 
 import contextlib
 from collections.abc import Callable
@@ -23,9 +23,9 @@ if hasattr(torch._dynamo.config, RECOMPUTED_ONCE):
 def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return `loss`, a method of `model`, compiled at its first call.
 
-    On a GPU attention and selection are operators of static shapes, and the loss is one graph. On a
-    CPU the sizes of a selection depend on data: patterns run eagerly there, for which the patterns
-    of the model are changed, and matrices, norms and activations around them are compiled.
+    On a GPU attention and selection are operators with static shapes, and the loss is one graph. On
+    a CPU the sizes of a selection depend on data, so patterns run eagerly (the `forward` of each is
+    replaced), and matrices, norms and activations around them are compiled.
     """
     return CompiledLoss(model, loss)
 
@@ -44,7 +44,7 @@ class CompiledLoss:
         if device.type != "cpu":
             self.make_lists(device, *arguments, **named)
         if self.compiled is None:
-            # Not earlier: a model is made on a CPU, and moved to its device later.
+            # Not in `__init__`: the model may be moved to another device after that.
             if device.type == "cpu":
                 exclude_patterns(self.model)
             self.compiled = torch.compile(self.loss)
@@ -57,9 +57,9 @@ class CompiledLoss:
         *arguments: Any,
         **named: Any,
     ) -> None:
-        """Make the lists of patterns that follow from shapes alone, if these shapes are new.
+        """Fill the cache of lists that follow from shapes alone, if these shapes are new.
 
-        The compiler cannot trace how they are made, but takes existing lists as constants.
+        torch.compile cannot trace how lists are made, but treats cached lists as constants.
         """
         shapes = shapes_of(*arguments, *named.values())
         if shapes in self.shapes_seen:
@@ -86,7 +86,7 @@ def run_without_effects(
     *arguments: Any,
     **named: Any,
 ) -> None:
-    """Call a function that gathers no statistics, and leaves random streams as they were."""
+    """Call a function without gathering statistics or changing the state of random generators."""
     devices = []
     if device.type == "cuda":
         devices = [device]
@@ -95,9 +95,9 @@ def run_without_effects(
 
 
 def exclude_patterns(model: nn.Module) -> None:
-    """Exclude the patterns of a model from compilation, except those by our Triton kernels.
+    """Exclude the patterns of a model from compilation, except those with backend="triton".
 
-    Those are operators for the compiler.
+    Our Triton kernels are operators that torch.compile does not trace into.
     """
     for pattern in model.modules():
         if isinstance(pattern, Pattern) and pattern.backend != "triton":
@@ -105,12 +105,12 @@ def exclude_patterns(model: nn.Module) -> None:
 
 
 def recomputed_block(block: nn.Module, *inputs: Any) -> Any:
-    """Return `block(*inputs)`, which the backward pass computes again from its inputs.
+    """Return `block(*inputs)` with activation checkpointing.
 
-    Statistics of patterns are gathered once.
+    The backward pass computes it again, without gathering statistics a second time.
     """
     if torch.compiler.is_compiling():
-        # The compiler takes no contexts, and has `RECOMPUTED_ONCE` instead.
+        # torch.compile does not support `context_fn`; `RECOMPUTED_ONCE` has the same effect.
         return checkpoint(block, *inputs, use_reentrant=False)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=recompute_contexts)
 
@@ -122,5 +122,5 @@ Contexts = tuple[
 
 
 def recompute_contexts() -> Contexts:
-    """Return contexts of the first and of the second forward pass, which gathers no statistics."""
+    """Return the contexts of the forward pass and of its recomputation, without statistics."""
     return contextlib.nullcontext(), statistics_paused()

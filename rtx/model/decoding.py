@@ -1,4 +1,4 @@
-"""Streaming: one token at a time, with the KV cache that each pattern needs.
+"""Autoregressive decoding and sampling, with the KV cache of each pattern.
 
 Shapes: B streams, P positions of a prompt, E hidden width, V vocabulary.
 """
@@ -15,7 +15,7 @@ from rtx.model.transformer import Transformer
 
 
 class Decoder:
-    """A batch of streams through a model, from position 0 on; earlier outputs never change."""
+    """A batch of sequences that a model reads token by token, from position 0 on."""
 
     def __init__(self, model: Transformer, batch: int = 1) -> None:
         self.model = model
@@ -24,17 +24,17 @@ class Decoder:
         """The number of positions that the streams have read."""
         self.streams = [attention.streams() for attention in model.attentions()]
         self.memory: Memory | None = None
-        """For a model that compresses, which reads a stream by segments and has no `streams`."""
+        """For a model with compressed memory, which reads segments and does not use `streams`."""
         if model.config.compressed:
             self.memory = Memory(model.config)
         self.segment_BN: Tensor | None = None
-        """If the model compresses: the tokens after the last whole segment; None at the start."""
+        """With compressed memory: the tokens after the last whole segment; None at position 0."""
 
     @torch.no_grad()
     def prefill(self, prompt_BP: Tensor) -> Tensor:
         """Read a prompt in one pass, and return the logits of the token after it, `[B, V]`.
 
-        Every choice is made from the prefix of its position, as P + 1 steps would make it.
+        Every selection of keys is made from the prefix, so the result is that of P + 1 steps.
 
         Raises:
             ValueError: the streams have read a position already.
@@ -43,7 +43,7 @@ class Decoder:
             raise ValueError(f"a prompt is read at position 0, not at position {self.position}")
         if self.memory is not None:
             return self.read_segments(prompt_BP, self.memory)
-        # The embedding shifts right, so the value of the last token is never read.
+        # The embedding shifts tokens right by one, so the appended 0 is never read.
         tokens_BN = F.pad(prompt_BP, (0, 1))
         x_BNE = self.model.embedding(tokens_BN)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
@@ -85,9 +85,9 @@ class Decoder:
         return tokens_B[:, None]
 
     def read_segments(self, tokens_BP: Tensor, memory: Memory) -> Tensor:
-        """Read tokens with a model that compresses, and return the next logits, `[B, V]`.
+        """Read tokens with a model with compressed memory, and return the next logits, `[B, V]`.
 
-        Every call reads the tokens after the last whole segment anew.
+        Every call computes the tokens after the last whole segment again.
         """
         model = self.model
         tokens_BN = tokens_BP.to(model.device)
@@ -100,7 +100,8 @@ class Decoder:
             model(tokens_BN[:, : model.segment], memory=memory)
             tokens_BN = tokens_BN[:, model.segment :]
         self.segment_BN = tokens_BN
-        # The value of the last token is never read, and the copy of the memory is dropped.
+        # The appended 0 is never read. The copy of the memory is discarded, because the segment is
+        # not complete.
         hidden_BNS, _ = model(F.pad(tokens_BN, (0, 1)), memory=copy.copy(memory))
         return model.logits(hidden_BNS[:, -1])
 
@@ -118,14 +119,14 @@ def generate(
     """Yield `length` tokens of each stream, `[B]` at a time, that continue a prompt.
 
     Args:
-        prompt_BP: `[B, 0]` for no prompt.
+        prompt_BP: the prompts; `[B, 0]` for none.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: tokens are drawn from the `top_k` likeliest ones.
         top_p: tokens are drawn from the likeliest ones that together have this likelihood.
-        generator: of the draws, on the CPU.
+        generator: the random generator of the draws, on the CPU.
 
     Raises:
-        ValueError: learned positions end before prompt and length do.
+        ValueError: prompt and length are longer than the table of learned positions.
     """
     positions = model.embedding.positions
     total = prompt_BP.shape[1] + length
@@ -156,7 +157,7 @@ def draw(
     logits_BV = logits_BV.float().cpu()
     if temperature == 0:
         return logits_BV.argmax(-1)
-    # In float64, with 0 as the largest: the smallest temperatures make no infinities to subtract.
+    # In float64, and with 0 as the largest logit, a tiny temperature gives no inf - inf = NaN.
     below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
     logits_BV = below_BV.double() / temperature
     if top_k is not None:
@@ -176,7 +177,7 @@ def only_top_k(logits_BV: Tensor, top_k: int) -> Tensor:
 
 
 def only_top_p(share_BV: Tensor, top_p: float) -> Tensor:
-    """Return likelihoods with 0 for all but the largest, whose sum reaches `top_p`."""
+    """Return likelihoods with 0 for all but the fewest largest ones whose sum reaches `top_p`."""
     sorted_BV, token_BV = share_BV.sort(dim=-1, descending=True, stable=True)
     sum_before_BV = sorted_BV.cumsum(-1) - sorted_BV
     sorted_BV = sorted_BV.masked_fill(sum_before_BV >= top_p, 0.0)

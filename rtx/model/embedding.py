@@ -1,4 +1,4 @@
-"""From tokens to the input of the first block.
+"""The embedding: from tokens to the input of the first block.
 
 Shapes: B sequences, N positions, E hidden width, S embedding width, V vocabulary.
 """
@@ -15,9 +15,9 @@ from rtx.settings.schema import Config
 
 
 class Embedding(nn.Module):
-    """Vectors of tokens, one position later, after a learned start vector.
+    """Token embeddings, shifted right by one position.
 
-    The start vector is the input at position 0, so that the first token has a likelihood, too.
+    The input at position 0 is a learned start vector, so that the first token has a likelihood.
     """
 
     def __init__(self, config: Config, vocabulary: int) -> None:
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
         """
         first_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
         if before_B is not None:
-            # The sum keeps the start vector in the graph, where DDP looks for its gradient.
+            # DDP needs a gradient of every parameter, so the start vector is added with factor 0.
             first_B1S = self.vectors(before_B)[:, None] + 0 * first_B1S
         later_BNS = self.vectors(tokens_BN[:, :-1])
         x_BNS = torch.cat([first_B1S, later_BNS], dim=1)
@@ -57,9 +57,9 @@ class Embedding(nn.Module):
         return F.embedding(tokens, self.table_VS)
 
     def to_hidden(self, x_BNS: Tensor, first: int) -> Tensor:
-        """Return vectors as the first block reads them, `[B, N, E]`.
+        """Return the input of the first block, `[B, N, E]`, from the vectors of tokens.
 
-        They are projected to the hidden width, get their positions, and dropout.
+        They are projected to the hidden width, then get learned positions and dropout.
 
         Args:
             first: the position of the first vector of each sequence.

@@ -2,8 +2,8 @@
 
 `config` is always a resolved configuration, and layer 0 the lowest.
 
-Shapes: B sequences, H heads of a group, N positions, D head size, S keys before the first position
-that a key mix reads.
+Shapes: B sequences, H heads of a group, N positions, D head size, S earlier keys that a key mix
+reads.
 """
 
 import traceback
@@ -46,17 +46,20 @@ from rtx.settings.names import BASES, SELECTIONS, how_to_register, maker_problem
 from rtx.settings.schema import Config, RoutingConfig
 
 KeySource = Literal["matrix", "queries", "none"]
-"""Where the keys of heads come from: a matrix, or the queries; none: the pattern has no keys."""
+"""Where the keys of heads come from: a projection matrix, or the queries.
+
+none: the pattern takes no keys.
+"""
 
 MISTAKES = (AttributeError, LookupError, NameError, TypeError, ValueError)
-"""Errors of an extension's code that users read in one line."""
+"""Exceptions of an extension's code that are reported to the user in one line."""
 
 
 class HeadGroup(nn.Module):
-    """Heads of one pattern, from the vectors that a layer projects for them to their outputs.
+    """Heads of one pattern in one layer, with their positions and options of keys.
 
-    Tables of positions are added later (`add_tables`): their draws come after those of the layer's
-    matrices.
+    Tables of positions are added later (`add_tables`), because the weights of the layer's matrices
+    are drawn first.
 
     Args:
         name: the base pattern of these heads, or `ROUTED`.
@@ -125,9 +128,9 @@ class HeadGroup(nn.Module):
         """Return the outputs `[B, H, N, D]` and the auxiliary loss of the pattern.
 
         Args:
-            k_BHND: the keys by a matrix; None where `key_source` names another source.
+            k_BHND: the keys, if `key_source` is "matrix"; otherwise None.
             streaming: every selection is made from the prefix alone.
-            memory_length: the number of positions before these that are read and have no output.
+            memory_length: the number of positions at the start that serve as keys and values alone.
         """
         q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND)
         return self.pattern(
@@ -146,12 +149,10 @@ class HeadGroup(nn.Module):
         k_BHND: Tensor | None,
         before_BHSD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the queries and keys that the pattern gets.
-
-        The third result is the `before_BHSD` of the next positions.
+        """Return the queries and keys that the pattern gets, and `before_BHSD` of the next call.
 
         Args:
-            before_BHSD: the keys before these that the key mix reads; None at the start.
+            before_BHSD: the earlier keys that the key mix reads; None at position 0.
         """
         if isinstance(self.tables, SinusoidKeys):
             q_BHND = self.tables.with_content(q_BHND)
@@ -163,7 +164,7 @@ class HeadGroup(nn.Module):
         return q_BHND, *self.key_mix(k_BHND, before_BHSD)
 
     def relative(self) -> RelativeTables | None:
-        """Return the terms by distance as the pattern reads them."""
+        """Return the terms by distance for the pattern; None: there are none."""
         if isinstance(self.tables, SinusoidKeys):
             assert isinstance(self.pattern, PositionPattern)
             assert self.pattern.cache_size is not None
@@ -173,19 +174,19 @@ class HeadGroup(nn.Module):
         return None
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None) -> QueriesKeys:
-        """Return queries and keys as choices and logits of the pattern read them."""
+        """Return the queries and keys that the selection and the logits of the pattern use."""
         q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND)
         return self.pattern.inputs(q_BHND, k_BHND, self.rotate)
 
 
 class HeadStream:
-    """A group of heads that reads streams, one position after the other, from position 0 on."""
+    """Autoregressive decoding with one group of heads: stream and key mix."""
 
     def __init__(self, group: HeadGroup) -> None:
         self.group = group
         self.stream = group.pattern.stream(rotate=group.rotate, relative=group.relative())
         self.before_BHSD: Tensor | None = None
-        """The last keys, which the key mix of the next position reads."""
+        """The last keys, which the key mix reads at the next position."""
 
     def prefill(
         self,
@@ -241,7 +242,7 @@ def make_base(
     config: Config,
     layer: int,
 ) -> Pattern:
-    """Return heads of a pattern of model.base that is ours."""
+    """Return heads of one of rtx's patterns of model.base."""
     model = config.model
     common = common_options(config)
     options = base_options(config)
@@ -295,7 +296,7 @@ def make_selection(
     config: Config,
     layer: int,
 ) -> Pattern:
-    """Return heads of a pattern of routing.selection that is ours."""
+    """Return heads of one of rtx's patterns of routing.selection."""
     routing = config.routing
     size = head_size(config)
     options = selection_options(config)
@@ -415,7 +416,7 @@ def make_registered(
     """Return the pattern that an extension makes.
 
     Args:
-        maker: the function that was registered, or the dotted path of an entry point.
+        maker: the registered function, or the dotted path of an entry point.
 
     Raises:
         UserError: the code of the extension fails, or makes no pattern that a run can train.
@@ -437,14 +438,14 @@ def make_registered(
         problem = f"its function returned a {kind}, which is no rtx.attention.Pattern"
         raise UserError(f"{name}: {problem}")
     if not pattern.strictly_causal:
-        # Its scores would be marked as those of a model that sees no future.
+        # rtx would label its scores "sees no future".
         problem = "a pattern of an extension reads no later position"
         raise UserError(f"{name}: strictly_causal=False: {problem}")
     return pattern
 
 
 def attribute_problem(name: str) -> str:
-    """Return why torch's container of modules cannot have a module of this name, or ""."""
+    """Return why torch's ModuleDict cannot contain a module of this name, or ""."""
     if not hasattr(nn.ModuleDict(), name):
         return ""
     use = "which holds the heads by their names"

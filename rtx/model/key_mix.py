@@ -1,4 +1,4 @@
-"""Keys that look back: heads of keys of their own match what came before a token."""
+"""Key mix: shifted and convolved keys, by which a head can match the tokens before a position."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ class KeyMix(nn.Module):
     Args:
         heads, size: H and D.
         shift: position j gets the key of position j - shift.
-        width: number of keys that the convolution reads, the last of which is that of position
-            j - shift; 1: no convolution.
+        width: the number of keys that the convolution reads, up to that of position j - shift.
+            1: no convolution.
     """
 
     def __init__(
@@ -33,11 +33,10 @@ class KeyMix(nn.Module):
             self.taps_HDK = nn.Parameter(torch.zeros(heads, size, width))
 
     def forward(self, k_BHND: Tensor, before_BHSD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mixed keys `[B, H, N, D]`, and the keys that the next ones look back at.
+        """Return the mixed keys `[B, H, N, D]`, and `before_BHSD` of the next call.
 
         Args:
-            before_BHSD: the keys before these, of which there are S = shift + width - 1; None:
-                these are the first, and the keys before them are zeros.
+            before_BHSD: the S = shift + width - 1 keys before these; None: zeros, at position 0.
         """
         N = k_BHND.shape[2]
         if before_BHSD is None:

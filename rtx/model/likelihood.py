@@ -1,7 +1,7 @@
 """From hidden states to nats, without the logits of a whole batch in memory at once.
 
-Either one softmax is over all tokens, or it is adaptive (Baevski and Auli 2019): the vocabulary is
-cut into bands of falling frequency, and the vectors of rarer bands are narrower, at the input too.
+The softmax is over all tokens, or adaptive (Baevski and Auli 2019): the vocabulary is cut into
+bands of decreasing frequency, and the vectors of rarer bands are narrower, in the embedding too.
 
 Shapes: B sequences, N positions, R = B * N rows, E hidden width, V vocabulary, G tokens of a band,
 S width of its vectors, K rows whose tokens are in one band.
@@ -25,7 +25,7 @@ from rtx.settings.schema import ModelConfig
 MAX_LOGITS = 1 << 24
 """Logits in memory at once on a CPU. More are computed in parts, and again in the backward pass."""
 MAX_LOGITS_GPU = 1 << 28
-"""As `MAX_LOGITS`, on a GPU: smaller parts would leave most of the chip idle."""
+"""The same on a GPU, which smaller parts would leave mostly idle."""
 
 
 def most_logits(gpu: bool) -> int:
@@ -43,9 +43,9 @@ def fused_mean_nats(
 ) -> Tensor:
     """Return the mean of `token_nats` by Liger-Kernel.
 
-    It computes gradients in the forward pass. Gradients of single positions would need the logits a
-    second time, so there is only the mean. The CPU waits for the GPU twice: the kernel counts its
-    targets, and looks at the gradient of its result.
+    Liger-Kernel computes gradients in the forward pass, where the gradient of the result is not
+    known. So the result is one number, the mean. The CPU waits for the GPU twice: the kernel counts
+    its targets, and reads the gradient of its result.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
         LigerFusedLinearCrossEntropyFunction,
@@ -86,11 +86,13 @@ def in_parts(
     target_BN: Tensor,
     logits_of_a_row: int,
 ) -> Tensor:
-    """Return `nats(hidden_RE, target_R)` of all rows, `[B, N]`, computed in parts of `most_logits`.
+    """Return `nats(hidden_RE, target_R)` of all rows, `[B, N]`, computed for some rows at a time.
+
+    A part has at most `most_logits` logits in memory.
 
     Args:
         nats: returns the nats of some rows, `[R]`.
-        logits_of_a_row: how many logits `nats` computes for a row.
+        logits_of_a_row: the number of logits that `nats` computes for a row.
     """
     hidden_RE = hidden_BNE.flatten(0, 1)
     target_R = target_BN.flatten()
@@ -125,7 +127,7 @@ class Band(NamedTuple):
     stop: int
     table_GS: Tensor
     project_in: Linear
-    """To the hidden width, `[E, S]`."""
+    """The projection to the hidden width, `[E, S]`."""
 
     def contains(self, tokens: Tensor) -> Tensor:
         """Return whether each token is in the band."""
@@ -143,7 +145,7 @@ class Bands(nn.Module):
     Args:
         ends: token ids before which the bands end, ascending; the last is V.
         hidden: E.
-        factor: each band is narrower by it than the band before; the first has width E.
+        factor: the width of a band divided by that of the next; the first has width E.
     """
 
     def __init__(
@@ -230,9 +232,9 @@ def make_bands(model: ModelConfig, vocabulary: int) -> Bands:
 class AdaptiveSoftmax(nn.Module):
     """The exact likelihood of a token, over the whole vocabulary (Grave et al. 2017).
 
-    One softmax, the head, is over the tokens of the first band and one entry for each of the other
-    bands. A token of another band has the likelihood of its band times that of the token within the
-    band, by a softmax over the band.
+    The first softmax, the *head*, is over the tokens of the first band and one entry for each other
+    band. The likelihood of a token of another band is that of its band, times that of the token in
+    a softmax over the band.
     """
 
     def __init__(self, bands: Bands, hidden: int) -> None:

@@ -49,7 +49,7 @@ class Compression(nn.Module):
 
 
 class MemoryBlock(Block):
-    """A block that also reads its inputs of earlier segments."""
+    """A block whose attention also reads the block's inputs of earlier segments."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
@@ -67,7 +67,7 @@ class MemoryBlock(Block):
         """Return the block's output `[B, N, E]` and the auxiliary loss of its attention.
 
         Args:
-            memory_BKE: the block's inputs before these, compressed ones among them.
+            memory_BKE: the block's inputs at earlier positions: compressed ones, then others.
         """
         if memory_BKE is None:
             return super().forward(x_BNE, streaming)
@@ -100,7 +100,7 @@ class MemoryBlock(Block):
         return F.mse_loss(attend(compressed_BCE), attend(old_BOE.detach()))
 
     def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
-        """Return the products with a matrix, by heads, `[B, H, K, D]`; the norm has no gradient."""
+        """Return the vectors projected by a matrix, `[B, H, K, D]`; the norm gets no gradient."""
         if self.pre:
             norm = self.attention_norm
             weight_E = norm.weight.detach()
@@ -120,12 +120,12 @@ class Memory:
         self.layers: list[Tensor] = []
         """The memory of each block, `[B, M, E]`."""
         self.compressed: list[Tensor] = []
-        """The compressed memory of each block, `[B, C, E]`; empty until something is compressed."""
+        """The compressed memory of each block, `[B, C, E]`; empty before the first compression."""
         self.last_B: Tensor | None = None
         """The last token of each stream."""
 
     def read(self, layer: int) -> Tensor | None:
-        """Return what a block reads before its segment, `[B, C + M, E]`; None at the start."""
+        """Return the memory that a block reads, `[B, C + M, E]`; None in the first segment."""
         if not self.layers:
             return None
         compressed = self.compressed[layer : layer + 1]
@@ -137,7 +137,7 @@ class Memory:
         inputs: list[Tensor],
         tokens_BN: Tensor,
     ) -> Tensor:
-        """Append a segment, compress what leaves the memory, and return the compression's loss.
+        """Append a segment, compress the positions that leave the memory, and return the loss.
 
         Args:
             blocks: the blocks of the model.
@@ -149,9 +149,9 @@ class Memory:
         return self.compress(blocks, inputs, leaving)
 
     def append(self, inputs: list[Tensor], tokens_BN: Tensor) -> list[Tensor]:
-        """Append the inputs of each block, and return what leaves its memory, `[B, O, E]`.
+        """Append the inputs of each block, and return those that leave its memory, `[B, O, E]`.
 
-        O is a multiple of the rate of the compression.
+        With compression, O is a multiple of its rate.
         """
         longer = appended(self.layers, inputs)
         leaving = max(0, longer[0].shape[1] - self.length)
@@ -173,7 +173,7 @@ class Memory:
         inputs: list[Tensor],
         leaving: list[Tensor],
     ) -> Tensor:
-        """Compress what leaves the memory of each block, and return the loss of the compression."""
+        """Compress the inputs that leave the memory of each block, and return the loss."""
         compressions = [block.compression for block in blocks if block.compression is not None]
         loss = inputs[0].new_zeros(())
         if not leaving[0].shape[1]:
@@ -190,7 +190,7 @@ class Memory:
 
 
 def unused(modules: list[Compression]) -> Tensor | int:
-    """Return 0, with a gradient of zeros for each parameter, for which DDP waits."""
+    """Return 0 that depends on each parameter: DDP needs a gradient of all of them."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return sum(0 * parameter.sum() for parameter in parameters)
 

@@ -16,7 +16,7 @@ from rtx.settings.schema import Config
 
 Part = TypeVar("Part")
 Parts = tuple[Part, Part | None, Part]
-"""What a group has for queries, for keys (None without a matrix), and for values."""
+"""The parts of a group for queries, keys and values; keys without a matrix have None."""
 
 
 class MultiheadAttention(nn.Module):
@@ -53,7 +53,11 @@ class MultiheadAttention(nn.Module):
         return list(self.groups.values())  # type: ignore[return-value]
 
     def by_group(self, parts: Sequence[Part]) -> list[Parts[Part]]:
-        """Return the parts of each group, from parts in the order of `widths`."""
+        """Return the parts of each group.
+
+        Args:
+            parts: one for each item of `widths`, in its order.
+        """
         groups = self.head_groups()
         count = len(groups)
         queries = parts[:count]
@@ -91,7 +95,7 @@ class MultiheadAttention(nn.Module):
 
         Args:
             streaming: every selection of keys is made from the prefix alone.
-            memory_length: the number of positions before these that are read and have no output.
+            memory_length: the number of positions at the start that serve as keys and values alone.
         """
         loss = x_BNE.new_zeros((), dtype=torch.float32)
         if self.training and self.has_key_loss:
@@ -104,7 +108,7 @@ class MultiheadAttention(nn.Module):
         return self.join(outputs), loss
 
     def key_loss(self) -> Tensor:
-        """Return the weighted distance between the matrices of queries and of keys."""
+        """Return the weighted distances between the matrices of queries and of keys."""
         losses = []
         weights = self.by_group(self.qkv.weight.split(self.widths))
         for group, (query_FE, key_FE, _) in zip(self.head_groups(), weights, strict=True):
@@ -137,14 +141,13 @@ def matrix_distance(
     key_FE: Tensor,
     size: int,
 ) -> Tensor:
-    """Return how far apart the matrices of queries and of keys are: the mean over heads.
+    """Return the mean over heads of the infinity norm of W_Q - W_K.
 
-    ||W_Q - W_K|| of a head is the least delta such that no number of x (W_Q - W_K) exceeds delta
-    times the largest number of x: the largest sum of absolute differences over a column (the ICLR
-    version of the paper, appendix A, equation 14).
+    It is the largest sum, over the outputs of a head, of the absolute differences of all weights of
+    one output (the ICLR version of the paper, appendix A, equation 14).
 
     Args:
-        query_FE, key_FE: matrices of heads of `size` columns each.
+        query_FE, key_FE: the matrices of a group, with `size` rows (outputs) for each head.
     """
     difference_FE = query_FE - key_FE
     sum_HD = difference_FE.abs().sum(-1).unflatten(0, (-1, size))

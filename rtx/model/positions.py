@@ -1,7 +1,7 @@
-"""Position terms of a model.
+"""Positional encodings of a model.
 
-Rotary angles, relative keys of Shaw et al. and of Transformer-XL, and learned positions, absolute
-or by the axes of an image.
+Rotary positions, the relative positions of Shaw et al. and of Transformer-XL, and learned
+positions, absolute or by the axes of an image.
 
 Shapes: B sequences, H heads, N positions, D head size, E hidden width, M distances, F pairs of
 columns.
@@ -28,7 +28,7 @@ def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
     """Return vectors rotated by their positions `first`, `first` + 1, ... (rotary, Su et al. 2021).
 
     Columns f and f + D / 2 are a pair, which turns by the position times a fixed frequency. A dot
-    product of two rotated vectors depends on their distance alone. Every position is defined.
+    product of two rotated vectors depends on their distance alone. There is no largest position.
     """
     size = x_BHND.shape[-1]
     count = x_BHND.shape[-2]
@@ -40,7 +40,7 @@ def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
 Angles = tuple[Tensor, Tensor]
 MAX_HELD = 4
 held_angles: dict[Hashable, Angles] = {}
-"""The angles that were used last: all layers use the same. torch.compile can read a dictionary."""
+"""A cache of the last angles, which all layers share. torch.compile can read a dictionary."""
 
 
 def angles(
@@ -69,7 +69,7 @@ def make_angles(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Angles:
-    """Compute what `angles` returns, in float64: rounded frequencies are wrong at far positions."""
+    """Compute the result of `angles`, in float64: at far positions rounding errors would grow."""
     with torch.inference_mode(False):
         position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
         column_F = torch.arange(0, size, 2, device=device, dtype=torch.float64)
@@ -135,7 +135,11 @@ class SinusoidKeys(nn.Module):
         return q_BHND + self.content_HD[:, None].to(q_BHND.dtype)
 
     def forward(self, distances: int) -> RelativeTables:
-        """Return keys and biases, for queries with u, of this many distances from 0 on."""
+        """Return keys and biases by distance, for queries to which u was added.
+
+        Args:
+            distances: the number of distances, from 0 on.
+        """
         count = distances
         if self.clamp:
             count = min(distances, self.clamp + 1)
@@ -153,7 +157,7 @@ class SinusoidKeys(nn.Module):
         E = len(weight_EE)
         half = (E + 1) // 2
         cos_ME, sin_ME = angles(E, 0, count, weight_EE.dtype, weight_EE.device)
-        # `angles` has each of them twice, and the first half of the sines is negative.
+        # `angles` returns each sine and cosine twice, and the first half of the sines is negative.
         return torch.cat([sin_ME[:, half:], cos_ME[:, :half]], dim=-1)[:, :E]
 
 

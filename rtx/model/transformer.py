@@ -1,6 +1,7 @@
 """The Routing Transformer: a decoder from a sequence of tokens to the likelihood of each.
 
-Shapes: B sequences, N positions, A of them, E hidden width, S embedding width, V vocabulary.
+Shapes: B sequences, N positions, A positions of answers, E hidden width, S embedding width, V
+vocabulary.
 """
 
 import math
@@ -29,9 +30,9 @@ from rtx.settings.schema import Config
 
 
 class Transformer(nn.Module):
-    """The decoder of a resolved configuration, whose first weights torch's global generator draws.
+    """The decoder of a resolved configuration; torch's global generator draws the first weights.
 
-    `loss` scores sequences; `rtx.model.decoding` reads streams.
+    `loss` computes the loss of whole sequences; `rtx.model.decoding` generates token by token.
 
     Args:
         vocabulary: V.
@@ -44,7 +45,7 @@ class Transformer(nn.Module):
         self.config = model
         self.recompute = model.recompute is True
         self.segment = 0
-        """The length of the segments that a model with a memory reads; 0: it has none."""
+        """The length of the segments that a model with a memory reads; 0: no memory."""
         block_class = Block
         if model.base == "recurrent":
             self.segment = config.data.length
@@ -73,7 +74,7 @@ class Transformer(nn.Module):
             table.place_HD = tables[0].place_HD
 
     def add_output(self) -> None:
-        """Add what turns vectors into likelihoods: an adaptive softmax, or a matrix and a bias."""
+        """Add the output layer: an adaptive softmax, or a matrix and a bias."""
         model = self.config
         embedding = self.embedding
         if embedding.bands is not None:
@@ -91,12 +92,15 @@ class Transformer(nn.Module):
     def initialise(self) -> None:
         """Draw the first weights.
 
-        Matrices are normal with variance 1 / fan in; those at the end of a residual branch are
-        smaller by 2 * layers. Embeddings and the start vector have variance 1, as large as what the
-        first branches add, and the output matrix has 1/4 / fan in. With small embeddings, or an
-        output matrix of zeros, the first steps of the optimizer, which are equally large for all
-        weights, would make tokens of one role alike, and a model then needs long to tell them apart
-        again (compare experiment=recall). A tied table starts as an output matrix.
+        Matrices are normal with variance 1 / fan in, divided by 2 * layers at the end of a residual
+        branch. Embeddings and the start vector have variance 1, as large as the outputs of the
+        first branches. The output matrix has variance 1 / (4 fan in). With tied embeddings, the
+        table and the start vector have that variance.
+
+        Smaller embeddings, or an output matrix of zeros, slow learning down (experiment=recall
+        shows it). The first steps of the optimizer are equally large for all weights. They would
+        make the vectors of tokens with the same role nearly equal, and it takes many steps until
+        they differ again.
         """
         self.initialise_matrices()
         embedding = self.embedding
@@ -135,9 +139,9 @@ class Transformer(nn.Module):
     def shrink_for_depth(self) -> None:
         """Rescale the first weights for models of many layers (init=depth_scaled).
 
-        Matrices in the blocks have variance 0.125 / fan in. Embeddings, start vector and the
-        position vectors, summed over their axes, have a standard deviation of 0.01. An output
-        matrix of its own is zero (Child et al. 2019).
+        Matrices in the blocks have variance 0.125 / fan in. Embeddings, start vector and position
+        vectors (the sums over the axes) have a standard deviation of 0.01. An output matrix that is
+        not tied is zero (Child et al. 2019).
         """
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
@@ -156,12 +160,14 @@ class Transformer(nn.Module):
         streaming: bool = False,
         memory: Memory | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the vectors that predict each token, `[B, N, S]`, and the auxiliary loss.
+        """Return the last hidden vectors, `[B, N, S]`, and the auxiliary loss.
+
+        The vector at position i predicts token i.
 
         Args:
             streaming: every selection of keys is made from the prefix alone, which changes the
-                outputs of top-w and of lsh=reformer.
-            memory: the tokens continue the streams that it has read, and are appended to it.
+                outputs of routing=topk and of lsh=reformer.
+            memory: the memory of earlier segments of the same streams, to which this one is added.
         """
         if memory is None:
             x_BNE, auxiliary = self.run_blocks(self.embedding(tokens_BN), streaming)
@@ -183,7 +189,7 @@ class Transformer(nn.Module):
         tokens_BN: Tensor,
         streaming: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return what `run_blocks` does, for tokens after those of a memory, which gets them."""
+        """Return the result of `run_blocks` for the next segment, and add it to the memory."""
         x_BNE = self.embedding(tokens_BN, memory.last_B)
         total = x_BNE.new_zeros((), dtype=torch.float32)
         inputs = []
@@ -201,7 +207,7 @@ class Transformer(nn.Module):
         return block(*inputs)
 
     def output(self, x_BNE: Tensor) -> Tensor:
-        """Return the vectors that the likelihood reads, from the last block's output."""
+        """Return the input of the output layer, `[..., S]`, from the output of the last block."""
         return self.project_out(self.norm(x_BNE))
 
     def loss(
@@ -210,10 +216,10 @@ class Transformer(nn.Module):
         streaming: bool = False,
         memory: Memory | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the nats of every token, the first included, `[B, N]`, and the auxiliary loss.
+        """Return -log p of every token, in nats, `[B, N]`, and the auxiliary loss.
 
-        A model with a memory reads a sequence of several segments as a stream. For `streaming` and
-        `memory` see `forward`.
+        The first token counts, too. A model with a memory reads a long sequence segment by segment.
+        For `streaming` and `memory` see `forward`.
         """
         if memory is None and 0 < self.segment < tokens_BN.shape[1]:
             return self.loss_of_segments(tokens_BN, streaming)
@@ -237,7 +243,7 @@ class Transformer(nn.Module):
     def fused_loss(self, tokens_BN: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean nats of all tokens, a scalar, and the auxiliary loss.
 
-        It is `loss` for training, by Liger-Kernel.
+        This is the mean of `loss`, computed by Liger-Kernel, for training.
         """
         assert self.softmax is None, "the bands of an adaptive softmax have no fused loss"
         hidden_BNS, auxiliary = self(tokens_BN, memory=memory)
@@ -250,7 +256,7 @@ class Transformer(nn.Module):
         position_BA: Tensor,
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nats of the tokens at some positions, and whether each is the likeliest.
+        """Return the nats of the tokens at some positions, and whether each is the likeliest token.
 
         Both are `[B, A]`, with 0 and False where `position_BA` is -1. The third result is the
         auxiliary loss of the whole sequences.
@@ -267,7 +273,7 @@ class Transformer(nn.Module):
         return nats_BA.masked_fill(is_missing_BA, 0.0), is_right_BA, auxiliary
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
-        """Return the logits of a few vectors, `[..., V]`."""
+        """Return the logits of some vectors, `[..., V]`; for an adaptive softmax log p."""
         if self.softmax is not None:
             return self.softmax.log_shares(hidden_BS)
         return F.linear(hidden_BS, self.output_VS, self.output_bias_V)

@@ -36,7 +36,7 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("k", lambda x: x[:, :, :-1], "k_BHND has the shape (2, 3, 8, 4): must be (2, 3, 9, 4)"),
     ("k", torch.Tensor.float, "k_BHND is of torch.float32: must be of torch.float64"),
     ("k", lambda x: x.to("meta"), "k_BHND is on meta: must be on cpu"),
-    ("k", lambda x: None, "k_BHND=None: this pattern needs keys of their own"),
+    ("k", lambda x: None, "k_BHND=None: this pattern needs keys"),
     ("v", lambda x: x[:1], "v_BHND has the shape (1, 3, 9, 4): must be (2, 3, 9, 4)"),
     ("v", lambda x: x.sum(), "v_BHND has the shape (): must be"),
     ("v", torch.Tensor.tolist, "v_BHND is a list: must be a torch.Tensor"),
