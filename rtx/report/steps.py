@@ -27,27 +27,54 @@ from rtx.report.tables import Column, Table
 from rtx.runs.records import StepsRecord
 from rtx.settings.schema import all_fields, flat
 
+OTHER = 99
+"""In place of the number of a table, for rows that are in none of the paper's."""
+
+PAPER_KEYS = ("paper_steps_per_second", "paper_speed_ratio")
+
+EQUAL_KEYS = (
+    "data.length",
+    "trainer.batch_size",
+    "hardware.threads",
+    "hardware.precision",
+    "hardware.compile",
+)
+"""Keys of equal values in two rows whose speeds are compared."""
+
 
 @dataclass(frozen=True)
 class TimedRow:
+    """The timed steps of a configuration.
+
+    Args:
+        turns: milliseconds of a step in each turn.
+        reason: why it was left out, or why its times are not those of training.
+    """
+
     config: Config
-    turns: Sequence[float]  # milliseconds of a step in each turn
-    reason: str = ""  # why it was left out, or why its times are not those of training
+    turns: Sequence[float]
+    reason: str = ""
     parameters: int | None = None
 
     @property
     def speed(self) -> float:
-        """Steps a second: of the geometric mean over turns, whose errors are multiples; 0 where there are none."""
+        """Steps a second, of the geometric mean over turns, whose errors are multiples.
+
+        0 where there are no turns.
+        """
         return 1e3 / math.exp(mean(np.log(self.turns))) if self.turns else 0.0
 
     @property
     def log_error(self) -> tuple[float, float] | None:
-        """Standard error of the logarithm of the speed, and its degrees of freedom; None of a single turn."""
-        if len(self.turns) < 2:
+        """Standard error of the logarithm of the speed, and its degrees of freedom.
+
+        None of a single turn.
+        """
+        count = len(self.turns)
+        if count < 2:
             return None
-        return float(np.std(np.log(self.turns), ddof=1)) / math.sqrt(len(self.turns)), len(
-            self.turns
-        ) - 1.0
+        deviation = float(np.std(np.log(self.turns), ddof=1))
+        return deviation / math.sqrt(count), count - 1.0
 
     @property
     def half(self) -> float | None:
@@ -69,7 +96,7 @@ def half_around(middle: float, turns: Sequence[float]) -> float | None:
 
 def timed_records(records: Iterable[StepsRecord]) -> list[StepRecord]:
     """Return records of timed steps with whole configurations: newer keys have their defaults."""
-    defaults = {key: known.default for key, known in all_fields().items()}
+    defaults = {key: one.default for key, one in all_fields().items()}
     timed = []
     for record in records:
         rows = []
@@ -81,9 +108,13 @@ def timed_records(records: Iterable[StepsRecord]) -> list[StepRecord]:
 
 
 def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None, str]]:
-    """Return steps a second, half their interval and a reason by the key of a row; the newest record counts."""
-    timed = [row for record in reversed(records) for row in record.rows if row.turns]
-    return {row_key(row.config): (row.speed, row.half, row.reason) for row in timed}
+    """Return steps a second, half their interval and a reason by row, of the newest record."""
+    paces = {}
+    for record in reversed(records):
+        for row in record.rows:
+            if row.turns:
+                paces[row_key(row.config)] = (row.speed, row.half, row.reason)
+    return paces
 
 
 def views(record: StepRecord) -> list[Table]:
@@ -91,54 +122,23 @@ def views(record: StepRecord) -> list[Table]:
     groups: dict[int, list[TimedRow]] = {}
     for row in record.rows:
         table = table_of(row.config, timed=True)
-        groups.setdefault(table.number if table and table.row_of(row.config) else 99, []).append(
-            row
-        )
-    return [
-        steps_table(record, None if number == 99 else numbered(number), rows)
-        for number, rows in sorted(groups.items())
-    ]
+        number = table.number if table and table.row_of(row.config) else OTHER
+        groups.setdefault(number, []).append(row)
+    tables = []
+    for number, rows in sorted(groups.items()):
+        table = None if number == OTHER else numbered(number)
+        tables.append(steps_table(record, table, rows))
+    return tables
 
 
 def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[TimedRow]) -> Table:
     """Return a table of step times: ours, their ratio to the local row's, and the paper's."""
-    printed = [table.row_of(row.config) if table else None for row in rows]
-    base = (
-        next((row.steps_per_second for row in table.rows if row.kind == "local"), None)
-        if table
-        else None
-    )
-    named, entries = [Row([Cell(Path(), row.config)]) for row in rows], []
-    name_rows(named)
-    for row, name, theirs in zip(rows, named, printed, strict=True):
-        local = local_row(row, record.rows)
-        paper = theirs.steps_per_second if theirs else None
-        ratio = row.speed / local.speed if row.turns and local else None
-        paired = (
-            [a / b for a, b in zip(local.turns, row.turns, strict=False)]
-            if local and local is not row
-            else []
-        )
-        entries.append(
-            {
-                "row": name.name,
-                "milliseconds": 1e3 / row.speed if row.turns else row.reason,
-                "steps_per_second": row.speed or None,
-                "pace_half": row.half,
-                "speed_ratio": ratio,
-                "ratio_half": half_around(ratio or 0.0, paired),
-                "paper_steps_per_second": paper,
-                "paper_speed_ratio": paper / base if paper and base else None,
-                "parameters": row.parameters,
-                "note": row.reason,
-            }
-        )
-    if table:
-        places = [table.rows.index(one) for one in printed if one]
-        entries = [
-            entry
-            for _, entry in sorted(zip(places, entries, strict=True), key=lambda pair: pair[0])
-        ]
+    ordered = sorted(rows, key=lambda row: place_in(table, row)) if table else rows
+    entries = []
+    for row, name in zip(ordered, names_of(ordered), strict=True):
+        timed = {"row": name, **timed_entry(row, local_row(row, record.rows))}
+        paper = paper_entry(row, table) if table else dict.fromkeys(PAPER_KEYS)
+        entries.append(timed | paper | {"parameters": row.parameters, "note": row.reason})
     columns = [
         Column("row", "row"),
         Column("milliseconds", "ms", 1),
@@ -148,40 +148,86 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
         Column("paper_speed_ratio", "paper x", 2),
         Column("parameters", "parameters", brief=False),
     ]
-    bench, facts = record.facts.bench, record.facts
-    turns = (
-        f"{plural(max(len(row.turns) for row in rows), 'turn')} of {plural(bench.per_turn, 'step')}"
-    )
-    where = f"{facts.ids}; {facts.device}, {facts.time[:10]}"
-    lines = [
-        f"Rows in turn, {turns}, after {bench.warmup} of warm-up; {where}. ± are 95% intervals over turns."
-    ]
-    lines += [f"Paper: {table.speed}; paper x: over its local row's."] if table else []
-    lines += [f"{entry['row']}: {entry['note']}." for entry in entries if entry["note"]]
+    lines = [how_timed(record, rows)]
     if table:
-        departures = [one for row in rows for one in table.departures(row.config)]
-        differences = [one for row in rows for one in table.differences(row.config)]
-        lines += setting_lines(list(dict.fromkeys(departures)), list(dict.fromkeys(differences)))
-    title = (
-        f"Table {table.number}. {table.title}: measured training steps"
-        if table
-        else "Measured training steps"
-    )
-    return Table(
-        title, columns, entries, lines, table.footnotes if table and not table.split else ()
-    )
+        lines.append(f"Paper: {table.speed}; paper x: over its local row's.")
+    lines += [f"{entry['row']}: {entry['note']}." for entry in entries if entry["note"]]
+    title = "Measured training steps"
+    footnotes: Sequence[str] = ()
+    if table:
+        lines += settings_of(rows, table)
+        title = f"Table {table.number}. {table.title}: measured training steps"
+        footnotes = () if table.split else table.footnotes
+    return Table(title, columns, entries, lines, footnotes)
+
+
+def place_in(table: PaperTable, row: TimedRow) -> int:
+    """Return the place of a row among the paper's, which it must be one of."""
+    printed = table.row_of(row.config)
+    assert printed is not None
+    return table.rows.index(printed)
+
+
+def names_of(rows: Sequence[TimedRow]) -> list[str]:
+    """Return the name of each row: its kind of heads, and by what it differs from others of it."""
+    named = [Row([Cell(Path(), row.config)]) for row in rows]
+    name_rows(named)
+    return [row.name for row in named]
+
+
+def timed_entry(row: TimedRow, local: TimedRow | None) -> dict[str, Any]:
+    """Return the times of a row, and their ratio to those of its local row, if it has one."""
+    ratio = None
+    paired: list[float] = []
+    if row.turns and local:
+        ratio = row.speed / local.speed
+    if local and local is not row:
+        turns = zip(local.turns, row.turns, strict=False)
+        paired = [ms_of_local / ms for ms_of_local, ms in turns]
+    return {
+        "milliseconds": 1e3 / row.speed if row.turns else row.reason,
+        "steps_per_second": row.speed or None,
+        "pace_half": row.half,
+        "speed_ratio": ratio,
+        "ratio_half": half_around(ratio or 0.0, paired),
+    }
+
+
+def paper_entry(row: TimedRow, table: PaperTable) -> dict[str, float | None]:
+    """Return the paper's steps a second of a row, and their ratio to those of its local row."""
+    printed = table.row_of(row.config)
+    paces_of_local = [one.steps_per_second for one in table.rows if one.kind == "local"]
+    pace = printed.steps_per_second if printed else None
+    ratio = None
+    if pace and paces_of_local and paces_of_local[0]:
+        ratio = pace / paces_of_local[0]
+    return dict(zip(PAPER_KEYS, (pace, ratio), strict=True))
+
+
+def how_timed(record: StepRecord, rows: Sequence[TimedRow]) -> str:
+    """Return how often, where and when rows were timed."""
+    facts = record.facts
+    turns = plural(max(len(row.turns) for row in rows), "turn")
+    steps = plural(facts.bench.per_turn, "step")
+    timed = f"Rows in turn, {turns} of {steps}, after {facts.bench.warmup} of warm-up"
+    where = f"{facts.ids}; {facts.device}, {facts.time[:10]}"
+    return f"{timed}; {where}. ± are 95% intervals over turns."
+
+
+def settings_of(rows: Sequence[TimedRow], table: PaperTable) -> list[str]:
+    """Return lines on the settings that rows have otherwise than the paper."""
+    departures: list[str] = []
+    differences: list[str] = []
+    for row in rows:
+        departures += table.departures(row.config)
+        differences += table.differences(row.config)
+    return setting_lines(list(dict.fromkeys(departures)), list(dict.fromkeys(differences)))
 
 
 def local_row(row: TimedRow, rows: Sequence[TimedRow]) -> TimedRow | None:
     """Return the timed local row to compare a row with: same N, batch and hardware."""
-    same = (
-        "data.length",
-        "trainer.batch_size",
-        "hardware.threads",
-        "hardware.precision",
-        "hardware.compile",
-    )
-    able = (other for other in rows if kind_of(other.config) == "local" and other.turns)
-    return next(
-        (other for other in able if all(row.config[key] == other.config[key] for key in same)), None
-    )
+    for other in rows:
+        is_local = kind_of(other.config) == "local" and other.turns
+        if is_local and all(row.config[key] == other.config[key] for key in EQUAL_KEYS):
+            return other
+    return None
