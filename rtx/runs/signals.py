@@ -1,7 +1,7 @@
 """The signal handlers of a run: save at the end of the step, and exit as schedulers expect.
 
-The exit code is 130 after SIGINT, and 143 after SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP (a
-lost terminal). A second SIGINT or SIGTERM ends the process at once.
+The exit code is 130 after SIGINT, and 143 after SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP
+(a lost terminal). A second SIGINT or SIGTERM ends the process at once.
 """
 
 from __future__ import annotations
