@@ -1,9 +1,9 @@
 """Where the metrics of a run go: metrics.jsonl, TensorBoard, CSV, Weights & Biases.
 
-All get the same rows, whose names begin with `train/`, `valid/` or `valid/final_`. metrics.jsonl has
-an object on each line; after a resume the last row of a step counts. An error of W&B ends no run. Its
-files are in the run's folder, as is wandb.json, by which resumes and later commands find the run
-there.
+All get the same rows, whose names begin with `train/`, `valid/` or `valid/final_`. metrics.jsonl
+has an object on each line; after a resume the last row of a step counts. An error of W&B ends no
+run. Its files are in the run's folder, as is wandb.json, by which resumes and later commands find
+the run there.
 """
 
 import configparser
@@ -143,8 +143,8 @@ def user_settings() -> Iterator[Any]:
 
     W&B reads `wandb/settings` and `config-defaults.yaml` there. The folder may be a run of somebody
     else, whose file could name a server or proxy that would get the user's key. W&B reads settings
-    once in a process, when it is first set up. Raises AttributeError where this version of W&B lacks
-    the replaced methods: then it may read these files in another way.
+    once in a process, when it is first set up. Raises AttributeError where this version of W&B
+    lacks the replaced methods: then it may read these files in another way.
     """
     import wandb
     from wandb.sdk.lib.settings_file import SettingsFiles

@@ -38,7 +38,7 @@ class TrainingModule(pl.LightningModule):
     `take_step` is the optimizer step. It needs no Trainer: benchmarks and tests call it as well.
 
     Args:
-        answers: returns the positions of answers, if only these are predicted; None: all tokens are.
+        answers: returns the positions of answers, if only they are predicted; None: all tokens are.
         metadata: the `config` and the `data` that every checkpoint holds.
     """
 
@@ -63,13 +63,13 @@ class TrainingModule(pl.LightningModule):
         self.passes = Passes(model, config, hardware, answers)
         self.has_trainer = False
         self.sums = torch.zeros(3, dtype=torch.float64)
-        """Sums over the forward passes since the last row: mean nats, accuracy, and their number."""
+        """Sums over the forward passes since the last row: mean nats, accuracy, their number."""
         self.norm = torch.tensor(float("nan"))
         """The norm of the gradient of the last step, before clipping."""
         self.memories: list[Memory] = []
         """The memory of each micro-batch of a step (recurrent models); it lasts over steps."""
         self.scored: list[Tensor] = []
-        """In a validation: number and figures of the windows so far, float64 `[B, 1 + X]` a batch."""
+        """In a validation: number and figures of windows so far, float64 `[B, 1 + X]` a batch."""
         self.score: Any = None
         """The `Score` of the last validation, the same on all ranks."""
         self.reach = local_reach(config)
@@ -98,7 +98,7 @@ class TrainingModule(pl.LightningModule):
         after_step(self.model, self.passes.move)
 
     def memory(self, index: int) -> Memory | None:
-        """Return the memory of a micro-batch, empty at the start of a run; None without memories."""
+        """Return the memory of a micro-batch; None where the model has none."""
         if not self.config.model.memory:
             return None
         while len(self.memories) <= index:
@@ -171,7 +171,7 @@ class TrainingModule(pl.LightningModule):
         self.score = joined(all_KX[:, 1:], self.answers)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what other commands read, and drop the state of loops, which follows from the step."""
+        """Add what other commands read; drop the state of loops, which follows from the step."""
         del checkpoint["loops"]
         tensors = checkpoint.pop("state_dict")
         model = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
