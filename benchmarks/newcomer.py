@@ -23,7 +23,7 @@ import torch
 from ending import end_with_children
 from machine import code, machine
 
-from rtx.evaluation.protocols import baselines
+from rtx.evaluation.measures import baselines
 
 RESULT = Path(__file__).parent / "results" / "newcomer-cpu.json"
 

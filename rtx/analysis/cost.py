@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from rtx.attention import indexer
 from rtx.model.heads import head_size
 from rtx.model.transformer import Transformer
 from rtx.settings.derived import ROUTED, hash_buckets, layer_patterns, memory_slots
 from rtx.settings.schema import Config
-
-INDEXER_WIDTH = 16
-"""Width of the queries and keys by which selection=indexer chooses."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def selection_cost(config: Config) -> HeadCost:
             return HeadCost(window_pairs(N, routing.window), 2 * size * triangle(N))
         case "indexer":
             # Scores of all pairs, and the matrices of its queries and keys.
-            choice = 2 * INDEXER_WIDTH * (triangle(N) + 2 * size * N)
+            choice = 2 * indexer.WIDTH * (triangle(N) + 2 * size * N)
             return HeadCost(window_pairs(N, routing.window), choice)
         case "blocks" | "blocks_random":
             return block_cost(config)

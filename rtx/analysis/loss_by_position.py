@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from rtx.errors import RunFailed
-from rtx.evaluation.protocols import Window
-from rtx.evaluation.scores import equal_batches, read_windows
+from rtx.evaluation.windows import Window, equal_batches, read_windows
 
 CONTEXTS = 8
 """The most contexts that are tried, each half of the one before."""

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, place
-from rtx.attention.engine.softmax import LogitTerms, RelativeTables, recomputed
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.members import products
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
+from rtx.attention.recompute import recomputed
 from rtx.attention.ties import best
 from rtx.attention.top_keys import GrowingCache, TopKeys, last_readable, numbers_in, readable_count
 

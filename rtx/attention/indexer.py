@@ -26,11 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.engine.softmax import recomputed
 from rtx.attention.precision import widened
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
+from rtx.attention.recompute import recomputed
 from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
 
+WIDTH = 16
+"""E, unless an argument says otherwise."""
 UNREAD = -1e9
 """The logit of a key that is not read. At -inf a query that reads nothing would have the gradient
 NaN."""
@@ -55,7 +57,7 @@ class Indexer(TopKeys):
         heads: int,
         size: int,
         *,
-        units: int = 16,
+        units: int = WIDTH,
         warmup: int = 0,
         **options: Any,
     ) -> None:

@@ -28,7 +28,7 @@ class EvalOptions(RunOptions):
     at more cost.
     """
     limit: int | None = option(None, low=1)
-    """Score a seeded sample of this many windows only; the result is marked partial."""
+    """Score a seeded sample of this many windows only; the protocol says so."""
     batch_size: int | None = option(None, low=1)
     """Windows scored at once; unset: as many as make 16,384 units."""
     memory: int | None = option(None, low=0)

@@ -17,8 +17,7 @@ from rtx.cli.options import AuditOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
 from rtx.errors import plural
-from rtx.evaluation.protocols import windows
-from rtx.evaluation.scores import read_windows, sample_windows
+from rtx.evaluation.windows import read_windows, sample_windows, windows
 from rtx.progress import progress_bar
 from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save

@@ -10,7 +10,7 @@ from rtx.cli.options import EvalOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
 from rtx.errors import printable
-from rtx.evaluation import protocols
+from rtx.evaluation.measures import baselines, measures, read_as_released
 from rtx.evaluation.protocol import (
     Reading,
     further_lines,
@@ -55,7 +55,7 @@ def main(request: Request) -> int:
     tokens = store.split(options.split)
     habits = ""
     if options.protocol == "released":
-        tokens, habits = protocols.read_as_released(store, options.split, config.data.length)
+        tokens, habits = read_as_released(store, options.split, config.data.length)
     is_streaming = options.mode == "streaming"
     score, all_windows = score_split(
         run,
@@ -71,7 +71,7 @@ def main(request: Request) -> int:
     assert is_sample or score.units == units, f"scored {score.units} units of a split of {units}"
     record = evaluation_of(run, store, score, options, habits, is_sample)
     if store.unit == "byte" and not is_sample and not habits and options.split != "train":
-        record = record.model_copy(update={"baselines": protocols.baselines(tokens)})
+        record = record.model_copy(update={"baselines": baselines(tokens)})
     ending = {"split_units": units, "seconds": time.monotonic() - began, "time": utc_now()}
     keep(folder, record.model_copy(update=ending))
     return 0
@@ -102,7 +102,7 @@ def evaluation_of(
     split = options.split
     data = DataRecord.model_validate(store.describe())
     own_data = run.has_data(store)
-    measures = protocols.measures(store, split, score, is_sample=is_sample, released=bool(habits))
+    numbers = measures(store, split, score, is_sample=is_sample, released=bool(habits))
     protocol = protocol_of(
         run.config,
         data,
@@ -111,7 +111,7 @@ def evaluation_of(
         sample=len(score.units_K) if is_sample else None,
         own_data=own_data,
     )
-    scored = score_record(run.config, protocol, score, measures)
+    scored = score_record(run.config, protocol, score, numbers)
     return EvaluationRecord(
         **scored.to_json(),
         checkpoint=CheckpointRecord.model_validate(run.facts()),

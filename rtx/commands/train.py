@@ -30,8 +30,11 @@ from rtx.data.catalog import open_data
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError
+from rtx.evaluation.measures import (
+    baselines,
+    measures,
+)
 from rtx.evaluation.protocol import further_lines, protocol_of, score_record
-from rtx.evaluation.protocols import baselines, measures
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
 from rtx.progress import say
 from rtx.report.summary import closing_lines, routing_lines

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from rtx.data.sampler import FirstBatches, Sampler
 from rtx.data.store import Store
 from rtx.evaluation.protocol import spans
-from rtx.evaluation.protocols import Window, windows
-from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
+from rtx.evaluation.windows import Window, equal_batches, read_windows, sample_windows, windows
 from rtx.settings.schema import Config, flat, to_dict
 
 REPEATED = -1

@@ -4,20 +4,16 @@ Shapes: B windows of a batch, N units of a window, at most A of them answers, K 
 split, X columns of a window's score.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rtx.evaluation.protocols import Window, far_repeated
-
-BATCH_UNITS = 16_384
-"""Units of a batch, unless the user says otherwise."""
+from rtx.evaluation.far_repeats import far_repeated
+from rtx.evaluation.windows import Window, equal_batches, read_windows
 
 Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Returns the position of each answer of sequences `[B, N]`, or -1, and the distance of its first
@@ -99,19 +95,6 @@ def accuracy_by(group: np.ndarray, right: np.ndarray) -> dict[str, tuple[float, 
     return accuracies
 
 
-def sample_windows(
-    windows: Sequence[Any],
-    count: int | None,
-    seed: int = 0,
-) -> Sequence[Any]:
-    """Return `count` of the windows in their order, drawn by a seed, or all if there are fewer."""
-    if count is None or count >= len(windows):
-        return windows
-    generator = np.random.default_rng(seed)
-    numbers = generator.choice(len(windows), size=count, replace=False)
-    return [windows[int(number)] for number in np.sort(numbers)]
-
-
 @torch.no_grad()
 def score_windows(
     model: nn.Module,
@@ -156,31 +139,6 @@ def joined(scored_KX: np.ndarray, answers: Answers | None) -> Score:
     if more_KX.shape[1]:
         return Score(units_K, nats_K, far_K2=more_KX)
     return Score(units_K, nats_K)
-
-
-def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
-    """Return the numbers of the windows in batches of windows of equal length.
-
-    A batch has at most `batch_size` windows, or by default `BATCH_UNITS` units.
-    """
-    batches: list[list[int]] = []
-    lengths = [window.stop - window.start for window in windows]
-    for length, group in itertools.groupby(range(len(windows)), lambda number: lengths[number]):
-        numbers = list(group)
-        most = batch_size or max(1, BATCH_UNITS // length)
-        for first in range(0, len(numbers), most):
-            batches.append(numbers[first : first + most])
-    return batches
-
-
-def read_windows(tokens: np.ndarray, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    """Return the tokens of windows of equal length, `[B, N]`, and how many are not scored, `[B]`.
-
-    Both are int64. Those that are not scored come first.
-    """
-    rows = np.stack([tokens[window.start : window.stop] for window in windows])
-    skipped_B = torch.tensor([window.first - window.start for window in windows])
-    return torch.from_numpy(rows.astype(np.int64)), skipped_B
 
 
 def score_batch(

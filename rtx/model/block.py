@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.engine.softmax import recomputed
+from rtx.attention.recompute import recomputed
 from rtx.model.heads import HeadStream
 from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention

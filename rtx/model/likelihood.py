@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.engine.softmax import recomputed
 from rtx.attention.precision import widened
+from rtx.attention.recompute import recomputed
 from rtx.errors import UserError
 from rtx.model.linear import Linear
 from rtx.settings.derived import sizes_of

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from rtx.attention.centroids import after_step
-from rtx.evaluation.protocols import local_reach
+from rtx.evaluation.far_repeats import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer

@@ -189,7 +189,7 @@ def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     page = place.asked("train", "--help", "--config-dir=presets", KEPT)
     assert "\n  primes  " in page and "Half of tiny." in page
     assert "fixed_summary, dilated, joined" in " ".join(page.split())
-    assert "custom: 3 layers" in place.asked(
+    assert "bare: 3 layers" in place.asked(
         "plan", "--config-dir", "presets", "experiment=smoke", "model=bare"
     )
 

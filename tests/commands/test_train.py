@@ -10,7 +10,7 @@ import torch
 
 from rtx.analysis.speed import Meter
 from rtx.data.catalog import open_data
-from rtx.evaluation.protocols import baselines
+from rtx.evaluation.measures import baselines
 from rtx.settings.overrides import LAUNCHED
 from rtx.settings.presets import options
 from rtx.settings.run_config import load_run_config

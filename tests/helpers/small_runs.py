@@ -214,7 +214,8 @@ class Workshop:
         result = json.loads(newest.read_text(), parse_constant=pytest.fail)
         record = EvaluationRecord.model_validate(result)
         assert record.line() in said and f"{record.bits:.5f} bits/{record.unit}" in said
-        return {**result, **result["protocol"], **result, "protocol": record.line()}, said
+        more = {"protocol": record.line(), "partial": record.sample is not None}
+        return {**result, **result["protocol"], **result, **more}, said
 
     def train(self, name: str, *overrides: str) -> Path:
         """Train in this process; returns the run folder."""

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.engine.softmax import LogitTerms, recomputed, soft_attend
+from rtx.attention.engine.softmax import LogitTerms, soft_attend
 from rtx.attention.once import derived_once
+from rtx.attention.precision import wide_type
 from rtx.attention.reads import Holes, RangeReads
+from rtx.attention.recompute import recomputed
 
 MAX_SCORES_CPU = 1 << 20
 """Scores that a CPU computes at once: few enough for its cache. A single block may have more."""
@@ -128,7 +130,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
     assert isinstance(part, RangeReads)
     dtype = problem.v_BHND.dtype
     if not by_torch:
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = wide_type(dtype)
     rows = problem.v_BHND.shape[:3].numel()
     out_RD = problem.v_BHND.new_zeros(rows, problem.v_BHND.shape[-1], dtype=dtype)
     lists_of_row_P = part.times_R(rows).clamp(min=1)[part.query.row_M]
@@ -150,7 +152,7 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
     assert isinstance(part, RangeReads)
     P = len(part.start_P)
     v_BHND = problem.v_BHND
-    wide = torch.promote_types(v_BHND.dtype, torch.float32)
+    wide = wide_type(v_BHND.dtype)
     out_PD = v_BHND.new_zeros(P, v_BHND.shape[-1], dtype=wide)
     members = []
     sums = []

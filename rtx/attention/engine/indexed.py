@@ -20,8 +20,9 @@ from torch import Tensor
 from rtx.attention.engine import blocks
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.engine.softmax import LogitTerms, recomputed, soft_attend
+from rtx.attention.engine.softmax import LogitTerms, soft_attend
 from rtx.attention.reads import IndexReads
+from rtx.attention.recompute import recomputed
 
 
 def refusal(problem: Problem) -> str | None:

@@ -13,15 +13,13 @@ Shapes: G blocks, Q queries of a block, K keys of a block, D head size, H heads,
 of a table).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.precision import no_autocast
+from rtx.attention.precision import no_autocast, wide_type
 
 
 class RelativeTables(NamedTuple):
@@ -85,7 +83,7 @@ def soft_attend(
         distance_GQK: distances of queries from keys, needed for terms by distance.
         head_G: the head of each block, needed where heads have terms of their own.
     """
-    wide = torch.promote_types(q_GQD.dtype, torch.float32)
+    wide = wide_type(q_GQD.dtype)
     if not k_GKD.shape[1]:
         out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
         return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
@@ -178,18 +176,3 @@ def values_by_distance(weight_GQK: Tensor, entry_GQK: Tensor, values_MD: Tensor)
     weight_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(values_MD))
     weight_GQM = weight_GQM.scatter_add(-1, entry_GQK, weight_GQK)
     return weight_GQM @ values_MD.to(weight_GQK.dtype)
-
-
-def recomputed(function: Callable[..., Any], *inputs: Any, store: bool = False) -> Any:
-    """Return function(*inputs), whose intermediates the backward pass computes again.
-
-    Dropout draws the same mask again. Pass every large tensor among `inputs`: one that the function
-    reaches in another way (as a variable of an enclosing function) stays in memory until the
-    backward pass, even inside a larger block that is recomputed.
-
-    Args:
-        store: store the intermediates instead, as without this function.
-    """
-    if torch.is_grad_enabled() and not store:
-        return checkpoint(function, *inputs, use_reentrant=False)
-    return function(*inputs)

@@ -23,8 +23,10 @@ from torch import Tensor
 from rtx.attention.engine.blocks import MAX_SCORES_GPU, head_of, not_hidden, soft_block
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
-from rtx.attention.engine.softmax import LogitTerms, recomputed
+from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.precision import wide_type
 from rtx.attention.reads import RangeReads
+from rtx.attention.recompute import recomputed
 
 TILE = 128
 """Query members of a tile."""
@@ -60,7 +62,7 @@ def attend(problem: Problem) -> Result:
     out_SD, sum_S = attend_slots(problem)
     slot_P = slots_of_queries(part)
     v_BHND = problem.v_BHND
-    wide = torch.promote_types(v_BHND.dtype, torch.float32)
+    wide = wide_type(v_BHND.dtype)
     out_PD = out_SD[slot_P].to(wide)
     sum_P = sum_S[slot_P]
     if problem.by_member:

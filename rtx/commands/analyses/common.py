@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rtx.data.store import Store
-from rtx.evaluation.protocols import Window, windows
-from rtx.evaluation.scores import sample_windows
+from rtx.evaluation.windows import Window, sample_windows, windows
 
 Result = dict[str, Any]
 """What is recorded. `picture`, a PNG, becomes a file of its own."""

@@ -13,8 +13,7 @@ from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import plural
 from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
-from rtx.evaluation.protocols import Window
-from rtx.evaluation.scores import sample_windows
+from rtx.evaluation.windows import Window, sample_windows
 from rtx.progress import progress_bar
 from rtx.report.tables import Column, print_table
 from rtx.runs.records import DataRecord

@@ -19,7 +19,7 @@ from rtx.commands.analyses.common import Result, whole_windows
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
 from rtx.errors import UserError, plural
-from rtx.evaluation.scores import read_windows, sample_windows
+from rtx.evaluation.windows import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.tables import Column, print_table

@@ -1,34 +1,23 @@
-"""How a split is read, what its total nats mean, and what it costs without a neural network.
+"""What the total nats of a split mean, and what it costs without a neural network.
 
 Total nats become bits per unit, and where the text has them, perplexity per word and bits per byte.
-
-Shapes: B windows, N units of a window, S positions at which runs of units start.
 """
 
-from __future__ import annotations
-
-import itertools
 import lzma
 import math
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rtx.data.sets import SETS
 from rtx.data.store import Store
 from rtx.errors import UserError
+from rtx.evaluation.scores import Score
 from rtx.runs.records import Measures
-from rtx.settings.schema import TEXTS, Config
-
-if TYPE_CHECKING:
-    from rtx.evaluation.scores import Score
 
 SUBWORDS_PER_WORD = 1.248
 """The released perplexity of PG-19 is exp(1.248 times the mean nats of a subword)."""
-
-REPEATED = 8
-"""A unit is repeated if the 8 units before it occurred together earlier."""
 
 RELEASED = {
     "enwik8": ("bytes", "newlines dropped"),
@@ -44,85 +33,6 @@ RELEASED = {
 
 MAX_LOG_PERPLEXITY = 700
 """exp of more than this is beyond float64."""
-
-
-class Window(NamedTuple):
-    """The units from `start` to `stop` - 1 of a split; those from `first` on are scored."""
-
-    start: int
-    stop: int
-    first: int
-
-
-def windows(
-    units: int,
-    length: int,
-    stride: int | None = None,
-) -> list[Window]:
-    """Return windows that together score each unit of a split once.
-
-    Each window scores the units that no earlier window scored. The last one ends with the split. A
-    split shorter than `length` is one window.
-
-    Args:
-        units: of the split.
-        length: units of a window.
-        stride: units from one window to the next; None: `length`.
-    """
-    length = min(length, units)
-    stops = [0, *range(length, units, stride or length), units]
-    cut = []
-    for before, stop in itertools.pairwise(stops):
-        cut.append(Window(start=stop - length, stop=stop, first=before))
-    return cut
-
-
-def local_reach(config: Config) -> int | None:
-    """Return how many units back stacked local heads read; None for data that is no text.
-
-    It is layers times model.window, whatever the heads of this model are.
-    """
-    if config.data.name not in TEXTS:
-        return None
-    return config.model.layers * config.model.window
-
-
-def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
-    """Return which units of windows are far-repeated, boolean `[B, N]`.
-
-    The `REPEATED` units before such a unit occurred together earlier in the window, and last did so
-    more than `reach` units back.
-    """
-    is_far_BN = np.zeros(tokens_BN.shape, bool)
-    if tokens_BN.shape[1] <= REPEATED:
-        return is_far_BN
-    run_BS = numbered_runs(tokens_BN)
-    # Sorted by run, equal runs are neighbours, in the order of their positions.
-    order = run_BS.ravel().argsort(kind="stable")
-    is_same_run = np.diff(run_BS.ravel()[order]) == 0
-    distance = np.diff(order)
-    is_far = np.zeros(len(order), bool)
-    is_far[order[1:]] = is_same_run & (distance > reach)
-    # The last run ends with the window: no unit follows it.
-    is_far_BN[:, REPEATED:] = is_far.reshape(run_BS.shape)[:, :-1]
-    return is_far_BN
-
-
-def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
-    """Return a number for the run of `REPEATED` units from each position on, `[B, S]`.
-
-    Equal runs of a window have the same number. Runs of different windows have different ones.
-    """
-    window_B1 = np.arange(len(tokens_BN))[:, None]
-    run_BS = tokens_BN + window_B1 * (tokens_BN.max() + 1)
-    size = 1
-    while size < REPEATED:
-        # Two neighbouring runs of `size` units are a run of twice as many.
-        pair_BS = run_BS[:, :-size] * (run_BS.max() + 1) + run_BS[:, size:]
-        _, number = np.unique(pair_BS, return_inverse=True)
-        run_BS = number.reshape(pair_BS.shape)
-        size *= 2
-    return run_BS
 
 
 def read_as_released(

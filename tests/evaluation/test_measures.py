@@ -14,8 +14,13 @@ from rtx.data.sets import SETS, stamp_phrases
 from rtx.data.store import TokenStore
 from rtx.data.tokenizers import Tokenizer, WordTokenizer, learn_subwords, learn_words
 from rtx.errors import UserError
-from rtx.evaluation.protocols import baselines, measures, read_as_released, windows
+from rtx.evaluation.measures import (
+    baselines,
+    measures,
+    read_as_released,
+)
 from rtx.evaluation.scores import Score
+from rtx.evaluation.windows import windows
 from tests.helpers.made_sets import prose
 
 WIKITEXT = b" \n = A title = \n \n first line <unk> \n second \n \n"
