@@ -1,4 +1,4 @@
-"""Whole files, names that last, and the errors of a full disk."""
+"""Files that are replaced as a whole, files that are no links, and the errors of a full disk."""
 
 import errno
 import json
@@ -10,24 +10,27 @@ from typing import IO, Any, BinaryIO, cast
 
 from rtx.errors import UserError
 
-MARK = ".writing"  # ends the name of a file that is being written; without its writer it may be deleted
+MARK = ".writing"
+"""Ends the name of a temporary file; after a crash it may be deleted."""
 
 
 def is_full(error: OSError) -> bool:
-    """Tell whether an error means that no more can be written: a full disk, a spent quota, a file over its limit."""
+    """Return whether an error means a full disk, a spent quota or a file over its size limit."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_regular(path: Path, mode: str = "rb", *, follow: bool = True) -> BinaryIO:
-    """Open a regular file; OSError for what is none: a FIFO, a device, a folder.
+    """Open a regular file; OSError for a FIFO, a device or a folder.
 
-    Nobody need open the other end of a FIFO. With `follow=False` a link is an error, too: it may
-    lead anywhere.
+    Opening never blocks, as it would for a FIFO that nothing writes to. With `follow=False` a link
+    is an error, too: it may lead anywhere.
     """
-    kept = os.O_NONBLOCK if follow else os.O_NONBLOCK | os.O_NOFOLLOW
+    extra_flags = os.O_NONBLOCK
+    if not follow:
+        extra_flags |= os.O_NOFOLLOW
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | kept, 0o666)
+        return os.open(name, flags | extra_flags, 0o666)
 
     try:
         file = open(path, mode, opener=opener)  # noqa: SIM115
@@ -42,7 +45,7 @@ def open_regular(path: Path, mode: str = "rb", *, follow: bool = True) -> Binary
 def open_no_link(path: Path, mode: str) -> IO[Any]:
     """Open a file, in any mode; OSError for a link, which may lead anywhere.
 
-    A pipe is an error, too: nobody need open its other end.
+    A FIFO that nothing reads is an error, too, in place of a wait.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -52,31 +55,33 @@ def open_no_link(path: Path, mode: str) -> IO[Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file; OSError for what is none."""
+    """Return the bytes of a regular file; OSError for any other kind of file."""
     with open_regular(path) as file:
         return file.read()
 
 
 def refuse_link(path: Path) -> None:
-    """Raise `UserError` for a link in place of what is made or deleted: it may lead anywhere."""
+    """Raise `UserError` if a path is a link; rtx would write or delete wherever it leads."""
     if path.is_symlink():
         rule = "behind which rtx makes and deletes nothing"
         raise UserError(f"{path}: is a link, {rule}; remove it, then again")
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk (a file's bytes are synced by whoever writes them)."""
+    """Wait until the names in a folder are on the disk; the bytes of files are synced apart."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> Path:
-    """Write a temporary file in the folder of `path` and return its path; nothing is left behind on an error."""
+    """Write a temporary file in the folder of `path` and return its path; delete it on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{MARK}")
-    temporary.unlink(missing_ok=True)  # of a process that had this number before
+    # An earlier process with the same id may have left one.
+    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "x+b") as file:  # which follows no link
+        # Mode x follows no link.
+        with open(temporary, "x+b") as file:
             write(file)
             file.flush()
             if durable:
@@ -88,14 +93,17 @@ def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bo
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
-    """Let `write` fill a file beside `path`, and rename it; `durable`: wait until both are on the disk."""
+    """Let `write` fill a temporary file, and rename it to `path`.
+
+    `durable`: wait until the bytes and the name are on the disk.
+    """
     os.replace(write_beside(path, write, durable=durable), path)
     if durable:
         sync_folder(path.parent)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what writers that were killed have left in a folder."""
+    """Delete the temporary files of killed processes in a folder."""
     for leftover in folder.glob(f".*{MARK}"):
         leftover.unlink(missing_ok=True)
 

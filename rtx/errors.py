@@ -1,15 +1,15 @@
-"""The errors a user may see, of a line or two and without a traceback, and how values and texts stand in them."""
+"""Errors that a user sees in a line or two, without a traceback, and the texts in them."""
 
 import difflib
 from collections.abc import Collection, Iterable
 from typing import Any
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
-"""What is raised upon a record or file whose values cannot be right."""
+"""Errors that reading a damaged record or file may raise."""
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; the command prints it and exits with 2."""
+    """A mistake that the user can correct; the command prints it and exits with 2."""
 
 
 class RunFailed(RuntimeError):
@@ -17,20 +17,29 @@ class RunFailed(RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'x'?)" for the nearest of `known`, in capitals or not, or "" where none is near."""
+    """Return " (did you mean 'x'?)" for the nearest of `known`, or "" where none is near.
+
+    Capital letters do not matter.
+    """
     match = close_matches(word, known, cutoff=0.55)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
 def close_matches(word: str, known: Iterable[str], cutoff: float) -> list[str]:
-    """Return the nearest of `known`, whatever is in capitals, in a list that is empty where none is near."""
+    """Return the nearest of `known` in a list, or an empty list where none is near.
+
+    Capital letters do not matter.
+    """
     by_lower_case = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=cutoff)
-    return [by_lower_case[name] for name in found]
+    matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=cutoff)
+    return [by_lower_case[name] for name in matches]
 
 
 def listed(names: Collection[str], width: int = 240) -> str:
-    """Return names with commas between, as many whole ones as `width` characters hold, and how many there are."""
+    """Return names joined by commas, as many as fit in `width` characters.
+
+    If some are left out, their total number follows.
+    """
     whole = ", ".join(names)
     if len(whole) <= width:
         return whole
@@ -39,13 +48,13 @@ def listed(names: Collection[str], width: int = 240) -> str:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise `UserError` with a line for each problem, told once, if there are any."""
+    """Raise `UserError` with a line for each different problem, if there are any."""
     if lines := dict.fromkeys(problems):
         raise UserError("\n".join(lines))
 
 
 def written(value: Any) -> str:
-    """Return a value of the configuration as one would write it behind its key."""
+    """Return a value of the configuration as one would write it after `key=`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -53,14 +62,19 @@ def written(value: Any) -> str:
 
 def plural(number: int, word: str) -> str:
     """Return a number and a word, in the plural where there are several or none."""
-    return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("s") else "s")
+    ending = "es" if word.endswith("s") else "s"
+    if number == 1:
+        ending = ""
+    return f"{number:,} {word}{ending}"
 
 
 def printable(text: str) -> str:
     """Return text with control characters (all but newline and tab) replaced."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    characters = []
+    for character in text:
+        is_kept = character.isprintable() or character in "\n\t"
+        characters.append(character if is_kept else "\N{REPLACEMENT CHARACTER}")
+    return "".join(characters)
 
 
 def shorten(text: str, width: int = 100) -> str:

@@ -1,4 +1,4 @@
-"""What a command says while it works: lines, tqdm's bar on a terminal or in a notebook, plain lines elsewhere."""
+"""Lines and progress of a command: tqdm's bar on a terminal or in a notebook, else plain lines."""
 
 import contextlib
 import os
@@ -12,21 +12,24 @@ from tqdm import TqdmWarning
 
 from rtx.errors import printable
 
-with (
-    warnings.catch_warnings()
-):  # a notebook without ipywidgets has a plain bar, and needs no advice on that
+# A notebook without ipywidgets gets a plain bar; tqdm would warn of that.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-QUIET_SECONDS, PLAIN_SECONDS = (
-    3.0,
-    15.0,
-)  # until there is a bar; between two lines where there is no terminal
-clock = tqdm.format_interval  # seconds as 03:21, 1:03:21 or 49:03:21
+QUIET_SECONDS = 3.0
+"""Seconds before a bar appears."""
+PLAIN_SECONDS = 15.0
+"""Seconds between two lines where there is no terminal."""
+clock = tqdm.format_interval
+"""Writes seconds as 03:21, 1:03:21 or 49:03:21."""
 
 
 def say(line: str) -> None:
-    """Print a line that stays, above a bar if there is one. That nobody reads any more is no reason to end a run."""
+    """Print a line, above a bar if there is one.
+
+    If stdout cannot be written to, later lines go to os.devnull: the run goes on.
+    """
     try:
         tqdm.write(printable(line))
         sys.stdout.flush()
@@ -36,37 +39,47 @@ def say(line: str) -> None:
 
 
 class WholeLines:
-    """Joins pieces of what a process prints to whole lines: a line that has not ended waits for its end."""
+    """Joins pieces of the output of a process into whole lines."""
 
     def __init__(self) -> None:
         self.begun = b""
 
     def add(self, piece: bytes) -> str:
-        """Return the lines that are whole by now, with the newline of each; empty where none is."""
+        """Return the lines that end in a piece, with their newlines; "" where none ends.
+
+        The rest waits for the next piece.
+        """
         whole, newline, self.begun = (self.begun + piece).rpartition(b"\n")
         return (whole + newline).decode(errors="replace")
 
     def end(self) -> str:
-        """Return what has no newline, once nothing more comes."""
+        """Return the last line, which has no newline, after the last piece."""
         last = self.begun.decode(errors="replace")
         self.begun = b""
         return last
 
 
 def peak_memory() -> int:
-    """Return the most memory used so far in bytes: of the GPU if there is one in use, else of this process."""
-    import torch  # takes seconds, and clock times are told without it
+    """Return the peak memory in bytes: of the GPU if one is in use, else of this process."""
+    # It takes seconds; other functions here do not need it.
+    import torch
 
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    return torch.cuda.max_memory_allocated() or resident  # 0 where no GPU is in use
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux KiB.
+    if sys.platform != "darwin":
+        resident *= 1024
+    # 0 where no GPU is in use.
+    return torch.cuda.max_memory_allocated() or resident
 
 
 @contextlib.contextmanager
 def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield what is called with how many (of `unit`, in the plural) are done and how many there are; on stderr."""
-    began = shown = time.monotonic()
+    """Yield a function that shows progress on stderr: `show(done, total)`, counted in `unit`.
+
+    `unit` is a plural, such as windows.
+    """
+    began = time.monotonic()
+    shown = began
     terminal = sys.stderr.isatty() or "ipykernel" in sys.modules
     with tqdm(
         unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr, disable=not terminal

@@ -32,7 +32,7 @@ OF_GROUPS = ("--cfg", "--resolve", "--config-dir")
 
 
 class Positional(Enum):
-    """What stands between a command and its `key=value` words, as its usage writes it."""
+    """The words between a command and its `key=value` words, as usage lines write them."""
 
     NONE = ""
     ACTION = "<action>"
@@ -49,12 +49,12 @@ class Positional(Enum):
 
     @property
     def takes_runs(self) -> bool:
-        """Whether it is a run, or several."""
+        """Whether the words name runs."""
         return self.needs_run or self is Positional.MAYBE_RUNS
 
     @property
     def takes_several(self) -> bool:
-        """Whether there may be more than one."""
+        """Whether more than one word is allowed."""
         return self in (Positional.RUNS, Positional.MAYBE_RUNS, Positional.ACTION)
 
 
@@ -63,25 +63,25 @@ class Command:
     """A command: what may follow its name, and what it needs."""
 
     name: str
-    """Its word; of analyze with the analysis, of a sweep `train -m`."""
+    """The words that choose it: `eval`, `analyze context`, `train -m`."""
     about: str
     options: type | None = None
     positional: Positional = Positional.NONE
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
-    """Whether the words make a configuration: then every group and key is read."""
+    """Whether the words compose a configuration, of which the command reads every key."""
     prefix: str = ""
-    """Before the names of its options, where they stand among the keys of a configuration."""
+    """Begins the names of its options where keys of a configuration are beside them."""
     flags: tuple[str, ...] = ()
-    """Flags beside --help."""
+    """Its flags, --help apart."""
     loads_torch: bool = True
     only_prints: bool = False
-    """Whether nothing is lost where its reader leaves early (`rtx plan | head -1`)."""
+    """Whether it may end early when its output is read no further (`rtx plan | head -1`)."""
 
     @property
     def own(self) -> dict[str, Field]:
-        """Its options by their names as one writes them."""
+        """Its options by their names on the command line."""
         return fields_of(self.options, self.prefix) if self.options else {}
 
     def known(self) -> list[str]:
@@ -90,12 +90,12 @@ class Command:
             return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
         patterns = ("*",) if self.composes else self.keys
         keys = [key for key in settings() if any(fnmatchcase(key, pattern) for pattern in patterns)]
-        # Commands on a run get its extensions by name.
+        # A run may need the code of its extensions.
         extensions = ["extensions"] if self.positional.needs_run else []
         return [*self.own, *extensions, *keys]
 
     def usage(self) -> str:
-        """Return the line that says how it is called."""
+        """Return the usage line."""
         parts = ["rtx", self.name]
         if self.positional is not Positional.NONE:
             parts.append(self.positional.value)
@@ -107,7 +107,7 @@ class Command:
 
 
 DEVICE = ("hardware", *(name for name, field in fields_of(Config).items() if field.one_device))
-"""What a command on a run reads of its hardware: it works on one device."""
+"""Keys of hardware that commands on a trained run read: they use one device."""
 RUN = ("data.*", *DEVICE)
 DATA = ("data", "data.*", "extensions")
 COMMANDS = (

@@ -1,8 +1,7 @@
-"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that
-command needs.
+"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what it needs.
 
-Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 after SIGINT; 143
-after SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run
+Exit codes: 0; 2 a mistake of the user; 1 a failed run or a bug of rtx; 130 after SIGINT; 143 after
+SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` is not changed: a run
 starts its other ranks with it.
 """
 
@@ -31,24 +30,26 @@ if TYPE_CHECKING:
 
 
 LONGEST_LINE = 1000
+"""Characters of the longest line of an error message that is printed whole."""
 LINE_END = 250
-"""Characters that a line of an error message keeps at both ends if it is longer than that."""
+"""Characters at the start and at the end that are printed of a longer line."""
 
 
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that lacks a letter is no reason to fail.
+        # A character that the terminal cannot encode is printed as "?", and raises no error.
         sys.stdout.reconfigure(errors="replace")
-    # Called last: Python then lets go of handlers, and any signal would kill the process.
+    # The first function registered is called last. After it Python restores the default handlers,
+    # with which any signal would kill the process.
     atexit.register(ignore_signals)
     try:
         handle_signals(sys.argv[1:2])
         code = main()
     except Stopped as stopped:
-        # A moment before or after `main`.
+        # The signal came just before or after `main`.
         code = stopped.code
-    # The work is over: what is left, such as threads to wait for, may be cut short.
+    # From here on a signal may end the process at once: nothing but waits for threads is left.
     for number in EXIT_CODES:
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(number, lambda *_: os._exit(code))
@@ -56,22 +57,22 @@ def entry() -> None:
 
 
 def handle_signals(words: list[str]) -> None:
-    """Exit upon a signal with the code that schedulers expect, while imports take their seconds.
+    """Let signals end the process with the code that schedulers expect, during the slow imports.
 
-    Later a run has handlers of its own.
+    A run sets its own handlers later (`rtx.runs.signals.Signals`).
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
     if started_by_another():
-        # The first process of the run receives the signals from the beginning.
+        # The first process of the run obeys signals for all.
         ignore_signals()
         return
     trains = words in (["train"], ["resume"])
     for number, code in EXIT_CODES.items():
         preempts = code == PREEMPTED and (trains or number == signal.SIGTERM)
-        # nohup ignores signals.
+        # A signal that nohup has set to be ignored stays ignored.
         if preempts and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
 
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
     except SystemExit as exit_:
-        # A code of 0 would pass for work that is done.
+        # An exit code of 0 would mean success.
         caller = "by an extension or a package"
         return complain(f"sys.exit({exit_.code!r}) was called before the end, {caller}", 2)
     except KeyboardInterrupt:
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unexpected(error: Exception, words: Sequence[str]) -> int:
-    """Return the exit code of an error that is neither the user's nor a run's, and explain it."""
+    """Print an error that is neither `UserError` nor `RunFailed`, and return its exit code."""
     if isinstance(error, BrokenPipeError) and reader_is_gone():
         return 0 if only_prints(words) else 1
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -145,7 +146,7 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
-    """Read the words after a command, and run it; `preview`: print what they compose instead."""
+    """Read the words after a command, and run it; `preview`: print the configuration instead."""
     from rtx.cli.request import read_request, startable, with_configuration
 
     request = read_request(command, words)
@@ -172,10 +173,9 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
 
 
 def split_flags(word: str, words: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the flags among the words of a command, and the other words, without those that belong
-    to a flag.
+    """Return the flags among the words of a command, and all other words but the values of flags.
 
-    Presets of a folder that --config-dir names are options from then on.
+    A folder of presets that --config-dir names is added to the options of groups.
     """
     from rtx.cli.commands import BY_NAME, HELP_FLAGS
 
@@ -235,7 +235,7 @@ def complain(message: str, code: int) -> int:
 
 
 def only_prints(words: Sequence[str]) -> bool:
-    """Whether nothing is lost where the reader of a command's output has seen enough."""
+    """Whether a command may end without an error when its output is read no further."""
     from rtx.cli.commands import BY_NAME, HELP_FLAGS
 
     command = BY_NAME.get(words[0]) if words else None
@@ -243,12 +243,12 @@ def only_prints(words: Sequence[str]) -> bool:
 
 
 def reader_is_gone() -> bool:
-    """Whether what reads our output has gone away (`rtx train --help | head`).
+    """Whether the reader of stdout has ended (`rtx train --help | head`).
 
-    Then nothing more is written to it.
+    If it has, stdout becomes os.devnull.
     """
     poller = select.poll()
-    # Errors are reported whatever events are named.
+    # poll reports errors even for an empty set of events.
     poller.register(sys.stdout.fileno(), 0)
     if not poller.poll(0):
         return False

@@ -1,8 +1,7 @@
 """A command line, read once into a `Request`, which the command gets. No torch.
 
-What can be refused is refused here, before torch is imported, which takes seconds: a wrong
-configuration, missing data, a GPU without a driver, a run in use, a run that has nothing for the
-command.
+Mistakes are found here, before torch is imported, which takes seconds: a wrong configuration,
+missing data, no driver of a GPU, a run in use, a run that the command cannot work on.
 """
 
 import itertools
@@ -33,18 +32,18 @@ class Request:
     words: tuple[str, ...]
     """All words after the command, as they were written."""
     names: tuple[str, ...]
-    """The words before the first `key=value`."""
+    """The words before the first `key=value`: runs, folders, or an action."""
     runs: tuple[Path, ...]
-    """The folders that `names` stand for, where the command takes runs or a folder."""
+    """The folders that `names` mean: runs, or a sweep."""
     options: Any
     """The dataclass of the command's options."""
     named: frozenset[str]
     """The options that were written."""
     overrides: tuple[Override, ...]
     configs: tuple["Config", ...] = ()
-    """Of train and plan the composed configuration, else of each run its own with the overrides."""
+    """For train and plan: the composed configuration; else the one of each run, with overrides."""
     state: str = ""
-    """Of train and resume: the state of the run that goes on, empty for a new run."""
+    """For train and resume: the state of the run before it goes on; empty for a new run."""
 
     @property
     def run(self) -> Path:
@@ -60,7 +59,7 @@ class Request:
 
 
 def read_request(command: Command, words: Sequence[str]) -> Request:
-    """Take the words after a command apart; `UserError` for what the command does not read."""
+    """Return the words after a command as a request; `UserError` for keys that it does not read."""
     names = leading_names(command, words)
     options: dict[str, Any] = {}
     changed = []
@@ -142,7 +141,7 @@ def refuse_foreign(command: Command, key: str) -> None:
     the nearest key.
     """
     known = command.known()
-    # Their messages name the value that the run has, or what to write instead.
+    # Other functions refuse these keys, with messages that say more.
     refused_later = command.name == "resume" and key in all_fields()
     refused_later = refused_later or "@" in key or is_hydra_key(key)
     if key in known or refused_later:
@@ -197,7 +196,7 @@ def with_configuration(request: Request) -> Request:
 
 
 def key_overrides(request: Request) -> list[Override]:
-    """Return what options that stand for keys of the configuration change."""
+    """Return the overrides that the options of rtx eval in `KEY_OPTIONS` mean."""
     if request.command.name != "eval":
         return []
     values = {name: written(getattr(request.options, name)) for name in KEY_OPTIONS}
@@ -216,9 +215,9 @@ def in_words_of_options(message: str) -> str:
 
 
 def startable(request: Request) -> Request | None:
-    """Return a request that has its configurations once nothing speaks against its start.
+    """Return a request whose command can start: its data, GPU driver and run are there.
 
-    Returns None where nothing is left to do, which has been said.
+    Returns None where nothing is left to do; then a line has been printed.
     """
     from rtx.cli.refusals import refuse
     from rtx.settings.devices import refuse_without_driver

@@ -1,6 +1,4 @@
-"""`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in
-bits.
-"""
+"""`rtx audit RUN`: change later units, see which earlier outputs move, and price that in bits."""
 
 import copy
 import textwrap
@@ -44,11 +42,11 @@ PRICES = (
 
 
 def main(request: Request) -> int:
-    """Run `rtx audit RUN ... [overrides]`; the record stands in each run as `audit.json`."""
+    """Run `rtx audit RUN ... [overrides]`; each run gets its record as `audit.json`."""
     options = request.options
     for folder, config in zip(request.runs, request.configs, strict=True):
         run, store = open_run(folder, config, options.checkpoint)
-        known = {
+        facts = {
             "run": str(folder),
             "checkpoint": run.facts(),
             "seed": config.seed,
@@ -56,7 +54,7 @@ def main(request: Request) -> int:
         }
         moves = what_moves(run, options)
         paid = price_run(run, options, store)
-        path = save(folder / "audit.json", {**known, **moves, "price": paid})
+        path = save(folder / "audit.json", {**facts, **moves, "price": paid})
         figures = {
             f"audit/sees_future/{mode}": moves["changes"][mode]["sees_future"]
             for mode in (TEACHER_FORCED, STREAMING)
@@ -67,19 +65,18 @@ def main(request: Request) -> int:
 
 
 def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
-    """Audit a model in every reading on random units, and what trains its choices.
+    """Audit a model in both modes on random units, and find what trains its choices of keys.
 
-    Print both, return the record.
+    Prints both, and returns the record.
     """
-    B, N, generator = (
-        options.sequences,
-        run.config.data.length,
-        torch.Generator().manual_seed(options.seed),
-    )
+    B = options.sequences
+    N = run.config.data.length
+    generator = torch.Generator().manual_seed(options.seed)
     ids_BN = torch.randint(run.model.vocabulary, (B, N), generator=generator).to(run.device)
     wide = copy.deepcopy(run.model).double()
     for pattern in (module for module in wide.modules() if isinstance(module, Pattern)):
-        pattern.backend = "torch"  # the compiled kernels have no float64
+        # The compiled kernels have no float64.
+        pattern.backend = "torch"
     prefixes = np.unique(np.geomspace(1, N - 1, options.prefixes).astype(int)).tolist()
     changes: Result = {
         "sequences": B,
@@ -89,20 +86,27 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
     }
     for mode in (TEACHER_FORCED, STREAMING):
         with progress_bar("prefixes") as show:
-            asked = {"tolerance": options.tolerance, "seed": options.seed, "on_progress": show}
-            audit = audit_model(wide, ids_BN, prefixes, streaming=mode == STREAMING, **asked)
+            audit = audit_model(
+                wide,
+                ids_BN,
+                prefixes,
+                streaming=mode == STREAMING,
+                tolerance=options.tolerance,
+                seed=options.seed,
+                on_progress=show,
+            )
         rows = []
         for (layer, heads), change_P in audit.changes.items():
             moved = float((change_P > options.tolerance).double().mean())
             rows.append(
                 {"layer": layer, "heads": heads, "largest": float(change_P.max()), "moved": moved}
             )
-        found = {
+        verdicts = {
             "sees_future": audit.sees_future,
             "arises_in": audit.origins,
             "repeat": audit.repeat,
         }
-        changes[mode] = {**found, "rows": rows}
+        changes[mode] = {**verdicts, "rows": rows}
         print(f"\n{mode}: {verdict(audit)}")
         print_table([shown_move(row) for row in rows], MOVES)
     if choices := choice_gradients(run.model, ids_BN[:1].roll(-1, dims=1)):
@@ -112,7 +116,7 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
 
 
 def shown_move(row: Result) -> Result:
-    """Return how far the outputs of a group of heads moved, as the table shows it."""
+    """Return a row of the table: how far the outputs of a group of heads moved."""
     largest = f"{row['largest']:.1e}" if row["largest"] else "0"
     return {**row, "heads": named(row["heads"]), "largest": largest, "moved": 100 * row["moved"]}
 
@@ -126,17 +130,17 @@ def choice_lines(choices: Sequence[Result]) -> list[str]:
     """Return what trains the choices of each group of heads, in a few lines for each."""
     lines = []
     for row in choices:
-        said = f"layer {row['layer']}, {named(row['heads'])} heads: {row['trained_by']}"
+        line = f"layer {row['layer']}, {named(row['heads'])} heads: {row['trained_by']}"
         if row["gradient"] is not None:
-            said += f"; gradient {row['gradient']:.2g}"
+            line += f"; gradient {row['gradient']:.2g}"
         if row["missing"]:
-            said += "; not trained: no gradient, or centroids that stay as they are"
-        lines += textwrap.wrap(said, prose_width(), initial_indent="  ", subsequent_indent="    ")
+            line += "; not trained: no gradient, or centroids that stay as they are"
+        lines += textwrap.wrap(line, prose_width(), initial_indent="  ", subsequent_indent="    ")
     return lines
 
 
 def verdict(audit: Audit) -> str:
-    """Return whether a reading of a model sees the future, and where that arises."""
+    """Return whether a model sees the future in one mode, and in which layers that arises."""
     if audit.repeat > audit.tolerance:
         return f"not decided: the logits move by {audit.repeat:.1e} when nothing changes"
     if not audit.sees_future:
@@ -148,10 +152,10 @@ def verdict(audit: Audit) -> str:
 def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     """Price a run on its data, print the table and return the record."""
     tokens = store.split(options.split)
-    every = windows(len(tokens), run.config.data.length)
+    all_windows = windows(len(tokens), run.config.data.length)
     chosen = [
-        one._replace(first=one.start)
-        for one in sample_windows(every, options.windows, options.seed)
+        window._replace(first=window.start)
+        for window in sample_windows(all_windows, options.windows, options.seed)
     ]
     length = chosen[0].stop - chosen[0].start
     candidates: list[Sequence[int]] = [range(length)]
@@ -162,15 +166,13 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])
     with run.autocast(), progress_bar("prefixes") as show:
         bits = price(run.model, tokens, chosen, positions_KP, show)
-    means, found = (
-        {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()},
-        differences(bits),
-    )
+    means = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}
+    paired = differences(bits)
     places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
     print(f"\nbits/{store.unit} on {options.split}, {places}")
     print_table([{"reading": reading, "bits": mean} for reading, mean in means.items()], READINGS)
     print("\ndifferences in bits, with standard errors over positions and over windows")
-    print_table([{"what": said_of(name), **figures} for name, figures in found.items()], PRICES)
+    print_table([{"what": said_of(name), **figures} for name, figures in paired.items()], PRICES)
     facts = {
         "unit": store.unit,
         "split": options.split,
@@ -178,7 +180,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
         "positions": positions_KP.tolist(),
     }
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}
-    return {**facts, **found}
+    return {**facts, **paired}
 
 
 def said_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, with the protocol."""
+"""`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once."""
 
 import sys
 import textwrap
@@ -37,10 +37,11 @@ LOGGED = (
     "bits_per_byte",
     "bits_far_repeated",
 )
-"""Numbers of a score that W&B gets."""
+"""Fields of a score that are sent to W&B."""
 
 
 def main(request: Request) -> int:
+    """Score a run on a split, print the score, and record it in `eval/`."""
     folder = request.run
     options = request.options
     began = time.monotonic()
@@ -124,7 +125,7 @@ def evaluation_of(
 
 
 def keep(folder: Path, record: EvaluationRecord) -> None:
-    """Print a score with its protocol, and write it to a file that scores by others leave alone."""
+    """Print a score with its protocol, and write it to a file; each protocol has its own file."""
     width = terminal_width() if sys.stdout.isatty() else 10_000
     lines = [*score_lines(record), *textwrap.wrap(record.line(), width)]
     print(printable("\n".join(lines)))

@@ -1,7 +1,4 @@
-"""`rtx plan`: what a run would cost, by what a GPU computes it, and whether it fits.
-
-Nothing is read or run.
-"""
+"""`rtx plan`: the cost of a run, the kernels on a GPU, and whether it fits; nothing is run."""
 
 import textwrap
 
@@ -48,7 +45,7 @@ def main(request: Request) -> int:
 
 
 def cost_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:
-    """Return what a run costs.
+    """Return the lines on the cost of a run.
 
     The micro-batch is that for `memory` GiB, or else for this machine, or for a GPU of 80 GiB.
     """
@@ -155,7 +152,7 @@ def routing_phrase(config: Config) -> str:
 def fit_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:
     """Return what `auto` chooses, or whether the requested micro-batch fits.
 
-    It is told for `memory` GiB, or else for usual GPUs and this machine.
+    There is a line for a device of `memory` GiB, or else for each usual GPU and this machine.
     """
     lines = []
     for name, planned, room in planned_devices(config, memory):

@@ -1,4 +1,4 @@
-"""`rtx runs [folder]`: the runs, the one last at work first, by what differs between them."""
+"""`rtx runs [folder]`: a list of runs with the overrides that differ, the last active first."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ DIFFERS = 1
 RIGHT = (2, 3)
 """Columns that are aligned at their right."""
 LEAST_DIFFERS = 12
-"""Columns below which what differs is left out: nothing of it could be read."""
+"""The least width of that column, in characters; in a narrower terminal it is left out."""
 
 
 class CommandRecord(Record):
@@ -72,7 +72,7 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def listed(rows: list[list[str]], width: int | None) -> list[str]:
-    """Return the lines of the list in a terminal of so many columns, None: of any.
+    """Return the lines of the list for a terminal of `width` columns; None: for any width.
 
     Names of runs are never broken.
     """

@@ -1,4 +1,4 @@
-"""`rtx sample RUN [overrides]`: let a run write or draw, one token at a time.
+"""`rtx sample RUN [overrides]`: generate a text or an image from a run, token by token.
 
 `rtx train` ends with a short sample.
 """
@@ -44,8 +44,8 @@ def main(request: Request) -> int:
 def write_text(run: LoadedRun, options: SampleOptions) -> int:
     """Print a text and save it; returns the exit code of a signal that stopped it, or 0.
 
-    A terminal gets it token by token, a file or a pipe at once: what reads those may take each
-    piece for a line.
+    A terminal gets it token by token; a file or a pipe gets it at once, because its reader may take
+    each piece for a line.
     """
     tokenizer = run.tokenizer
     length = options.length or TEXT_LENGTH
@@ -137,4 +137,5 @@ def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
 
 
 def tell(line: object) -> None:
+    """Print a line to stderr."""
     print(line, file=sys.stderr)

@@ -24,7 +24,7 @@ from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
 from rtx.runs.study import read_sweeps
 
 LONGEST_SECONDS = 1e9
-"""Of a time that is left, which a terminal can show."""
+"""The longest time left that is shown."""
 ORDER = (
     "running",
     "failed",
@@ -116,7 +116,7 @@ def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a cell stands, in words; `reason` of one that failed."""
+    """The state of a cell, as texts of its row; `reason`: of a failed cell."""
 
     title: str
     state: str
@@ -127,13 +127,13 @@ class Standing:
 
 
 def place(cell: Standing) -> tuple[int, float]:
-    """Return what sorts cells: by their states, those that are done by their bits."""
+    """Return the sort key of a cell: its state, then, of cells that are done, the bits."""
     bits = float(cell.bits.lstrip("~") or "inf") if cell.state == "done" else 0.0
     return ORDER.index(cell.state), bits
 
 
 def standing(folder: Path, title: str) -> Standing:
-    """Return how a cell stands by its records."""
+    """Return the state of a cell by its records."""
     status = read_status(folder)
     if status is None:
         return Standing(title, "waiting", "", "", "", "")

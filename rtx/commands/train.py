@@ -68,7 +68,7 @@ from rtx.variables import started_by_another
 SAMPLE_LENGTH = 240
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOKENS = 3072
-"""Of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
+"""Tokens of a sample image: a whole image of 32 x 32, the upper rows of a larger one."""
 
 
 def main(request: Request) -> int:
@@ -117,7 +117,7 @@ def run(config: Config, folder: Path | None = None, reason: str = "", command: s
     check_attention(config, hardware)
     prepare_torch(config, hardware)
     if hardware.rank > 0:
-        # It writes nothing, and whoever started it need not have given it a folder.
+        # This process writes nothing, and its launcher may not have set RTX_RUN.
         return run_other_rank(config, hardware, folder or Path(os.devnull), reason)
     folder = folder or new_run_folder(config.name)
     with Signals(in_a_call=bool(command)) as signals:
@@ -129,7 +129,10 @@ def run(config: Config, folder: Path | None = None, reason: str = "", command: s
 
 
 def check_attention(config: Config, hardware: Hardware) -> None:
-    """Raise `UserError` for kernels that cannot run here; say on a GPU what `auto` lacks there."""
+    """Raise `UserError` for kernels that cannot run here.
+
+    If hardware.attention=auto finds no fast kernels for a GPU, print a line.
+    """
     kernels = config.hardware.attention
     if kernels == "flex" and not hardware.on_gpu:
         lack = "on a CPU FlexAttention has no backward pass"
@@ -149,12 +152,12 @@ def check_attention(config: Config, hardware: Hardware) -> None:
 def run_first_rank(
     config: Config, hardware: Hardware, folder: Path, signals: Signals, reason: str, command: str
 ) -> None:
-    """Train the process of a run that writes its folder."""
-    # Data come before the folder is made, which a mistake would leave behind.
+    """Train in the first process of a run, which alone writes to its folder."""
+    # The data are opened first: an error in them must leave no folder of a run.
     store = open_data(config.data, stores_of(folder, config.data))
     store.training_sampler(config)
     fitted, choice = fitted_to_device(config, hardware, store)
-    # A signal waits until the run has a status that can tell of it.
+    # A signal waits until the run has a status in which it can be recorded.
     signals.holding = True
     begin = (lambda: None) if reason else partial(write_config, fitted, folder)
     with working_in(folder, begin) as status:
@@ -178,9 +181,9 @@ def run_first_rank(
 
 
 def run_other_rank(config: Config, hardware: Hardware, folder: Path, reason: str) -> int:
-    """Train a process of a run that writes nothing, and return its exit code.
+    """Train in another process of a run, which writes nothing, and return its exit code.
 
-    How a run ends whose processes are connected, the first rank says.
+    Once the processes are connected, the first one prints why the run ends.
     """
     code = 0
     ranks = Ranks(hardware.rank, hardware.world)
@@ -207,7 +210,7 @@ def run_other_rank(config: Config, hardware: Hardware, folder: Path, reason: str
         if not ranks.connected:
             lines = [f"rtx: {line}" for line in str(error).splitlines()]
             print("\n".join(lines), file=sys.stderr)
-    # To the first rank, which started this one, any other code is a process that was lost.
+    # The first rank takes any other exit code of a process that it started for a crash.
     if started_by_another() and ranks.connected:
         return 0
     return code
@@ -217,20 +220,24 @@ def report_stop(stop: Stopped, folder: Path) -> int:
     """Print why a run was stopped and how it goes on, and return the exit code."""
     print(stop, file=sys.stderr)
     if run_state(folder) == "done":
-        return 0  # only an upload, or the closing lines, were cut short
+        # Only an upload, or the closing lines, were cut short.
+        return 0
     if (folder / RUN_CONFIG).exists():
         print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
     return stop.code
 
 
 def fitted_to_device(config: Config, hardware: Hardware, store: Store) -> tuple[Config, str]:
-    """Return the configuration with a micro-batch that fits the device, and a line on that."""
+    """Return the configuration with a micro-batch that fits the device, and a line that says so."""
     device_bytes = device_memory(config, hardware.devices) or 0
     return fit_to_device(config, store.vocabulary, device_bytes, hardware.world)
 
 
 def train_within_memory(session: Session) -> None:
-    """Train; where memory runs out, go on with a smaller micro-batch, if it was left to the run."""
+    """Train; when memory runs out, go on with a smaller micro-batch.
+
+    Only keys that are `auto` in `session.requested` are changed.
+    """
     while True:
         less = None
         # One of several processes cannot try again: the others would wait for it.
@@ -251,13 +258,13 @@ def train_within_memory(session: Session) -> None:
             resumed=True,
             reason=OUT_OF_MEMORY,
         )
-        # Only now is nothing left of the error, which held model and step.
+        # After the except block nothing refers to the error, whose traceback held the model.
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def train(session: Session) -> None:
-    """Build the model, train it, and tell what came of it; only the first rank writes."""
+    """Build the model, train it, and print its score and a sample; only the first rank writes."""
     session.signals.release()
     start, changed = find_start(session)
     session.begin(start)
@@ -280,14 +287,14 @@ def train(session: Session) -> None:
         if session.status:
             record_end(session, session.status, outcome)
             session.signals.end()
-            # The sample is drawn by the checkpoint, and may need the memory of these.
+            # Free their memory: the sample loads the model again, from its checkpoint.
             del model, module
             finish(session, session.status, outcome, loggers)
     session.signals.release()
 
 
 def data_module(session: Session) -> RtxDataModule:
-    """Return the data of a run from its next step on."""
+    """Return the training and validation batches, from the next step on."""
     hardware = session.hardware
     return RtxDataModule(
         session.config,
@@ -303,7 +310,7 @@ def data_module(session: Session) -> RtxDataModule:
 
 
 def opening_lines(session: Session, parameters: int) -> list[str]:
-    """Return what a run says before its first step: sizes, routing heads and, on a GPU, kernels."""
+    """Return the lines before the first step: sizes, routing heads and, on a GPU, kernels."""
     config = session.config
     trainer = config.trainer
     size = f"{trainer.steps:,} steps of {trainer.batch_size} x {config.data.length:,}"
@@ -317,7 +324,7 @@ def opening_lines(session: Session, parameters: int) -> list[str]:
 
 
 def run_meter(session: Session) -> Meter:
-    """Return what computes the share of the chip's peak; say so where a GPU's is unknown."""
+    """Return the `Meter` that computes the MFU; print a line if the peak of a GPU is unknown."""
     config = session.config
     hardware = session.hardware
     name = torch.cuda.get_device_name() if hardware.on_gpu else None
@@ -330,7 +337,7 @@ def run_meter(session: Session) -> Meter:
 
 
 def logged_facts(session: Session) -> dict[str, Any]:
-    """Return what loggers get beside the configuration: sizes, costs, versions of code and data."""
+    """Return what is logged beside the configuration: sizes, costs, versions of code and data."""
     total = cost(session.config, session.store.vocabulary)
     return {
         "parameters": total.parameters,
@@ -342,7 +349,7 @@ def logged_facts(session: Session) -> dict[str, Any]:
 
 
 def record_end(session: Session, status: Status, outcome: Outcome) -> None:
-    """Write the closing score to the status, and that the run is done."""
+    """Write the closing score and the state `done` to the status."""
     store = session.store
     score = outcome.final
     data = DataRecord.model_validate(store.describe())
@@ -358,14 +365,14 @@ def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Log
     """Print the score of a finished run beside baselines on the same split, and a sample."""
     last = loggers[-1]
     wandb = last if isinstance(last, GuardedWandbLogger) else None
-    # The run is done, whatever becomes of these.
+    # The run stays done if the sample fails.
     try:
         print_score(session, status, outcome, wandb)
         if session.store.tokenizer:
             print_sample(session, outcome.step, wandb)
     except (RuntimeError, MemoryError, OSError) as error:
-        is_told = isinstance(error, RunFailed | OSError)
-        reason = str(error) if is_told else out_of_memory(error)
+        has_reason = isinstance(error, RunFailed | OSError)
+        reason = str(error) if has_reason else out_of_memory(error)
         if not reason:
             raise
         say(f"no sample: {reason}")
@@ -374,7 +381,7 @@ def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Log
 def print_score(
     session: Session, status: Status, outcome: Outcome, wandb: GuardedWandbLogger | None
 ) -> None:
-    """Print the closing score with its protocol, and beside baselines, if it is of all bytes."""
+    """Print the closing score with its protocol and, if all bytes are scored, baselines."""
     store = session.store
     final = status.record.final
     assert isinstance(final, ScoreRecord)
@@ -393,16 +400,16 @@ def print_score(
 
 
 def print_sample(session: Session, step: int, wandb: GuardedWandbLogger | None) -> None:
-    """Draw a text or an image by the last checkpoint, print or save it, and add it to W&B."""
-    work = load(session.folder, "last", session.hardware.torch_device)
+    """Draw a text or an image from the last checkpoint, print or save it, and add it to W&B."""
+    trained = load(session.folder, "last", session.hardware.torch_device)
     is_image = session.store.image is not None
     length = min(SAMPLE_TOKENS if is_image else SAMPLE_LENGTH, session.config.data.length)
     options = SampleOptions(length, temperature=SAMPLE_TEMPERATURE)
     say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
     if is_image:
-        draw_image(work, options)
+        draw_image(trained, options)
     else:
-        write_text(work, options)
+        write_text(trained, options)
     if wandb:
         samples = (session.folder / "samples").iterdir()
         newest = max(samples, key=lambda path: path.stat().st_mtime_ns)

@@ -6,7 +6,8 @@ from pathlib import Path
 from rtx.disk import read_file
 from rtx.errors import RunFailed
 
-TAG = b"rtx sha256 "  # in the comment at the end of the file, before the SHA-256 of all before it
+TAG = b"rtx sha256 "
+"""Begins the comment at the end of a checkpoint; the SHA-256 of all bytes before it follows."""
 COMMENT_BYTES = len(TAG) + 64
 
 
@@ -16,7 +17,10 @@ def resumable(folder: Path) -> list[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Tell whether a file is there and as it was written; `RunFailed` where the system cannot read it."""
+    """Return whether a file exists and its checksum matches.
+
+    Raises `RunFailed` where the system cannot read it.
+    """
     try:
         content = read_file(path)
     except FileNotFoundError:

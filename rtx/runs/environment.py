@@ -1,4 +1,4 @@
-"""On what a run computes: machine, software, code and command, in environment.json; resumes.jsonl."""
+"""Machine, software, code and command of a run, in environment.json and resumes.jsonl."""
 
 import contextlib
 import platform
@@ -32,19 +32,21 @@ EXACT = (
 )
 """Facts of environment.json that bits depend on."""
 FORMER = {"compile": False}
-"""What a run did whose environment.json lacks the fact."""
+"""Values of facts that environment.json of older runs lacks."""
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb")
 
 
 def record_start(
     folder: Path, facts: dict[str, Any], changed: Differences | None, anew: bool
 ) -> list[str]:
-    """Record on what a run begins or goes on, and return as `name old -> new` what may change bits.
+    """Record the environment of a run that begins or resumes.
+
+    Returns the facts that differ from the first start and may change bits, as `name old -> new`.
 
     Args:
-        folder: that of the run.
+        folder: of the run.
         facts: what to record beside `environment`.
-        changed: the keys with other values than before; None: the run begins.
+        changed: the keys that have other values than before; None: the run begins.
         anew: whether to replace environment.json.
     """
     path = folder / ENVIRONMENT
@@ -61,8 +63,8 @@ def record_start(
         return [f"{path}, which does not say on what the run began"]
     old = exact_facts(began)
     new = exact_facts(now)
-    moved = [name for name in EXACT if old[name] != new[name]]
-    return [f"{name} {old[name]} -> {new[name]}" for name in moved]
+    differing = [name for name in EXACT if old[name] != new[name]]
+    return [f"{name} {old[name]} -> {new[name]}" for name in differing]
 
 
 def exact_facts(record: EnvironmentRecord) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def exact_facts(record: EnvironmentRecord) -> dict[str, Any]:
 
 def environment(facts: dict[str, Any]) -> dict[str, Any]:
     """Return software, machine, code and command of this process, and `facts`."""
-    import torch  # takes seconds; readers of environment.json need none of it
+    # It takes seconds, and readers of environment.json do not need it.
+    import torch
 
     versions: dict[str, str | None] = {"rtx": __version__}
     for name in (*PACKAGES, *filter(None, REGISTERED.values())):

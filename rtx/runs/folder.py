@@ -21,7 +21,7 @@ METRICS = "metrics.jsonl"
 RESUMES = "resumes.jsonl"
 SWEEPS = "sweeps.jsonl"
 FILES_OF_A_RUN = (RUN_CONFIG, STATUS, ENVIRONMENT, METRICS)
-"""A run has at least one of them."""
+"""A folder is a run if it has at least one of them."""
 EXPORT_FACTS = "export.json"
 """In the folder of an exported model: from which run and checkpoint it is."""
 
@@ -57,7 +57,7 @@ def unwritable(folder: Path, error: OSError) -> str:
 
 
 def is_export(folder: Path) -> bool:
-    """Tell whether a folder is an exported model."""
+    """Return whether a folder is an exported model."""
     return (folder / EXPORT_FACTS).is_file()
 
 
@@ -92,10 +92,11 @@ def last_active(run: Path) -> str:
 
 
 def find_run(folder: Path) -> Path:
-    """Return the run that a folder, a name or `last` means; `UserError` unless there is exactly one.
+    """Return the run that a folder, a name or `last` means.
 
     A folder means itself, or the only run in it. A name is the start of a run's id, of its random
-    digits, or of `<name>/<id>`; a whole name comes before the start of another.
+    digits, or of `<name>/<id>`; a whole name comes before the start of another. Raises `UserError`
+    unless exactly one run matches.
     """
     if os.path.isfile(folder / RUN_CONFIG):
         return folder
@@ -127,7 +128,7 @@ def matching_runs(folder: Path, all_runs: list[Path]) -> list[Path]:
 
 
 def names_of(run: Path) -> list[str]:
-    """Return the names of a run: its id, `<name>/<id>`, `outputs/<name>/<id>`, its random digits."""
+    """Return the names of a run: its id, `<name>/<id>`, `outputs/<name>/<id>`, random digits."""
     names = ["/".join(run.parts[-depth:]) for depth in (1, 2, 3)]
     return [*names, run.name.rpartition("-")[2]]
 
@@ -158,7 +159,8 @@ def shown(folder: Path) -> str:
     if short.startswith(".."):
         short = str(folder)
     elif short.startswith("-"):
-        short = f"./{short}"  # or it would be read as a flag
+        # Otherwise a command would read it as a flag.
+        short = f"./{short}"
     return printable(shlex.quote(short))
 
 

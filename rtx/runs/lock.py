@@ -1,4 +1,4 @@
-"""Who works in a run's folder: its lock, and the status of the run from its start to its end."""
+"""The lock of a run's folder, and the status of the run from its start to its end."""
 
 import contextlib
 import fcntl
@@ -36,19 +36,22 @@ def lock(file: IO[bytes], folder: Path) -> None:
     except BlockingIOError:
         is_busy = True
     except OSError:
-        pass  # some file systems have no locks
+        # Some file systems have no locks.
+        pass
     if is_busy:
         raise UserError(busy(folder, read_status(folder)))
 
 
 def refuse_busy(folder: Path) -> None:
-    """Raise `UserError` early for a run that is in use elsewhere; `working_in` makes sure of it."""
+    """Raise `UserError` early for a run that another process works on; `working_in` locks it."""
     status = read_status(folder)
     rank = launch().rank
+    # The first process of a run has the lock for all of them.
     if rank > 0 or status is None or not seems_running(status):
-        return  # the first process of a run has the lock for all of them
+        return
+    # A process that opens and closes the file of its own lock loses the lock.
     if status.pid == os.getpid():
-        return  # a process that opened its own lock here would lose it
+        return
     with contextlib.suppress(OSError), open_no_link(folder / "lock", "r+b") as file:
         lock(file, folder)
 
@@ -63,9 +66,10 @@ def busy(folder: Path, status: StatusRecord | None) -> str:
 
 @contextlib.contextmanager
 def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iterator[Status]:
-    """Lock a run's folder, call `begin`, and yield the status of the run, which ends with the block.
+    """Lock a run's folder, call `begin`, and yield the status of the run.
 
-    After `UserError` the status is as before.
+    At the end of the block the status is done, or failed, or that of a signal. After `UserError` it
+    is as before.
     """
     with contextlib.ExitStack() as stack:
         try:

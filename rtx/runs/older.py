@@ -7,11 +7,11 @@ from typing import Any
 from rtx.data.sets import stamp_phrases
 
 FOREIGN = " (not the run's own data)"
-"""After the name of data in a protocol."""
+"""Follows the name of data in a protocol where they are not those of the run."""
 PREFIXES = {"train": "train/", "valid": "valid/", "final": "valid/final_"}
-"""Of today's names of metrics, by the `kind` of a row of an earlier version."""
+"""The prefix of a metric's name, by the `kind` that rows of earlier versions have."""
 FORMER_PREFIX = "val_"
-"""Of the names of validations' metrics in earlier rows."""
+"""The prefix that earlier versions gave the metrics of a validation."""
 FORMER_NAMES = {"se": "standard_error"}
 
 
@@ -31,7 +31,7 @@ def metrics_row(row: Any) -> Any:
 
 
 def kind_of(metrics: Mapping[str, Any]) -> str:
-    """Return whether metrics are of training steps, of a validation, or of the closing one."""
+    """Return the kind of a row by the names of its metrics: `train`, `valid` or `final`."""
     if any(name.startswith("valid/final_") for name in metrics):
         return "final"
     first = next(iter(metrics), "")

@@ -1,4 +1,6 @@
-"""The records of a run, one class for writers and readers of each; `read_record` is the border.
+"""The records of a run: a class for each kind of file, which both writers and readers use.
+
+`read_record` and `read_rows` check what a file contains.
 
 Files of a run's folder: status.json (`StatusRecord`), environment.json (`EnvironmentRecord`),
 metrics.jsonl (`MetricsRow`), resumes.jsonl (`ResumeRow`), eval/*.json (`EvaluationRecord`),
@@ -35,11 +37,12 @@ TAGS = ("score", "older")
 TIMED_STEPS: Literal["training steps in turn"] = "training steps in turn"
 """What a `StepsRecord` says it is."""
 SIGHT = {True: "selection sees the future", False: "sees no future"}
+"""Words for `sees_future`."""
 State = Literal["running", "done", "failed", "preempted", "interrupted"]
 
 
 class Record(BaseModel):
-    """A record: keys that a version does not know are left out."""
+    """A record; unknown keys are left out, unless a class allows them."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True, ser_json_inf_nan="constants")
 
@@ -49,10 +52,10 @@ class Record(BaseModel):
 
 
 class Protocol(Record):
-    """How a score came about; only scores of one protocol stand in one table.
+    """How a score was computed; a table has scores of one protocol alone.
 
-    `windows`: how many windows were scored where not all were; 0: not recorded. `stamps`: what else
-    differs from a plain reading of the split, in words.
+    `windows`: the number of windows of a sample; 0: a sample of unrecorded size; None: all windows.
+    `stamps`: what else differs from a plain reading of the split, in words.
     """
 
     split: str
@@ -76,12 +79,18 @@ class Protocol(Record):
         return f"{self.split} split of {self.data}{streaming}"
 
     def line(self, units: int | None = None) -> str:
-        """Return the protocol in a line; `units` were scored, None where that is not one number."""
+        """Return the protocol in a line.
+
+        `units` is the number of scored units; None where scores of one line differ in it.
+        """
         data = f"data fingerprint {self.fingerprint[:12]}"
         return ", ".join([*self.parts(f"{self.split} of {self.data}", units), data])
 
     def line_for_run(self, units: int, selection: str, sees_future: bool) -> str:
-        """Return the protocol of a score for its own run, whose data need no name, with `selection`."""
+        """Return the protocol of a score, and the selection, in a line.
+
+        It is printed for one run, so the name of the data is left out unless they are other data.
+        """
         place = self.split
         if self.data.endswith(older.FOREIGN):
             name = self.data.removesuffix(older.FOREIGN)
@@ -89,7 +98,7 @@ class Protocol(Record):
         return f"{', '.join(self.parts(place, units))}; {selection}: {SIGHT[sees_future]}"
 
     def parts(self, place: str, units: int | None) -> list[str]:
-        """Return the parts of a line on the protocol; `place`: the split, with its data in words."""
+        """Return the parts of a line on the protocol; `place`: the split and its data, in words."""
         scored = f"each {self.unit} scored once"
         if units:
             scored = f"{units:,} {self.unit}s each scored once"
@@ -138,8 +147,8 @@ class Measures(Record):
 class ScoreRecord(Measures):
     """A score with its protocol.
 
-    `windows`: how many were scored; None: not recorded. `standard_error`: of the bits, over the
-    windows; None: of one window, or not recorded. `selection`: what chose the keys, in words.
+    `windows`: the number of scored windows; None: not recorded. `standard_error`: of the bits, over
+    windows; None: one window, or not recorded. `selection`: how keys were chosen, in words.
     """
 
     protocol: Protocol
@@ -157,7 +166,7 @@ class ScoreRecord(Measures):
 
     @property
     def sample(self) -> int | None:
-        """How many windows were scored where not all were."""
+        """The number of windows of a sample; None: all were scored."""
         return self.protocol.windows
 
     def line(self) -> str:
@@ -166,6 +175,7 @@ class ScoreRecord(Measures):
 
     @property
     def sight(self) -> str:
+        """Whether the selection could see the future, in words."""
         return SIGHT[self.sees_future]
 
 
@@ -179,12 +189,12 @@ class OlderFinal(Measures):
 
     @property
     def sample(self) -> int | None:
-        """How many windows were scored where not all were."""
+        """The number of windows of a sample; None: all were scored."""
         return self.windows
 
 
 def version_of_final(final: Any) -> str:
-    """Return by which class a closing score is read."""
+    """Return the tag of the class that reads a closing score."""
     has_protocol = hasattr(final, "protocol") or (isinstance(final, dict) and "protocol" in final)
     return "score" if has_protocol else "older"
 
@@ -208,7 +218,7 @@ class BestRecord(Record):
 
 
 class StatusRecord(Record):
-    """How a run stands. `seconds`: since its first step, those of earlier processes included."""
+    """The state and progress of a run. `seconds`: since its first step, over all its processes."""
 
     state: State
     reason: str | None = None
@@ -225,7 +235,7 @@ class StatusRecord(Record):
 
     @model_validator(mode="after")
     def check_running(self) -> "StatusRecord":
-        """Raise ValueError for a run at work that does not say where, and since when."""
+        """Raise ValueError for a running state without process, host or heartbeat."""
         if self.state == "running":
             if self.pid is None or self.host is None:
                 raise ValueError("a running process needs pid and host")
@@ -234,9 +244,9 @@ class StatusRecord(Record):
 
 
 class EnvironmentRecord(Record):
-    """On what a run began: software, machine, code and command.
+    """Software, machine, code and command at the first step of a run.
 
-    `threads`: of each process; `hardware`: what the machine made of the group `hardware`.
+    `threads`: of each process. `hardware`: the fields of `rtx.training.hardware.Hardware`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -256,7 +266,7 @@ class EnvironmentRecord(Record):
 
 
 class ResumeRow(Record):
-    """A line of resumes.jsonl: on what a run went on. `changed`: old and new values by key."""
+    """A line of resumes.jsonl: the environment of a resume. `changed`: old and new value by key."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -267,9 +277,9 @@ class ResumeRow(Record):
 
 
 class MetricsRow(Record):
-    """A line of metrics.jsonl: numbers after so many optimizer steps, such as `train/bits`.
+    """A line of metrics.jsonl: metrics by name, such as `train/bits`, after `step` optimizer steps.
 
-    After a resume the last row of a step and kind counts.
+    After a resume a file may have several rows of one step and kind: the last one counts.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -357,7 +367,10 @@ class PositionRow(Record):
 
 
 class AnalysisRecord(Record):
-    """A file of analysis/: `what` names the analysis; `layers` and `positions` are of two of them."""
+    """A file of analysis/.
+
+    `what`: the name of the analysis. `layers` are those of divergence, `positions` of context.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -376,7 +389,7 @@ class AnalysisRecord(Record):
 
 
 class SweepRow(Record):
-    """A line of sweeps.jsonl: a command, and the titles of its runs by the names of their folders."""
+    """A line of sweeps.jsonl: a command, and the titles of its cells by folder name."""
 
     time: str = ""
     command: str
@@ -384,7 +397,7 @@ class SweepRow(Record):
 
 
 class StepsRow(Record):
-    """A configuration that was timed: milliseconds of a step in each turn, or why there are none."""
+    """A timed configuration: milliseconds of a step in each turn, or the reason for none."""
 
     config: dict[str, Any]
     ms_turns: list[Annotated[float, Field(gt=0)]]
@@ -434,7 +447,7 @@ class StudyLine(Record):
 
 
 def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | None:
-    """Return the record of a file; None, with a line added to `problems`, where it cannot be."""
+    """Return the record in a file; None, with a line added to `problems`, if it is unreadable."""
     try:
         return kind.model_validate_json(read_file(path))
     except FileNotFoundError:

@@ -1,5 +1,7 @@
-"""What the signals mean to a run: save at the end of the step, and exit as schedulers expect: 130 after SIGINT, 143
-after SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP (a lost terminal); at once upon a second SIGINT or SIGTERM.
+"""The signal handlers of a run: save at the end of the step, and exit as schedulers expect.
+
+The exit code is 130 after SIGINT, and 143 after SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP
+(a lost terminal). A second SIGINT or SIGTERM ends the process at once.
 """
 
 from __future__ import annotations
@@ -16,17 +18,25 @@ from typing import Any
 
 from rtx.variables import PARENT_VARIABLE, SWEEP_VARIABLE, started_by_another
 
-INTERRUPTED, PREEMPTED = 130, 143
+INTERRUPTED = 130
+PREEMPTED = 143
 EXIT_CODES: dict[int, int] = dict.fromkeys(
     (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED
 )
 EXIT_CODES[signal.SIGINT] = INTERRUPTED
 AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
-"""From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
+"""Seconds after a signal from which the same signal again counts as a second one.
+
+Schedulers send several copies of a first SIGTERM at nearly the same time. Other signals have no
+second one.
+"""
 
 
 class Stopped(BaseException):
-    """The run ends because of a signal. Like KeyboardInterrupt, no `except Exception` swallows it."""
+    """The run ends because of a signal.
+
+    Like KeyboardInterrupt it is no `Exception`, so that no `except Exception` catches it.
+    """
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -34,34 +44,42 @@ class Stopped(BaseException):
 
 
 def state_after(code: int) -> str:
+    """Return the state of a run whose process ended with an exit code."""
     return {INTERRUPTED: "interrupted", PREEMPTED: "preempted"}.get(code, "failed")
 
 
-class Signals:
-    """The signal handlers of a run, as a context that puts the former handlers back.
+def do_nothing(code: int) -> None:
+    """Ignore a second signal: the value of `Signals.at_once` outside a run."""
 
-    While `holding` is false a signal raises `Stopped` where the process is, else it is noted for the end of the step. A
-    thread obeys a second one: within one instruction, such as a wait for another process, Python runs no handler. In a
-    process that is the caller's (`in_a_call`) a second one raises `Stopped`, too, as soon as Python runs the handler.
+
+class Signals:
+    """The signal handlers of a run, as a context that restores the former handlers.
+
+    While `holding` is true a signal is noted, and obeyed at the end of the step (by the callback
+    `StopOnSignal`). Otherwise its handler raises `Stopped`.
+
+    A thread obeys a second signal: Python runs no handler within one long instruction, such as a
+    wait for another process. In the process of a Python caller (`in_a_call`), which must not be
+    ended, the handler of a second signal raises `Stopped` instead.
     """
 
     def __init__(self, in_a_call: bool = False) -> None:
-        self.holding, self.requested, self.name = (
-            False,
-            0,
-            "a signal",
-        )  # name: of another process's, none is known
+        self.holding = False
+        self.requested = 0
+        """The exit code of the first signal; 0 before one came."""
+        self.name = "a signal"
+        """The name of the first signal; one that another process got has no name here."""
         self.in_a_call = in_a_call
-        self.first: dict[int, float] = {}  # when each signal came first
-        self.at_once: Callable[[int], object] = lambda code: (
-            None
-        )  # called before the process ends at once
+        self.first: dict[int, float] = {}
+        """When each signal came first, by `time.monotonic`."""
+        self.at_once: Callable[[int], object] = do_nothing
+        """Called with the exit code before a second signal ends the process."""
         self.former: dict[int, Any] = {}
+        """The handlers before the context, by signal."""
 
     def __enter__(self) -> Signals:
-        if (
-            started_by_another()
-        ):  # the first process of the run has the signals, and this one goes when it goes
+        if started_by_another():
+            # The first process of the run obeys signals; this one ends when that one ends.
             ignore_signals()
             when_orphaned(os.environ[PARENT_VARIABLE], lambda: os._exit(1))
         elif threading.current_thread() is threading.main_thread():
@@ -69,8 +87,10 @@ class Signals:
                 os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM)
             )
             handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
-            # None: of code that is not Python's, which Python cannot put back.
-            self.former = {number: each for number, each in handlers.items() if each is not None}
+            # None is a handler of C code, which Python cannot restore.
+            self.former = {
+                number: handler for number, handler in handlers.items() if handler is not None
+            }
             self.hold(False)
             self.waker, self.wakened = socket.socketpair()
             self.waker.setblocking(False)
@@ -84,48 +104,63 @@ class Signals:
         if self.former:
             signal.set_wakeup_fd(self.former_waker)
             self.waker.close()
-        self.at_once = lambda code: None  # or the thread would keep the run and its data a while
+        # Otherwise the thread would hold a reference to the run and its data.
+        self.at_once = do_nothing
 
     def hold(self, holding: bool = True) -> None:
-        """From here on a signal waits for the end of the step. (Lightning has set a handler for SIGTERM by now.)"""
+        """Set our handlers, and note signals until the end of the step from here on.
+
+        To be called again after Lightning has set its own handler for SIGTERM.
+        """
         for number in self.former:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
         self.holding = holding
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal, or raise `Stopped` where nothing is held."""
+        """Note a signal while `holding`, else raise `Stopped`."""
         if self.in_a_call and self.requested and self.is_second(number):
             raise Stopped(self.requested, f"stopped at once by {self.name}")
         self.first.setdefault(number, time.monotonic())
         if not self.requested:
-            self.requested, self.name = EXIT_CODES[number], signal.Signals(number).name
+            self.requested = EXIT_CODES[number]
+            self.name = signal.Signals(number).name
         if not self.holding:
             self.release()
 
     def is_second(self, number: int) -> bool:
-        """Tell whether a signal that comes now is one more, and not one of those that are sent together."""
+        """Return whether a signal that comes now is a second one; see `AGAIN_SECONDS`."""
         since = time.monotonic() - self.first.get(number, math.inf)
         return since >= AGAIN_SECONDS.get(number, math.inf)
 
     def release(self) -> None:
-        """From here on a signal ends the work where it is; raises `Stopped` where one has come already."""
+        """Let signals raise `Stopped` from here on.
+
+        Raises `Stopped` at once if a signal has come already.
+        """
         self.holding = False
         if self.requested:
             raise Stopped(self.requested, f"stopped by {self.name} while no step was under way")
 
     def end(self) -> None:
-        """The work is done: a signal that came too late is forgotten, and one from here on is no failure."""
-        self.holding, self.requested, self.at_once = False, 0, lambda code: os._exit(0)
+        """Note that the run is done.
+
+        A signal that was noted is forgotten. A second signal from here on exits with 0.
+        """
+        self.holding = False
+        self.requested = 0
+        self.at_once = lambda code: os._exit(0)
 
     def watch(self) -> None:
-        """Acknowledge a first SIGINT, and end the process at a second signal, however long a step still takes.
+        """Acknowledge a first SIGINT, and end the process at a second signal, even within a step.
 
-        The process of a caller is not ended: there `handle` obeys the second one.
+        This runs in a thread. The process of a Python caller is not ended: there `handle` obeys the
+        second signal.
         """
         first: dict[int, float] = {}
         while received := self.wakened.recv(1):
-            number, now = received[0], time.monotonic()
+            number = received[0]
+            now = time.monotonic()
             again = now - first.get(number, math.inf) >= AGAIN_SECONDS.get(number, math.inf)
             if again and not self.in_a_call:
                 try:
@@ -133,7 +168,8 @@ class Signals:
                 finally:
                     os._exit(EXIT_CODES[number])
             if number == signal.SIGINT and self.holding and not again:
-                from rtx.progress import say  # tqdm, which `rtx --help` does not wait for
+                # It imports tqdm, for which `rtx --help` must not wait.
+                from rtx.progress import say
 
                 say("finishing this step; Ctrl-C again stops at once")
             first.setdefault(number, now)
@@ -141,13 +177,23 @@ class Signals:
 
 
 def ignore_signals(number: int = 0) -> None:
-    """Leave them all to the first process: for those that it starts (by number), which a Ctrl-C reaches, too."""
-    for code in EXIT_CODES:
-        signal.signal(code, signal.SIG_IGN)
+    """Ignore the signals of a run in this process: its first process obeys them.
+
+    A terminal sends Ctrl-C to all processes.
+
+    Args:
+        number: not read; a DataLoader passes the number of its worker.
+    """
+    for signal_number in EXIT_CODES:
+        signal.signal(signal_number, signal.SIG_IGN)
 
 
 def when_orphaned(parent: str, act: Callable[[], object]) -> None:
-    """Act, in a thread, within a second of the end of the parent process (its number; empty: never)."""
+    """Call `act` in a thread within a second after the parent process has ended.
+
+    Args:
+        parent: the id of the parent process; empty: `act` is never called.
+    """
 
     def watch() -> None:
         while os.getppid() == int(parent):

@@ -1,4 +1,4 @@
-"""The status of a run, status.json: written while it runs, read by everybody else. No torch.
+"""The status of a run, status.json: its process writes it, all commands read it. No torch.
 
 pydantic is imported where a status is read or written: `rtx --help` does not wait for it.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 STATUS = "status.json"
 BEAT_SECONDS = 15.0
-"""Between two heartbeats."""
+"""Seconds between two heartbeats."""
 SILENCE_SECONDS = 120.0
-"""Without a heartbeat for so long, a run on another machine counts as dead."""
+"""Seconds without a heartbeat after which a run on another machine counts as killed."""
 SAMPLED = "~ before bits: of a sample of the validation windows"
 """The explanation of the mark of `bits_of`, below a table."""
 
@@ -31,8 +31,8 @@ SAMPLED = "~ before bits: of a sample of the validation windows"
 class Status:
     """The status.json of a run that this process works on.
 
-    The training thread writes it, and a thread with a heartbeat. `before` is the status that the
-    run had until now, None of a new one.
+    The training thread writes it, and a thread that renews the heartbeat. `before` is the status
+    that the run had before this process, None for a new run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class Status:
             self.write()
 
     def write(self) -> None:
-        """Write the status now, by renaming where there is room for a second file, else in place."""
+        """Write the status now: a new file that is renamed or, on a full disk, in place."""
         with self.guard:
             self.record = changed(self.record, heartbeat=utc_now())
             content = self.record.to_json()
@@ -87,6 +87,7 @@ class Status:
             write_json(self.path, self.before.to_json())
 
     def beat(self) -> None:
+        """Write a heartbeat every `BEAT_SECONDS` until the run has ended."""
         while not self.ended.wait(BEAT_SECONDS):
             self.write()
 
@@ -98,7 +99,7 @@ def changed(status: StatusRecord, **fields: Any) -> StatusRecord:
 
 
 def read_status(folder: Path, problems: list[str] | None = None) -> StatusRecord | None:
-    """Return the status of a run, None where it cannot be read; then `problems` gets a line."""
+    """Return the status of a run; None, with a line added to `problems`, if it cannot be read."""
     from rtx.runs.records import StatusRecord, read_record
 
     return read_record(StatusRecord, folder / STATUS, [] if problems is None else problems)
@@ -120,7 +121,10 @@ def bits_of(status: StatusRecord | None) -> str:
 
 
 def run_state(folder: Path) -> str:
-    """Return the state of a run: `killed` for one that seems to run no more, `unknown` without one."""
+    """Return the state of a run.
+
+    It is `killed` where the status says running but no process is, `unknown` without a status.
+    """
     return state_of(read_status(folder))
 
 
@@ -134,9 +138,10 @@ def state_of(status: StatusRecord | None) -> str:
 
 
 def seems_running(status: StatusRecord) -> bool:
-    """Tell whether a run is at work.
+    """Return whether a process seems to train the run.
 
-    Its heartbeat is young, and not of a far future; on this machine its process exists.
+    Its last heartbeat is less than `SILENCE_SECONDS` away from now; on this machine its process
+    exists, too.
     """
     if status.state != "running":
         return False
@@ -149,18 +154,22 @@ def seems_running(status: StatusRecord) -> bool:
 
 
 def has_process(number: int) -> bool:
-    """Tell whether a process exists on this machine."""
+    """Return whether a process exists on this machine."""
     try:
         os.kill(number, 0)
     except PermissionError:
-        return True  # of another user
+        # It belongs to another user.
+        return True
     except OSError:
         return False
     return True
 
 
 def close(folder: Path, state: str, reason: str) -> None:
-    """Write how a run ended whose process could not; OSError where that cannot be written."""
+    """Write the end of a run whose process could not write it.
+
+    Raises OSError where the status cannot be written.
+    """
     from rtx.runs.records import StatusRecord
 
     folder.mkdir(parents=True, exist_ok=True)

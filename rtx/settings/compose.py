@@ -51,28 +51,28 @@ def compose(overrides: Iterable[str]) -> Config:
 
 
 def compose_checked(checked: Sequence[Override]) -> Config:
-    """As `compose`, of overrides that have been read."""
+    """As `compose`, of checked overrides."""
     config = compose_unresolved(checked)
     if SWEEP_VARIABLE in os.environ:
-        # A cell has keys that only other cells of its sweep read.
+        # A cell gets every key of its sweep, also those that only other cells read.
         return resolve(config)
     return resolve(config, [entry.key for entry in checked])
 
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
-    """Return the data that overrides choose, checked whatever the model; errors as of `compose`."""
+    """Return the data that overrides choose; only rules of data are checked. Errors: `compose`."""
     return compose_data_checked(check_overrides(overrides))
 
 
 def compose_data_checked(checked: Sequence[Override]) -> DataConfig:
-    """As `compose_data`, of overrides that have been read."""
+    """As `compose_data`, of checked overrides."""
     config = compose_unresolved(checked)
     check_data(config, [entry.key for entry in checked])
     return config.data
 
 
 def compose_unresolved(checked: Sequence[Override]) -> Config:
-    """As `compose`, before it is checked what fits together."""
+    """As `compose_checked`, without derived values and without a check of the rules."""
     words = chosen(checked)
     groups = composed(words)
     refuse_second_model(dict(word.split("=", 1) for word in words), groups.model.name)
@@ -85,7 +85,7 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
         config = to_config(plain)
     if not SETS[config.data.name].image or "data.length" in values:
         return config
-    # Whatever a model preset sets, the images fix N.
+    # The size of the images decides N, whatever a preset of the model sets.
     side = image_side(config.data) or OWN_IMAGE_SIDE
     return with_values(config, {"data.length": 3 * side**2})
 
@@ -99,9 +99,9 @@ def value_of(key: str, text: str) -> Any:
 
 
 def chosen(checked: Iterable[Override]) -> tuple[str, ...]:
-    """Return the last option of each group among overrides, as Hydra takes them.
+    """Return the last option of each group among overrides, in Hydra's words.
 
-    Hydra has no option `null`, which stands for none.
+    `null` means no option; Hydra has no such word, so it is left out.
     """
     last = {entry.key: entry.values[0] for entry in checked if entry.key in GROUPS}
     choices = {group: option for group, option in last.items() if option.lower() != "null"}
@@ -146,7 +146,7 @@ def lineage(experiment: str) -> list[str]:
 
 
 def refuse_second_model(groups: Mapping[str, str], name: str) -> None:
-    """Raise UserError for model= beside an experiment that has another model by keys.
+    """Raise UserError for model= beside an experiment whose file sets the keys of another model.
 
     `name` is the model.name of the composed configuration: the experiment's, if it sets one.
     """
@@ -190,7 +190,7 @@ def composed(words: tuple[str, ...]) -> DictConfig:
         overrides = [*words, *search_path()]
         node = hydra.compose("config", overrides, return_hydra_config=True)
         for group in NAMED_BY_FILE:
-            # Read while Hydra's choices, to which the name refers, are there.
+            # The name refers to Hydra's choices, which only exist within this block.
             node[group].name = node[group].name
     OmegaConf.set_readonly(node, True)
     return node
@@ -248,12 +248,12 @@ def user_errors(where: str = "") -> Iterator[None]:
 def hydra_message(error: Exception) -> str:
     """Return an error of Hydra or OmegaConf on one line, with its key.
 
-    Its further lines are advice that is wrong here: `+key=...`, search paths, internals.
+    Further lines are left out: their advice (`+key=...`, search paths) is wrong for rtx.
     """
     errors: list[BaseException] = [error]
     if isinstance(error.__cause__, OmegaConfBaseException):
         errors.append(error.__cause__)
-    first_lines = [str(each).strip().partition("\n")[0].rstrip(".") for each in errors]
+    first_lines = [str(cause).strip().partition("\n")[0].rstrip(".") for cause in errors]
     message = ": ".join(first_lines)
     key = getattr(errors[-1], "full_key", None)
     return f"{key}: {message}" if key and key not in message else message

@@ -1,4 +1,4 @@
-"""What `hardware` asks of the machine: a GPU, and the arithmetic on it. No torch."""
+"""Which options of `hardware` need a GPU, and the precision on each device. No torch."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def precision_on(hardware: HardwareConfig, gpu: bool) -> str:
 
 
 def gpu_needs(hardware: HardwareConfig) -> Iterator[str]:
-    """Yield a line for each option that only a GPU can serve, with what to take instead."""
+    """Yield a line for each option that needs a GPU, with another option to take."""
     if hardware.precision == "tf32":
         yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16, bf16-true or fp64"
     if hardware.graphs is True:
@@ -34,7 +34,7 @@ def refuse_without_gpu(hardware: HardwareConfig) -> None:
 
 
 def refuse_without_driver(hardware: HardwareConfig) -> None:
-    """As `refuse_without_gpu`, before torch is imported, where there is surely no GPU."""
+    """As `refuse_without_gpu`, before torch is imported, where there is no driver of a GPU."""
     is_for_gpu = hardware.name == "gpu" or any(gpu_needs(hardware))
     if is_for_gpu and lacks_gpu_driver():
         refuse_without_gpu(hardware)

@@ -51,7 +51,7 @@ def add_pattern(
 ) -> None:
     """Make a pattern a value of model.base, or of routing.selection; see `rtx.register_pattern`.
 
-    `problem`: why the name cannot be used, where the caller knows more of it.
+    `problem`: why the name cannot be used, if the caller has found a reason.
     """
     problem = name_problem(name, pattern=True) or problem
     if not problem and (wrong_maker := maker_problem(make)):
@@ -86,7 +86,7 @@ def register_data(
 
 
 def registered(name: str, problem: str) -> str:
-    """Note a name as one of an extension, and return it; UserError if there is a problem."""
+    """Register the name of an extension, and return it; UserError if there is a problem."""
     if problem:
         raise UserError(f"cannot be registered: {problem}")
     REGISTERED[name] = ""
@@ -94,7 +94,7 @@ def registered(name: str, problem: str) -> str:
 
 
 def add_config_dir(path: str) -> None:
-    """Take presets from a folder, too, in which `model/mine.yaml` is model=mine."""
+    """Add a folder of presets, in which `model/mine.yaml` is model=mine."""
     folder = Path(path).expanduser().absolute()
     if not path or not any(folder.glob("*/*.yaml")):
         problem = "holds no preset, a file such as model/mine.yaml"
@@ -125,7 +125,7 @@ def load_extensions(text: str) -> str:
 
 
 def split_part(part: str) -> tuple[str, str]:
-    """Return a file or module, and the sha256 behind its @ or ""."""
+    """Return a file or module, and the sha256 after its @, or ""."""
     match = PART.fullmatch(part)
     if match is None:
         return part, ""
@@ -181,7 +181,7 @@ def run(extension: Extension, expected: str) -> str:
 
 def execute(path: Path, content: bytes, name: str) -> None:
     """Run the code of a file as the module `name`: the bytes that were hashed."""
-    # By its entry in sys.modules Python finds the definitions again, say for a data loader.
+    # pickle, as in a data loader, finds the definitions by this entry.
     module = types.ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module
@@ -203,7 +203,7 @@ def with_place(path: Path, act: Callable[[], object]) -> None:
 def recorded(text: str) -> str:
     """Return loaded extensions as a run records them: names without folders, and sha256.
 
-    So the place of a file does not change the identity of a run.
+    So a file may be moved without changing the identity of a run.
     """
     names = []
     for part in text.split(os.pathsep):
@@ -213,7 +213,7 @@ def recorded(text: str) -> str:
 
 
 def refuse_unloaded(text: str) -> None:
-    """Raise UserError unless the code that a run records is what the user has named."""
+    """Raise UserError unless the code that a run records has been loaded."""
     for part in text.split(os.pathsep):
         source, sha256 = split_part(part)
         if sha256 in LOADED:

@@ -29,14 +29,14 @@ TRUTH = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 LARGEST_EXACT = 2**53
-"""Above it a float stands for several integers."""
+"""The largest number up to which a float represents every integer."""
 
 
 class Since(NamedTuple):
-    """The version that brought a key, and the value that says what runs before it did.
+    """The version that added a key, and the value that describes runs of earlier versions.
 
-    Records of such runs lack the key. With that value it is no part of a cell's hash, so that the
-    cells that were recorded before are found.
+    Their records lack the key. A key with this value is left out of a cell's hash, so that cells
+    recorded by earlier versions are found.
     """
 
     version: str
@@ -65,14 +65,14 @@ def key(
         joined: whether a value may be several names with + between.
         changes: what another value changes about a run.
         read_with: other keys, each with the values with which a run reads this key; unset: always.
-        since: which version brought the key, where records without it exist.
-        one_device: whether the commands that use a trained model, on one device, read it, too.
+        since: for a key that records of earlier versions lack.
+        one_device: whether commands on a trained run, which use one device, read it, too.
     """
     facts: dict[str, Any] = {"low": low, "high": high, "above": above, "joined": joined}
     facts |= {"changes": changes, "read_with": read_with or {}, "since": since}
     facts["one_device"] = one_device
     if names is not None:
-        # The view: it has the names that are registered later, too.
+        # A view of the table, which also has the names that are registered later.
         facts |= {"values": names.keys(), "extensible": True}
     return dataclasses.field(default=default, metadata=facts)
 
@@ -169,7 +169,7 @@ def unquoted(text: str) -> str:
 
 
 def convert(kind: type, value: Any) -> Any:
-    """Return a value as `kind`, None if it is not of that type; 1e3 is an integer, too."""
+    """Return a value as `kind`, or None if it is not of that type; 1e3 is an integer, too."""
     if value is None:
         return None
     if kind is str:
@@ -185,7 +185,7 @@ def convert(kind: type, value: Any) -> Any:
 
 
 def number_of(text: str) -> float | None:
-    """Return the finite number that a text is, None if it is none."""
+    """Return a text as a finite number, or None if it is not one."""
     if not text.isascii():
         return None
     try:
@@ -221,7 +221,7 @@ def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
 
 
 def type_facts(hint: Any) -> dict[str, Any]:
-    """Return the facts of a `Field` that the annotation of a key says.
+    """Return the facts of a `Field` that follow from the annotation of a key.
 
     `Literal["a", "b"]` is a closed list; in `int | Literal["auto"] | None` it is a word beside the
     numbers, and None is null.

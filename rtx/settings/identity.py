@@ -19,14 +19,14 @@ REMOVED = {"trainer.checkpoint_minutes": COST, "trainer.keep_checkpoints": COST}
 FORMERLY_IGNORED = ("hardware.products", "hardware.graphs", "hardware.loss")
 """Keys that hashes up to version 0.4 left out, whatever their value."""
 FORMER_DEFAULTS = {"hardware.compile": ("auto", False)}
-"""Keys whose default is decided by the machine, and what they were by default before.
+"""Keys whose default has changed to `auto`: the default, and the value that is hashed for it.
 
-With the default a cell has the hash that it had before.
+So a cell with the default has the hash that earlier versions gave it.
 """
 
 
 def effect_of(key: str) -> Effect:
-    """Return what another value of a key changes; an unknown key is one of an old run."""
+    """Return what another value of a key changes; unknown keys are those of old runs."""
     field = all_fields().get(key)
     if field is not None:
         return field.changes
@@ -58,19 +58,19 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def digests(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the hash of a cell, then the different ones that earlier versions gave it."""
+    """Return the hash of a cell, then the other hashes that earlier versions gave it."""
     read = default_where_unread(values)
     up_to_version_4 = without(read, FORMERLY_IGNORED)
-    # Keys that the run does not read counted, too.
+    # It covered keys that the run does not read, too.
     up_to_version_3 = without(values, FORMERLY_IGNORED)
-    hashes = [hash_of(each) for each in (read, up_to_version_4, up_to_version_3)]
+    hashes = [hash_of(hashed) for hashed in (read, up_to_version_4, up_to_version_3)]
     return tuple(dict.fromkeys(hashes))
 
 
 def hash_of(values: Mapping[str, Any]) -> str:
     """Return the hash of the values that tell cells apart.
 
-    A key that is younger than recorded cells is left out with the value that says what those did.
+    A key with its `since` value is left out, as in hashes from before the key existed.
     """
     hashed = {}
     for key, value in values.items():
@@ -83,7 +83,7 @@ def hash_of(values: Mapping[str, Any]) -> str:
 
 
 def is_as_before(key: str, value: Any) -> bool:
-    """Whether a value says what runs did before the key existed."""
+    """Whether a value is the `since` value of its key."""
     field = all_fields().get(key)
     if field is None or field.since is None:
         return False
@@ -96,7 +96,7 @@ def without(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
 
 
 def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
-    """Return hexadecimal digits that differ where values do, whatever the order of their keys."""
+    """Return hexadecimal digits of a hash of values; the order of keys does not matter."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 

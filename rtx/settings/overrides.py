@@ -1,8 +1,7 @@
-"""Overrides of a configuration, `key=value`: read from words, their values of the right type and
-range.
+"""Overrides of a configuration: `key=value` words, whose values are checked for type and range.
 
-A value is taken as it is written, `~/a=b (1).txt` and all; a sweep reads lists and Hydra's
-functions. No torch and no YAML; Hydra only where a word has a function of its grammar.
+A value needs no escapes: `~/a=b (1).txt` is one. In a sweep lists and Hydra's functions are several
+values. No torch and no YAML; Hydra only where a word has a function of its grammar.
 """
 
 import importlib.util
@@ -28,25 +27,25 @@ from rtx.settings.presets import replacement
 from rtx.settings.schema import GROUPS, all_fields, settings
 
 LAUNCHED = ("slurm",)
-"""Options of hardware that make jobs of the cells of a sweep."""
+"""Options of hardware with which the cells of a sweep are jobs."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """A key, and the texts of its values as they were written: more than one where it sweeps."""
+    """A key, and the texts of its values as written; an axis of a sweep has several."""
 
     key: str
     values: tuple[str, ...]
-    """None where a sweeper draws them from an interval."""
+    """Empty where a sweeper draws them from an interval."""
     function: str = ""
-    """The sweep in Hydra's grammar, such as range(1,5), if it was written so."""
+    """The values as a function of Hydra's grammar, such as range(1,5), if written so."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.function or ','.join(self.values)}"
 
     @property
     def sweeps(self) -> bool:
-        """Whether cells of a sweep differ by it."""
+        """Whether it is an axis of a sweep."""
         return len(self.values) != 1
 
     def in_hydra_words(self) -> str:
@@ -59,7 +58,7 @@ class Override:
 def split_words(
     words: Iterable[str], own: Mapping[str, Field] | None = None
 ) -> list[tuple[str, str, str]]:
-    """Return each `key=value` with its key and value, `~key` as null.
+    """Return each `key=value` as word, key and value; `~key` has the value null.
 
     Args:
         own: options of a command, beside the keys of a configuration.

@@ -11,7 +11,7 @@ CACHES: list[Callable[[], None]] = []
 
 
 def forget() -> None:
-    """Clear what was computed from presets and names, for there are others now."""
+    """Clear the caches of presets and names after some were added."""
     for clear in CACHES:
         clear()
 
@@ -50,11 +50,11 @@ def option_words(group: str) -> tuple[str, ...]:
 
 
 MODES_OF_WANDB = ("auto", "online", "offline")
-"""Modes of a logger that were options of it."""
+"""Modes of W&B that were options of the group logger in earlier versions."""
 
 
 def replacement(group: str, option: str) -> str:
-    """Return the words for an option that has another name, such as `cifar10_full`, or ""."""
+    """Return the words that replace a former option, such as `cifar10_full`, or ""."""
     if group == "logger" and option in MODES_OF_WANDB:
         return f"logger=wandb logger.mode={option}"
     if group != "experiment" or option in options(group):
@@ -67,7 +67,7 @@ def replacement(group: str, option: str) -> str:
 
 
 def about(group: str, option: str) -> str:
-    """Return what the comment at the top of an option's file says first."""
+    """Return the first line of the comment in an option's file, with its continuation lines."""
     path = preset(group, option)
     if path is None:
         return "of an extension"

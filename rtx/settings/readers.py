@@ -42,7 +42,7 @@ def reason_unread(field: Field, values: Mapping[str, Any]) -> str:
 def has_reader(field: Field, value: Any, readers: Collection[str]) -> bool:
     """Whether a value, or one of its parts joined by +, is among the readers.
 
-    What a pattern or data set of an extension reads is unknown: it counts as a reader.
+    It is unknown which keys a pattern or data set of an extension reads: it counts as a reader.
     """
     for part in written(value).split("+"):
         is_of_extension = field.extensible and part not in BUILT_IN

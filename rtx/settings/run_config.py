@@ -43,7 +43,7 @@ def read_values(path: Path) -> dict[str, Any]:
 def values_of(content: str) -> dict[str, Any]:
     """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
 
-    Texts are returned as they are: an extension may know a name that is no value here.
+    Texts are not checked: an extension that is not loaded may have registered the name.
 
     Raises:
         UserError: whatever YAML can express beside keys with a value each: aliases, lists,
@@ -71,9 +71,10 @@ def values_of(content: str) -> dict[str, Any]:
 def texts_of(content: str) -> dict[str, str]:
     """Return the text of each value in the text of a config.yaml; see `values_of`.
 
-    It is read as a stream of events. Nothing is built from it, which a file could make endless.
+    It is read as a stream of YAML events: a document built from aliases could be endless.
     """
-    path_of_names: list[str] = []  # section and key of the next value
+    # Section and key of the next value.
+    path_of_names: list[str] = []
     depth = 0
     texts: dict[str, str] = {}
     for event in yaml.parse(content, Loader=LOADER):
@@ -117,7 +118,7 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def merge_checked(config: Config, checked: Iterable[Override]) -> Config:
-    """As `merge`, of overrides that have been read."""
+    """As `merge`, of checked overrides."""
     values: dict[str, Any] = {}
     for entry in checked:
         text = entry.values[0]
@@ -135,7 +136,8 @@ def merge_checked(config: Config, checked: Iterable[Override]) -> Config:
 def on_one_device(config: Config, checked: Iterable[Override] = ()) -> Config:
     """Return a run's configuration with overrides, for work on one device, not compiled.
 
-    What does not go with several devices, or compiled, may be chosen then.
+    Overrides are checked against the changed hardware: options that exclude several devices, or
+    compilation, are allowed.
     """
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
     hardware = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)

@@ -1,10 +1,11 @@
 """The keys of a training run, a dataclass for each group. No torch, no Hydra.
 
-A key is one line and a docstring: its type (`Literal`: a closed list), range, what it changes
-(`rtx/settings/effects.py`; unset: the results), with which values of other keys a run reads it, and
-since which version it exists. Help, checks, hashes, resume, reports and the editor's schema follow
-from that (docs/extending.md, "How to add a key"). Values are in `conf/`; what fits together is in
-`rtx/settings/rules/`.
+A key is a field with a docstring. The field says its type (`Literal`: a closed list), its range,
+the effect of another value (`changes`, see `rtx/settings/effects.py`; unset: RESULTS), for which
+values of other keys a run reads it (`read_with`), and since which version it exists. Help, checks,
+hashes, resume, reports and the editor's schema follow from that (docs/extending.md, "How to add a
+key").
+Presets of values are in `conf/`, the rules of what fits together in `rtx/settings/rules/`.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name with one process per device."""
 
-# Conditions under which a run reads a key: another key, and the values of it, or parts of values.
+# Values of `read_with`: another key, and its values (or parts, joined by +) that read the key.
 IF_HUB = {"data.name": ("hub",)}
 IF_RECALL = {"data.name": MADE}
 IF_SUBWORDS = {"data.tokenizer": ("sentencepiece",)}
@@ -555,9 +556,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_config(values: Mapping[str, Any]) -> Config:
-    """Return the configuration that `to_dict` took apart, each value in its type and range.
+    """Return the configuration of nested or dotted values, each of the right type and range.
 
-    Missing keys are of a record that is older than they are: they say what runs then did.
+    A missing key gets its `since` value: the record is older than the key. One without a `since`
+    value gets its default.
     """
     fields = all_fields()
     dotted = {name: field.since.value for name, field in fields.items() if field.since}

@@ -1,7 +1,6 @@
-"""The cells of a sweep: which runs the overrides of a command and the axes of experiments make.
+"""The cells of a sweep: the runs that the overrides of a command and the axes of experiments make.
 
-Hydra's BasicSweeper combines the listed values, those of each chosen experiment in a grid of their
-own.
+Hydra's BasicSweeper combines the listed values; each chosen experiment is a grid of its own.
 """
 
 import os
@@ -34,8 +33,7 @@ DEFINING = (
     "routing.clusters",
     "routing.window",
 )
-"""Groups and keys that make a row of a table what its name says: a sweep reports their replacement.
-"""
+"""Groups and keys that define a row of a table; a sweep reports overrides that change one."""
 NO_EXPERIMENT = Override("experiment", ("",))
 Job = Sequence[Override]
 """The overrides of one run, each with one value."""
@@ -43,9 +41,7 @@ Job = Sequence[Override]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its number, from 1, and as its title the overrides by which the cells
-    differ.
-    """
+    """One run of a sweep. `number`: from 1; `title`: the overrides by which cells differ."""
 
     number: int
     overrides: tuple[str, ...]
@@ -53,9 +49,7 @@ class Cell:
     config: Config
     title: str
     combinations: tuple[str, ...]
-    """The combinations of values that make this run; several where they differ by keys it does not
-    read.
-    """
+    """The combinations of values that are this run; they differ by keys that it does not read."""
 
 
 def lay_out(checked: Sequence[Override]) -> list[Cell]:
@@ -72,9 +66,7 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 
 
 def grid_jobs(checked: Sequence[Override]) -> list[Job]:
-    """Return every combination of the listed values, of each experiment apart, as Hydra's sweeper
-    makes them.
-    """
+    """Return every combination of the listed values, experiment by experiment."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -101,7 +93,7 @@ def cells_of(
     Args:
         checked: the overrides of the command; their single values are no part of a title.
         first: number of the first cell.
-        merge: jobs that make the same run are one cell, as where a sweeper draws values.
+        merge: whether a repeated job is allowed, as from a sweeper that draws values.
 
     Raises:
         UserError: a cell is impossible, or two jobs make the same run.
@@ -154,7 +146,7 @@ def words_of(job: Job) -> tuple[str, ...]:
 def folder_of(config: Config) -> Path:
     """Return the folder of a cell, named by its hash.
 
-    A folder that an earlier version named otherwise is found.
+    If an earlier version has trained the cell, that is the folder with its former hash.
     """
     parent = outputs_root() / config.name
     name, *former_names = cell_hashes(config)
@@ -186,11 +178,11 @@ def joined(first: Cell, second: Cell) -> Cell:
 
 
 def merged_lines(cells: Sequence[Cell]) -> list[str]:
-    """Return a line for each cell that is the run of several combinations of the listed values."""
-    why = "which differ by keys that it does not read"
+    """Return a line for each cell that several combinations of the listed values make."""
+    reason = "which differ by keys that it does not read"
     merged = [cell for cell in cells if len(cell.combinations) > 1]
     return [
-        f"cell {cell.number} ({cell.title}): {len(cell.combinations)} combinations, {why}"
+        f"cell {cell.number} ({cell.title}): {len(cell.combinations)} combinations, {reason}"
         for cell in merged
     ]
 
@@ -198,7 +190,8 @@ def merged_lines(cells: Sequence[Cell]) -> list[str]:
 def grids(checked: Sequence[Override]) -> Iterator[list[Override]]:
     """Yield the grid of each chosen experiment, or of none.
 
-    It has each key once, the axes of its file first. The command line wins over the files in every row.
+    It has each key once, the axes of its file first. The command line wins over the files in every
+    row.
     """
     last = last_entries(checked)
     rows = table_rows(checked)
@@ -255,7 +248,7 @@ def table_rows(checked: Iterable[Override]) -> dict[str, dict[str, str]]:
 def refuse_hidden_options(
     rows: Mapping[str, Mapping[str, str]], entries: Sequence[Override]
 ) -> None:
-    """Raise `UserError` for options of groups from which the file of a row would still set a key.
+    """Raise `UserError` for options of groups of which the file of a row sets keys.
 
     Args:
         rows: the groups and keys that the file of each row sets, by the name of the row.
@@ -272,7 +265,7 @@ def refuse_hidden_options(
 
 
 def hidden_by(row: str, values: Mapping[str, str], entry: Override, keys: Collection[str]) -> str:
-    """Return a row with those of its values that would win over an option of a group, else "".
+    """Return a row with those of its values that would override an option of a group, else "".
 
     `keys` are those of the command line, which win over the file of the row.
     """
@@ -294,7 +287,7 @@ def hides_option(key: str, value: str, entry: Override, values: Mapping[str, str
 
 
 def replaced_lines(checked: Sequence[Override]) -> list[str]:
-    """Return a line for each key of a command by which rows are other than their names say."""
+    """Return a line for each override that changes a key which defines a row."""
     rows = table_rows(checked)
     if len(rows) < 2:
         return []
@@ -337,10 +330,7 @@ def own_values(group: str, option: str) -> dict[str, str]:
 
 
 def refuse_sweep(overrides: Sequence[Override]) -> None:
-    """Raise `UserError` where overrides describe a sweep.
-
-    They do with an experiment that has axes, or with cells as jobs.
-    """
+    """Raise `UserError` for overrides of a sweep: an experiment with axes, or cells as jobs."""
     last = {entry.key: entry for entry in overrides}
     hardware = last.get("hardware")
     if hardware and hardware.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:

@@ -26,7 +26,7 @@ from rtx.sweeps.outcomes import NO_CODE, Exit, Outcome, outcome_after, outcome_b
 from rtx.variables import SWEEP_VARIABLE
 
 OUTPUT = "output.log"
-"""What a cell prints, in its folder."""
+"""The file in the folder of a cell to which it prints."""
 POLL_SECONDS = 0.05
 REMEMBERED = 4096
 """Characters of a cell's output from which the reason of its end is taken."""
@@ -46,8 +46,11 @@ Starter = Callable[[Cell], Process]
 
 
 def share(cell: Cell, place: int, places: int) -> dict[str, str]:
-    """Return the variables that give one of several cells its threads and a GPU, where nobody has
-    set them.
+    """Return variables that give one of several cells its threads and a GPU, unless they are set.
+
+    Args:
+        place: the number of the cell among those that run at once, from 0.
+        places: how many run at once.
     """
     hardware = cell.config.hardware
     variables = {}
@@ -72,8 +75,9 @@ def visible_gpus() -> list[str]:
 def start(
     words: Sequence[str], folder: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the process of a cell, in a process group of its own so that Ctrl-C reaches it only
-    through us.
+    """Start the process of a cell.
+
+    It has its own process group: Ctrl-C reaches it only through `Launcher.stop`.
     """
     environment = {**os.environ, **variables}
     # The current folder is the user's: an rtx.py there must not be imported in place of ours.
@@ -111,7 +115,7 @@ class Launcher:
     async def launch(self) -> list[Outcome]:
         """Run the cells, and return how each ended, in their order.
 
-        Signals are passed on to them, but those ignored from outside (nohup) stay ignored.
+        Signals are passed on to them; one that nohup has set to be ignored stays ignored.
         """
         for number in EXIT_CODES:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -122,9 +126,9 @@ class Launcher:
         return await asyncio.gather(*(self.run(cell, places) for cell in self.cells))
 
     def stop(self, number: int) -> None:
-        """Begin no further cell, and pass the signal on.
+        """Start no further cell, and pass a signal on to those that run.
 
-        After a second Ctrl-C cells leave at once.
+        A second Ctrl-C ends them at once.
         """
         self.stopped_by = self.stopped_by or number
         for process in self.running:

@@ -23,9 +23,7 @@ ENDED_EARLY = ("failed", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: the exit code of its process (128 + N after signal N), a word, and the
-    reason.
-    """
+    """How a cell ended: exit code (128 + N after signal N), a word such as done, and the reason."""
 
     code: int
     word: str
@@ -47,7 +45,7 @@ class Exit:
     status_before: StatusRecord | None
     """The status of the run before the process began."""
     short_of_memory: bool
-    """Whether the system killed a process meanwhile because memory ran out."""
+    """Whether the system killed any process for lack of memory while this one ran."""
     stopped_by: int
     """The signal that stopped the whole sweep, else 0."""
 
@@ -85,15 +83,15 @@ def outcome_after(cell: Cell, end: Exit) -> Outcome:
     A failure that the process could not write into the status of its run is written there.
     """
     status = read_status(cell.folder)
-    told = outcome_in_status(cell, status, end)
-    if told is not None:
-        return told
+    recorded = outcome_in_status(cell, status, end)
+    if recorded is not None:
+        return recorded
     last = last_line(end.printed)
     killed = end.code in (NO_CODE, 128 + signal.SIGKILL)
     if killed and not end.short_of_memory:
         return Outcome(end.code, "killed", last if end.code == NO_CODE else "")
     number = end.code - 128
-    # A signal can find a process where it aborts, as in the import of a native library.
+    # A signal to the sweep may make a process abort, as in the import of a native library.
     if end.stopped_by and end.code > 128:
         number = end.stopped_by
     if number in EXIT_CODES:
@@ -103,7 +101,7 @@ def outcome_after(cell: Cell, end: Exit) -> Outcome:
         reason = f"{OUT_OF_MEMORY}: the system killed it"
     elif 0 < end.code < 128 and last:
         reason = last
-    # The closing table says it, even if the status cannot be written.
+    # If the status cannot be written, the closing table still has the reason.
     with contextlib.suppress(OSError):
         close(cell.folder, "failed", reason)
     return Outcome(end.code, "failed", reason)

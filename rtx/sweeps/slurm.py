@@ -1,5 +1,4 @@
-"""Cells as jobs of Slurm, by submitit: each is polled and signalled as a process of this machine
-is.
+"""Cells as jobs of Slurm, by submitit: a `Job` is polled and signalled like a local process.
 
 hydra-submitit-launcher submits all cells as one array and loses all to the first that fails.
 """
@@ -24,9 +23,9 @@ from rtx.sweeps.launcher import OUTPUT, Starter, start
 from rtx.sweeps.outcomes import NO_CODE
 
 QUEUE_SECONDS = 5.0
-"""Between two looks at the queue of a cluster."""
+"""Seconds between two queries of the queue of a cluster."""
 RESULT_SECONDS = 15.0
-"""For what a job returns to appear on a disk that machines share."""
+"""Seconds in which the result of a job must appear on a shared disk."""
 SHARED = (
     "timeout_min",
     "cpus_per_task",
@@ -98,9 +97,10 @@ class Job:
         """When it was last in the queue."""
 
     def poll(self) -> int | None:
-        """Return what the job has returned, or `NO_CODE` where it is gone without.
+        """Return the exit code that the job returned, None before its end.
 
-        In the second case the last line of its log becomes the last line of the cell's output.
+        `NO_CODE`: it ended without a result. Then the last line of its log is added to the cell's
+        output.
         """
         queued = queue(int(time.monotonic() / QUEUE_SECONDS))
         if queued is None or self.job.job_id in queued:

@@ -1,8 +1,7 @@
-"""`rtx train -m`: Hydra's sweeper says which runs, a launcher of ours runs each as a cell, and a
-table closes.
+"""`rtx train -m`: Hydra's sweeper chooses the runs, our launcher runs each as a cell.
 
-Hydra gets a `Sweep` as its task. An optimizing sweeper, such as hydra/sweeper=optuna, gets of each
-run its objective: the final score on the validation split in bits, which is to be minimized.
+Hydra gets a `Sweep` as its task function. A sweeper that optimizes, such as hydra/sweeper=optuna,
+gets the objective of each run, to be minimized: the final score on the validation split in bits.
 """
 
 from __future__ import annotations
@@ -60,13 +59,12 @@ if TYPE_CHECKING:
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 GRID = "hydra_plugins.rtx_sweeps.GridSweeper"
-"""The sweeper that takes every combination; any other draws the values of a cell by what earlier
-ones scored.
+"""The sweeper that takes every combination; any other draws values by the scores of earlier cells.
 """
 
 
 class SweepStopped(Exception):
-    """A signal has stopped the sweep; raised so that a sweeper asks for no further cell."""
+    """A signal has stopped the sweep; this exception ends the loop of Hydra's sweeper."""
 
 
 def sweep(request: Request, preview: bool = False) -> int:
@@ -88,7 +86,7 @@ def sweep(request: Request, preview: bool = False) -> int:
     except SweepStopped:
         pass
     except RunFailed as error:
-        # The sweeper accepts no more failures.
+        # The sweeper gives up after too many failed cells.
         failure = error
     if preview:
         return 0
@@ -142,7 +140,7 @@ def refuse_for_launcher(checked: Sequence[Override]) -> None:
 
 
 def refuse_for_sweeper(checked: Sequence[Override], task: Sweep) -> None:
-    """Raise `UserError` for overrides that the sweeper of a sweep has no use for."""
+    """Raise `UserError` for overrides that do not fit the sweeper."""
     last = {entry.key: entry for entry in checked}
     intervals = [entry for entry in last.values() if not entry.values]
     if intervals and task.is_grid:
@@ -165,7 +163,7 @@ def run_sweeper(config: DictConfig, task: Sweep) -> None:
             config.hydra.mode = RunMode.MULTIRUN
             config.hydra.sweep.dir = str(folder)
         if not task.is_grid and not task.preview:
-            # Such sweepers write what they found there.
+            # Such sweepers write their results there.
             make_folder(folder)
         with hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
@@ -203,7 +201,7 @@ class Sweep:
         self.stopped_by = 0
 
     def __call__(self, config: Any) -> NoReturn:
-        """Hydra's launchers would call the task; ours start processes."""
+        """Not called: Hydra's own launchers call the task, but ours start processes."""
         raise AssertionError("a cell is a process of its own")
 
     @property

@@ -23,7 +23,7 @@ from rtx.variables import SWEEP_VARIABLE
 
 POLL_SECONDS = 0.1
 LEAVING_SECONDS = 60.0
-"""A run may take so long to save after the caller has left it."""
+"""Seconds that a run may take to save after SIGTERM, before SIGKILL."""
 ERROR = "rtx: "
 """Begins the lines of an error on stderr."""
 
@@ -49,12 +49,13 @@ def train_apart(overrides: Sequence[str], folder: Path) -> None:
 
 
 def stopped(folder: Path) -> str:
+    """Return the message of a run that a signal has stopped."""
     return f"{folder}: stopped before its end; continue with: rtx resume {shown(folder)}"
 
 
 @contextlib.contextmanager
 def started(overrides: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process; one that is left behind by an error is stopped."""
+    """Start the process, and stop it at the end of the block if it still runs."""
     variables = {"RTX_RUN": str(folder), "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
     # A notebook's stdout has no file descriptor.
     stdout = None if sys.stdout is sys.__stdout__ else subprocess.PIPE
@@ -81,7 +82,7 @@ def started(overrides: Sequence[str], folder: Path) -> Iterator[subprocess.Popen
 
 @contextlib.contextmanager
 def passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass signals on to a process; afterwards the former handlers are back."""
+    """Pass signals on to a process in this block; then restore the former handlers."""
     former = {}
 
     def pass_on(number: int, frame: object) -> None:
@@ -90,7 +91,7 @@ def passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in EXIT_CODES:
             handler = signal.getsignal(number)
-            # Ignored signals stay ignored. None: a handler that is not Python's cannot be put back.
+            # Ignored signals stay ignored. None is a handler of C code: Python cannot restore it.
             if handler not in (None, signal.SIG_IGN):
                 former[number] = handler
     try:
@@ -111,7 +112,8 @@ def forward(process: subprocess.Popen[bytes]) -> list[str]:
             if line.startswith(ERROR):
                 errors.append(line.removeprefix(ERROR))
             else:
-                with contextlib.suppress(OSError):  # if stderr is closed, the run still goes on
+                # If stderr is closed, the run still goes on.
+                with contextlib.suppress(OSError):
                     print(printable(line), file=sys.stderr, flush=True)
 
     with contextlib.ExitStack() as stack:
@@ -121,7 +123,8 @@ def forward(process: subprocess.Popen[bytes]) -> list[str]:
                 ready.register(pipe, selectors.EVENT_READ, (WholeLines(), use))
         while process.poll() is None:
             read_once(ready, POLL_SECONDS)
-        while read_once(ready, 0.0):  # what it printed last
+        # Read its last output.
+        while read_once(ready, 0.0):
             pass
         for key in list(ready.get_map().values()):
             lines, use = key.data
@@ -145,6 +148,7 @@ def read_once(ready: selectors.BaseSelector, seconds: float) -> bool:
 
 
 def tell(lines: str) -> None:
+    """Print whole lines."""
     if lines:
         say(lines.removesuffix("\n"))
 

@@ -1,7 +1,7 @@
 """Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum.
 
-A file is replaced by a whole new one alone. A run keeps `last.ckpt` (all that a resume needs), the
-one before as `previous.ckpt`, and `best.ckpt` (weights alone).
+A file is only replaced by renaming a complete new one. A run has `last.ckpt` (all that a resume
+needs), the one before it as `previous.ckpt`, and `best.ckpt` (weights alone).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 PLAIN = (bool, int, float, str, bytes, type(None))
 FACTS = ("format", "step", "config", "data")
-"""What describes a checkpoint, without its tensors."""
+"""Keys of a checkpoint that describe it, without its tensors."""
 
 RENAMED = (
     (r"(\.attention\.groups\.\w+)\.", r"\1.pattern."),
@@ -45,7 +45,7 @@ RENAMED = (
 
 Say = Callable[[str], object]
 Checkpoint = dict[str, Any]
-"""Lightning's, with the weights as `model`, and with `format`, `step`, `config` and `data`."""
+"""Lightning's dict, with the weights as `model`, and `format`, `step`, `config` and `data`."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -78,7 +78,8 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     """Write a checkpoint with its checksum as the zip comment; OSError where the write failed."""
     try:
         torch.save(checkpoint, cast(IO[bytes], file))
-    except RuntimeError as error:  # torch reports a failed write as an internal error of its own
+    # torch reports a failed write as an internal error, whose context is the OSError.
+    except RuntimeError as error:
         raise error.__context__ or error from None
     file.seek(-2, os.SEEK_END)
     file.write(struct.pack("<H", COMMENT_BYTES))
@@ -88,10 +89,10 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file that is whole, on the CPU.
+    """Return the checkpoint in a file, on the CPU; the checksum has been compared before.
 
-    With `facts_only` all of it is checked, and FACTS alone are returned. Raises `UserError` for
-    what no checkpoint of this version of rtx holds.
+    With `facts_only` all of it is checked, but only FACTS are returned. Raises `UserError` for
+    content that this version of rtx does not write.
     """
     try:
         pickled = pickled_bytes(path)
@@ -103,7 +104,7 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
         holds = "it holds more than plain tensors and numbers"
         raise UserError(f"{path} is refused: {holds}") from error
     version = checkpoint.get("format") if isinstance(checkpoint, dict) else None
-    # The version may be a tensor, which would be equal in parts.
+    # A crafted file may have a tensor as its version, whose comparison is no bool.
     if not isinstance(version, int) or version != FORMAT:
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
     check_values(path, checkpoint, pickled)
@@ -116,7 +117,7 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
 def pickled_bytes(path: Path) -> int:
     """Return the bytes of the pickled part of a zip file; `UserError` for a compressed file.
 
-    torch.save compresses nothing. What does may be a thousand times as large in memory.
+    torch.save compresses nothing. A compressed file could be a thousand times as large in memory.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -126,11 +127,13 @@ def pickled_bytes(path: Path) -> int:
 
 
 def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
-    """Raise `UserError` for values that are neither plain nor tensors without a `tensor_problem`.
+    """Raise `UserError` for values other than plain ones and dense tensors.
 
-    `most`: how many values the file may hold. A pickle spends a byte on each, but a few references
-    to references make more of them than can ever be counted. For the same reason moments may not be
-    larger than the file.
+    A few references to references in a pickle can make more values than could ever be counted, so
+    their number is limited, as are the bytes of moments: to the size of the file.
+
+    Args:
+        most: the number of values that the file may have; a pickle needs a byte for each.
     """
     room = path.stat().st_size
     for part, content in checkpoint.items():
@@ -148,7 +151,7 @@ def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
 
 
 def value_problem(value: Any) -> str:
-    """Return why a value cannot be taken from a file, or an empty text."""
+    """Return why a value in a file is refused, or ""."""
     if isinstance(value, torch.Tensor):
         return tensor_problem(value)
     if not isinstance(value, PLAIN):
@@ -173,10 +176,10 @@ def leaves(content: Any) -> Iterator[Any]:
 
 
 def tensor_problem(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be taken from a file, or an empty string.
+    """Return why a tensor in a file is refused, or "".
 
-    Fused optimizers read and write as many elements as the weight has, whatever the strides of a
-    moment are; other kernels end in errors that no reader of a file expects.
+    Fused optimizers ignore the strides of a moment: with others than the weight's they would read
+    and write outside it.
     """
     if type(tensor) is not torch.Tensor or vars(tensor):
         return "a tensor of another class, or with attributes"
@@ -192,9 +195,9 @@ def tensor_problem(tensor: torch.Tensor) -> str:
 
 
 def moment_problem(moment: torch.Tensor, room: int) -> str:
-    """Return why no optimizer can go on with a tensor, or an empty string.
+    """Return why a moment of an optimizer is refused, or "".
 
-    `room`: bytes of the file that are left for it.
+    `room`: bytes of the file that earlier moments have left.
     """
     if room < 0:
         return "tensors that share their places"
@@ -204,9 +207,9 @@ def moment_problem(moment: torch.Tensor, room: int) -> str:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether each element of a strided tensor has a place for itself, without gaps.
+    """Return whether a strided tensor has no overlapping elements and no gaps.
 
-    All of them must be within the tensor's storage.
+    All elements must be within the tensor's storage.
     """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -245,13 +248,13 @@ def is_json(content: Any) -> bool:
 def first_whole(
     paths: list[Path], say: Say, instead: str, *, facts_only: bool = False, set_aside: bool = False
 ) -> Checkpoint | None:
-    """Return the first checkpoint that is there and whole, with its `path` and `file`.
+    """Return the first of several files whose checksum matches, with its `path` and `file`.
 
-    None where no file is there. Raises `RunFailed` where none is whole.
+    None where no file exists. Raises `RunFailed` where files exist but none matches.
 
     Args:
-        instead: the line for a checkpoint other than the first, with keys of it in braces.
-        set_aside: whether a damaged file becomes `<name>.damaged`.
+        instead: the line for a checkpoint other than the first, with its keys in braces.
+        set_aside: whether to rename a damaged file to `<name>.damaged`.
     """
     for path in paths:
         if is_whole(path):
@@ -270,7 +273,7 @@ def first_whole(
 
 
 def tell_damaged(path: Path, say: Say, set_aside: bool) -> None:
-    """Say that a checkpoint is damaged, and rename it, if it is to be set aside."""
+    """Print that a checkpoint is damaged, and rename it if `set_aside`."""
     line = f"{path} is damaged (its checksum does not match)"
     if set_aside:
         aside = path.rename(path.with_name(f"{path.name}.damaged"))
@@ -279,17 +282,20 @@ def tell_damaged(path: Path, say: Say, set_aside: bool) -> None:
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
-    """Return the facts of the newest checkpoint of a run that is whole, and its `path`.
+    """Return FACTS, `path` and `file` of the newest whole checkpoint of a run.
 
-    None where none was ever written. Raises `RunFailed` where none is whole. With `set_aside` a
-    damaged file becomes `<name>.damaged`: it cannot displace a good one.
+    None where none was ever written. Raises `RunFailed` where all are damaged. With `set_aside` a
+    damaged file becomes `<name>.damaged`, so that it does not replace a good previous.ckpt later.
     """
     instead = "going on from {path} (step {step}), the newest that is whole"
     return first_whole(resumable(folder), report, instead, facts_only=True, set_aside=set_aside)
 
 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
-    """Return `best` or `last` of a run, or, with a line on it, another one; see its key `file`."""
+    """Return the checkpoint `best` or `last` of a run.
+
+    If it is damaged, a line is printed and another one returned; its key `file` says which.
+    """
     paths = dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)])
     instead = f"no whole {name}.ckpt; using {{file}}.ckpt (step {{step}})"
     checkpoint = first_whole(list(paths), say, instead)
@@ -299,7 +305,7 @@ def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
 
 
 def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` where a run's configuration, without overrides, is not what was trained."""
+    """Raise `UserError` if config.yaml of a run describes another model than its checkpoint."""
     problems = []
     trained = f"in {checkpoint['file']}.ckpt, which was trained so: put that back"
     for key, (old, new) in differences(checkpoint["config"], config, shared=True).items():
@@ -330,9 +336,10 @@ def renumbered(
     saved: Iterable[str],
     groups: Sequence[Iterable[str]],
 ) -> Mapping[int, Any]:
-    """Return the state of an optimizer by the numbers that its parameters have in this version.
+    """Return the state of an optimizer by the numbers of its parameters in this version.
 
-    An optimizer numbers parameters group after group, in each of them in the order of the model.
+    torch numbers parameters group by group, and within a group in the order of the model, which
+    versions of rtx may change.
 
     Args:
         state: what the optimizer has saved for each number.
@@ -356,7 +363,7 @@ def renumbered(
 
 
 def with_current_callbacks(states: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the states of the callbacks by the classes that have them in this version."""
+    """Return the states of callbacks by the class names of this version."""
     if "Watch" not in states:
         return states
     state = states["Watch"]
@@ -372,7 +379,7 @@ def with_current_callbacks(states: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def resuming_from(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise `UserError` where parts of a checkpoint cannot be restored in this block."""
+    """Turn errors of restoring a checkpoint in this block into `UserError`."""
     try:
         yield
     except (RuntimeError, *DAMAGED) as error:

@@ -1,4 +1,4 @@
-"""Several processes of one run: who starts them, what they exchange, how they share weights."""
+"""Several processes of one run: how they start, what they exchange, how they share weights."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ from rtx.training.hardware import Hardware
 from rtx.variables import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = 10.0
-"""The main thread has so long to notice by itself that another process is gone."""
+"""Seconds in which the main thread may itself notice that another process has ended."""
 LOST_SIGNS = (
     "gloo",
     "Connection closed by peer",
@@ -40,13 +40,13 @@ LOST_SIGNS = (
     "NCCL",
     "ProcessGroup",
 )
-"""Parts of messages by which a process learns that another one is gone."""
+"""Parts of error messages that mean that another process has ended."""
 
 
 class Ranks:
-    """What the processes tell each other besides gradients.
+    """The ranks of a run: what they exchange besides gradients.
 
-    They do so by CPU memory: no process waits for its GPU.
+    They exchange it by gloo, from CPU memory: no process waits for its GPU.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -54,10 +54,10 @@ class Ranks:
         self.world = world
         self.group: Any = None
         self.connected = False
-        """Whether the processes fail together, and the first one says why."""
+        """Whether all processes have begun: from then on the first one reports errors."""
 
     def connect(self) -> None:
-        """Open the channel, once the process group exists; all ranks call it."""
+        """Make the gloo group once the process group exists; all ranks must call this."""
         if self.world > 1 and not self.connected and dist.get_backend() != "gloo":
             self.group = dist.new_group(backend="gloo")
         self.connected = True
@@ -88,7 +88,7 @@ class Ranks:
 
 
 def lost_process(error: Exception) -> str:
-    """Return which process of the run is gone, if an error means that, else an empty text."""
+    """Return which process of the run has ended, if an error means that, else ""."""
     message = str(error)
     if "DataLoader worker" in message:
         return f"a loader process is gone: {message.splitlines()[0]}"
@@ -99,9 +99,9 @@ def lost_process(error: Exception) -> str:
 
 
 class StartedRanks(LightningEnvironment):
-    """Processes that `start_ranks` has started: Lightning starts none.
+    """The environment of processes that `start_ranks` has started: Lightning starts none.
 
-    It reads nothing that another launcher may have left in the environment.
+    Variables of other launchers are not read.
     """
 
     creates_processes_externally = True  # type: ignore[assignment]
@@ -114,11 +114,11 @@ class StartedRanks(LightningEnvironment):
 
 
 def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
-    """Return who has started the processes, for Lightning, whose guess would read more."""
+    """Return Lightning's environment for the launcher; its own guess may read stale variables."""
     if hardware.launcher == "torchrun":
         return TorchElasticEnvironment()
     if hardware.launcher == "srun":
-        # Lightning insists on the tasks of each machine, which srun does not always set.
+        # Lightning requires this variable, which srun does not always set.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(hardware.devices))
         return SLURMEnvironment(auto_requeue=False)
     return StartedRanks()
@@ -127,13 +127,13 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
 def start_ranks(
     hardware: Hardware, folder: Path, lost: Callable[[str], object]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the other processes of this machine, unless a launcher does, and watch them.
+    """Start the other processes on this machine, unless a launcher does, and watch them.
 
-    They get the command line of this process. Lightning's launcher would end this process by
-    SIGKILL when another one is gone: then it could write nothing.
+    They get the command line of this process. Lightning's own launcher would send this process
+    SIGKILL when another one ends: then it could write neither status nor message.
 
     Args:
-        lost: called with how a process has ended that should not have.
+        lost: called in a thread with how a process has failed.
     """
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
@@ -148,7 +148,7 @@ def start_ranks(
 
 
 def watch_ranks(ranks: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
-    """Call `lost` when a process has failed, later: the main thread may notice it by itself."""
+    """Call `lost` when a process has failed, after `PATIENCE_SECONDS`."""
     while True:
         codes = [process.poll() for process in ranks]
         failed = [process for process in ranks if process.returncode]
@@ -187,7 +187,8 @@ def shard(model: nn.Module, mesh: Any) -> None:
         fully_shard(block, mesh=mesh)
     # The loss reads the output matrix after `forward`.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    if mesh.device_type == "cpu":  # gloo adds, and has no mean
+    # gloo has sums, but no means.
+    if mesh.device_type == "cpu":
         for module in (*blocks, model):
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
 

@@ -1,6 +1,6 @@
-"""Where a run computes: the `hardware` options on this machine, and torch set up for them.
+"""The options of the group `hardware` resolved for this machine, and the set-up of torch.
 
-torch is imported inside functions: what reads `Hardware` alone does not wait for it.
+torch is imported inside functions, so that readers of `Hardware` alone do not wait for it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ M_MMAP_MAX = -4
 
 @dataclass(frozen=True)
 class Hardware:
-    """What `hardware` means on this machine for this process, as environment.json records it."""
+    """The group `hardware` as resolved for this process; environment.json records it."""
 
     accelerator: str
     """cpu or gpu."""
@@ -50,7 +50,7 @@ class Hardware:
     sharded: bool
     """Whether the processes share out parameters and optimizer state (hardware=fsdp)."""
     launcher: str
-    """Who starts the processes: rtx, torchrun or srun."""
+    """What starts the processes: rtx, torchrun or srun."""
     micro_batch_size: int
     """Sequences of a forward pass."""
     accumulate: int
@@ -73,9 +73,9 @@ class Hardware:
 
 
 def resolve_hardware(config: Config) -> Hardware:
-    """Return where a run computes on this machine.
+    """Return the hardware of a run on this machine, without `auto`.
 
-    Raises `UserError` where the machine or the launcher lacks what the configuration needs.
+    Raises `UserError` where the machine or the launcher does not fit the configuration.
     """
     import torch
 
@@ -139,7 +139,7 @@ def devices_of_each(hardware: HardwareConfig, started: Launch, nodes: int, gpus:
 
 
 def micro_batch_size(config: Config, world: int) -> int:
-    """Return the sequences of a forward pass; `auto`: all that a device has of the batch."""
+    """Return the sequences of a forward pass; for `auto` a device's whole share of the batch."""
     batch = config.trainer.batch_size
     chosen = config.trainer.micro_batch_size
     size = chosen if isinstance(chosen, int) else max(1, batch // world)
@@ -189,17 +189,17 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         refuse_without_compiler(hardware)
 
 
-def set_threads(wanted: HardwareConfig, hardware: Hardware) -> None:
+def set_threads(config: HardwareConfig, hardware: Hardware) -> None:
     """Set the CPU threads of this process, and of those that it starts."""
     import torch
 
-    threads = wanted.threads
+    threads = config.threads
     shares_cores = hardware.distributed and hardware.launcher == "rtx"
     if not threads and shares_cores and "OMP_NUM_THREADS" not in os.environ:
-        # Lightning would take the same number, but after the run has recorded its threads.
+        # Lightning would set the same number later, after environment.json has been written.
         threads = max(1, cores() // hardware.devices)
     if threads:
-        # For the processes that rtx starts; and Lightning then sets no other number.
+        # Processes that rtx starts inherit it, and Lightning then sets no other number.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
 
@@ -231,17 +231,18 @@ def has_compiler() -> bool:
 
 
 def computes_softmax_itself(model: ModelConfig) -> bool:
-    """Return whether attention on a CPU takes our own softmax instead of torch's."""
+    """Return whether attention on a CPU uses our own softmax instead of torch's."""
     by_distance = model.positions in ("shaw", "xl") or "adaptive_span" in model.base
     return by_distance or model.attention_dropout > 0
 
 
 def keep_freed_memory(of_any_size: bool = True) -> None:
-    """Make glibc keep freed memory: to map it anew takes a tenth of a step's time on a CPU.
+    """Make glibc keep freed memory: mapping it again takes a tenth of a step's time on a CPU.
 
-    Our own softmax frees large blocks of many sizes. Kept, they would leave gaps that fit no other
-    block. There, without `of_any_size`, blocks above 33 MiB are given back, with glibc before 2.35
-    those above 32 MiB.
+    Args:
+        of_any_size: keep blocks of any size; False: return blocks above 33 MiB to the system (with
+            glibc before 2.35, above 32 MiB). That is for our own softmax: it frees large blocks of
+            many sizes, which would leave gaps in the heap that fit no other block.
     """
     # Another C library is left as it is.
     with contextlib.suppress(AttributeError, OSError):
@@ -249,7 +250,8 @@ def keep_freed_memory(of_any_size: bool = True) -> None:
         if of_any_size:
             library.mallopt(M_MMAP_MAX, 0)
         else:
-            library.mallopt(M_MMAP_MAX, 65536)  # glibc's default
+            # glibc's default.
+            library.mallopt(M_MMAP_MAX, 65536)
             if not library.mallopt(M_MMAP_THRESHOLD, 33 << 20):
                 library.mallopt(M_MMAP_THRESHOLD, 32 << 20)
         library.mallopt(M_TRIM_THRESHOLD, -1)

@@ -43,14 +43,14 @@ from rtx.training.precision import WEIGHT_TYPES
 
 WEIGHTS = "model.safetensors"
 STREAM = 65_536
-"""Tokens of text that a model with a memory is scored on at a stretch."""
+"""Tokens of a window where the model has a memory."""
 KEPT = ("step", "config", "data", "file")
 """Keys of a checkpoint that export.json keeps."""
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A model in evaluation mode, and what is known of it; `checkpoint`: without tensors (KEPT)."""
+    """A model in evaluation mode; `checkpoint` has the keys KEPT of its checkpoint, no tensors."""
 
     folder: Path
     model: Transformer
@@ -155,7 +155,7 @@ def load_run(
     vocabulary: int | None = None,
     say: Callable[[str], object] = say,
 ) -> LoadedRun:
-    """As `load`; `vocabulary` is that of the data that are read, None: the run's."""
+    """As `load`; `vocabulary` is the size of the vocabulary of the data, None: the run's."""
     if is_export(folder):
         content = read_export(folder)
     else:
@@ -168,7 +168,8 @@ def load_run(
     assert isinstance(vocabulary, int)
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
-    if config.hardware.precision in WEIGHT_TYPES:  # before weights are copied into it
+    # The type is set before weights are copied into the model.
+    if config.hardware.precision in WEIGHT_TYPES:
         model = model.to(WEIGHT_TYPES[config.hardware.precision])
     load_weights(model, content)
     broken = not_numbers(model)
@@ -188,7 +189,7 @@ def fits_vocabulary(checkpoint: Checkpoint, vocabulary: Any) -> bool:
 
 
 def not_numbers(model: torch.nn.Module) -> list[str]:
-    """Return the names of weights that are not finite, and of buffers that hold NaN.
+    """Return the names of weights with NaN or infinities, and of buffers with NaN.
 
     Thresholds, which are buffers, may be infinite.
     """
@@ -199,7 +200,10 @@ def not_numbers(model: torch.nn.Module) -> list[str]:
 
 
 def stores_of(folder: Path | None, data: DataConfig) -> Path:
-    """Return the folder of the stores of data: `data_root()`, else the one that the run recorded."""
+    """Return the folder of prepared data: `data_root()`, else the one in the records of the run.
+
+    The second is taken where the first lacks the data.
+    """
     root = data_root()
     if folder is None:
         return root
@@ -295,7 +299,7 @@ def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        # First: it marks the folder as an export, also when it is left unfinished.
+        # Written first: it marks the folder as an export even if writing is interrupted.
         write_json(folder / EXPORT_FACTS, facts)
         for name, content in {**files, WEIGHTS: weights}.items():
             replace_file(folder / name, lambda file, content=content: file.write(content))

@@ -1,8 +1,9 @@
 """Where the metrics of a run go: metrics.jsonl, TensorBoard, CSV, Weights & Biases.
 
-metrics.jsonl has an object on each line; after a resume the last row of a step counts. Names are
-`train/…` and `valid/…`. W&B is guarded: an error there ends no run. Its files, and wandb.json, which
-names the run there for resumes and for what comes after training, are in the run's folder.
+All get the same rows, whose names begin with `train/`, `valid/` or `valid/final_`. metrics.jsonl
+has an object on each line; after a resume the last row of a step counts. An error of W&B ends no
+run. Its files are in the run's folder, as is wandb.json, by which resumes and later commands find
+the run there.
 """
 
 import configparser
@@ -27,16 +28,16 @@ from rtx.settings.logger import wandb_mode
 from rtx.settings.schema import Config
 
 INIT_SECONDS = 15.0
-"""Patience with the W&B server at the start."""
+"""Timeout of the W&B server at the start."""
 FINISH_SECONDS = 60.0
-"""Patience with uploads to it at the end."""
+"""Timeout of uploads to it at the end."""
 GOES_ON = "going on with metrics.jsonl alone"
 NOTHING_ADDED = "nothing is added there"
-"""What follows from an error of W&B, in a run and after one."""
+"""The ends of the line on an error of W&B: of a run, and of a later command."""
 QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 """Variables that wandb reads when it is first imported."""
 OF_RUN = ("project", "entity", "group", "name", "job_type", "tags")
-"""Keys of wandb.json by which W&B is told what a run is."""
+"""Keys of wandb.json that are arguments of `wandb.init`."""
 Say = Callable[[str], object]
 
 
@@ -46,23 +47,23 @@ def csv_logger(folder: Path) -> Logger:
 
 
 def tensorboard_logger(folder: Path) -> Logger:
-    """Return a logger for TensorBoard, which hides what earlier files of the run hold."""
+    """Return a logger for TensorBoard, which then hides the events in earlier files of the run."""
     return TensorBoardLogger(
         folder, name="", version="tensorboard", default_hp_metric=False, purge_step=0
     )
 
 
 LOCAL: dict[str, Callable[[Path], Logger]] = {"csv": csv_logger, "tensorboard": tensorboard_logger}
-"""Loggers that begin anew with each resume, and get all earlier rows again."""
+"""Loggers that begin new files with each resume, into which earlier rows are written again."""
 
 
 @contextlib.contextmanager
 def logging_to(
     folder: Path | None, config: Config, facts: dict[str, Any], say: Say, step: int = 0
 ) -> Iterator[list[Logger]]:
-    """Yield the loggers of a run that goes on from `step`, and end them with the block.
+    """Yield the loggers of a run that begins or resumes at `step`; finish them after the block.
 
-    A rank without a `folder` has none.
+    `folder` is None on all ranks but the first: they get no loggers.
     """
     if folder is None:
         yield []
@@ -89,12 +90,12 @@ def logging_to(
 
 
 def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
-    """End a logger of Lightning's, after an exception of some kind or none."""
+    """Finish one of Lightning's loggers; `kind` is the class of an exception, None without one."""
     logger.finalize("failed" if kind else "success")
 
 
 def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
-    """Yield metrics and step of the rows up to `step` that a run from there on does not repeat."""
+    """Yield metrics and step of each earlier row that a resume at `step` does not write again."""
     is_over = step >= config.trainer.steps
     validates_again = is_over or step % config.trainer.val_every == 0
     repeated = {"valid": validates_again, "final": is_over}
@@ -108,7 +109,7 @@ def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[st
 
 
 class JsonlLogger(Logger):
-    """Appends rows to a metrics.jsonl, each without a buffer in between."""
+    """Appends rows to metrics.jsonl, and flushes each."""
 
     name = version = "metrics"  # type: ignore[assignment]
 
@@ -116,7 +117,7 @@ class JsonlLogger(Logger):
         super().__init__()
         try:
             self.file = open_no_link(path, "a+b")
-            # A killed run may leave a last line without its end.
+            # A killed run may have left an incomplete last line.
             self.file.truncate(read_file(path).rfind(b"\n") + 1)
         except OSError as error:
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
@@ -138,12 +139,12 @@ class JsonlLogger(Logger):
 
 @contextlib.contextmanager
 def user_settings() -> Iterator[Any]:
-    """Yield `wandb`, which meanwhile reads settings of the user, and none of the current folder.
+    """Yield `wandb`, which in this block reads no settings from the current folder.
 
-    By itself it reads `wandb/settings` and `config-defaults.yaml` there. The current folder may be
-    a stranger's run: such a file names the server, or the proxy, that gets the user's key. Settings
-    are read once in a process, when W&B is first set up. AttributeError where W&B has no such
-    methods: then it may read these files by others.
+    W&B reads `wandb/settings` and `config-defaults.yaml` there. The folder may be a run of somebody
+    else, whose file could name a server or proxy that would get the user's key. W&B reads settings
+    once in a process, when it is first set up. Raises AttributeError where this version of W&B
+    lacks the replaced methods: then it may read these files in another way.
     """
     import wandb
     from wandb.sdk.lib.settings_file import SettingsFiles
@@ -165,10 +166,10 @@ def user_settings() -> Iterator[Any]:
 
 
 def quiet_mode() -> tuple[str, str]:
-    """Return the mode that the user has set for W&B, and where; both are empty without one.
+    """Return the mode that the user has set for W&B, and where it is set; "" and "" without one.
 
-    It is in WANDB_MODE, or where `wandb offline` or `wandb disabled` has put it in the current
-    folder: that file may keep data here, but not send them.
+    It is in WANDB_MODE, or in the file of the current folder that `wandb offline` or
+    `wandb disabled` writes. Such a file is trusted only to turn uploads off.
     """
     mode = wandb_mode()
     if mode:
@@ -184,13 +185,13 @@ def quiet_mode() -> tuple[str, str]:
 
 
 class GuardedWandbLogger(WandbLogger):
-    """Lightning's logger for a run at W&B, the one that wandb.json names or a new one.
+    """Lightning's logger for a run at W&B: the run in wandb.json, or a new one.
 
-    After an error, which is told in a line, it does nothing.
+    The first error is printed in a line; after it the logger does nothing.
 
     Args:
-        options: what the run is: its mode and the keys OF_RUN.
-        consequence: what follows from an error, for the line on it.
+        options: `mode` and the keys OF_RUN.
+        consequence: the end of the line on an error.
     """
 
     def __init__(
@@ -202,14 +203,16 @@ class GuardedWandbLogger(WandbLogger):
         **more: Any,
     ) -> None:
         with user_settings() as wandb:
-            wandb.setup()  # makes it quiet from the first
+            # It reads WANDB_SILENT before anything is printed.
+            wandb.setup()
             if options["mode"] == "online" and not wandb.login(prompt=False, verify=False):
-                raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
+                # W&B itself would ask the user for one.
+                raise ValueError("no key found (wandb login)")
         named = {**options, "id": run_id(folder)}
         record = {key: value for key, value in named.items() if key != "mode"}
         write_json(folder / "wandb.json", record)
         (folder / "wandb").mkdir(exist_ok=True)
-        # Files of artifacts wait there for their upload.
+        # W&B stages the files of artifacts there.
         os.environ["WANDB_DATA_DIR"] = str(folder / "wandb")
         settings = wandb.Settings(
             console="off",
@@ -221,13 +224,14 @@ class GuardedWandbLogger(WandbLogger):
         self.say = say
         self.consequence = consequence
         with user_settings():
-            self.run = self.experiment  # begins the run
+            # This property begins the run.
+            self.run = self.experiment
         self.run.define_metric("valid/bits", step_metric="trainer/global_step", summary="min")
         if options["mode"] == "online":
             say(f"W&B: {self.run.url}")
 
     def guarded(self, work: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        """Do some work at W&B, unless there was an error before."""
+        """Call `work`, unless W&B has failed before; print an error of it."""
         try:
             if self.run is not None:
                 work(*arguments, **options)
@@ -263,7 +267,7 @@ class GuardedWandbLogger(WandbLogger):
         self.guarded(lambda: self.experiment.summary.update(figures))
 
     def finish(self, exit_code: int) -> None:
-        """End the run at W&B, waiting for uploads for a minute at the most."""
+        """End the run at W&B; wait at most `FINISH_SECONDS` for uploads."""
         self.guarded(self.experiment.finish, exit_code=exit_code)
 
 
@@ -276,9 +280,9 @@ def run_id(folder: Path) -> str:
 
 
 def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedWandbLogger | None:
-    """Begin a run at W&B with its configuration (`facts`), without a question to anybody.
+    """Begin a run at W&B with its configuration (`facts`), and never prompt.
 
-    None where W&B is disabled, or where it fails.
+    Returns None where W&B is disabled or fails.
     """
     os.environ |= QUIET
     try:
@@ -290,7 +294,7 @@ def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedW
         return GuardedWandbLogger(
             say, folder, {"mode": mode, **title(config, folder)}, config=facts
         )
-    # W&B raises errors of many kinds, and no run ends by them.
+    # W&B raises errors of many kinds, and none of them may end a run.
     except Exception as error:
         say(trouble(error))
         return None
@@ -310,7 +314,7 @@ def automatic_mode(folder: Path, say: Say) -> str:
 
 
 def title(config: Config, folder: Path) -> dict[str, Any]:
-    """Return what W&B is told of a run: the keys OF_RUN."""
+    """Return the keys OF_RUN of a run."""
     tags = [config.data.name, config.model.name]
     tags += os.environ.get("WANDB_TAGS", "").split(",")
     if config.routing.heads and config.routing.layers:
@@ -330,10 +334,10 @@ def title(config: Config, folder: Path) -> dict[str, Any]:
 def add_to_wandb(
     folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0
 ) -> None:
-    """Add figures and files to the run that W&B has of a run, if it has one.
+    """Add figures and files to a run at W&B, if it was logged there.
 
-    For a folder of runs, one of which W&B has, that is a run for their reports. What was trained
-    offline gets them offline. An error is told in a line.
+    If `folder` has several runs, of which one was logged, they are added to a new run at W&B. A run
+    that was logged offline gets them offline. An error is printed in a line.
     """
     paths = [folder / "wandb.json", *sorted(folder.glob("*/wandb.json"))]
     records = [path for path in paths if path.is_file()]

@@ -38,7 +38,7 @@ class TrainingModule(pl.LightningModule):
     `take_step` is the optimizer step. It needs no Trainer: benchmarks and tests call it as well.
 
     Args:
-        answers: where the answers are, which alone are predicted; None: all tokens are.
+        answers: returns the positions of answers, if only they are predicted; None: all tokens are.
         metadata: the `config` and the `data` that every checkpoint holds.
     """
 
@@ -52,7 +52,7 @@ class TrainingModule(pl.LightningModule):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # Lightning calls this manual optimization: `training_step` does all of the step.
+        # Manual optimization: Lightning leaves backward pass and optimizer to `training_step`.
         self.automatic_optimization = False
         self.model = model
         self.config = config
@@ -63,13 +63,13 @@ class TrainingModule(pl.LightningModule):
         self.passes = Passes(model, config, hardware, answers)
         self.has_trainer = False
         self.sums = torch.zeros(3, dtype=torch.float64)
-        """Sums over the forward passes since the last row: mean nats, share of right answers, 1."""
+        """Sums over the forward passes since the last row: mean nats, accuracy, their number."""
         self.norm = torch.tensor(float("nan"))
-        """The norm of the whole gradient of the last step."""
+        """The norm of the gradient of the last step, before clipping."""
         self.memories: list[Memory] = []
-        """What the streams of this process have kept, by the micro-batch of a step."""
+        """The memory of each micro-batch of a step (recurrent models); it lasts over steps."""
         self.scored: list[Tensor] = []
-        """Of a validation under way: windows' numbers and figures, float64 `[B, 1 + X]`."""
+        """In a validation: number and figures of windows so far, float64 `[B, 1 + X]` a batch."""
         self.score: Any = None
         """The `Score` of the last validation, the same on all ranks."""
         self.reach = local_reach(config)
@@ -93,12 +93,12 @@ class TrainingModule(pl.LightningModule):
         self.norm = clip_gradients(self.model, self.config.trainer.clip)
         set_learning_rate(optimizer, learning_rate(self.config, step))
         optimizer.step()
-        # Nobody reads the gradients any more, and the next forward pass can use their memory.
+        # Freed here, so that the next forward pass can use their memory.
         optimizer.zero_grad()
         after_step(self.model, self.passes.move)
 
     def memory(self, index: int) -> Memory | None:
-        """Return what the streams of a micro-batch have kept, nothing at the start of a run."""
+        """Return the memory of a micro-batch; None where the model has none."""
         if not self.config.model.memory:
             return None
         while len(self.memories) <= index:
@@ -127,16 +127,16 @@ class TrainingModule(pl.LightningModule):
         self.sums = self.sums.to(figures.device) + figures
 
     def setup(self, stage: str) -> None:
-        """Compare what the ranks begin with, before they have one model."""
+        """Raise `UserError` unless all ranks begin with the same data, configuration and step."""
         self.has_trainer = True
         self.ranks.connect()
-        begins: dict[str, Any] = {"data": self.metadata.get("data", {}).get("fingerprint")}
+        start: dict[str, Any] = {"data": self.metadata.get("data", {}).get("fingerprint")}
         for key, value in flat(self.metadata.get("config", {})).items():
             if ranks_must_agree(key):
-                begins[key] = value
+                start[key] = value
         data: Any = getattr(self.trainer, "datamodule", None)
-        begins["step"] = getattr(data, "step", None)
-        self.ranks.compare(begins)
+        start["step"] = getattr(data, "step", None)
+        self.ranks.compare(start)
 
     def configure_model(self) -> None:
         """Give the parameters their type, and shard them with hardware=fsdp."""
@@ -149,10 +149,10 @@ class TrainingModule(pl.LightningModule):
         return build_optimizer(self.model, self.config.optimizer)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        """Score windows.
+        """Score a batch of windows.
 
-        A batch has their tokens `[B, N]`, how many tokens of each stand before the first that
-        counts `[B]`, and their numbers `[B]`, -1 for a window that another rank scores.
+        A batch has their tokens `[B, N]`, the number of tokens before the first scored one `[B]`,
+        and the numbers of the windows `[B]`, -1 for padding: another rank scores that window.
         """
         tokens_BN, skipped_B, number_B = batch
         scored_BX = score_batch(self.model, (tokens_BN, skipped_B), self.answers, self.reach)
@@ -171,7 +171,7 @@ class TrainingModule(pl.LightningModule):
         self.score = joined(all_KX[:, 1:], self.answers)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what other commands read, without the state of loops, which follows from the step."""
+        """Add what other commands read; drop the state of loops, which follows from the step."""
         del checkpoint["loops"]
         tensors = checkpoint.pop("state_dict")
         model = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}

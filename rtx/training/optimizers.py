@@ -74,7 +74,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a state unlike its weight: a fused step would write beyond it."""
+    """Raise ValueError for a moment of another shape or type than its weight.
+
+    A fused step would write outside such a tensor.
+    """
     for weight, state in optimizer.state.items():
         shapes = moment_shapes(optimizer, weight.shape)
         for name in shapes.keys() - state.keys():
@@ -87,7 +90,7 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moment_shapes(optimizer: torch.optim.Optimizer, shape: torch.Size) -> dict[str, torch.Size]:
-    """Return the shapes of all that Adam, AdamW or Adafactor keep of a weight, by their names."""
+    """Return the shapes of the state of a weight in Adam, AdamW or Adafactor, by name."""
     step = {"step": torch.Size([])}
     if not isinstance(optimizer, Adafactor):
         return {**step, "exp_avg": shape, "exp_avg_sq": shape}

@@ -45,8 +45,8 @@ class Passes:
     """The forward passes of a model in training.
 
     Args:
-        hardware: says whether the loss is compiled and whether its passes are recorded.
-        answers: where the answers are, which alone are predicted; None: all tokens are.
+        hardware: has whether to compile the loss, and whether to record its passes.
+        answers: returns the positions of answers, if only they are predicted; None: all tokens are.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Passes:
         self.answers = answers
         self.arithmetic = Arithmetic(hardware.precision, hardware.torch_device)
         self.compiled = hardware.compile
-        # The answers of a batch may be of any number, and what is recorded has fixed shapes.
+        # Recorded passes have fixed shapes, but the number of answers differs between batches.
         self.recorded = hardware.graphs and answers is None
         self.move: Any = moved
         """The function that moves centroids after a step."""
         self.first_BN: Tensor | None = None
-        """The micro-batch by which the loss is compiled and recorded, once `prepare` has it."""
+        """The micro-batch with which the loss is compiled and recorded; set by `prepare`."""
         self.loss: Callable[..., Any] = self.eager_loss()
         if self.compiled:
             self.loss = compile_loss(model, self.loss)
@@ -81,8 +81,8 @@ class Passes:
     def objective_of_answers(self, tokens_BN: Tensor, answers: Answers) -> Objective:
         """Return the loss of the answers alone.
 
-        Sequences count alike, however many answers they have: then a step is the same whatever its
-        micro-batches are.
+        All sequences have the same weight, whatever their number of answers: otherwise the gradient
+        of a step would depend on how micro-batches divide it.
         """
         at_BA, _ = answers(tokens_BN)
         nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
@@ -115,7 +115,7 @@ class Passes:
             tokens_BN: a micro-batch of the run.
         """
         self.first_BN = tokens_BN
-        # Centroids that start at the first batch would start at a pass whose results are dropped.
+        # The passes below are dropped: they must not initialise centroids.
         if any(centroids.seed_with_next for centroids in all_centroids(self.model)):
             waits = "not recorded as CUDA graphs: centroids start at the first batch"
             return f"hardware.graphs: {waits}" if self.recorded else ""
@@ -123,10 +123,9 @@ class Passes:
         return "; ".join(line for line in lines if line)
 
     def compile_now(self) -> str:
-        """Compile the loss, if it is to be, by a pass whose results are dropped; return a line.
+        """Compile the loss by a pass whose results are dropped, if requested; return a line on it.
 
-        Where that fails the model runs eagerly with `hardware.compile=auto`; with `true` the error
-        is raised.
+        If that fails, hardware.compile=auto goes on eagerly, and true raises the error.
         """
         if not self.compiled:
             return ""
@@ -153,17 +152,17 @@ class Passes:
         devices = [self.first_BN.device] if self.first_BN.is_cuda else []
         loss = self.loss
         with torch.random.fork_rng(devices):
-            # What follows from shapes alone must exist before the loss is compiled.
+            # An eager pass first: it builds the tables that depend on shapes alone.
             self.loss = self.eager_loss()
             with torch.no_grad():
                 self(self.first_BN)
             self.loss = loss
             objective = self(self.first_BN)
-            # Not backward(), which would call the hooks of DDP.
+            # backward() would call the hooks of DDP.
             torch.autograd.grad(objective.loss, weights, allow_unused=True)
 
     def compile_move(self) -> None:
-        """Compile, on a GPU, the function that moves centroids, by a call that changes nothing."""
+        """On a GPU, compile the function that moves centroids, by a call that changes nothing."""
         assert self.first_BN is not None
         if not self.first_BN.is_cuda:
             return
@@ -181,17 +180,17 @@ class Passes:
         torch.compiler.reset()
 
     def record_now(self) -> str:
-        """Record the passes as CUDA graphs, if they are to be, and return a line on it.
+        """Record the passes as CUDA graphs, if requested, and return a line on it.
 
-        Where that fails kernels are started one by one with `hardware.graphs=auto`; with `true` the
-        error is raised.
+        If that fails, hardware.graphs=auto goes on without; hardware.graphs=true raises the error.
         """
         self.check_recordable()
         if not self.recorded:
             return ""
         assert self.first_BN is not None
         if isinstance(self.loss, RecordedLoss):
-            self.loss = self.loss.loss  # frees the memory of what was recorded
+            # This frees the memory of the recorded passes.
+            self.loss = self.loss.loss
         try:
             self.loss = RecordedLoss(self.model, self.loss, self.first_BN)
         except RuntimeError as error:
@@ -202,9 +201,9 @@ class Passes:
         return "recorded as CUDA graphs"
 
     def check_recordable(self) -> None:
-        """Record nothing in a run whose steps have several passes; `UserError` if it was to be.
+        """Turn recording off where a step has several passes; `UserError` for hardware.graphs=true.
 
-        A recorded backward pass overwrites the gradients of the one before, to which it should add.
+        A recorded backward pass overwrites the gradients of the pass before instead of adding.
         """
         passes = self.hardware.accumulate
         if not self.recorded or passes == 1:
@@ -215,9 +214,9 @@ class Passes:
             raise UserError(f"hardware.graphs=true needs {needs}: raise trainer.micro_batch_size")
 
     def make_room(self) -> list[str]:
-        """Give more room to lists that have lacked it, and return lines on it.
+        """Enlarge the lists of members that were too short, and return lines on it.
 
-        The passes have other shapes then, and are recorded again.
+        That changes the shapes of the passes, so they are recorded again.
         """
         lines = make_room(self.model)
         if lines:

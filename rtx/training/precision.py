@@ -46,13 +46,13 @@ class Arithmetic(Precision):
         return contextlib.nullcontext()
 
     def train_step_context(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that does nothing: see above."""
+        """Return a context that does nothing: `forward_context` takes its place."""
         return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
-    """Make `dtype` the type of new tensors of numbers."""
+    """Make `dtype` the default type of new floating-point tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

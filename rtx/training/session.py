@@ -21,17 +21,17 @@ from rtx.training.hardware import Hardware
 from rtx.training.step_clock import RunClock
 
 GPU_LOOKS = 8
-"""Steps on a GPU from one look at its numbers to the next."""
+"""Optimizer steps on a GPU from one reading of losses and norms to the next."""
 
 
 @dataclass
 class Session:
-    """One process of one run. The callbacks of training read it, and tell each other by it."""
+    """One process of one run. The callbacks of training read it, and share state through it."""
 
     config: Config
     """With a value in place of each `auto` that the run itself chooses."""
     requested: Config
-    """As composed: what is `auto` here may be chosen anew where memory runs out."""
+    """As composed: keys that are `auto` here may get another value when memory runs out."""
     hardware: Hardware
     folder: Path
     store: Store
@@ -50,7 +50,7 @@ class Session:
     """The checkpoint to go on from, as `newest_checkpoint` returns it; None: from the beginning."""
     clock: RunClock = field(init=False)
     bits: float = field(default=math.nan, init=False)
-    """Bits a token of this process since the last row, at the last look."""
+    """Bits per token of this process since the last row, when last read (`looks_at`)."""
     saved_step: int | None = field(default=None, init=False)
     """The step of the newest whole last.ckpt."""
     best: dict[str, Any] | None = field(default=None, init=False)
@@ -74,16 +74,16 @@ class Session:
         return self.start["step"] if self.start else 0
 
     def looks_at(self, step: int) -> bool:
-        """Return whether the run looks at the numbers of a step, alike on all ranks.
+        """Return whether callbacks read losses and norms at a step; the same on all ranks.
 
-        Each look makes the CPU wait for the GPU.
+        Reading them makes the CPU wait for the GPU.
         """
         trainer = self.config.trainer
         if step == self.first_step + 1 or step >= trainer.steps:
             return True
         interval = GPU_LOOKS if self.hardware.on_gpu else 1
         intervals = (interval, trainer.log_every, trainer.val_every, trainer.checkpoint_every)
-        return any(step % each == 0 for each in intervals)
+        return any(step % steps == 0 for steps in intervals)
 
     def say(self, line: str) -> None:
         """Print a line, on the first rank alone."""
@@ -96,19 +96,19 @@ class Session:
             self.status.update(write=write, **fields)
 
     def last_good(self) -> str:
-        """Return a sentence on the checkpoint that a run in need may go back to."""
+        """Return a sentence on the last checkpoint, for the message of a run that ends early."""
         if self.saved_step is None:
             return "no checkpoint had been written yet"
         path = self.folder / "checkpoints" / "last.ckpt"
         return f"the last good checkpoint is {path} (step {self.saved_step:,})"
 
     def leave_at_once(self, how: str, code: int = 1) -> None:
-        """End this process in the middle of a step, and those that it started.
+        """End this process, and the ranks that it started, in the middle of a step.
 
-        That is upon a second signal, or when one of those processes is gone.
+        Called upon a second signal, or when one of these ranks has ended.
         """
         reason = f"{how}; {self.last_good()}"
-        # By print: the main thread may hold the lock of `say`, and wait for a lost process.
+        # Not `say`: the main thread may hold its lock while it waits for a lost process.
         with contextlib.suppress(OSError):
             print(f"rtx: {reason}" if code == 1 else reason, flush=True)
             if self.saved_step is not None:

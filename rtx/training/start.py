@@ -19,7 +19,7 @@ from rtx.training.session import Session
 def find_start(session: Session) -> tuple[Checkpoint | None, Differences | None]:
     """Return the checkpoint to go on from, and the keys that have other values than before.
 
-    The first is None where the run begins at its first step, the second where it has never begun,
+    The checkpoint is None where the run begins at its first step. The keys are None for a new run,
     and on all ranks but the first. Raises `UserError` where checkpoint, configuration and data do
     not fit together.
     """
@@ -29,7 +29,8 @@ def find_start(session: Session) -> tuple[Checkpoint | None, Differences | None]
     folder = session.folder / "checkpoints"
     is_first = session.status is not None
     start = newest_checkpoint(folder, set_aside=is_first, report=session.say)
-    if not is_first:  # the other ranks are compared with the first one
+    # `Ranks.compare` compares the other ranks with the first.
+    if not is_first:
         return start, None
     changed = changed_keys(session, start)
     if start:
@@ -46,7 +47,7 @@ def find_start(session: Session) -> tuple[Checkpoint | None, Differences | None]
 
 
 def changed_keys(session: Session, start: Checkpoint | None) -> Differences:
-    """Return the keys with other values than before; `UserError` for those that may not change."""
+    """Return the keys with other values than before; `UserError` where one must not change."""
     now = to_dict(session.config)
     # An editor, or a disk, may have changed config.yaml: the checkpoint is compared as well.
     changed = differences(start["config"] if start else {}, now, shared=True)
@@ -68,7 +69,7 @@ def check_start(session: Session, start: Checkpoint, changed: Differences) -> No
 
 
 def set_best_aside(session: Session) -> None:
-    """Rename a best.ckpt that is there: a run from the beginning writes its own."""
+    """Rename an existing best.ckpt: a run from the beginning would replace it."""
     best = session.folder / "checkpoints" / "best.ckpt"
     if best.exists():
         aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
@@ -76,7 +77,7 @@ def set_best_aside(session: Session) -> None:
 
 
 def record_beginning(session: Session, parameters: int, changed: Differences | None) -> None:
-    """Record machine, software and configuration, which by now fit the checkpoint."""
+    """Record machine, software and configuration, once they are known to fit the checkpoint."""
     record: dict[str, Any] = {
         "hardware": vars(session.hardware),
         "data": session.store.describe(),
@@ -85,13 +86,13 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
     }
     if session.command:
         record["command"] = session.command
-    moved = record_start(session.folder, record, changed, anew=session.start is None)
-    if moved:
-        session.say(f"no longer exact: {', '.join(moved)}")
+    inexact = record_start(session.folder, record, changed, anew=session.start is None)
+    if inexact:
+        session.say(f"no longer exact: {', '.join(inexact)}")
     write_config(session.config, session.folder)
     tokenizer = session.store.tokenizer_file
     if tokenizer:
-        # With it in the folder sampling needs no data.
+        # With this file `rtx sample` needs no data.
         content = tokenizer.read_bytes()
         replace_file(session.folder / tokenizer.name, lambda file: file.write(content))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StepClock:
-    """Counts the seconds of optimizer steps, and is stopped during all else, such as validations.
+    """Counts the seconds of optimizer steps, without those of validations, rows and checkpoints.
 
     The first step of a process compiles, builds and allocates. Its seconds are not counted: it is
     taken to last as long as the mean of all counted steps.
@@ -16,16 +16,20 @@ class StepClock:
     suspended, but does while the process alone is stopped (Ctrl-Z).
 
     Args:
-        step: the step that this process begins behind.
+        step: the number of steps that earlier processes have taken.
     """
 
     def __init__(self, step: int = 0) -> None:
         self.first_step = step
-        self.earlier_seconds = 0.0  # of the counted steps of earlier processes
+        self.earlier_seconds = 0.0
+        """Of the counted steps of earlier processes."""
         self.earlier_steps = 0
-        self.startup_seconds: float | None = None  # of this process's first step, once it is over
-        self._seconds_before_stop = 0.0  # in this process, up to the last stop
-        self._started_at: float | None = None  # None: the clock is stopped
+        self.startup_seconds: float | None = None
+        """Of the first step of this process; None until it has ended."""
+        self._seconds_before_stop = 0.0
+        """In this process, up to the last stop."""
+        self._started_at: float | None = None
+        """None: the clock is stopped."""
 
     def start(self) -> None:
         """Let the clock run, if it is stopped."""
@@ -40,7 +44,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock for a while; behind it the clock runs if it ran before."""
+        """Stop the clock in this block; it runs after it if it ran before."""
         ran = self._started_at is not None
         self.stop()
         yield
@@ -61,7 +65,7 @@ class StepClock:
             self.startup_seconds = self.elapsed
 
     def counted(self, step: int) -> tuple[float, int]:
-        """Return seconds and number of the counted steps up to `step`, the latest one."""
+        """Return the seconds and the number of counted steps up to the current step."""
         if self.startup_seconds is None:
             return self.earlier_seconds, self.earlier_steps
         seconds = self.elapsed - self.startup_seconds
@@ -69,12 +73,12 @@ class StepClock:
         return self.earlier_seconds + seconds, self.earlier_steps + steps
 
     def seconds(self, step: int) -> float | None:
-        """Return the seconds of training up to `step`; None as long as no step is counted."""
+        """Return the seconds of training up to `step`; None before a step is counted."""
         seconds, steps = self.counted(step)
         return seconds * step / steps if steps else None
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a later process goes on with."""
+        """Return the sums that a checkpoint holds."""
         seconds, steps = self.counted(step)
         return {"seconds": seconds, "steps": steps}
 

@@ -21,9 +21,9 @@ from rtx.training.module import TrainingModule
 from rtx.training.session import Session
 
 HARMLESS_WARNINGS = (
-    # Its successor is not in all versions of torch that we take.
+    # The argument that replaces it is missing in some supported versions of torch.
     ".*`broadcast_buffers` is deprecated",
-    # Lightning uses a name of torch that is to change.
+    # Lightning uses a deprecated name of torch.
     r".*isinstance\(treespec, LeafSpec\)",
     # Slurm starts sweeps here, not runs.
     "The `srun` command is available",
@@ -31,7 +31,7 @@ HARMLESS_WARNINGS = (
     "The AccumulateGrad node's stream does not match",
 )
 CLOSING_SECONDS = 30.0
-"""The closing score may take so long whatever the training took."""
+"""Seconds that the closing score may take after even the shortest training."""
 
 
 class Outcome(NamedTuple):
@@ -46,14 +46,15 @@ class Outcome(NamedTuple):
     """Bits, step and windows of the best validation."""
     final: Score
     sample: dict[str, int]
-    """The number of windows that the closing score is of, where these are not all."""
+    """`windows`, the number of scored windows, if the closing score is of a sample; else empty."""
 
 
 def build_trainer(
     session: Session, module: TrainingModule, loggers: list[Logger], meter: Meter
 ) -> pl.Trainer:
-    """Return the Trainer of a run; a callback of your own is added to `run_callbacks`."""
-    for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
+    """Return the Trainer of a run; add callbacks of your own to `run_callbacks`."""
+    # Lightning logs banners and tips at the level INFO.
+    for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     hardware = session.hardware
     limits = session.config.trainer
@@ -118,7 +119,8 @@ def closing_score(
     """Score the trained model on the validation split, and return how the fit has ended."""
     step = trainer.global_step
     count = closing_windows(session, module, data)
-    if count != len(module.score.units_K):  # the windows of the last validation were others
+    # The last validation may have scored other windows.
+    if count != len(module.score.units_K):
         trainer.validate(module, data.val_dataloader(count), verbose=False)
     write_score(trainer, "valid/final_", module.score, session)
     return Outcome(
@@ -132,15 +134,15 @@ def closing_score(
 
 
 def closing_windows(session: Session, module: TrainingModule, data: RtxDataModule) -> int:
-    """Return how many windows the closing score is of, alike on all ranks.
+    """Return the number of windows to score at the end, the same on all ranks.
 
-    With trainer.final_windows=auto these are all windows if they take a tenth of the time of
-    training at the most, else a sample whose size is a power of two.
+    With trainer.final_windows=auto these are all windows if scoring them takes at most a tenth of
+    the training time (or 30 s), else a sample whose size is a power of two.
     """
-    wanted = session.config.trainer.final_windows
+    requested = session.config.trainer.final_windows
     all_windows = len(data.windows)
-    if wanted != "auto":
-        return min(int(wanted or all_windows), all_windows)
+    if requested != "auto":
+        return min(int(requested or all_windows), all_windows)
     scored = len(module.score.units_K)
     budget = max(CLOSING_SECONDS, session.clock.seconds / 10)
     in_time = int(scored * budget / max(1e-6, session.clock.validation_seconds))

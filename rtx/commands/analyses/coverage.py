@@ -123,8 +123,8 @@ def check_window(
     """Raise UserError if no key of a window of the split is beyond the local window."""
     if window >= length:
         units = f"the {length} units of split {split}"
-        way_out = "give window=<less>, or window=0"
-        raise UserError(f"window={window}: must be less than {units}; {way_out}")
+        instead = "give window=<less>, or window=0"
+        raise UserError(f"window={window}: must be less than {units}; {instead}")
 
 
 def sizes_around(keys: int, length: int) -> list[int]:

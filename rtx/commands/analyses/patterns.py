@@ -73,7 +73,7 @@ def weights_of_layer(
     layer: int,
     position_P: Tensor,
 ) -> list[tuple[str, Tensor]]:
-    """Return of each head of a layer the name of its group, and its weights `[P, N]`, on the CPU."""
+    """Return the group and the weights `[P, N]`, on the CPU, of each head of a layer."""
     inputs = layer_inputs(model, tokens_1N)
     attention, x_1NE = next(itertools.islice(inputs, layer, None))
     weights = []

@@ -24,7 +24,7 @@ RULES: list[Rule] = []
 
 
 def rule(*keys: str) -> Callable[[Check], Check]:
-    """Make a rule of a function that yields what is wrong with the values of some keys."""
+    """Add a function that yields problems to `RULES`, as the rule of the keys that it reads."""
 
     def add(check: Check) -> Check:
         RULES.append(Rule(frozenset(keys), check))
@@ -36,13 +36,14 @@ def rule(*keys: str) -> Callable[[Check], Check]:
 def problems(config: Config, rules: Iterable[Rule]) -> list[str]:
     """Return a line for each problem of a configuration."""
     lines = []
-    for each in rules:
-        lines.extend(each.check(config))
+    for entry in rules:
+        lines.extend(entry.check(config))
     return lines
 
 
 def at_most(config: Config, key: str, limit: str) -> Iterator[str]:
     """Yield a line if the value of a key is larger than that of another one."""
-    value, most = attrgetter(key, limit)(config)
+    value = attrgetter(key)(config)
+    most = attrgetter(limit)(config)
     if value is not None and value > most:
         yield f"{key}={value} must be at most {limit}={most}"

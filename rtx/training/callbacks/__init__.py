@@ -1,4 +1,4 @@
-"""What happens around the optimizer steps of a run: a callback for each job, each in a file."""
+"""The callbacks of a run: a job around the optimizer steps each, a file each."""
 
 from lightning.pytorch import Callback
 
@@ -22,9 +22,9 @@ from rtx.training.session import Session
 def run_callbacks(session: Session, module: TrainingModule, meter: Meter) -> list[Callback]:
     """Return the callbacks of a run in the order in which each hook calls them.
 
-    Before the first step that is: restore, compile, start the clock, validate where it is due.
-    After a step: check its numbers, decide whether it is the last one, stop the clock, write a row,
-    obey a signal, save, and show the progress. Lightning then validates, if that is due.
+    Before the first step: restore, compile, start the clock, validate if that is due. After a step:
+    check that loss and gradient are finite, decide whether it is the last step, note its time,
+    write a row, obey a signal, save, and show the progress. Lightning then validates, if due.
     """
     checkpoints = Checkpoints(session)
     callbacks = [

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from."""
+"""last.ckpt, from which a run resumes."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from rtx.training.session import Session
 class Checkpoints(Callback):
     """Writes last.ckpt every `trainer.checkpoint_every` steps, and after the last validation.
 
-    A validation follows the checkpoint of its step: a run that goes on from there begins with it.
+    A checkpoint precedes the validation of its step; a run that resumes there validates first
+    (`PendingValidation`).
     """
 
     def __init__(self, session: Session) -> None:
@@ -27,7 +28,7 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Replace last.ckpt; `RunFailed` where the disk is full: the old one stays."""
+        """Replace last.ckpt; on a full disk the old one stays, and `RunFailed` is raised."""
         with self.session.clock.steps.stopped():
             trainer.save_checkpoint(self.path)
         self.session.saved_step = trainer.global_step

@@ -27,6 +27,6 @@ class EndOfRun(Callback):
         limits = self.session.config.trainer
         if step >= limits.steps:
             return True
-        return (
-            limits.max_minutes is not None and self.session.clock.seconds >= 60 * limits.max_minutes
-        )
+        if limits.max_minutes is None:
+            return False
+        return self.session.clock.seconds >= 60 * limits.max_minutes

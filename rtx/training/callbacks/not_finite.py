@@ -11,7 +11,7 @@ from rtx.training.session import Session
 
 
 class NotFinite(Callback):
-    """Ends the run with `RunFailed` where the loss or the gradient of any rank is not finite."""
+    """Ends the run with `RunFailed` if the loss or the gradient of any rank is not finite."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -26,6 +26,8 @@ class NotFinite(Callback):
         is_finite = math.isfinite(nats) and math.isfinite(norm)
         (is_anywhere,) = self.session.ranks.largest(int(not is_finite))
         if is_anywhere:
-            what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
+            problem = f"loss is {nats}"
+            if math.isfinite(nats):
+                problem = f"norm of the gradient is {norm}"
             rate = learning_rate(self.session.config, step)
-            raise RunFailed(f"step {step}: the {what} at learning rate {rate:g}")
+            raise RunFailed(f"step {step}: the {problem} at learning rate {rate:g}")

@@ -1,4 +1,4 @@
-"""Compiling and recording the forward passes."""
+"""Compiling the forward passes, and recording them as CUDA graphs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rtx.training.session import Session
 
 
 class PreparePasses(Callback):
-    """Compiles and records the passes before the first step, and again where lists lack room."""
+    """Prepares the passes before the first step; records them again when lists of members grow."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

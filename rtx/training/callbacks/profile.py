@@ -16,11 +16,11 @@ TRACE = "trace.json.gz"
 SKIPPED = 3
 """Steps before the profiler begins, in which kernels are chosen and memory is laid out."""
 WARM_UP = 2
-"""Steps that the profiler sees but forgets, because its own start is slow."""
+"""Steps that are traced and dropped, because the start of the profiler is slow."""
 
 
 class Profile(Callback):
-    """Records `steps` optimizer steps, fewer if the run ends before, and says where."""
+    """Records `steps` optimizer steps, or fewer if the run ends, and prints the trace's path."""
 
     def __init__(self, folder: Path, steps: int, say: Callable[[str], object]) -> None:
         self.path = folder / TRACE
@@ -29,9 +29,9 @@ class Profile(Callback):
         self.profiler: profile | None = None
 
     def on_train_start(self, *_: Any) -> None:
-        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+        requested = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
         turns = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=self.steps, repeat=1)
-        activities = wanted & supported_activities()
+        activities = requested & supported_activities()
         self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
         self.profiler.start()
 
@@ -48,19 +48,21 @@ class Profile(Callback):
         self.stop()
 
     def stop(self) -> None:
-        """End the recording where it still goes on, or say that it never began."""
+        """End a recording that still goes on; if none has begun, print a line."""
         if self.profiler:
             self.profiler.stop()
-        if self.profiler:  # nothing has been written
+        # Still set: `write` has not been called.
+        if self.profiler:
             self.profiler = None
             first = SKIPPED + WARM_UP + 1
             ended = f"the run ended before step {first} of this process"
             self.say(f"trainer.profile={self.steps}: {ended}")
 
     def write(self, profiler: profile) -> None:
-        """Write what is recorded, compressed; a trace is no reason for a run to end."""
+        """Write the trace, compressed; an error is printed, and the run goes on."""
         recorded = profiler.step_num - SKIPPED - WARM_UP
-        if recorded < 1:  # the run ended as recording was to begin
+        # The run ended just before the first recorded step.
+        if recorded < 1:
             return
         self.profiler = None
         try:
@@ -71,5 +73,7 @@ class Profile(Callback):
         except OSError as error:
             self.say(f"trainer.profile={self.steps}: no trace is written: {error}")
         else:
-            what = plural(recorded, "step")
-            self.say(f"the trace of {what} is {shown(self.path)}: https://ui.perfetto.dev opens it")
+            steps = plural(recorded, "step")
+            self.say(
+                f"the trace of {steps} is {shown(self.path)}: https://ui.perfetto.dev opens it"
+            )

@@ -14,7 +14,7 @@ from rtx.training.session import Session
 
 
 class Progress(Callback):
-    """Shows a bar of steps and of validations on a terminal, elsewhere a line from time to time."""
+    """Shows bars of steps and validations on a terminal, else a line every `PLAIN_SECONDS`."""
 
     def __init__(self, session: Session, meter: Meter) -> None:
         self.session = session
@@ -35,7 +35,8 @@ class Progress(Callback):
         if self.on_terminal:
             bar = self.bars[0]
             bar.set_description_str(self.line(step), refresh=is_last)
-            bar.update(step - bar.n)  # which draws it ten times a second at the most
+            # It draws the bar at most ten times a second.
+            bar.update(step - bar.n)
         elif is_last or time.monotonic() - self.printed_at >= PLAIN_SECONDS:
             self.printed_at = time.monotonic()
             self.session.say(self.line(step))
@@ -57,7 +58,8 @@ class Progress(Callback):
         self.close_bars()
 
     def on_exception(self, *_: Any) -> None:
-        self.close_bars()  # leaves the line to the message
+        # The message of the error gets a line of its own.
+        self.close_bars()
 
     def open_bar(self, total: int, done: int, **options: Any) -> None:
         self.bars.append(tqdm(total=total, initial=done, file=sys.stdout, **options))

@@ -1,4 +1,4 @@
-"""What each rank has for itself: random streams, sums of losses, memories of its streams."""
+"""The state of each rank in checkpoints: random generators, sums of losses, recurrent memories."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,16 +15,16 @@ from rtx.training.session import Session
 
 
 class RankStates(Callback):
-    """Keeps in checkpoints what each rank has for itself, and gives it back."""
+    """Saves the state of each rank in checkpoints, and restores it."""
 
     def __init__(self, session: Session, module: TrainingModule) -> None:
         self.session = session
         self.module = module
         self.restored: list[dict[str, Any]] = []
-        """The state of each rank in the checkpoint; none without a checkpoint."""
+        """The state of each rank in the checkpoint; empty without a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks, which all call this."""
+        """Return the states of all ranks; all ranks must call this."""
         streams = {name: stream.get_rng_state() for name, stream in random_streams().items()}
         state = {
             "rng": streams,
@@ -46,7 +46,10 @@ class RankStates(Callback):
             self.seed_anew(trainer.global_step)
 
     def restore(self, step: int) -> None:
-        """Give this rank its state, or of another number of ranks its share of the memories."""
+        """Restore the state of this rank.
+
+        If the checkpoint is of another number of ranks, only its share of the memories is restored.
+        """
         self.restore_memories()
         ranks = self.session.ranks
         if len(self.restored) != ranks.world:
@@ -60,12 +63,12 @@ class RankStates(Callback):
                 stream.set_rng_state(state["rng"][name])
 
     def seed_anew(self, step: int) -> None:
-        """Seed the random streams of this rank by the step, for want of a state of them."""
+        """Seed the random generators of this rank by the step, without a state of them."""
         ranks = self.session.ranks
         seed_everything(self.session.config.seed, 1 + ranks.rank + ranks.world * step)
 
     def restore_memories(self) -> None:
-        """Give this rank its share of the memories, whatever micro-batches they were in."""
+        """Restore this rank's share of the memories, for any number of ranks and micro-batches."""
         stored = [state["memory"] for state in self.restored]
         # Of all ranks in the order of the batch: [micro-batches, ranks, B, ...] -> [streams, ...].
         streams = [torch.stack(parts, dim=1).flatten(0, 2) for parts in zip(*stored, strict=True)]
@@ -82,7 +85,7 @@ class RankStates(Callback):
 
 
 def random_streams() -> dict[str, Any]:
-    """Return what holds the state of random numbers on each kind of device."""
+    """Return the module with the random generator of each kind of device."""
     streams: dict[str, Any] = {"torch": torch}
     if torch.cuda.is_available():
         streams["cuda"] = torch.cuda
@@ -90,7 +93,7 @@ def random_streams() -> dict[str, Any]:
 
 
 def packed(memories: Sequence[Memory]) -> list[Tensor]:
-    """Return last tokens, and what each layer keeps, of all memories, `[memories, B, ...]`."""
+    """Return the tensors of memories, last tokens and states of layers: `[memories, B, ...]`."""
     tensors = [[memory.last_B, *memory.layers, *memory.compressed] for memory in memories]
     return [torch.stack(parts).cpu() for parts in zip(*tensors, strict=True)]  # type: ignore[arg-type]
 

@@ -53,7 +53,7 @@ class PendingValidation(Callback):
 
 
 def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) -> None:
-    """Bring trainer, module and callbacks to the state of a checkpoint, even an older one."""
+    """Restore trainer, module and callbacks from a checkpoint, even of an older version."""
     tensors = with_current_names(checkpoint["model"], module.model.state_dict())
     checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
     groups = decaying_and_exempt(module.model)
@@ -77,9 +77,10 @@ def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) ->
 def with_options_of(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the groups of a checkpoint with the options of an optimizer.
+    """Return the parameter groups of a checkpoint with the options of an optimizer of today.
 
-    These follow from the configuration, which cannot have changed, and so need not be read.
+    Options follow from the configuration, which a resume cannot change here, so those in the
+    checkpoint are not read.
     """
     current = []
     for group, here in zip(groups, optimizer.param_groups, strict=True):

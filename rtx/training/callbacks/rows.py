@@ -81,7 +81,7 @@ def write_score(trainer: Trainer, prefix: str, score: Score, session: Session) -
 
 
 def training_seconds(session: Session) -> dict[str, float]:
-    """Return the seconds of optimizer steps alone, by their name in a row; {} if unknown."""
+    """Return the seconds of optimizer steps alone as part of a row; {} before they are known."""
     seconds = session.clock.training_seconds
     return {} if seconds is None else {"train_seconds": seconds}
 

@@ -10,7 +10,7 @@ from rtx.training.session import Session
 
 
 class StopOnSignal(Callback):
-    """Saves the run and stops it after a step, or in a validation, upon a signal to any rank."""
+    """Saves and stops the run upon a signal to any rank, after a step or in a validation."""
 
     def __init__(self, session: Session, checkpoints: Checkpoints) -> None:
         self.session = session
@@ -28,7 +28,7 @@ class StopOnSignal(Callback):
         self.stop_if_asked(trainer)
 
     def stop_if_asked(self, trainer: Trainer) -> None:
-        """Raise `Stopped` where a rank has got a signal, once the last step is saved."""
+        """Save the last step, and raise `Stopped`, if any rank has received a signal."""
         signals = self.session.signals
         (code,) = self.session.ranks.largest(signals.requested)
         if not code:

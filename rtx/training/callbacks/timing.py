@@ -8,7 +8,7 @@ from rtx.training.session import Session
 
 
 class Timing(Callback):
-    """Starts and stops the clock of the session, and keeps it in checkpoints."""
+    """Starts and stops the clock of the session, and saves it in checkpoints."""
 
     def __init__(self, session: Session) -> None:
         self.clock = session.clock
@@ -20,11 +20,12 @@ class Timing(Callback):
         if not isinstance(state_dict["seconds"], float):
             raise TypeError("its seconds")
         self.clock.earlier_seconds = state_dict["seconds"]
-        if "clock" in state_dict:  # checkpoints of earlier versions have none
+        # Checkpoints of earlier versions have none.
+        if "clock" in state_dict:
             self.clock.steps.restore(state_dict["clock"])
 
     def on_train_start(self, *_: Any) -> None:
-        # Only here: compiling takes none of trainer.max_minutes, which are the same for all models.
+        # Not earlier: compiling does not count towards trainer.max_minutes.
         self.clock.start()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

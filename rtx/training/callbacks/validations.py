@@ -1,4 +1,4 @@
-"""What follows from the score of a validation during training."""
+"""The line on each validation during training, and best.ckpt."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from rtx.training.session import Session
 
 
 class Validations(Callback):
-    """Says the score of each validation, and writes best.ckpt with the weights of the best.
+    """Prints the score of each validation, and writes best.ckpt with the weights of the best.
 
     Lightning's ModelCheckpoint would forget the best score of a run whose folder has moved.
     """
@@ -46,7 +46,10 @@ class Validations(Callback):
         self.session.record(step=step, best=self.session.best)
 
     def is_best(self, score: Score) -> bool:
-        """Return whether a score is the best so far; one of other windows is not compared."""
+        """Return whether a score is the best so far.
+
+        Scores of different numbers of windows are not compared: the later one counts as the best.
+        """
         best = self.session.best
         if best is None or best["windows"] != len(score.units_K):
             return True
