@@ -104,7 +104,7 @@ def test_values_of_a_run_are_no_questions_to_the_environment(
 
 SWEEP = {
     "command": f"rtx train -m {ESCAPE}",
-    "cells": {"run": f"seed=1 {ESCAPE}", "\0\ud800": "no name of a file"},
+    "cells": {"run": f"seed=1 {ESCAPE}", "\0": "no name of a file"},
 }
 
 
@@ -125,7 +125,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
         ("eval", folder / "done"),
     ):
         code, said = asked(workshop, word, str(place))
-        assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said, word
+        assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said, (word, said)
 
 
 HOSTILE: tuple[Any, ...] = (None, -1, 10**400, float("nan"), "x", [], [[1]], {}, {"x": {}}, True)
