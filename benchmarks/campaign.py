@@ -5,7 +5,7 @@
 are over, the run that is training saves and stops; the next call goes on with it.
 
 The records of each run, without weights, are copied to OUT/records. A later call skips the runs
-that are done there or in --records. `rtx report OUT/records` compares the rows.
+that are done there or in --records. `rtx report OUT/records/*.jsonl` compares the rows.
 
 On a fresh machine, without --work of earlier calls, a run that was not done begins anew. A run for
 which the rest of --minutes does not suffice is not begun.
@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 from ending import end_with_children
 from gpu_sections.runs import Place, kill, start
 from gpu_sections.whole_steps import Variant
+
+from rtx.runs.study import read_study
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parent / "docs" / "results" / "records" / "long_text_gpu"
@@ -112,7 +114,18 @@ def arguments() -> argparse.Namespace:
 
 def is_done(planned: Planned, folders: list[Path]) -> bool:
     """Tell whether one of the folders has the records of the finished run."""
-    return any(state_of(folder / planned.name) == "done" for folder in folders)
+    return any(recorded_state(folder, planned.name) == "done" for folder in folders)
+
+
+def recorded_state(folder: Path, name: str) -> str:
+    """Return the state of a run by its records in a folder; "" where there are none."""
+    path = folder / f"{name}.jsonl"
+    if not path.is_file():
+        return ""
+    for line in read_study(path, problems=[]):
+        if line.status is not None:
+            return line.status.state
+    return ""
 
 
 def state_of(run: Path) -> str:
@@ -166,7 +179,9 @@ def stop(process: subprocess.Popen[str]) -> str:
 def keep(planned: Planned, place: Place, out: Path) -> None:
     """Copy the records of a run, without its weights."""
     run = str(place.folder / planned.name)
-    target = str(out / "records" / f"{planned.name}.jsonl")
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    target = str(records / f"{planned.name}.jsonl")
     subprocess.run([sys.executable, str(KEEP), run, target], check=True)
 
 

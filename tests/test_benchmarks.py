@@ -223,11 +223,13 @@ def test_a_campaign_goes_on_with_the_run_that_was_cut(
     assert f"  path: {text}\n" in (run / "config.yaml").read_text(), "not the folder of the runs"
     *_, ended, left = call(seconds=600.0)
     assert " done " in ended and " 200 " in ended and left == "not done: nothing"
-    records = tmp_path / "records" / planned[0].name
-    assert campaign.state_of(records) == "done"
+    name = planned[0].name
+    records = tmp_path / "records"
+    assert campaign.recorded_state(records, name) == "done"
     assert call(seconds=600.0) == ["not done: nothing"]
     shutil.rmtree(records)
-    assert call(seconds=600.0)[-1] == "not done: nothing" and campaign.state_of(records) == "done"
+    assert call(seconds=600.0)[-1] == "not done: nothing"
+    assert campaign.recorded_state(records, name) == "done"
     assert started == ["train", "resume"]
 
 

@@ -125,7 +125,10 @@ def test_nothing_that_a_terminal_obeys_is_printed(
         ("eval", folder / "done"),
     ):
         code, said = asked(workshop, word, str(place))
-        assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said, (word, said)
+        assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said, (
+            word,
+            said,
+        )
 
 
 HOSTILE: tuple[Any, ...] = (None, -1, 10**400, float("nan"), "x", [], [[1]], {}, {"x": {}}, True)
