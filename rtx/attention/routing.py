@@ -1,27 +1,29 @@
-"""Routing heads: clusters by content. A position reads positions that share a cluster with it.
+"""Routing heads: a position reads (attends to) positions that are in the same clusters.
 
-Each head has C centroids. The *score* of a vector in a cluster is its dot product with the
-centroid, and scores decide who is a member. In each of its clusters a position reads the last W
-members up to itself (`ClusterPattern`). Three classes differ in who is a member of a cluster:
+Each head has C clusters, with one centroid each. The *score* of a vector in a cluster is its dot
+product with the centroid. Scores decide which positions are members of a cluster. In each of its
+clusters a position reads the last W members up to itself (`ClusterPattern`). Three classes have
+different rules of membership:
 
     TopK         the W positions of the whole sequence that score highest (Algorithm 1 of the paper)
     Thresholds   all positions whose score reaches the threshold of the cluster
-    Nearest      all positions that score higher here than in any other cluster
+    Nearest      all positions that score higher in this cluster than in any other
 
 Sides. A *side* is a set of vectors that are assigned to clusters. With `keys="separate"` there are
 two sides, `QUERIES` and `KEYS`: the query and the key of a position have separate scores, and may
 be members of different clusters. Otherwise there is one side, and the query and the key of a
 position are members of the same clusters. Every side has scores, thresholds and lists of members.
 
-The batch form (whole sequences at once) has two implementations. On a CPU, the lengths of lists
-depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`), so that
-the CPU never waits; lists then have room for a fixed number of members (room.py).
+The batch form processes whole sequences at once. It has two implementations. On a CPU, the lengths
+of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`),
+so that in training the CPU does not wait for the GPU. Static lists have room for a fixed number of
+members (room.py).
 
-Statistics. `reads` has no side effects. The forward pass calls `observe`, which in training also
-gathers the statistics that move the centroids after the step (centroids.py).
+Statistics. `reads` has no side effects. The forward pass calls `observe`. In training, `observe`
+also gathers the statistics that move the centroids after the step (centroids.py).
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, W attention window, L = B * H *
-C lists, M members of all lists together, P members as queries; X = B * H or some of these.
+C lists, M members and P query members of all lists together, X = B * H or a part of it.
 """
 
 from __future__ import annotations
@@ -71,29 +73,30 @@ class SideMembers(NamedTuple):
     count_L: Tensor
     """The number of members of each cluster, including those for which there was no room."""
     nearest: MemberLists | None = None
-    """Lists with each position in the cluster of its highest score; None: not computed."""
+    """Lists in which each position is a member of its highest-scoring cluster alone; None: not
+    computed."""
     moment_2BHC: Tensor | None = None
-    """For each cluster the sum of the scores of all positions, and the sum of their squares; None:
-    not computed."""
+    """For each cluster the sum of the scores of all positions, and the sum of the squared scores;
+    None: not computed."""
     selected: Selected | None = None
-    """The same members in static shapes; set if `select_static` made them."""
+    """The same members in static shapes; None: they were not selected in static shapes."""
 
 
 class Routing(ClusterPattern):
     """H routing heads. Subclasses decide who is a member of a cluster.
 
-    For the other options see `ClusterPattern`. The window is that of the centroids.
+    `ClusterPattern` documents the other options. The window is that of the centroids.
 
     Args:
         centroids: the centroids of these heads. Their option `keys` decides which vectors are
             assigned to clusters.
             "shared": queries, which serve as keys (Algorithm 1 with its left-to-right mask).
             "separate": queries and keys, with separate memberships (section 4.1).
-            "projected": W_R (q + k) of each position, not normalised again. A position is a member
-            as query and as key (the paper's first versions, of ICLR and arXiv).
-        commitment: the weight, in the loss, of the mean squared distance of vectors to their
-            nearest centroids. Both released codes of the paper have it, at 1e-4; Roy et al. 2021
-            does not mention it.
+            "projected": W_R (q + k) of each position, not normalised again. The query and the key
+            of a position have the same memberships (the paper's first versions, of ICLR and arXiv).
+        commitment: the weight of the commitment loss, the mean squared distance between vectors and
+            their nearest centroids. Both released codes of the paper have this loss, with weight
+            1e-4; Roy et al. 2021 does not mention it.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Routing(ClusterPattern):
         self.centroids = centroids
         self.commitment = commitment
         self.seen: tuple[list[MemberLists], int] | None = None
-        """For telemetry: the lists of each side in the last training batch, and its B * H * N."""
+        """For telemetry: the lists of each side, and B * H * N, both of the last training batch."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
@@ -131,7 +134,7 @@ class Routing(ClusterPattern):
         """Return the margin within which scores count as equal, for each cluster, `[H, C]`.
 
         Args:
-            x: the vectors or scores, whose type decides.
+            x: the vectors or the scores. The margin depends on their dtype.
         """
         return centroid_margin(self.centroids.centroid_HCD, x.dtype)
 
@@ -170,7 +173,7 @@ class Routing(ClusterPattern):
         side: int,
         head: int,
     ) -> Tensor:
-        """Return which positions are members of which cluster of a head, `[C, N]`, bool."""
+        """Return for each cluster of a head which positions are members, `[C, N]`, bool."""
 
     # The batch form.
 
@@ -185,7 +188,7 @@ class Routing(ClusterPattern):
 
         Args:
             vectors: the vectors of each side, `[B, H, N, D]`.
-            with_nearest: on a CPU, also compute `SideMembers.nearest` from the same scores.
+            with_nearest: compute `SideMembers.nearest` from the same scores (dynamic shapes only).
         """
         members = []
         for side, x_BHND in enumerate(vectors):
@@ -216,15 +219,20 @@ class Routing(ClusterPattern):
             members: of each side.
             length: N.
         """
-        # With one side, queries and keys are the same.
+        # With one side, `queries` and `keys` are the same object.
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
             return members_read(queries.lists, keys.lists, length, self.window, self.attend_self)
         lists = queries.selected.lists
         if keys is not queries:
-            sides = (queries.selected, keys.selected)
-            lists = separate_lists(*sides, length, self.window, self.attend_self)
+            lists = separate_lists(
+                queries.selected,
+                keys.selected,
+                length,
+                self.window,
+                self.attend_self,
+            )
         return RangeReads(
             query=queries.lists,
             key=keys.lists,
@@ -248,10 +256,10 @@ class Routing(ClusterPattern):
     @torch.no_grad()
     def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         self.seed(qk)
-        # Statistics describe the members selected from whole sequences, so none are gathered in a
-        # pass that selects other members.
-        has_other_members = streaming and not self.strictly_causal
-        if has_other_members or not self.training or gathering.is_paused:
+        # Statistics describe members that are selected from whole sequences. If selection is not
+        # strictly causal, a streaming pass selects members from prefixes instead.
+        selects_from_prefixes = streaming and not self.strictly_causal
+        if selects_from_prefixes or not self.training or gathering.is_paused:
             return self.reads(qk, streaming)
         vectors = self.clustered(qk)
         members = self.select(vectors, self.follows_nearest)
@@ -273,7 +281,7 @@ class Routing(ClusterPattern):
 
     @property
     def follows_nearest(self) -> bool:
-        """Whether a centroid moves by the positions nearest to it, instead of by its members."""
+        """Whether centroids are updated with their nearest positions, not with their members."""
         return self.centroids.update_rule != "members"
 
     def add_statistics(
@@ -284,19 +292,19 @@ class Routing(ClusterPattern):
     ) -> None:
         """Add the statistics of one side to those of the centroids.
 
-        Members without room count as members, but are left out of the sums of vectors.
+        Members for which a list had no room are counted, but their vectors are not summed.
         """
-        followed = members.lists
+        summed = members.lists
         if self.follows_nearest:
-            followed = members.nearest
-            if followed is None:
-                followed = self.nearest_members(x_BHND)
+            summed = members.nearest
+            if summed is None:
+                summed = self.nearest_members(x_BHND)
         self.centroids.observe(
             side,
             x_BHND,
             member_count_L=members.count_L,
-            sum_LD=sums_of_lists(x_BHND, followed, self.backend),
-            count_L=followed.count_L,
+            sum_LD=sums_of_lists(x_BHND, summed, self.backend),
+            count_L=summed.count_L,
             moment_2BHC=members.moment_2BHC,
         )
 
@@ -311,7 +319,7 @@ class Routing(ClusterPattern):
         """Return the members of one side, in lists whose lengths depend on the scores.
 
         Args:
-            threshold_HC: the least score of a member in each cluster; None: the members of a
+            threshold_HC: the lowest score of a member in each cluster; None: the members of a
                 cluster are the W positions with the highest scores.
             with_nearest: also compute `SideMembers.nearest`.
         """
@@ -338,9 +346,9 @@ class Routing(ClusterPattern):
         """Return the members of one side in static shapes.
 
         Args:
-            threshold_HC: the least score of a member in each cluster; None: a position is a member
-                of the cluster with its highest score.
-            room: the number of members that the lists have space for.
+            threshold_HC: the lowest score of a member in each cluster; None: a position is a member
+                of its highest-scoring cluster alone.
+            room: the number of members for which the lists have room.
         """
         functions = selection_functions(x_BHND, self.backend)
         return functions.by_thresholds(
@@ -354,7 +362,7 @@ class Routing(ClusterPattern):
         )
 
     def nearest_members(self, x_BHND: Tensor) -> MemberLists:
-        """Return lists with each position in the cluster of its highest score."""
+        """Return lists in which each position is a member of its highest-scoring cluster alone."""
         if not is_static(x_BHND, self.backend):
             cluster_BHN = self.nearest_clusters(x_BHND)
             return self.pack_clusters(cluster_BHN)
@@ -363,12 +371,12 @@ class Routing(ClusterPattern):
         return functions.nearest_members(self.centroids.centroid_HCD, x_BHND, margin_HC)
 
     def pack_clusters(self, cluster_BHN: Tensor) -> MemberLists:
-        """Return lists with each position in one cluster, `cluster_BHN`."""
+        """Return lists in which each position is a member of one cluster, `cluster_BHN`."""
         C = self.centroids.centroid_HCD.shape[1]
         return pack(cluster_BHN, C, complete=True)
 
     def nearest_clusters(self, x_BHND: Tensor) -> Tensor:
-        """Return the cluster with the highest score of each position, `[B, H, N]`."""
+        """Return the highest-scoring cluster of each position, `[B, H, N]`."""
         centroid_HCD = self.centroids.centroid_HCD
         if is_static(x_BHND, self.backend):
             functions = selection_functions(x_BHND, self.backend)
@@ -410,7 +418,7 @@ class Routing(ClusterPattern):
 
 
 def side_members(selected: Selected) -> SideMembers:
-    """Return the members of a side that were selected in static shapes."""
+    """Convert members that were selected in static shapes."""
     lists = MemberLists(
         row_M=selected.row_M,
         count_L=selected.bound_L1.diff(),
@@ -423,11 +431,12 @@ def best_of_prefixes(
     margin_C: Tensor,
     window: int,
 ) -> Tensor:
-    """Return the members of each cluster among the positions 0 to i, for each i, `[C, N, N]`, bool.
+    """Return the members of each cluster in each prefix, `[C, N, N]`, bool.
 
+    Element `[c, i, j]` is true if position j is a member of cluster c among the positions 0 to i.
     This is the rule of `PrefixTopK`, position by position. A full cluster takes a new position if
-    its score exceeds the lowest score of the members by more than the margin. Of the members within
-    the margin of the lowest score, the new position replaces the latest.
+    its score exceeds the lowest score of the members by more than the margin. Among the members
+    within the margin of that lowest score, the new position replaces the latest one.
     """
     C, N = score_CN.shape
     member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
@@ -451,8 +460,8 @@ class TopK(Routing):
     """Algorithm 1: the members of a cluster are the W best positions of the whole sequence.
 
     The best positions are those with the highest scores. **This sees the future**: later positions
-    decide which past positions are members. With `streaming`, as in streams, position i joins a
-    cluster if it is among the W best of the positions 0 to i, and reads these W.
+    decide which past positions are members. In streams, and with `streaming`, position i joins a
+    cluster if it is among the W best of the positions 0 to i, and then reads these W positions.
 
     The lines of Algorithm 1 (Roy et al. 2021, section 4.1), with its left-to-right mask:
 
@@ -464,8 +473,8 @@ class TopK(Routing):
         13  Q_idx <- top-k(Q_prod, w)         `select_dynamic`, `select_static`
         14  Q_idx <- sort(Q_idx)              members are in order of position
         15  K_idx <- Q_idx                    one list for queries and keys
-        19  Q', K', V' <- gather(...)         `reads_of` says who reads whom,
-        22  A <- Q' K'^T                      and `Pattern.attend` does the rest
+        19  Q', K', V' <- gather(...)         `reads_of` returns which members read which;
+        22  A <- Q' K'^T                      `Pattern.attend` does lines 19 to 26
         24  A <- ltr(A)
         25  A <- softmax(A)
         26  V' <- einsum(A, V')
@@ -473,8 +482,8 @@ class TopK(Routing):
         28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
         31  mu <- decay mu + ...
 
-    The mask compares positions in the sequence, not places in a list. With `keys="separate"` the
-    members as keys are selected by K_prod, as in lines 16 to 18, and the mask applies as well.
+    The mask compares positions in the sequence, not places in a list. With `keys="separate"`, key
+    members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
     """
 
     strictly_causal = False
@@ -547,17 +556,20 @@ class TopK(Routing):
         )
 
     def best_positions(self, x_BHND: Tensor) -> Tensor:
-        """Return the W best positions of each cluster, or all if there are fewer, `[X, C, W]`."""
+        """Return the W best positions of each cluster, or all if there are fewer, `[X, C, W]`.
+
+        Heads are processed in pieces that have at most `MAX_SCORES` scores, or in single heads.
+        """
         B, _, N, _ = x_BHND.shape
         W = min(self.window, N)
         centroid_HCD = self.centroids.centroid_HCD
         functions = selection_functions(x_BHND, self.backend)
-        scores_of_head = max(1, centroid_HCD.shape[1] * N)
-        size = max(1, functions.MAX_SCORES // scores_of_head)
+        scores_per_head = max(1, centroid_HCD.shape[1] * N)
+        heads_per_piece = max(1, functions.MAX_SCORES // scores_per_head)
         pieces = zip(
-            centroid_HCD.repeat(B, 1, 1).split(size),
-            x_BHND.flatten(0, 1).split(size),
-            self.margins(x_BHND).repeat(B, 1).split(size),
+            centroid_HCD.repeat(B, 1, 1).split(heads_per_piece),
+            x_BHND.flatten(0, 1).split(heads_per_piece),
+            self.margins(x_BHND).repeat(B, 1).split(heads_per_piece),
             strict=True,
         )
         positions = []
@@ -570,8 +582,8 @@ class TopK(Routing):
     def prefix_reads(self, qk: QueriesKeys) -> RangeReads:
         """Return which queries read which keys if position i selects the W best of 0 to i.
 
-        A list has all positions that were members at some time. Holes exclude the members that
-        were replaced before a query's position. With W = 1 a new member has no other member to
+        A list contains every position that was a member in some prefix. Holes exclude the members
+        that were replaced up to a query's position. With W = 1 a new member has no other member to
         read, so it reads itself.
         """
         N = qk.q_BHND.shape[2]
@@ -579,18 +591,18 @@ class TopK(Routing):
         queries = sides[0]
         keys = sides[-1]
         attend_self = self.attend_self or self.window == 1
-        part = members_read(queries.lists, keys.lists, N, N, attend_self)
-        position_1P = part.query.row_M[None] % max(1, N)
-        # Queries at positions from leaves_M[m] on do not read key member m.
+        reads = members_read(queries.lists, keys.lists, N, N, attend_self)
+        position_1P = reads.query.row_M[None] % max(1, N)
+        # A query does not read key member m if leaves_M[m] is at most the position of the query.
         holes = Holes(
             value_XM=keys.leaves_M[None],
             low_XP=torch.zeros_like(position_1P),
             high_XP=position_1P + 1,
         )
-        return part._replace(holes=holes)
+        return reads._replace(holes=holes)
 
     def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
-        """Return the members of every prefix, for each side."""
+        """Return the members in every prefix, for each side."""
         centroid_HCD = self.centroids.centroid_HCD
         sides = []
         for x_BHND in self.clustered(qk):
@@ -633,13 +645,13 @@ class TopKCache(ClusterCache):
 
     best: list[PrefixTopK] | None = None
     """The W best positions of each side, with their scores. A key has the same slot in the cache as
-    in the W best of the keys."""
+    among the W best of the keys. None: the stream is empty."""
 
     def offer(self, scores: list[Tensor], position: int) -> Joins:
-        """Offer a position to all clusters, and return which ones its query and its key join.
+        """Offer a position to all clusters, and return which clusters its query and its key join.
 
         Args:
-            scores: its scores `[B, H, C]` on each side.
+            scores: the scores of the position, `[B, H, C]` for each side.
         """
         assert self.best is not None
         offers = []
@@ -662,12 +674,13 @@ ROOM = 4
 
 
 class Thresholds(Routing):
-    """A position joins all clusters whose threshold its score reaches. This is ours.
+    """A position joins all clusters whose threshold its score reaches. The paper has no such rule.
 
-    If it reaches none, it joins the cluster whose threshold it misses by least, so that each
-    position is a member. Only its own scores decide, so this is strictly causal. After a step the
-    threshold of a cluster rises if it has too many members, and falls if it has too few, see
-    `Centroids`. Expert Threshold routing (arXiv 2603.11535) is similar, for feed-forward experts.
+    A position that reaches no threshold joins the cluster whose threshold it misses by least, so
+    each position is a member of some cluster. Only the position's own scores decide, so selection
+    is strictly causal. After a step, the threshold of a cluster rises if the cluster has too many
+    members, and falls if it has too few, see `Centroids`. Expert Threshold routing (arXiv
+    2603.11535) is similar, for feed-forward experts.
 
     On a GPU, lists have room for a fixed number of members, see room.py.
     """
@@ -715,7 +728,8 @@ class Thresholds(Routing):
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """See `Routing.select_static`. In training, members without room are left out.
 
-        In evaluation the CPU reads how many these are, and repeats the selection with room for all.
+        In evaluation the CPU reads the number of members without room. If it is not 0, the
+        selection is repeated with room for all.
         """
         threshold_HC = self.centroids.thresholds()[side].to(x_BHND.dtype)
         room = self.room(x_BHND)
@@ -733,7 +747,7 @@ class Thresholds(Routing):
         C = self.centroids.centroid_HCD.shape[1]
         share = min(1.0, self.window / self.centroids.length)
         members_of_cluster = math.ceil(share * N)
-        # Each position joins one cluster at least.
+        # Each position joins at least one cluster.
         expected = max(N, C * members_of_cluster)
         room_of_head = min(self.room_factor * expected, C * N)
         return B * H * room_of_head
@@ -764,13 +778,13 @@ class Thresholds(Routing):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
             threshold_HC = self.centroids.thresholds()[side]
             margin_HC = self.margins(score_BHC1)
-            joins_BHC1 = memberships(score_BHC1, threshold_HC, margin_HC)
-            joins.append(joins_BHC1[..., 0])
+            member_BHC1 = memberships(score_BHC1, threshold_HC, margin_HC)
+            joins.append(member_BHC1[..., 0])
         return Joins(query_BHC=joins[0], key_BHC=joins[-1])
 
 
 class Nearest(Routing):
-    """A position joins the one cluster that scores it highest: a baseline, strictly causal."""
+    """A position joins its highest-scoring cluster alone. This is a baseline, strictly causal."""
 
     # The rule.
 
@@ -806,7 +820,7 @@ class Nearest(Routing):
 
     @property
     def follows_nearest(self) -> bool:
-        """False: the members are the nearest positions already."""
+        """False: the members of a cluster already are its nearest positions."""
         return False
 
     # The stream.
@@ -822,8 +836,9 @@ class Nearest(Routing):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
             margin_HC = self.margins(score_BHC1)
             cluster_BH1 = highest_clusters(score_BHC1, margin_HC)
-            none_BHC = torch.zeros_like(score_BHC1[..., 0], dtype=torch.bool)
-            joins.append(none_BHC.scatter(-1, cluster_BH1, True))
+            member_BHC = torch.zeros_like(score_BHC1[..., 0], dtype=torch.bool)
+            member_BHC.scatter_(-1, cluster_BH1, True)
+            joins.append(member_BHC)
         return Joins(query_BHC=joins[0], key_BHC=joins[-1])
 
 
