@@ -1,6 +1,7 @@
-"""The LightningModule: one optimizer step from top to bottom, and the scoring of a validation.
+"""The LightningModule of training. It takes the optimizer steps, and scores the validation split.
 
-Shapes: B sequences or windows, N tokens of each, K windows of a split, X figures of a window.
+Shapes: B sequences or windows, N tokens of each, K windows of a split, X columns of a window's
+score.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,9 @@ class TrainingModule(pl.LightningModule):
     `take_step` is the optimizer step. It needs no Trainer: benchmarks and tests call it as well.
 
     Args:
-        answers: returns the positions of answers, if only they are predicted; None: all tokens are.
-        metadata: the `config` and the `data` that every checkpoint holds.
+        answers: returns the positions of answers, if the model predicts only answers; None: it
+            predicts all tokens.
+        metadata: entries that are added to every checkpoint: `config` and `data`.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class TrainingModule(pl.LightningModule):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # Manual optimization: Lightning leaves backward pass and optimizer to `training_step`.
+        # With manual optimization, `training_step` runs the backward pass and the optimizer.
         self.automatic_optimization = False
         self.model = model
         self.config = config
@@ -63,42 +65,48 @@ class TrainingModule(pl.LightningModule):
         self.passes = Passes(model, config, hardware, answers)
         self.has_trainer = False
         self.sums = torch.zeros(3, dtype=torch.float64)
-        """Sums over the forward passes since the last row: mean nats, accuracy, their number."""
+        """Sums over the micro-batches since the last row of metrics: mean nats, share of right
+        answers, and 1 (so the third sum is their number)."""
         self.norm = torch.tensor(float("nan"))
-        """The norm of the gradient of the last step, before clipping."""
+        """The gradient norm of the last step, before clipping."""
         self.memories: list[Memory] = []
-        """The memory of each micro-batch of a step (recurrent models); it lasts over steps."""
+        """The memory of each micro-batch, carried from step to step; empty without `model.memory`.
+        """
         self.scored: list[Tensor] = []
-        """In a validation: number and figures of windows so far, float64 `[B, 1 + X]` a batch."""
+        """A tensor for each batch that this rank has scored in this validation, float64
+        `[B, 1 + X]`. The first column has the numbers of the windows, the others their scores."""
         self.score: Any = None
         """The `Score` of the last validation, the same on all ranks."""
         self.reach = local_reach(config)
+        """How many tokens back stacked local heads read; None: far repeats are not counted."""
 
     def training_step(self, micro_batches: Sequence[Tensor], batch_idx: int) -> None:
-        """Take the next step; Lightning calls this with a batch for each step."""
+        """Take the next step. Lightning calls this once a step, with all its micro-batches."""
         self.take_step(micro_batches, self.optimizers(), self.global_step + 1)
 
     def take_step(self, micro_batches: Sequence[Tensor], optimizer: Any, step: int) -> None:
-        """Take an optimizer step: all that changes weights and centroids is here.
+        """Take an optimizer step. Weights and centroids change nowhere else.
 
         Args:
             micro_batches: the tokens of this process, each `[B, N]` on the model's device.
-            step: the number of the step, from 1 on.
+            step: the number of the step, counted from 1.
         """
+        count = len(micro_batches)
         for index, tokens_BN in enumerate(micro_batches):
             objective = self.passes(tokens_BN.long(), self.memory(index))
-            loss = objective.loss / len(micro_batches)
-            self.backward_pass(loss, is_last=index + 1 == len(micro_batches))
+            loss = objective.loss / count
+            is_last = index + 1 == count
+            self.backward_pass(loss, is_last)
             self.note(objective)
         self.norm = clip_gradients(self.model, self.config.trainer.clip)
         set_learning_rate(optimizer, learning_rate(self.config, step))
         optimizer.step()
-        # Freed here, so that the next forward pass can use their memory.
+        # Gradients are freed before the next forward pass, which can then use their memory.
         optimizer.zero_grad()
         after_step(self.model, self.passes.move)
 
     def memory(self, index: int) -> Memory | None:
-        """Return the memory of a micro-batch; None where the model has none."""
+        """Return the memory of a micro-batch; None if the model has no memory."""
         if not self.config.model.memory:
             return None
         while len(self.memories) <= index:
@@ -106,9 +114,9 @@ class TrainingModule(pl.LightningModule):
         return self.memories[index]
 
     def backward_pass(self, loss: Tensor, is_last: bool) -> None:
-        """Add the gradient of a micro-batch to that of the step.
+        """Add the gradient of a micro-batch to the gradient of the step.
 
-        Several processes average their gradients in the last backward pass of a step alone.
+        Processes average their gradients only in the last backward pass of a step.
         """
         if not self.has_trainer:
             loss.backward()
@@ -121,7 +129,7 @@ class TrainingModule(pl.LightningModule):
             self.manual_backward(loss)
 
     def note(self, objective: Objective) -> None:
-        """Add the loss of a micro-batch to the sums for the next row."""
+        """Add the nats and the right answers of a micro-batch to `sums`."""
         one = torch.ones_like(objective.right)
         figures = torch.stack([objective.nats.detach(), objective.right, one])
         self.sums = self.sums.to(figures.device) + figures
@@ -130,19 +138,21 @@ class TrainingModule(pl.LightningModule):
         """Raise `UserError` unless all ranks begin with the same data, configuration and step."""
         self.has_trainer = True
         self.ranks.connect()
-        start: dict[str, Any] = {"data": self.metadata.get("data", {}).get("fingerprint")}
-        for key, value in flat(self.metadata.get("config", {})).items():
+        data = self.metadata.get("data", {})
+        start: dict[str, Any] = {"data": data.get("fingerprint")}
+        config = self.metadata.get("config", {})
+        for key, value in flat(config).items():
             if ranks_must_agree(key):
                 start[key] = value
-        data: Any = getattr(self.trainer, "datamodule", None)
-        start["step"] = getattr(data, "step", None)
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        start["step"] = getattr(datamodule, "step", None)
         self.ranks.compare(start)
 
     def configure_model(self) -> None:
-        """Give the parameters their type, and shard them with hardware=fsdp."""
+        """Convert the parameters to their dtype, and with hardware=fsdp shard them."""
         self.passes.arithmetic.convert_module(self)
-        is_done = any(is_sharded(parameter) for parameter in self.model.parameters())
-        if self.device_mesh is not None and not is_done:
+        already_sharded = any(is_sharded(parameter) for parameter in self.model.parameters())
+        if self.device_mesh is not None and not already_sharded:
             shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -151,31 +161,45 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score a batch of windows.
 
-        A batch has their tokens `[B, N]`, the number of tokens before the first scored one `[B]`,
-        and the numbers of the windows `[B]`, -1 for padding: another rank scores that window.
+        A batch contains the tokens `[B, N]` of the windows, how many tokens of each precede the
+        first scored token `[B]`, and the number of each window `[B]`. Number -1 marks padding: its
+        score is dropped, because another rank scores that window.
         """
         tokens_BN, skipped_B, number_B = batch
         scored_BX = score_batch(self.model, (tokens_BN, skipped_B), self.answers, self.reach)
         number_B = number_B.cpu()
-        scored = torch.cat([number_B[:, None], scored_BX], dim=1)
-        self.scored.append(scored[number_B >= 0])
+        numbered = torch.cat([number_B[:, None], scored_BX], dim=1)
+        is_window_B = number_B >= 0
+        self.scored.append(numbered[is_window_B])
 
     def on_validation_epoch_end(self) -> None:
         """Join the windows of all ranks into one score, the same for any number of ranks."""
-        scored_here = [torch.cat(self.scored).numpy()] if self.scored else []
+        # A rank that scored no batch contributes an empty list.
+        parts_here = []
+        if self.scored:
+            parts_here.append(torch.cat(self.scored).numpy())
         self.scored = []
-        scored = [part for parts in self.ranks.gather(scored_here) for part in parts]
-        all_KX = np.concatenate(scored)
-        all_KX = all_KX[np.argsort(all_KX[:, 0])]
+        parts = []
+        for parts_of_rank in self.ranks.gather(parts_here):
+            parts += parts_of_rank
+        all_KX = np.concatenate(parts)
+        order_K = np.argsort(all_KX[:, 0])
+        all_KX = all_KX[order_K]
         assert np.array_equal(all_KX[:, 0], np.arange(len(all_KX))), "each window once"
         self.score = joined(all_KX[:, 1:], self.answers)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what other commands read; drop the state of loops, which follows from the step."""
+        """Add the entries that other commands read, and remove the state of Lightning's loops.
+
+        That state follows from the step.
+        """
         del checkpoint["loops"]
         tensors = checkpoint.pop("state_dict")
         model = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        checkpoint |= {"format": FORMAT, "step": self.global_step, "model": model, **self.metadata}
+        checkpoint["format"] = FORMAT
+        checkpoint["step"] = self.global_step
+        checkpoint["model"] = model
+        checkpoint.update(self.metadata)
 
     def first_micro_batch(self) -> Tensor:
         """Return the first micro-batch of the run, on the model's device."""
