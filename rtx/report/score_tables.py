@@ -1,4 +1,4 @@
-"""Tables of scores: kinds of heads ranked, ours beside the paper's, and all rows."""
+"""Tables of scores: the ranking of kinds of heads, and all rows beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from rtx.report.tables import MINUS, Column, Table
 from rtx.runs.records import Protocol
 
 Paces = Mapping[Any, tuple[float, float | None, str]]
-"""Paces timed in turn, by row: steps a second, half their interval, and a reason.
+"""For each row that was timed in turn with others: steps a second, half their interval, a reason.
 
-The reason is why the pace may not be that of training; it may be empty.
+The reason says why the pace may differ from that of training. It is empty if there is none.
 """
 
 AGAINST = ("full", "local+full", "local", "random", "random blocks")
-"""The rivals of other kinds. Without any of them it is the first kind by name."""
+"""The rivals: kinds that all others are compared with. If none of them is ranked, the rival is the
+first ranked kind by name."""
 
 CHOSE = "which chose it"
-"""The remark on the number of seeds of a row that was chosen by these very seeds."""
+"""A remark on the number of seeds, for a row that is reported by the same seeds that chose it."""
 
 ERROR = Column("standard_error", "std. error", 4)
-"""The standard error of the bits of a score, over its windows."""
+"""The standard error over the windows of a score, in bits."""
 
 PEAK = Column("peak_percent", "% of the GPU's peak", 1, brief=False)
-"""Of runs on a GPU whose peak is recorded (rtx/analysis/rates.json)."""
+"""The share of the GPU's peak, for GPUs whose peak is recorded (rtx/analysis/rates.json)."""
 
 HOW = (
     "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's "
@@ -50,9 +51,9 @@ HOW = (
 
 
 def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
-    """Return what every table has of a row: mean, interval and number of its scores, its pace.
+    """Return the entries of a row that all tables have: its scores, standard error and pace.
 
-    The standard error is that of a score over its windows, the mean over the runs.
+    The standard error of each run is over the windows of its score; the entry is their mean.
     """
     scores = list(values.values())
     facts: dict[str, Any] = {
@@ -65,17 +66,19 @@ def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
     errors = [score.error for score in row.scores if score.error is not None]
     facts["standard_error"] = mean(errors) if errors else None
     for name in figures([row]):
-        facts[name] = mean(score.figures[name] for score in row.scores if name in score.figures)
+        measured = [score.figures[name] for score in row.scores if name in score.figures]
+        facts[name] = mean(measured)
     share = row.peak_share()
     facts["peak_percent"] = None if share is None else 100 * share
     return facts | pace_facts(row, paces)
 
 
 def pace_facts(row: Row, paces: Paces) -> dict[str, float | None]:
-    """Return the steps a second of a row: timed in turn with others, else as its runs had it."""
-    in_turn = paces.get(row_key(row.config))
-    if in_turn is not None:
-        return {"steps_per_second": in_turn[0], "pace_half": in_turn[1]}
+    """Return the steps a second of a row: timed in turn with others, else recorded by its runs."""
+    timed = paces.get(row_key(row.config))
+    if timed is not None:
+        steps_per_second, half, _ = timed
+        return {"steps_per_second": steps_per_second, "pace_half": half}
     recorded = row.paces()
     if not recorded:
         return {"steps_per_second": None, "pace_half": None}
@@ -83,49 +86,58 @@ def pace_facts(row: Row, paces: Paces) -> dict[str, float | None]:
 
 
 def figures(rows: Sequence[Row]) -> list[str]:
-    """Return the titles of the further measures that rows have."""
-    titles: dict[str, None] = {}
+    """Return the names of the further measures in the scores of rows, without duplicates."""
+    # A dictionary keeps the order, which a set does not.
+    names: dict[str, None] = {}
     for row in rows:
         for score in row.scores:
-            titles |= dict.fromkeys(score.figures)
-    return list(titles)
+            names |= dict.fromkeys(score.figures)
+    return list(names)
 
 
 def figure_columns(names: Sequence[str]) -> list[Column]:
-    """Return the columns of further measures; a terminal has those of all data of a run."""
+    """Return the columns of further measures.
+
+    A measure of a part of the data has a comma in its name. A terminal leaves its column out.
+    """
     return [Column(name, name, 3, brief="," not in name) for name in names]
 
 
 def pace_sentences(picked: Mapping[str, Pick], paces: Paces) -> list[str]:
-    """Return which steps a second are not those of training timed in turn, in sentences."""
+    """Return sentences on the paces that were not timed in turn, or may differ from training."""
     untimed = []
     doubts = []
     for kind, pick in picked.items():
-        pace = paces.get(row_key(pick.row.config))
-        if pace is None and pick.row.paces():
-            untimed.append(kind)
-        if pace is not None and pace[2]:
-            doubts.append(f"Steps/s of {kind} may not be those of training ({pace[2]}).")
+        timed = paces.get(row_key(pick.row.config))
+        if timed is None:
+            if pick.row.paces():
+                untimed.append(kind)
+            continue
+        _, _, reason = timed
+        if reason:
+            doubts.append(f"Steps/s of {kind} may not be those of training ({reason}).")
     if not untimed:
         return doubts
-    of = f" of {', '.join(untimed)}" if len(untimed) < len(picked) else ""
-    return [f"Steps/s{of} are as the runs went, not timed in turn.", *doubts]
+    subject = "Steps/s"
+    if len(untimed) < len(picked):
+        subject += f" of {', '.join(untimed)}"
+    return [f"{subject} are as the runs went, not timed in turn.", *doubts]
 
 
 def baseline(
-    name: str, rows: Sequence[Row], protocol: Protocol | None, column: str = "ours"
+    name_key: str, rows: Sequence[Row], protocol: Protocol | None, bits_key: str = "ours"
 ) -> list[dict[str, Any]]:
-    """Return an entry for the best simple compressor on the same split; none for a sample.
+    """Return one entry, for the best simple compressor on the split; none for a sample of windows.
 
-    `name` and `column` are the keys of its name and of its bits.
+    `name_key` and `bits_key` are the keys of the compressor's name and of its bits.
     """
     if protocol is None or protocol.windows is not None:
         return []
     bits = baseline_bits(rows, protocol.split)
     if not bits:
         return []
-    best = min(bits, key=lambda key: bits[key])
-    return [{name: f"baseline: {best}", column: bits[best]}]
+    best = min(bits, key=lambda name: bits[name])
+    return [{name_key: f"baseline: {best}", bits_key: bits[best]}]
 
 
 def baseline_bits(rows: Sequence[Row], split: str) -> Mapping[str, float]:
@@ -139,10 +151,12 @@ def baseline_bits(rows: Sequence[Row], split: str) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Pick:
-    """The row that represents a kind of heads, and the scores by seed that it is reported by.
+    """The best row of a kind of heads, which represents the kind.
 
-    `values` are empty where every seed helped to choose the row. `note` says of which rows it is
-    the best, of which there are `rows`.
+    Args:
+        values: the reported scores by seed; empty: every seed was used to choose the row.
+        note: how the row was chosen; empty: it is the only one of its kind.
+        rows: the number of rows of this kind.
     """
 
     kind: str
@@ -157,12 +171,13 @@ class Kinds:
     """The kinds of heads of a protocol, ranked.
 
     Args:
-        legal: the scores by seed of the kinds that see no future.
+        legal: the scores by seed of each kind that does not see the future.
         against: the rivals in their order.
-        compared: each kind with each rival.
-        order: the kinds from the least bits on, those that see the future last.
-        length: tokens of a window that is scored.
-        baseline: the simple baseline that is ahead of every model, in words; empty where none is.
+        compared: the comparison of each pair of a kind and a rival.
+        order: the kinds by ascending bits, those that see the future last.
+        length: the number of tokens of a scored window.
+        most_seeds: the largest number of seeds of a row.
+        baseline: the simple baseline that is ahead of every model, and its bits; empty: none is.
     """
 
     table: Table
@@ -185,31 +200,33 @@ def picked_kinds(rows: Sequence[Row]) -> dict[str, Pick]:
             rows_by_kind.setdefault(heads_label(row.config), []).append(row)
     picked = {}
     for kind, alike in rows_by_kind.items():
-        row, values, note = pick(alike)
-        picked[kind] = Pick(kind, row, values, note, len(alike))
+        best_row, values, note = pick(alike)
+        picked[kind] = Pick(kind, best_row, values, note, rows=len(alike))
     return picked
 
 
 def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
-    """Return the kinds of heads, those that see no future ranked.
+    """Return the ranking of the kinds of heads. Kinds that see the future are listed unranked.
 
-    Of several rows of a kind the best is taken, with its scores by other seeds than those that
-    chose it.
+    The best row of a kind represents it, with its scores by seeds that did not choose the row.
     """
     picked = picked_kinds(rows)
-    legal = {kind: one.values for kind, one in picked.items() if not one.row.sees_future}
+    legal = {kind: best.values for kind, best in picked.items() if not best.row.sees_future}
     against = [kind for kind in AGAINST if kind in legal] or sorted(legal)[:1]
     pairs = pairs_with_rivals(legal, against)
     compared = compare(legal, pairs)
     entries = kinds_entries(picked, against, compared, paces)
     simple = baseline("heads", rows, protocol)
-    how = HOW.format(plural(len(pairs), "comparison"))
-    opening = [f"{protocol.line(units_of(rows))}. {how}", *pace_sentences(picked, paces)]
-    notes = [f"{kind}: {one.note}." for kind, one in picked.items() if one.note]
-    columns = kinds_columns(protocol, against, figures(rows))
-    title = f"Which heads pay? {protocol.where}"
+    opening = opening_line(protocol, rows, len(pairs), pace_sentences(picked, paces))
+    notes = [f"{kind}: {best.note}." for kind, best in picked.items() if best.note]
+    table = Table(
+        title=f"Which heads pay? {protocol.where}",
+        columns=kinds_columns(protocol, against, figures(rows)),
+        rows=[*entries, *simple],
+        lines=[opening, *notes],
+    )
     return Kinds(
-        table=Table(title, columns, [*entries, *simple], [" ".join(opening), *notes]),
+        table=table,
         picked=picked,
         legal=legal,
         against=against,
@@ -222,12 +239,25 @@ def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
     )
 
 
+def opening_line(
+    protocol: Protocol, rows: Sequence[Row], comparisons: int, sentences: Sequence[str]
+) -> str:
+    """Return the first line above a ranking: protocol, statistical method, then `sentences`.
+
+    `comparisons` is the number of comparisons over which Holm's correction is made.
+    """
+    protocol_line = protocol.line(units_of(rows))
+    how = HOW.format(plural(comparisons, "comparison"))
+    return " ".join([f"{protocol_line}.", how, *sentences])
+
+
 def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each kind with each rival, except the rival itself and those before it."""
+    """Return all pairs of a kind and a rival. A pair of two rivals is in the list only once."""
     pairs = []
     for number, rival in enumerate(against):
-        first_rivals = against[: number + 1]
-        pairs += [(kind, rival) for kind in kinds if kind not in first_rivals]
+        # A rival is not compared with itself. Its pairs with earlier rivals are already there.
+        excluded = against[: number + 1]
+        pairs += [(kind, rival) for kind in kinds if kind not in excluded]
     return pairs
 
 
@@ -237,18 +267,19 @@ def kinds_entries(
     compared: Mapping[tuple[str, str], Comparison],
     paces: Paces,
 ) -> list[dict[str, Any]]:
-    """Return the values of each kind, from the least bits on, those that see the future last."""
+    """Return an entry for each kind, by ascending bits, those that see the future last."""
     entries = []
-    for kind, one in picked.items():
-        facts = facts_of(one.row, one.values or one.row.values(), paces)
-        entry = {"heads": kind, **facts, "note": one.note}
-        if not one.values:
-            # The seeds that chose the row are no fair sample of its scores.
-            entry |= {"half": None, "seeds_remark": CHOSE}
-        if one.note:
-            entry["of"] = one.rows
+    for kind, best in picked.items():
+        facts = facts_of(best.row, best.values or best.row.values(), paces)
+        entry = {"heads": kind, **facts, "note": best.note}
+        if not best.values:
+            # The scores by the seeds that chose the row are biased, so they get no interval.
+            entry["half"] = None
+            entry["seeds_remark"] = CHOSE
+        if best.note:
+            entry["of"] = best.rows
+        is_ranked = not best.row.sees_future
         for rival in against:
-            is_ranked = not one.row.sees_future
             word, numbers = verdict(compared, kind, rival, is_ranked)
             entry[f"against_{rival}"] = word
             entry[f"less_{rival}"] = numbers
@@ -260,7 +291,7 @@ def kinds_entries(
 def kinds_columns(
     protocol: Protocol, against: Sequence[str], measures: Sequence[str]
 ) -> list[Column]:
-    """Return the columns of the kinds of heads: against each rival, and with further measures."""
+    """Return the columns of the ranking, with two for each rival and one for each measure."""
     return [
         Column("heads", "heads"),
         Column("ours", f"bits/{protocol.unit}", 4, "half"),
@@ -281,10 +312,11 @@ def baseline_ahead(
 ) -> str:
     """Return the simple baseline that is ahead of every model, and its bits; empty for none."""
     lowest = min(entry["ours"] or math.inf for entry in entries)
-    for row in simple:
-        if row["ours"] < lowest:
-            name = row["heads"].partition(": ")[2]
-            return f"{name} ({row['ours']:.3f} bits/{protocol.unit})"
+    for entry in simple:
+        bits = entry["ours"]
+        if bits < lowest:
+            name = entry["heads"].removeprefix("baseline: ")
+            return f"{name} ({bits:.3f} bits/{protocol.unit})"
     return ""
 
 
@@ -292,7 +324,7 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     """Return the best row of a kind, the scores it is reported by, and a note on the choice."""
     if len(alike) == 1:
         return alike[0], alike[0].values(), ""
-    # By number: names of rows may be equal.
+    # Rows are identified by number, because their names may be equal.
     values_by_number = {str(number): row.values() for number, row in enumerate(alike)}
     number, values = chosen(values_by_number)
     best_row = alike[int(number)]
@@ -301,23 +333,30 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     if settings:
         best += f" ({settings})"
     if values:
-        return best_row, values, f"{best}, by {plural(len(values), 'seed')} that did not choose it"
+        seeds = plural(len(values), "seed")
+        return best_row, values, f"{best}, by {seeds} that did not choose it"
     return best_row, {}, f"{best}, by the seeds that chose it, so rather too low"
 
 
 def verdict(
     compared: Mapping[tuple[str, str], Comparison], kind: str, rival: str, is_ranked: bool
 ) -> tuple[str, str]:
-    """Return the verdict on a kind against a rival, and the difference, its interval and p."""
+    """Return the verdict on a kind against a rival, and the difference, its interval and p.
+
+    Both are empty if the kind is the rival itself.
+    """
     sign = 1
     comparison = compared.get((kind, rival))
     if comparison is None:
+        # Two rivals are compared once, so the pair may be in the other order.
         sign = -1
         comparison = compared.get((rival, kind))
-    if comparison is None or comparison.difference is None:
-        if not is_ranked:
-            return "not ranked", ""
-        return FEW if comparison else "", ""
+    if comparison is None:
+        word = "" if is_ranked else "not ranked"
+        return word, ""
+    if comparison.difference is None:
+        word = FEW if is_ranked else "not ranked"
+        return word, ""
     word = comparison.verdict
     if sign == -1:
         word = OPPOSITE.get(word, word)
@@ -327,18 +366,24 @@ def verdict(
 
 
 def units_of(rows: Sequence[Row]) -> int | None:
-    """Return how many units were scored, where that is one number."""
-    units = {score.units for row in rows for score in row.scores}
+    """Return the number of units that a score covers; None if scores differ in it."""
+    units: set[int] = set()
+    for row in rows:
+        units |= {score.units for score in row.scores}
     return units.pop() if len(units) == 1 else None
 
 
 def score_tables(protocol: Protocol | None, rows: Sequence[Row], paces: Paces) -> list[Table]:
-    """Return the rows of a protocol: by table of the paper, those with its settings first."""
-    groups: dict[tuple[int, bool], list[Row]] = {}
+    """Return tables with the rows of a protocol, in the order of the paper's tables.
+
+    Each table of the paper has one for the rows with its settings, then one for those with others.
+    Rows without a table of the paper are last.
+    """
+    groups: dict[tuple[float, bool], list[Row]] = {}
     for row in rows:
         table = table_of(row.config)
         is_equal = bool(table and row.scores and not departures(row, table))
-        number = table.number if table else 99
+        number = table.number if table else math.inf
         groups.setdefault((number, not is_equal), []).append(row)
     tables = []
     for (_, is_other), group in sorted(groups.items(), key=lambda item: item[0]):
@@ -348,9 +393,9 @@ def score_tables(protocol: Protocol | None, rows: Sequence[Row], paces: Paces) -
 
 
 def departures(row: Row, table: PaperTable) -> list[str]:
-    """Return why a row's numbers may not be compared with the paper's.
+    """Return the reasons why a row's numbers may not be compared with the paper's.
 
-    That is by settings, steps, split, protocol or data.
+    The row may differ in settings, number of steps, split, protocol or data.
     """
     reasons = table.departures(row.config)
     least = least_steps(row, table)
@@ -362,15 +407,17 @@ def departures(row: Row, table: PaperTable) -> list[str]:
 
 
 def least_steps(row: Row, table: PaperTable) -> int:
-    """Return the steps that a run must have done to be compared with the paper's."""
+    """Return the number of steps from which on a run may be compared with the paper's."""
     stated = table.of_paper.get("trainer.steps")
     if isinstance(stated, Mapping):
         return stated["from"]
-    return stated or row.config.get("trainer.steps") or 0
+    if stated:
+        return stated
+    return row.config.get("trainer.steps") or 0
 
 
 def protocol_departures(protocol: Protocol, row: Row, table: PaperTable) -> list[str]:
-    """Return how a protocol is other than that of the paper's numbers."""
+    """Return how a protocol differs from that of the paper's numbers."""
     reasons = []
     if protocol.split != table.split:
         reasons.append(f"split {protocol.split} (paper: {table.split})")
@@ -391,16 +438,24 @@ def protocol_departures(protocol: Protocol, row: Row, table: PaperTable) -> list
 
 @dataclass(frozen=True)
 class Reasons:
-    """Reasons of several rows: those that all rows share, and a text with the others for each."""
+    """The reasons of several rows.
+
+    Args:
+        shared: the reasons that all rows share.
+        others: for each row a text with its other reasons.
+    """
 
     shared: Sequence[str]
     others: Sequence[str]
 
 
 def reasons_of(lists: Sequence[Sequence[str]]) -> Reasons:
-    """Return the reasons of rows, a list for each, divided into shared and other ones."""
+    """Divide the reasons of rows, one list for each row, into shared and other reasons."""
     shared = shared_by_all(lists)
-    others = ["; ".join(one for one in reasons if one not in shared) for reasons in lists]
+    others = []
+    for reasons in lists:
+        unshared = [reason for reason in reasons if reason not in shared]
+        others.append("; ".join(unshared))
     return Reasons(shared, others)
 
 
@@ -411,10 +466,12 @@ def rows_table(
     table: PaperTable | None,
     equal: bool,
 ) -> Table:
-    """Return all rows with the keys by which they differ, beside the paper's numbers.
+    """Return a table of rows, with the keys by which they differ, beside the paper's numbers.
 
-    `equal`: whether the rows have the settings of `table`. Then the difference from its number is
-    a column, and its other rows are listed as not run; else what the rows have otherwise.
+    Args:
+        table: the table of the paper that has the rows; None: no table has them.
+        equal: whether the rows have the settings of `table`. If so, a column has the differences
+            from its numbers, and its other rows are listed as not run.
     """
     metric = table.metric.partition("/")[0] if table else "bits"
     departing = reasons_of([departures(row, table) if table else [] for row in rows])
@@ -425,23 +482,39 @@ def rows_table(
         entry = score_entry(row, metric, paces)
         if table:
             entry |= paper_entry(row, table, entry["ours"], equal)
-        entry |= {"differs": differs, "silent": differs_silently}
+        entry["differs"] = differs
+        entry["silent"] = differs_silently
         values = values_read(row.config)
-        entries.append(entry | {key: values.get(key) for key in keys})
+        entry |= {key: values.get(key) for key in keys}
+        entries.append(entry)
+    # A row without a score has a text in place of it, and is last.
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
-    entries += baseline("run", rows, protocol, "ours" if metric == "bits" else "bits")
+    bits_key = "ours" if metric == "bits" else "bits"
+    entries += baseline("run", rows, protocol, bits_key)
     if table and equal:
         entries += entries_not_run(rows, table)
-    lines = [f"{protocol.line(units_of(rows))}."] if protocol else ["No run has a score."]
+    return Table(
+        title=rows_title(protocol, table, equal),
+        columns=rows_columns(protocol, rows, table, equal),
+        rows=entries,
+        lines=rows_lines(protocol, rows, departing, silent),
+        notes=table.footnotes if table else (),
+    )
+
+
+def rows_lines(
+    protocol: Protocol | None, rows: Sequence[Row], departing: Reasons, silent: Reasons
+) -> list[str]:
+    """Return the lines above a table of rows: the protocol, shared reasons, earlier checkpoints."""
+    lines = ["No run has a score."]
+    if protocol is not None:
+        lines = [f"{protocol.line(units_of(rows))}."]
     lines += setting_lines(departing.shared, silent.shared)
-    lines += earlier_scores(rows)
-    columns = rows_columns(protocol, rows, table, equal)
-    footnotes = table.footnotes if table else ()
-    return Table(rows_title(protocol, table, equal), columns, entries, lines, footnotes)
+    return lines + earlier_scores(rows)
 
 
 def score_entry(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
-    """Return a row's name, scores and notes; without a score how its runs ended in place of it."""
+    """Return a row's name, scores and notes. Without a score, "ours" says how its runs ended."""
     values = row.values(metric)
     facts = facts_of(row, values, paces)
     entry = {"run": row.name, **facts, "step": row.step or None, "note": notes_of(row)}
@@ -454,7 +527,7 @@ def score_entry(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
 
 
 def paper_entry(row: Row, table: PaperTable, ours: float | str, equal: bool) -> dict[str, Any]:
-    """Return the paper's number of a row, and the difference from it where settings are equal."""
+    """Return the paper's number for a row, and if settings are equal the difference from it."""
     printed = table.row_of(row.config)
     if printed is None:
         return {}
@@ -465,16 +538,20 @@ def paper_entry(row: Row, table: PaperTable, ours: float | str, equal: bool) -> 
 
 
 def entries_not_run(rows: Sequence[Row], table: PaperTable) -> list[dict[str, Any]]:
-    """Return entries for those of the paper's rows that no run is."""
-    run = [table.row_of(row.config) for row in rows]
-    rest = [printed for printed in table.rows if printed not in run]
-    return [{"paper_row": one.label, "paper": one.value, "ours": "not run"} for one in rest]
+    """Return entries for the rows of the paper's table that no run reproduces."""
+    reproduced = [table.row_of(row.config) for row in rows]
+    entries = []
+    for printed in table.rows:
+        if printed not in reproduced:
+            entry = {"paper_row": printed.label, "paper": printed.value, "ours": "not run"}
+            entries.append(entry)
+    return entries
 
 
 def rows_columns(
     protocol: Protocol | None, rows: Sequence[Row], table: PaperTable | None, equal: bool
 ) -> list[Column]:
-    """Return the columns of a table of rows; bits have one besides the paper's other metric."""
+    """Return the columns of a table of rows. If the paper's metric is not bits, bits are added."""
     bits = f"bits/{protocol.unit}" if protocol else "bits"
     metric = table.metric if table else bits
     scores = [
@@ -483,10 +560,10 @@ def rows_columns(
         Column("sees_future", "sees future"),
         Column("bits", bits, 3),
     ]
-    # The standard error is that of the bits, so it follows their column.
-    error_after = 1 if metric.partition("/")[0] == "bits" else len(scores)
-    scores.insert(error_after, ERROR)
-    paper = "paper" if equal else "its number, not comparable"
+    # The standard error is that of the bits, so its column follows theirs.
+    error_index = 1 if metric.partition("/")[0] == "bits" else len(scores)
+    scores.insert(error_index, ERROR)
+    paper_title = "paper" if equal else "its number, not comparable"
     return [
         Column("run", "run"),
         *scores,
@@ -495,7 +572,7 @@ def rows_columns(
         PEAK,
         Column("step", "steps done", brief=False),
         Column("paper_row", "the paper's row", brief=equal),
-        Column("paper", paper, 3, brief=equal),
+        Column("paper", paper_title, 3, brief=equal),
         Column("difference", "difference", 3),
         Column("differs", "differs from the paper by", brief=False),
         Column("silent", "where the paper is silent or its code differs", brief=False),
@@ -510,42 +587,49 @@ def rows_title(protocol: Protocol | None, table: PaperTable | None, equal: bool)
         title = f"Table {table.number}. {table.title}"
     elif table:
         title = f"Table {table.number} with other settings than the paper's"
-    return f"{title}: {protocol.where}" if protocol else title
+    if protocol is None:
+        return title
+    return f"{title}: {protocol.where}"
 
 
 def earlier_scores(rows: Sequence[Row]) -> list[str]:
-    """Return a line that counts the scores of a checkpoint before the last step, if there are."""
-    earlier = []
+    """Return a line that counts the scores of checkpoints before the last step; none for none."""
+    is_earlier = []
     for row in rows:
+        # The cells with a score are first.
         for cell, score in zip(row.cells, row.scores, strict=False):
-            earlier.append(score.step < cell.step)
-    count = sum(earlier)
+            is_earlier.append(score.step < cell.step)
+    count = sum(is_earlier)
     if not count:
         return []
     verb = "is" if count == 1 else "are"
-    scores = f"{count} of {plural(len(earlier), 'score')}"
+    scores = f"{count} of {plural(len(is_earlier), 'score')}"
     checkpoint = "a checkpoint before the run's last step"
     return [f"{scores} {verb} of {checkpoint}: the best on windows of the validation split."]
 
 
 def shared_by_all(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Return what all lists hold, in the order of the first."""
-    return [one for one in lists[0] if all(one in other for other in lists)]
+    """Return the items that all lists contain, in the order of the first list."""
+    return [item for item in lists[0] if all(item in items for items in lists)]
 
 
 def notes_of(row: Row) -> str:
-    """Return how runs of a row ended that are not done, and seeds that ran more than once."""
+    """Return notes on runs that are not done or have a reason, and on seeds of several runs."""
     notes = [run_note(cell) for cell in row.cells if cell.state != "done" or cell.reason]
-    seeds = Counter(cell.seed for cell in row.cells[: len(row.scores)])
-    for seed, runs in seeds.items():
+    scored = row.cells[: len(row.scores)]
+    runs_by_seed = Counter(cell.seed for cell in scored)
+    for seed, runs in runs_by_seed.items():
         if runs > 1:
             notes.append(f"seed {seed}: mean of {runs} runs")
     return "; ".join(notes)
 
 
 def run_note(cell: Cell) -> str:
-    """Return how a run ended, and why."""
+    """Return how a run ended, and the first line of the reason."""
     if not cell.config:
         return cell.state
     note = f"seed {cell.seed} {cell.state} at step {cell.step:,}"
-    return f"{note}: {cell.reason.splitlines()[0]}" if cell.reason else note
+    if not cell.reason:
+        return note
+    first_line = cell.reason.splitlines()[0]
+    return f"{note}: {first_line}"
