@@ -61,6 +61,10 @@ class PositionLists(NamedTuple):
         return int(number.max()) + 1
 
 
+RENAMED = {"spreads": "position_lists", "keeps": "cache_size"}
+"""Former names of optional methods. Without this check a pattern that has them would run, slowly."""
+
+
 class PositionPattern(Pattern):
     """A pattern that chooses by position alone, defined in three steps; the first is enough.
 
@@ -80,6 +84,12 @@ class PositionPattern(Pattern):
     """Whether every position reads all keys in the cache of a stream, which then needs no mask."""
     last_form: Hashable | None = None
     """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for former, name in RENAMED.items():
+            if former in vars(cls):
+                raise ValueError(f"{cls.__name__}.{former} is never called: rename it to {name}")
 
     @abstractmethod
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
