@@ -102,11 +102,7 @@ def weight_blocks(heads: Heads, position_P: Tensor) -> Iterator[Tensor]:
         yield weight_1HNK[0][:, position_P]
 
 
-def outputs(
-    heads: Heads,
-    parts: list[Reads],
-    v_1HNK: Tensor,
-) -> Tensor:
+def outputs(heads: Heads, parts: list[Reads], v_1HNK: Tensor) -> Tensor:
     """Return the outputs of heads for some values, `[1, H, N, K]`, without relative values."""
     qk = heads.qk
     relative = heads.relative

@@ -62,12 +62,7 @@ class Audit:
         return bool((change_P > self.tolerance).any())
 
 
-def other_future(
-    tokens_BN: Tensor,
-    prefix: int,
-    vocabulary: int,
-    seed: int,
-) -> Tensor:
+def other_future(tokens_BN: Tensor, prefix: int, vocabulary: int, seed: int) -> Tensor:
     """Return tokens of which each one after the prefix is replaced by another, drawn by `seed`."""
     B, N = tokens_BN.shape
     generator = torch.Generator().manual_seed(seed * 1_000_003 + prefix)
@@ -150,11 +145,7 @@ def reproducibly(
     return results
 
 
-def past_change(
-    before: Tensor,
-    after: Tensor,
-    prefix: int,
-) -> Tensor:
+def past_change(before: Tensor, after: Tensor, prefix: int) -> Tensor:
     """Return how far a watched output moved at the positions of the prefix of each sequence.
 
     The result is one-dimensional. Of several vectors at a position, the largest change counts.
@@ -214,11 +205,7 @@ def audit_model(
         return audit_outputs(outputs, ids_BN, model.vocabulary, prefixes, **options)
 
 
-def head_outputs(
-    layer: MultiheadAttention,
-    x_BNE: Tensor,
-    streaming: bool,
-) -> dict[str, Tensor]:
+def head_outputs(layer: MultiheadAttention, x_BNE: Tensor, streaming: bool) -> dict[str, Tensor]:
     """Return the outputs of each group of heads, `[B, H, N, D]`, by its name."""
     results = {}
     for group, qkv in zip(layer.head_groups(), layer.project(x_BNE), strict=True):

@@ -68,11 +68,7 @@ def frozen_centroids(model: Transformer) -> list[Centroids]:
     return frozen
 
 
-def gradient_row(
-    pattern: Pattern,
-    query_grad: Tensor,
-    frozen: list[Centroids],
-) -> dict[str, Any]:
+def gradient_row(pattern: Pattern, query_grad: Tensor, frozen: list[Centroids]) -> dict[str, Any]:
     """Return what trained the choice of heads.
 
     Args:

@@ -251,11 +251,7 @@ def strided_pairs(n: int, stride: int) -> float:
     return float((np.arange(n) // stride + 1).sum())
 
 
-def fixed_pairs(
-    n: int,
-    block: int,
-    summary: int,
-) -> float:
+def fixed_pairs(n: int, block: int, summary: int) -> float:
     """Pairs j <= i among n positions in one block, or with j in a summary column of an earlier one.
 
     Args:
@@ -265,10 +261,6 @@ def fixed_pairs(
     return float((i % block + 1 + i // block * summary).sum())
 
 
-def finished_blocks(
-    n: int,
-    block: int,
-    most: int,
-) -> float:
+def finished_blocks(n: int, block: int, most: int) -> float:
     """Blocks that end before a position, at most `most` of them, summed over n positions."""
     return float((np.arange(n) // block).clip(max=most).sum())

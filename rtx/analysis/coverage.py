@@ -40,12 +40,7 @@ MAX_POSITIONS = 256
 """The most positions that are measured in a sequence."""
 
 
-def selections(
-    config: Config,
-    layer: int,
-    sizes: list[int],
-    block: int,
-) -> nn.ModuleList:
+def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.ModuleList:
     """Return S * Z patterns with as many heads as are full in a layer, or none if none is.
 
     Their clusters are not fitted yet.
@@ -60,14 +55,7 @@ def selections(
     return patterns
 
 
-def selection(
-    name: str,
-    heads: int,
-    config: Config,
-    layer: int,
-    size: int,
-    block: int,
-) -> Pattern:
+def selection(name: str, heads: int, config: Config, layer: int, size: int, block: int) -> Pattern:
     """Return heads of one of `NAMES`.
 
     Args:
@@ -125,12 +113,7 @@ def full_heads(
 
 
 @torch.no_grad()
-def fit(
-    config: Config,
-    model: Transformer,
-    patterns: nn.ModuleList,
-    tokens_BN: Tensor,
-) -> None:
+def fit(config: Config, model: Transformer, patterns: nn.ModuleList, tokens_BN: Tensor) -> None:
     """Move centroids and thresholds as a training step does, by the vectors of full heads.
 
     Args:

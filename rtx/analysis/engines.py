@@ -99,12 +99,7 @@ def attention_line(config: Config, device: torch.device = META) -> str:
     return ", ".join(f"{label} {phrase}" for label, phrase in phrases.items())
 
 
-def phrase_of(
-    name: str,
-    config: Config,
-    layer: int,
-    device: torch.device,
-) -> str:
+def phrase_of(name: str, config: Config, layer: int, device: torch.device) -> str:
     """Return by which engines a GPU computes a pattern of a layer, in words."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -117,22 +112,14 @@ def phrase_of(
     return phrase
 
 
-def joined_phrases(
-    pattern: Pattern,
-    config: Config,
-    device: torch.device,
-) -> str:
+def joined_phrases(pattern: Pattern, config: Config, device: torch.device) -> str:
     """Return the phrases of all parts that a pattern reads, each once."""
     parts = parts_of(pattern, config, gpu=True)
     phrases = [part.phrase() for part in computed(pattern, parts, config, device)]
     return " and ".join(dict.fromkeys(phrases))
 
 
-def parts_of(
-    pattern: Pattern,
-    config: Config,
-    gpu: bool,
-) -> list[Reads]:
+def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     """Return who reads whom in a sequence of random vectors, by a pattern of one head.
 
     For a GPU, lists of clusters have the room that they have there, and no numbers.
@@ -153,22 +140,14 @@ def parts_of(
     return pattern.reads(qk._replace(memory=memory_length), False)
 
 
-def static_parts(
-    pattern: Routing | Probed,
-    length: int,
-    size: int,
-) -> list[Reads]:
+def static_parts(pattern: Routing | Probed, length: int, size: int) -> list[Reads]:
     """Return the lists of a head of clusters as training on a GPU makes them, in shapes alone."""
     q_11ND, k_11ND = torch.empty(2, 1, 1, length, size, device=META)
     with statistics_paused():
         return pattern.reads(queries_and_keys(pattern, q_11ND, k_11ND), False)
 
 
-def queries_and_keys(
-    pattern: Pattern,
-    q_11ND: Tensor,
-    k_11ND: Tensor,
-) -> QueriesKeys:
+def queries_and_keys(pattern: Pattern, q_11ND: Tensor, k_11ND: Tensor) -> QueriesKeys:
     """Return queries and keys as a pattern reads them, without rotation."""
     if pattern.has_keys:
         return pattern.inputs(q_11ND, k_11ND, None)
@@ -202,12 +181,7 @@ def computed(
     return all_computed
 
 
-def vectors(
-    length: int,
-    size: int,
-    config: Config,
-    device: torch.device,
-) -> Tensor:
+def vectors(length: int, size: int, config: Config, device: torch.device) -> Tensor:
     """Return a tensor `[1, 1, N, D]` of the type in which a GPU attends.
 
     It takes the memory of one number.

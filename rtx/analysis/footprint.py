@@ -26,12 +26,7 @@ WORKSPACES = 2 * 2**25
 backward pass, measured on an H100."""
 
 
-def footprint(
-    config: Config,
-    total: Cost,
-    micro_batch: int,
-    vocabulary: int,
-) -> dict[str, float]:
+def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
     """Return the parts of the peak on each device; their sum is the peak."""
     model = config.model
     wide, narrow = widths_of(config)
@@ -198,11 +193,7 @@ def members_bytes(config: Config) -> float:
     return index_bytes * routing.heads * routing.layers * members / N * lists
 
 
-def logits_bytes(
-    config: Config,
-    rows: int,
-    logits: int,
-) -> tuple[float, int]:
+def logits_bytes(config: Config, rows: int, logits: int) -> tuple[float, int]:
     """Return the bytes of one copy of the logits in memory at once, and the number of pieces.
 
     One copy is saved, or none of several pieces. Two exist when logits are computed, three when
@@ -228,11 +219,7 @@ class BlockMemory(NamedTuple):
     """The most that it holds besides in the backward pass."""
 
 
-def block_memory(
-    config: Config,
-    layer: int,
-    micro_batch: int,
-) -> BlockMemory:
+def block_memory(config: Config, layer: int, micro_batch: int) -> BlockMemory:
     """Return the memory of a block."""
     model = config.model
     E = model.hidden

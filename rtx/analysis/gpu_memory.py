@@ -240,11 +240,7 @@ def tables_bytes(part: Part) -> float:
     return tables * rows_and_members * distances_of(part.config) * part.narrow
 
 
-def lists_bytes(
-    ranges: RangeReads,
-    pattern: Pattern,
-    rows: int,
-) -> int:
+def lists_bytes(ranges: RangeReads, pattern: Pattern, rows: int) -> int:
     """Return the bytes of the lists that our kernels save of every forward pass."""
     if ranges.derived is None:
         lists = kernel_lists(ranges, rows)

@@ -50,11 +50,7 @@ class HeadsMemory(NamedTuple):
     """What they hold besides in the backward pass."""
 
 
-def attention_bytes(
-    config: Config,
-    layer: int,
-    micro_batch: int,
-) -> HeadsMemory:
+def attention_bytes(config: Config, layer: int, micro_batch: int) -> HeadsMemory:
     """Return what the heads of a layer save, and what they work with."""
     N = config.data.length
     groups = layer_patterns(config, layer)
@@ -98,12 +94,7 @@ saved_by_key: dict[str, list[Saved]] = {}
 """The phases of patterns that were counted before, by what they depend on."""
 
 
-def saved_by_head(
-    name: str,
-    config: Config,
-    layer: int,
-    heads: int,
-) -> Saved:
+def saved_by_head(name: str, config: Config, layer: int, heads: int) -> Saved:
     """Return what a head of a group saves in the phase of a training in which it saves most.
 
     Args:
@@ -122,11 +113,7 @@ def saved_by_head(
     return fullest._replace(recomputed=recomputed)
 
 
-def with_scores(
-    saved: Saved,
-    heads: int,
-    gpu: bool,
-) -> Saved:
+def with_scores(saved: Saved, heads: int, gpu: bool) -> Saved:
     """Return what a head saves together with the scores of an index.
 
     Scores of all pairs are computed in pieces and again in the backward pass, or saved if they are
@@ -244,11 +231,7 @@ def reads_projection(pattern: Pattern, config: Config) -> bool:
     return has_compressed_branch(pattern, config) or isinstance(pattern, Lsh | Indexer)
 
 
-def saved_on_gpu(
-    pattern: Pattern,
-    reads: list[Reads],
-    config: Config,
-) -> list[Saved]:
+def saved_on_gpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[Saved]:
     """Return what each part of what a head reads saves on a GPU, vectors by column."""
     all_saved = []
     for part_computed in computed(pattern, reads, config):
@@ -263,11 +246,7 @@ def saved_on_gpu(
     return all_saved
 
 
-def saved_on_cpu(
-    pattern: Pattern,
-    reads: list[Reads],
-    config: Config,
-) -> list[Saved]:
+def saved_on_cpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[Saved]:
     """Return what each part of what a head reads saves on a CPU, vectors by column."""
     all_saved = []
     for part_reads in reads:

@@ -132,11 +132,7 @@ def contexts_of(half: int) -> list[int]:
     return contexts
 
 
-def spans_with_context(
-    windows_K: Sequence[Window],
-    half: int,
-    context: int,
-) -> list[Window]:
+def spans_with_context(windows_K: Sequence[Window], half: int, context: int) -> list[Window]:
     """Return spans that together score the second half of each window.
 
     Each scores up to `context` units, and starts `context` units before them.

@@ -27,12 +27,7 @@ class Fit(NamedTuple):
     fits: bool
 
 
-def choose_micro_batch(
-    config: Config,
-    vocabulary: int,
-    device_bytes: float,
-    world: int = 1,
-) -> Fit:
+def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> Fit:
     """Return the largest micro-batch that fits one of `world` devices.
 
     If none fits, return the smallest one, with recomputed blocks. Of trainer.micro_batch_size and
@@ -72,11 +67,7 @@ def micro_batch_sizes(config: Config, world: int) -> list[int]:
     return sorted(divisors, reverse=True)
 
 
-def with_choice(
-    config: Config,
-    micro_batch_size: int,
-    recompute: bool,
-) -> Config:
+def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Config:
     """Return a configuration with these values of the two keys."""
     values = {"trainer.micro_batch_size": micro_batch_size, "model.recompute": recompute}
     return with_values(config, values)

@@ -45,13 +45,7 @@ class Meter(NamedTuple):
         return units_per_second * self.operations_per_unit / self.peak
 
 
-def meter(
-    config: Config,
-    total: Cost,
-    device: str | None,
-    precision: str,
-    world: int = 1,
-) -> Meter:
+def meter(config: Config, total: Cost, device: str | None, precision: str, world: int = 1) -> Meter:
     """Return the meter of a run on `world` devices.
 
     Args:

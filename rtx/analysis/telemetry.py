@@ -54,11 +54,7 @@ def routing_telemetry(model: nn.Module) -> dict[str, float]:
     return means
 
 
-def layer_telemetry(
-    lists: list[MemberLists],
-    rows: int,
-    window: int,
-) -> dict[str, Tensor]:
+def layer_telemetry(lists: list[MemberLists], rows: int, window: int) -> dict[str, Tensor]:
     """Return the figures of one layer as scalars.
 
     Args:

@@ -40,11 +40,7 @@ def check_call(
     check_relative(relative, q_BHND, v_BHND)
 
 
-def check_relative(
-    relative: RelativeTables | None,
-    q_BHND: Tensor,
-    v_BHND: Tensor,
-) -> None:
+def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
     """Refuse tables by distance that do not fit queries, keys and values; None passes."""
     if relative is None:
         return
@@ -66,12 +62,7 @@ def check_relative(
     check_table("relative.bias_HM", relative.bias_HM, (H, M), q_BHND)
 
 
-def check_table(
-    name: str,
-    table: Tensor | None,
-    shape: tuple[int, ...],
-    q_BHND: Tensor,
-) -> None:
+def check_table(name: str, table: Tensor | None, shape: tuple[int, ...], q_BHND: Tensor) -> None:
     """Refuse a table of a wrong shape, on a wrong device, or of integers; None passes."""
     if table is None:
         return
@@ -80,11 +71,7 @@ def check_table(
         raise ValueError(f"{name} is of {table.dtype}: must be of a float type")
 
 
-def check_memory(
-    memory: int,
-    length: int,
-    takes_memory: bool,
-) -> None:
+def check_memory(memory: int, length: int, takes_memory: bool) -> None:
     """Refuse a memory of more than N positions, and any memory if the pattern takes none."""
     if takes_memory:
         check_whole("memory", memory, 0, length, f"from 0 to N={length}")
@@ -92,11 +79,7 @@ def check_memory(
         check_whole("memory", memory, 0, 0, "0 for this pattern")
 
 
-def check_heads(
-    q_BHND: Tensor,
-    heads: int | None,
-    size: int | None,
-) -> None:
+def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:
     """Refuse queries of other numbers of heads or head sizes than the pattern has.
 
     Args:
@@ -157,11 +140,7 @@ def check_finite_call(
         check_finite_values("relative.bias_HM", relative.bias_HM)
 
 
-def check_finite_values(
-    name: str,
-    x: Tensor | None,
-    counts: Tensor | None = None,
-) -> None:
+def check_finite_values(name: str, x: Tensor | None, counts: Tensor | None = None) -> None:
     """Refuse NaN and infinity in a tensor; None passes.
 
     Args:
@@ -178,13 +157,7 @@ def check_finite_values(
         raise ValueError(f"{name} holds NaN or infinity ({bad}): check_finite=True allows neither")
 
 
-def check_whole(
-    name: str,
-    value: int,
-    least: int,
-    most: int | None,
-    allowed: str,
-) -> None:
+def check_whole(name: str, value: int, least: int, most: int | None, allowed: str) -> None:
     """Refuse a value that is no whole number or is out of range; True is no whole number.
 
     Args:
@@ -203,12 +176,7 @@ def check_positive(least: int = 1, /, **named: int) -> None:
         check_whole(name, value, least, None, f"at least {least}")
 
 
-def check_within(
-    name: str,
-    value: int,
-    most: int,
-    bound: str,
-) -> None:
+def check_within(name: str, value: int, most: int, bound: str) -> None:
     """Refuse a count that is not from 1 to `most`, the value of the argument named `bound`."""
     check_whole(name, value, 1, most, f"from 1 to {bound}={most}")
 
@@ -218,22 +186,13 @@ def check_seed(seed: int) -> None:
     check_whole("seed", seed, -(1 << 63), (1 << 64) - 1, "from -2^63 to 2^64 - 1")
 
 
-def check_choice(
-    name: str,
-    value: str,
-    allowed: Sequence[str],
-) -> None:
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Refuse a word that is not one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
-def check_number(
-    name: str,
-    value: float,
-    allowed: str,
-    is_valid: Callable[[float], bool],
-) -> None:
+def check_number(name: str, value: float, allowed: str, is_valid: Callable[[float], bool]) -> None:
     """Refuse a value that is no number or is not valid; True is no number.
 
     Args:

@@ -156,12 +156,7 @@ class Blocks(TopKeys):
         x_BHGbD = x_BHND[:, :, :stop].unflatten(2, (finished, self.block))
         return x_BHGbD.mean(3)
 
-    def scores(
-        self,
-        q_BHQD: Tensor,
-        mean_BHGD: Tensor,
-        position_Q: Tensor,
-    ) -> Tensor:
+    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
         """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
         blocks = mean_BHGD.shape[2]
         is_open_QG = self.are_open(position_Q, blocks)
@@ -174,12 +169,7 @@ class Blocks(TopKeys):
         own_block_Q = position_Q // self.block
         return block_G >= own_block_Q[:, None]
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """Return the mask of the branch that chooses; `finish_by_rule` adds the other branch."""
         N = qk.q_BHND.shape[2]
         position_N = torch.arange(N, device=qk.q_BHND.device)
@@ -210,12 +200,7 @@ class Blocks(TopKeys):
         gate_2D = self.gate_H2D[head]
         return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
 
-    def chosen_keys(
-        self,
-        query_BHQE: Tensor,
-        key_BHNE: Tensor,
-        positions: slice,
-    ) -> Tensor:
+    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
         """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
 
         Args:
@@ -305,24 +290,12 @@ class RandomBlocks(Blocks):
         seed: the seed of the draw.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        size: int,
-        *,
-        seed: int,
-        **options: Any,
-    ) -> None:
+    def __init__(self, heads: int, size: int, *, seed: int, **options: Any) -> None:
         super().__init__(heads, size, **options)
         check_seed(seed)
         self.seed = seed
 
-    def scores(
-        self,
-        q_BHQD: Tensor,
-        mean_BHGD: Tensor,
-        position_Q: Tensor,
-    ) -> Tensor:
+    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
         """Return random scores, a hash of seed, head, position and block; see `Blocks.scores`."""
         B, H, _, _ = q_BHQD.shape
         blocks = mean_BHGD.shape[2]
@@ -367,12 +340,7 @@ class BlockCache(GrowingCache):
         self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
         self.open_k_BHND = k_BHND[:, :, mean_BHGD.shape[2] * block :]
 
-    def put(
-        self,
-        qk: QueriesKeys,
-        v_BHND: Tensor,
-        first: int,
-    ) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
         block = self.pattern.block
         begin = first // block
@@ -382,12 +350,7 @@ class BlockCache(GrowingCache):
         self.mean_v_BHGD = place(self.mean_v_BHGD, mean_BHGD, begin)
         return k_BHSD, v_BHSD
 
-    def decode(
-        self,
-        qk: QueriesKeys,
-        v_BH1D: Tensor,
-        position: int,
-    ) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         out_BH1D = super().decode(qk, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D

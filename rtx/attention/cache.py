@@ -35,12 +35,7 @@ class Cache(ABC):
         """
 
     @abstractmethod
-    def decode(
-        self,
-        qk: QueriesKeys,
-        v_BH1D: Tensor,
-        position: int,
-    ) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         """Store the next position of each stream, and return its outputs `[B, H, 1, D]`."""
 
 
@@ -61,12 +56,7 @@ class RowCache(Cache):
     def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
         self.put(qk, v_BHND, 0)
 
-    def put(
-        self,
-        qk: QueriesKeys,
-        v_BHND: Tensor,
-        first: int,
-    ) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Store positions from `first` on, and return the keys and values of all slots."""
         k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
         self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)
@@ -87,12 +77,7 @@ class RowCache(Cache):
         return attend_step(q_BH1D, k_BHKD, v_BHKD, mask_BH1K, distance_BH1K, terms)
 
 
-def place(
-    x_BHSD: Tensor | None,
-    new_BHND: Tensor,
-    first: int,
-    ring: int | None = None,
-) -> Tensor:
+def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
     """Return the slots with the vectors of the positions from `first` on written into them.
 
     Slots are changed in place if there are enough; otherwise the result has more.

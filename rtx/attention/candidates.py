@@ -108,12 +108,7 @@ def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
         yield queries, position_XQA
 
 
-def positions_taken(
-    order_XN: Tensor,
-    stop_XQC: Tensor,
-    taken_XQC: Tensor,
-    most: int,
-) -> Tensor:
+def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most: int) -> Tensor:
     """Return the positions that queries take of their clusters, ascending, `[X, Q, A]`.
 
     Where a query takes fewer than A, the last entries are N.

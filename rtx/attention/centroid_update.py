@@ -158,11 +158,7 @@ def all_finite(statistics: Statistics) -> Tensor:
     return all_YHC.all(-1)
 
 
-def moved_centroids(
-    rule: Rule,
-    old_YHCD: Tensor,
-    statistics: Statistics,
-) -> Tensor:
+def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return the centroids after a step, float64, undefined for layers without statistics."""
     if rule.update == SPLIT:
         return split_centroids(rule, old_YHCD, statistics)
@@ -194,11 +190,7 @@ def blended(rule: Rule, old_YHCD: Tensor, target_YHCD: Tensor) -> Tensor:
     return old_part_YHCD + (1 - rule.decay) * target_YHCD
 
 
-def moved_by_sums(
-    rule: Rule,
-    old_YHCD: Tensor,
-    statistics: Statistics,
-) -> Tensor:
+def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return the centroids after a step of Algorithm 1, averaged over the sequences of the step.
 
     Algorithm 1 adds half of the sum of the queries and half of the sum of the keys (line 31). If
@@ -214,11 +206,7 @@ def moved_by_sums(
     return old_part_YHCD + new_part_YHCD / divisor_Y[:, None, None, None]
 
 
-def split_centroids(
-    rule: Rule,
-    old_YHCD: Tensor,
-    statistics: Statistics,
-) -> Tensor:
+def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
     """Return centroids moved towards the means of their members, without normalisation.
 
     A centroid without members restarts next to another one, which `sources` selects. It gets the
@@ -293,12 +281,7 @@ def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
     )
 
 
-def moved_thresholds(
-    rule: Rule,
-    state: State,
-    statistics: Statistics,
-    moves_YH: Tensor,
-) -> Tensor:
+def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH: Tensor) -> Tensor:
     """Return thresholds after a step: higher if clusters have too many members, lower if too few.
 
     The first step of a layer sets its thresholds instead: to the score that `window` of `length`

@@ -317,11 +317,7 @@ def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
     return groups
 
 
-def move_together(
-    rule: Rule,
-    layers: list[Centroids],
-    move: Move,
-) -> None:
+def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
     """Move the layers of one rule by the statistics of all ranks, and reset these.
 
     The CPU reads no number back from a GPU.

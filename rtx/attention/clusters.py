@@ -30,11 +30,7 @@ from rtx.attention.precision import wide_type
 from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
 
 
-def last_members(
-    query_CN: Tensor,
-    key_CN: Tensor,
-    window: int,
-) -> Tensor:
+def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     """Return the mask `[C, N, N]`: a query reads the last `window` keys of each of its clusters.
 
     Args:
@@ -126,22 +122,11 @@ class ClusterPattern(Pattern):
         return self.lists(qk)[-1]
 
     @abstractmethod
-    def clusters_of_next(
-        self,
-        qk: QueriesKeys,
-        position: int,
-        cache: ClusterCache,
-    ) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         """Return which clusters the query and the key at the next position of each stream join."""
 
 
-def random_positions(
-    heads: int,
-    clusters: int,
-    length: int,
-    window: int,
-    seed: int,
-) -> Tensor:
+def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
     """Return `window` random positions below `length` for each cluster, ascending, `[H, C, W]`.
 
     They depend on the arguments alone. If the window exceeds `length`, they are all positions.
@@ -195,12 +180,7 @@ class Random(ClusterPattern):
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         N = qk.q_BHND.shape[2]
         position_N = torch.arange(N, device=self.position_HCW.device)
         clusters = []
@@ -218,13 +198,7 @@ class Random(ClusterPattern):
         device = qk.q_BHND.device
         return [*made_once(form, device, make)]
 
-    def make_reads(
-        self,
-        B: int,
-        H: int,
-        N: int,
-        device: torch.device,
-    ) -> list[RangeReads]:
+    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return the result of `reads` for B sequences of N positions."""
         members = self.members(B, H, N, device)
         return [members_read(members, members, N, self.window, self.attend_self)]
@@ -233,13 +207,7 @@ class Random(ClusterPattern):
         B, H, N, _ = qk.q_BHND.shape
         return [self.members(B, H, N, qk.q_BHND.device)]
 
-    def members(
-        self,
-        B: int,
-        H: int,
-        N: int,
-        device: torch.device,
-    ) -> MemberLists:
+    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
         """Return the members of every cluster in B sequences of N positions."""
         # Drawn again: if `position_HCW` is on a GPU, the CPU would have to wait for a copy.
         drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)
@@ -256,12 +224,7 @@ class Random(ClusterPattern):
         count_BHC = is_inside_BHCM.sum(-1)
         return MemberLists(row_BHCM[is_inside_BHCM], count_BHC.flatten())
 
-    def clusters_of_next(
-        self,
-        qk: QueriesKeys,
-        position: int,
-        cache: ClusterCache,
-    ) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         B = len(qk.q_BHND)
         is_drawn_HCW = self.position_HCW == position % self.length
         joins_HC = is_drawn_HCW.any(-1)
@@ -298,12 +261,7 @@ class ClusterCache(Cache):
         self.key_LSD: Tensor | None = None
         """None: nothing has been read."""
 
-    def allocate(
-        self,
-        k_BHND: Tensor,
-        v_BHND: Tensor,
-        clusters: int,
-    ) -> None:
+    def allocate(self, k_BHND: Tensor, v_BHND: Tensor, clusters: int) -> None:
         """Make empty slots for all streams, on the device and of the types of keys and values."""
         B, H, _, D = k_BHND.shape
         value_size = v_BHND.shape[-1]
@@ -378,12 +336,7 @@ class ClusterCache(Cache):
         self.value_LSD[slots] = v_BHND.flatten(0, 2)[row_J]
         self.position_LS[slots] = position_J
 
-    def decode(
-        self,
-        qk: QueriesKeys,
-        v_BH1D: Tensor,
-        position: int,
-    ) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         joins = self.pattern.clusters_of_next(qk, position, self)
         self.put(qk, v_BH1D, joins.key_BHC, joins.slot_BHC, position)
         is_read_L = joins.query_BHC.flatten()
@@ -439,12 +392,7 @@ class ClusterCache(Cache):
             sum_J = torch.zeros_like(sum_J)
         return Partial(row_J, out_JD, sum_J)
 
-    def seen(
-        self,
-        at_JS: Tensor,
-        list_J: Tensor,
-        position: int,
-    ) -> Tensor:
+    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
 
         Args:

@@ -199,11 +199,7 @@ class Indexer(TopKeys):
         return summed_divergence(score_BHQK, logit_BHQK * scale, is_unread)
 
 
-def summed_divergence(
-    score: Tensor,
-    logit: Tensor,
-    is_unread: Tensor,
-) -> Tensor:
+def summed_divergence(score: Tensor, logit: Tensor, is_unread: Tensor) -> Tensor:
     """Return the sum over all queries of KL(softmax(logit) || softmax(score)).
 
     Args:

@@ -62,11 +62,7 @@ def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
     return is_nearest_XNC.to(torch.uint8).argmax(-1)
 
 
-def finite_margin(
-    norm: Tensor,
-    other_norm: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def finite_margin(norm: Tensor, other_norm: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tie_margin`, or 0 where it is not a number or infinite."""
     margin = tie_margin(norm, other_norm, dtype)
     return margin.nan_to_num(0.0, 0.0)
@@ -167,12 +163,7 @@ class Search(NamedTuple):
         return self.cluster_XN.sort(dim=-1, stable=True).indices
 
 
-def make_search(
-    centroid_XCD: Tensor,
-    q_XND: Tensor,
-    k_XND: Tensor,
-    attend_self: bool,
-) -> Search:
+def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
     """Return the files and scores of some heads.
 
     Args:

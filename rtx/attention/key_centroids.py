@@ -29,14 +29,7 @@ class KeyCentroids(Centroids):
         ValueError: for a count below 1 (heads below 0), or a decay outside 0 to 1.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        clusters: int,
-        size: int,
-        *,
-        decay: float,
-    ) -> None:
+    def __init__(self, heads: int, clusters: int, size: int, *, decay: float) -> None:
         # Window and length set thresholds, which are not used here.
         super().__init__(heads, clusters, size, window=1, length=clusters, decay=decay)
         del self.threshold_HC

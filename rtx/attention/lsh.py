@@ -51,12 +51,7 @@ REFORMER = "reformer"
 VARIANTS = (CAUSAL, REFORMER)
 
 
-def hashed(
-    bucket_TN: Tensor,
-    window: int,
-    variant: str,
-    streaming: bool,
-) -> Tensor:
+def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool.
 
     Args:
@@ -96,11 +91,7 @@ def earlier_members(bucket_N: list[int], i: int) -> list[int]:
     return members
 
 
-def members_in_chunks(
-    bucket_N: list[int],
-    i: int,
-    chunk: int,
-) -> list[int]:
+def members_in_chunks(bucket_N: list[int], i: int, chunk: int) -> list[int]:
     """Return those of `earlier_members` that are in the chunk of position i or the chunk before.
 
     Args:
@@ -192,12 +183,7 @@ class Lsh(ClusterPattern):
         norm_BHN1 = (square_BHN1 + 1e-6).sqrt()
         return Prepared(q_BHND, wide_BHND / norm_BHN1)
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         q_ND = qk.q_BHND[0, head]
         rotation_TDF = self.rotation_HTDF[head].to(q_ND.dtype)
         rounds = []
@@ -254,12 +240,7 @@ class Lsh(ClusterPattern):
             member_R=member_R.scatter(0, lists.row_M, number_M),
         )
 
-    def first_in_reach(
-        self,
-        bucket_BHN: Tensor,
-        lists: MemberLists,
-        streaming: bool,
-    ) -> Tensor:
+    def first_in_reach(self, bucket_BHN: Tensor, lists: MemberLists, streaming: bool) -> Tensor:
         """Return the first member that each member could read if its bucket began early enough."""
         N = bucket_BHN.shape[2]
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
@@ -294,12 +275,7 @@ class Lsh(ClusterPattern):
         row_M = head_M * N + position_M
         return [MemberLists(row_M, lists.count_L)]
 
-    def clusters_of_next(
-        self,
-        qk: QueriesKeys,
-        position: int,
-        cache: ClusterCache,
-    ) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         bucket_TBH1 = hash_positions(qk.q_BHND, self.rotation_HTDF)
         bucket_BHT = bucket_TBH1[..., 0].permute(1, 2, 0)
         joins_BHTC = F.one_hot(bucket_BHT, self.buckets).bool()
@@ -307,11 +283,7 @@ class Lsh(ClusterPattern):
         return Joins(query_BHC=joins_BHL, key_BHC=joins_BHL)
 
 
-def random_rotations(
-    heads: int,
-    shape_TDF: tuple[int, int, int],
-    seed: int,
-) -> Tensor:
+def random_rotations(heads: int, shape_TDF: tuple[int, int, int], seed: int) -> Tensor:
     """Return normal random matrices for the rounds of each head, `[H, T, D, F]`."""
     generator = torch.Generator().manual_seed(seed)
     rotation_HTDF = torch.empty(heads, *shape_TDF, device="cpu")
@@ -408,12 +380,7 @@ class LshCache(ClusterCache):
 
     pattern: Lsh
 
-    def seen(
-        self,
-        at_JS: Tensor,
-        list_J: Tensor,
-        position: int,
-    ) -> Tensor:
+    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
         newest_J = self.joined_L[list_J] - 1

@@ -145,10 +145,7 @@ def by_scores(
     return selection
 
 
-def scores_of_heads(
-    centroid_HCD: Tensor,
-    x_BHND: Tensor,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def scores_of_heads(centroid_HCD: Tensor, x_BHND: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield the scores of some of the B * H heads of all sequences at a time.
 
     Yields:
@@ -165,12 +162,7 @@ def scores_of_heads(
         yield heads, head_X, products(centroid_XCD, x_XND[heads])
 
 
-def lists_of_places(
-    place_M: Tensor,
-    heads: int,
-    clusters: int,
-    length: int,
-) -> MemberLists:
+def lists_of_places(place_M: Tensor, heads: int, clusters: int, length: int) -> MemberLists:
     """Return lists of members, from the places of their scores in the flat scores `[X, C, N]`."""
     # Without positions there are no places to divide.
     length = max(1, length)
@@ -193,11 +185,7 @@ def moments(score_XCN: Tensor) -> Tensor:
     return torch.stack([sum_XC, square_sum_XC])
 
 
-def best_members(
-    score_XCN: Tensor,
-    margin_XC: Tensor,
-    window: int,
-) -> Tensor:
+def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     """Return the places in the flat scores of the `window` best positions of each cluster, ascending.
 
     NaN counts as the lowest score.
@@ -215,11 +203,7 @@ def best_members(
     return place_XCW.flatten()
 
 
-def sums_of_lists(
-    x_BHND: Tensor,
-    lists: MemberLists,
-    backend: str,
-) -> Tensor:
+def sums_of_lists(x_BHND: Tensor, lists: MemberLists, backend: str) -> Tensor:
     """Return the sum of the vectors of the members of each list, `[L, D]`; `x` is not empty."""
     D = x_BHND.shape[-1]
     x_RD = x_BHND.reshape(-1, D)
@@ -324,11 +308,7 @@ class Newcomers(NamedTuple):
 
 
 @torch.no_grad()
-def arrivals(
-    centroid_HCD: Tensor,
-    x_BHND: Tensor,
-    window: int,
-) -> Arrivals:
+def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     """Return the positions that become members of each cluster, and when each is replaced.
 
     Position i reads the members j <= i that have not been replaced at i or before.
@@ -384,11 +364,7 @@ def arrival_lists(
     return MemberLists(row_J[order_M], count_L), leaves_M
 
 
-def newcomers(
-    best: PrefixTopK,
-    score_LQ: Tensor,
-    first: int,
-) -> list[Newcomers]:
+def newcomers(best: PrefixTopK, score_LQ: Tensor, first: int) -> list[Newcomers]:
     """Offer a piece of positions, which starts at `first`, to all lists; return the new members.
 
     The bar never decreases. So only scores above the bar before the piece are candidates. In each

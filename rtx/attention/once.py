@@ -85,11 +85,7 @@ def packed_on_device(packed: MemberLists, device: torch.device) -> MemberLists:
     return MemberLists(packed.row_M.to(device), packed.count_L.to(device))
 
 
-def derived_once(
-    part: RangeReads,
-    name: str,
-    make: Callable[[], Any],
-) -> Any:
+def derived_once(part: RangeReads, name: str, make: Callable[[], Any]) -> Any:
     """Return `make()`, and store it in `part.derived` for later calls, unless that is None.
 
     Args:

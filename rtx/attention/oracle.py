@@ -88,13 +88,7 @@ def dense(
     return out_ND, weight_CNN
 
 
-def logits(
-    q_ND: Tensor,
-    k_ND: Tensor,
-    distance_NN: Tensor,
-    terms: LogitTerms,
-    head: int,
-) -> Tensor:
+def logits(q_ND: Tensor, k_ND: Tensor, distance_NN: Tensor, terms: LogitTerms, head: int) -> Tensor:
     """Return the logits of one head, `[N, N]`; `rtx.attention.engine.softmax` has the formula."""
     products_NN = q_ND @ k_ND.T
     if terms.relative is not None:
@@ -110,11 +104,7 @@ def logits(
     return logits_NN
 
 
-def weights(
-    logits_NN: Tensor,
-    mask_CNN: Tensor,
-    merge: str,
-) -> Tensor:
+def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str) -> Tensor:
     """Return the weight of each key in each list for each query, `[C, N, N]`.
 
     The weights of a query sum to 1, or to 0 where it reads nothing.

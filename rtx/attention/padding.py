@@ -80,11 +80,7 @@ def by_rows(x_BHND: Tensor) -> Tensor:
     return x_BNHD.flatten(0, 1)
 
 
-def scattered(
-    out_JHD: Tensor,
-    row_J: Tensor,
-    shape: torch.Size,
-) -> Tensor:
+def scattered(out_JHD: Tensor, row_J: Tensor, shape: torch.Size) -> Tensor:
     """Return the outputs at their rows, and zeros in all others, `[B, H, N, D]`.
 
     Args:
@@ -126,11 +122,7 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
     return groups, row_J
 
 
-def real_parts(
-    x_BHND: Tensor,
-    row_J: Tensor,
-    groups: list[Group],
-) -> list[Tensor]:
+def real_parts(x_BHND: Tensor, row_J: Tensor, groups: list[Group]) -> list[Tensor]:
     """Return the vectors of each group's sequences at its real positions, `[B, H, N, D]` each."""
     x_RHD = by_rows(x_BHND)
     x_JHD = x_RHD[row_J]

@@ -106,12 +106,7 @@ class Pattern(nn.Module, ABC):
         self.attend_self = attend_self
 
     @abstractmethod
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """Return which keys each position reads in each list of a head, `[C, N, N]`, bool.
 
         This defines the pattern, for the first sequence of the batch. It is written for clarity,
@@ -175,11 +170,7 @@ class Pattern(nn.Module, ABC):
     ) -> Stream:
         """Return a new stream, at position 0; the arguments are those of `forward`."""
 
-        def inputs(
-            q_BHND: Tensor,
-            k_BHND: Tensor | None,
-            first: int,
-        ) -> QueriesKeys:
+        def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
 
         read_prompt = partial(self.read_prompt, rotate=rotate, relative=relative)
@@ -315,11 +306,7 @@ class Pattern(nn.Module, ABC):
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
 
-def rotated(
-    x_BHND: Tensor,
-    rotate: Rotate | None,
-    first: int,
-) -> Tensor:
+def rotated(x_BHND: Tensor, rotate: Rotate | None, first: int) -> Tensor:
     """Return `rotate(x_BHND, first)`, or the vectors themselves for None."""
     if rotate is None:
         return x_BHND
@@ -328,11 +315,7 @@ def rotated(
     return rotated_BHND
 
 
-def in_type(
-    dtype: torch.dtype,
-    wide_BHND: Tensor,
-    narrow_BHND: Tensor | None,
-) -> Tensor:
+def in_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -> Tensor:
     """Return the vectors in a type: the narrow ones if they are of it, else the wide ones cast."""
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND

@@ -61,6 +61,10 @@ class PositionLists(NamedTuple):
         return int(number.max()) + 1
 
 
+RENAMED = {"spreads": "position_lists", "keeps": "cache_size"}
+"""Former names of optional methods. Without this check a pattern that has them would run, slowly."""
+
+
 class PositionPattern(Pattern):
     """A pattern that chooses by position alone, defined in three steps; the first is enough.
 
@@ -81,6 +85,12 @@ class PositionPattern(Pattern):
     last_form: Hashable | None = None
     """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for former, name in RENAMED.items():
+            if former in vars(cls):
+                raise ValueError(f"{cls.__name__}.{former} is never called: rename it to {name}")
+
     @abstractmethod
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether the query at i reads the key at j, for j <= i.
@@ -96,12 +106,7 @@ class PositionPattern(Pattern):
         """
         return None
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         N = qk.q_BHND.shape[2]
         position_N = torch.arange(N, device=qk.q_BHND.device) - qk.memory
         mask_NN = self.pairs(head, position_N)
@@ -168,12 +173,7 @@ class PositionPattern(Pattern):
             return parts
         return without_self(parts, B * H * N)
 
-    def index_of_pairs(
-        self,
-        B: int,
-        H: int,
-        position_N: Tensor,
-    ) -> IndexReads:
+    def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
         """Return the pairs of `sees`, which is evaluated for all of them, as an index."""
         N = len(position_N)
         device = position_N.device
@@ -199,12 +199,7 @@ class PositionPattern(Pattern):
         return PositionCache(self, relative, self.cache_size)
 
 
-def ranges_of(
-    lists: PositionLists,
-    B: int,
-    H: int,
-    memory: int,
-) -> RangeReads:
+def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
     """Return lists of N positions as packed lists of rows.
 
     Args:
@@ -384,13 +379,7 @@ class Fixed(PositionPattern):
             (block // c)) columns before the end of the block.
     """
 
-    def __init__(
-        self,
-        *,
-        block: int,
-        summary: int,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
         super().__init__(**options)
         check_positive(block=block)
         check_within("summary", summary, block, "block")
@@ -417,12 +406,7 @@ class Fixed(PositionPattern):
         blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
         return [blocks, self.summaries(position_N, heads, block_N * self.block)]
 
-    def summaries(
-        self,
-        position_N: Tensor,
-        heads: int,
-        until_N: Tensor,
-    ) -> PositionLists:
+    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
         """Return one list of all summary columns.
 
         Args:
@@ -477,12 +461,7 @@ class PositionCache(RowCache):
         super().__init__(partial(pattern.terms, relative=relative), ring)
         self.pattern = pattern
 
-    def decode(
-        self,
-        qk: QueriesKeys,
-        v_BH1D: Tensor,
-        position: int,
-    ) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         H, slots = k_BHSD.shape[1:3]
         filled = min(slots, position + 1)
@@ -506,12 +485,7 @@ class PositionCache(RowCache):
         read_1H1S = read_HS[None, :, None]
         return self.attend(qk, k_BHSD, v_BHSD, read_1H1S, distance_111S)
 
-    def slots_read(
-        self,
-        position_S: Tensor,
-        slot: int,
-        heads: int,
-    ) -> Tensor:
+    def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
         """Return which slots the newest position reads, `[H, S]`, bool.
 
         Args:

@@ -138,11 +138,7 @@ def finite_number(score: float) -> float:
     return min(max(score, -LARGEST), LARGEST)
 
 
-def equal_to_best(
-    score_C: list[float],
-    margin: float,
-    clusters: list[int],
-) -> list[int]:
+def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> list[int]:
     """Return the clusters that count as equal to the best of some clusters, ascending.
 
     Sorted by score, each differs from the one before it by at most the margin.
@@ -232,12 +228,7 @@ class Probed(TopKeys):
 
     # The rule.
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         q_ND = qk.rotated_q_BHND[0, head]
         k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)
@@ -258,12 +249,7 @@ class Probed(TopKeys):
             mask_NN[i, read] = True
         return mask_NN[None]
 
-    def best_by_rule(
-        self,
-        q_D: Tensor,
-        k_ND: Tensor,
-        position_A: list[int],
-    ) -> list[int]:
+    def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_A: list[int]) -> list[int]:
         """Return the positions of a query's W best candidates."""
         k_AD = k_ND[position_A]
         logit_A = q_D @ k_AD.T
@@ -334,12 +320,7 @@ class Probed(TopKeys):
             parts = [*parts, self.late_part(q_BHND, k_BHND, reach)]
         return parts
 
-    def late_part(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor,
-        reach: Reach,
-    ) -> RangeReads:
+    def late_part(self, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
         """Return the lists of clusters, by torch's operations."""
         inputs = (self.centroids.centroid_HCD, q_BHND, k_BHND, reach)
         if not is_static(q_BHND, self.backend):
@@ -352,12 +333,7 @@ class Probed(TopKeys):
             members = collect_members(*inputs, room + lacking)
         return lists_with_room(members, self.clusters, N, reach)
 
-    def triton_part(
-        self,
-        q_BHND: Tensor,
-        files: triton_probing.Files,
-        reach: Reach,
-    ) -> RangeReads:
+    def triton_part(self, q_BHND: Tensor, files: triton_probing.Files, reach: Reach) -> RangeReads:
         """Return all lists, by our kernels for GPUs."""
         B, H, N, _ = q_BHND.shape
         centroid_HCD = self.centroids.centroid_HCD
@@ -530,12 +506,7 @@ class ProbedCache(GrowingCache):
         minus_one_X1 = torch.full_like(newest_cluster_X1, -1)
         return count_XC.scatter_add(-1, newest_cluster_X1, minus_one_X1)
 
-    def best_slots(
-        self,
-        q_X1D: Tensor,
-        slot_XA: Tensor,
-        length: int,
-    ) -> Tensor:
+    def best_slots(self, q_X1D: Tensor, slot_XA: Tensor, length: int) -> Tensor:
         """Return the slots of the query's W best candidates, `[X, 1, W]`; -1 for none.
 
         Args:

@@ -33,11 +33,7 @@ from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, pa
 from rtx.attention.top_keys import last_readable
 
 
-def early_lists(
-    shape: torch.Size,
-    reach: Reach,
-    device: torch.device,
-) -> list[Reads]:
+def early_lists(shape: torch.Size, reach: Reach, device: torch.device) -> list[Reads]:
     """Return the lists of early positions, which are cached for each shape.
 
     Args:
@@ -68,12 +64,7 @@ def make_early_lists(
     return [members_read(lists, lists, length, max(1, early), attend_self)]
 
 
-def native_lists(
-    centroid_HCD: Tensor,
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    reach: Reach,
-) -> RangeReads:
+def native_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
     """Return all lists, made by the compiled kernel for CPUs."""
     N = q_BHND.shape[2]
     early = early_count(reach, N)
@@ -120,12 +111,7 @@ def triton_lists(
 # order of their numbers are in the order of lists, and within a list in the order of positions.
 
 
-def dynamic_lists(
-    centroid_HCD: Tensor,
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    reach: Reach,
-) -> RangeReads:
+def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
     """Return the lists of clusters, of the exact length: every query member is real."""
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
@@ -225,12 +211,7 @@ def collect_members(
     return Members(number_P1[:room], torch.cat(counts), count_1, keys)
 
 
-def lists_with_room(
-    members: Members,
-    clusters: int,
-    length: int,
-    reach: Reach,
-) -> RangeReads:
+def lists_with_room(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
     """Return lists with room, and what kernels read of them.
 
     Query members after the last real one belong to no row. Their ranges are empty, and start after

@@ -151,11 +151,7 @@ class IndexReads(NamedTuple):
 Reads = RangeReads | IndexReads
 
 
-def pack(
-    list_BHN: Tensor,
-    lists: int,
-    complete: bool = False,
-) -> MemberLists:
+def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
     """Return packed lists, from the number of the list that each position belongs to.
 
     Args:

@@ -40,12 +40,7 @@ class Stream:
         """The numbers of sequences and heads; None: nothing has been read yet."""
 
     @torch.no_grad()
-    def prefill(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-    ) -> Tensor:
+    def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
         """Return the outputs `[B, H, N, D]` of the first N positions, read in one pass.
 
         Raises:
@@ -64,12 +59,7 @@ class Stream:
         return out_BHND
 
     @torch.no_grad()
-    def decode(
-        self,
-        q_BH1D: Tensor,
-        k_BH1D: Tensor | None,
-        v_BH1D: Tensor,
-    ) -> Tensor:
+    def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
         """Return the output `[B, H, 1, D]` of the next position.
 
         Raises:

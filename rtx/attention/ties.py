@@ -37,11 +37,7 @@ UNITS = 64
 few units. Up to D = 128 a margin is below 1e-4 standard deviations of the scores."""
 
 
-def tie_margin(
-    norm: Tensor,
-    other_norm: Tensor | float,
-    dtype: torch.dtype,
-) -> Tensor:
+def tie_margin(norm: Tensor, other_norm: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return the margin within which dot products count as equal, from the norms of both factors.
 
     Args:
@@ -63,11 +59,7 @@ def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
 # The choices among lists of numbers, which the rules of patterns call.
 
 
-def best(
-    score_N: list[float],
-    margin_N: list[float],
-    count: int,
-) -> list[int]:
+def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
     """Return the places of the `count` best scores, or of all if there are fewer.
 
     Args:
@@ -118,11 +110,7 @@ def highest_clusters(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
     return reaches_XCN.to(torch.uint8).argmax(-2)
 
 
-def best_places(
-    score: Tensor,
-    count: int,
-    margin: Callable[[Tensor], Tensor],
-) -> Tensor:
+def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the places of the `count` best scores along the last dimension, in any order.
 
     If there are fewer, all places. The CPU waits for a GPU here; `static_selection.best_places`
@@ -157,12 +145,7 @@ def best_places(
     return place
 
 
-def earliest(
-    score_RN: Tensor,
-    last_R1: Tensor,
-    margin_R1: Tensor,
-    count: int,
-) -> Tensor:
+def earliest(score_RN: Tensor, last_R1: Tensor, margin_R1: Tensor, count: int) -> Tensor:
     """Return the places `[R, count]` of the best scores, of equal ones the earliest.
 
     Args:

@@ -33,12 +33,7 @@ from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
 
 
-def best_keys(
-    score_NN: Tensor,
-    margin_NN: Tensor,
-    window: int,
-    attend_self: bool,
-) -> Tensor:
+def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool: the best ones up to its position.
 
     Args:
@@ -80,13 +75,7 @@ class TopKeys(Pattern):
         ValueError: a window below 1.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int,
-        qk_norm: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, window: int, qk_norm: bool = False, **options: Any) -> None:
         super().__init__(**options)
         check_positive(window=window)
         self.window = window
@@ -125,12 +114,7 @@ class TopKeys(Pattern):
         """
         return product_margins(query, key)
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         query_NE = self.choice_queries(qk)[0, head]
         key_NE = self.choice_keys(qk)[0, head]
         score_NN = query_NE @ key_NE.T
@@ -167,12 +151,7 @@ class TopKeys(Pattern):
         B, H, N, _ = qk.q_BHND.shape
         return pieces(N, B * H * scores)
 
-    def chosen_keys(
-        self,
-        query_BHQE: Tensor,
-        key_BHNE: Tensor,
-        positions: slice,
-    ) -> Tensor:
+    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
 
         Args:
@@ -265,12 +244,7 @@ class GrowingCache(RowCache):
         super().__init__(terms)
         self.pattern = pattern
 
-    def put(
-        self,
-        qk: QueriesKeys,
-        v_BHND: Tensor,
-        first: int,
-    ) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         self.put_choice(qk, first)
         return super().put(qk, v_BHND, first)
 
@@ -279,12 +253,7 @@ class GrowingCache(RowCache):
         key_BHNE = self.pattern.choice_keys(qk)
         self.choice_BHSE = place(self.choice_BHSE, key_BHNE, first)
 
-    def decode(
-        self,
-        qk: QueriesKeys,
-        v_BH1D: Tensor,
-        position: int,
-    ) -> Tensor:
+    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         slot_BH1K = self.chosen_slots(qk, position)
         slot_BHK1 = slot_BH1K.mT.clamp(min=0)

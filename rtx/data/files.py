@@ -132,11 +132,7 @@ def identity_of(paths: Iterable[Path]) -> list[int | str]:
     return [len(lines), text_sha256("".join(lines))]
 
 
-def walk(
-    root: Path,
-    skipped: Sequence[str] = (),
-    leave_out: Path | None = None,
-) -> list[Path]:
+def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None) -> list[Path]:
     """Return the files below `root`, ordered by path components.
 
     Hidden files and folders, folders named in `skipped`, and the folder `leave_out` are left out.

@@ -79,13 +79,7 @@ def check_folders(folder: Path, work: Path) -> None:
         refuse_link(path)
 
 
-def write_store(
-    work: Path,
-    source: Source,
-    data: DataConfig,
-    options: str,
-    report: Report,
-) -> None:
+def write_store(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
     """Write all files of a store into `work`, the record last; finished splits stay."""
     import datasets
 

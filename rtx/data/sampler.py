@@ -124,13 +124,7 @@ class ContiguousStreams:
     remaining tokens precede the ring. Nothing else is random.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        length: int,
-        seed: int,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int) -> None:
         total = len(tokens)
         self.tokens = TokenArray(tokens)
         self.length = length

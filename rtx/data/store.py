@@ -103,13 +103,7 @@ class Store(ABC):
 class DamagedStore(UserError):
     """A store on disk whose files or record are not as recorded, or cannot be read."""
 
-    def __init__(
-        self,
-        options: str,
-        path: Path | str,
-        expected: str,
-        actual: object,
-    ) -> None:
+    def __init__(self, options: str, path: Path | str, expected: str, actual: object) -> None:
         self.damage = f"{path}: damaged: expected {expected}, found {actual}"
         super().__init__(f"{self.damage}; to rebuild the store: rtx data prepare {options}")
 

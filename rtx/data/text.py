@@ -114,12 +114,7 @@ def library_files() -> list[Path]:
     return [path for path in walk(folder, NOT_LIBRARY) if path.suffix == ".py"]
 
 
-def byte_range(
-    paths: Sequence[Path],
-    sizes: Sequence[int],
-    start: int,
-    stop: int,
-) -> Pieces:
+def byte_range(paths: Sequence[Path], sizes: Sequence[int], start: int, stop: int) -> Pieces:
     """Yield bytes `[start, stop)` of files, as `line_pieces` does; a file is a document."""
     offset = 0
     for path, size in zip(paths, sizes, strict=True):

@@ -35,11 +35,7 @@ MAX_LOG_PERPLEXITY = 700
 """exp of more than this is beyond float64."""
 
 
-def read_as_released(
-    store: Store,
-    split: str,
-    length: int,
-) -> tuple[np.ndarray, str]:
+def read_as_released(store: Store, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, and what that leaves out.
 
     Args:
@@ -120,12 +116,7 @@ def far_measures(score: Score) -> dict[str, Any]:
     return {"bits_far_repeated": bits, "far_repeated": float(units / score.units)}
 
 
-def text_measures(
-    store: Store,
-    split: str,
-    score: Score,
-    released: bool,
-) -> dict[str, Any]:
+def text_measures(store: Store, split: str, score: Score, released: bool) -> dict[str, Any]:
     """Return the score of a whole split of a text per byte and per word, if it has such a count."""
     result: dict[str, Any] = {}
     # Words account neither for the bytes between them nor for those within.
@@ -154,12 +145,7 @@ class Words(NamedTuple):
     """Whether published perplexities are over the same number."""
 
 
-def words_scored(
-    store: Store,
-    split: str,
-    units: int,
-    released: bool,
-) -> Words | None:
+def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
     """Return how many words a score of a whole split is over; None if it has no words."""
     published = {}
     if store.name in SETS:

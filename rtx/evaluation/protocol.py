@@ -104,11 +104,7 @@ class Reading(NamedTuple):
     released: str = ""
 
 
-def sees_future(
-    values: Values,
-    mode: str = "parallel",
-    ablate: str = "none",
-) -> bool:
+def sees_future(values: Values, mode: str = "parallel", ablate: str = "none") -> bool:
     """Tell whether the score of some token may depend on later tokens."""
     return mode == "parallel" and looks_ahead(values, ablate)
 
@@ -209,11 +205,7 @@ def with_protocol(
     )
 
 
-def windows_scored(
-    values: Values,
-    protocol: Protocol,
-    units: int,
-) -> int | None:
+def windows_scored(values: Values, protocol: Protocol, units: int) -> int | None:
     """Return how many windows made a closing score; None of data whose answers alone are scored."""
     if protocol.windows:
         return protocol.windows

@@ -23,11 +23,7 @@ class Window(NamedTuple):
     first: int
 
 
-def windows(
-    units: int,
-    length: int,
-    stride: int | None = None,
-) -> list[Window]:
+def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
     """Return windows that together score each unit of a split once.
 
     Each window scores the units that no earlier window scored. The last one ends with the split. A
@@ -46,11 +42,7 @@ def windows(
     return cut
 
 
-def sample_windows(
-    windows: Sequence[Any],
-    count: int | None,
-    seed: int = 0,
-) -> Sequence[Any]:
+def sample_windows(windows: Sequence[Any], count: int | None, seed: int = 0) -> Sequence[Any]:
     """Return `count` of the windows in their order, drawn by a seed, or all if there are fewer."""
     if count is None or count >= len(windows):
         return windows

@@ -19,11 +19,7 @@ MEMBER_SEED = 1_000_003
 selection=random."""
 
 
-def ablate(
-    model: Transformer,
-    config: Config,
-    how: str,
-) -> None:
+def ablate(model: Transformer, config: Config, how: str) -> None:
     """Replace the routing heads of a model in place, if it has any.
 
     With "local" and "random", queries and keys are normalised and scaled as before, so that only
@@ -55,12 +51,7 @@ def silence(group: HeadGroup, attention: MultiheadAttention) -> None:
     columns[groups.index(group)].zero_()
 
 
-def substitute_for(
-    group: HeadGroup,
-    config: Config,
-    layer: int,
-    how: str,
-) -> Pattern:
+def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pattern:
     """Return the pattern that replaces the one of routing heads."""
     routed = group.pattern
     routing = config.routing
@@ -105,13 +96,7 @@ class LocalSubstitute(Local):
 class RandomSubstitute(Random):
     """Random heads that prepare queries and keys as the heads that they replace."""
 
-    def __init__(
-        self,
-        replaced: Pattern,
-        heads: int,
-        clusters: int,
-        **options: Any,
-    ) -> None:
+    def __init__(self, replaced: Pattern, heads: int, clusters: int, **options: Any) -> None:
         super().__init__(heads, clusters, **options)
         self._prepare = replaced.prepare
 

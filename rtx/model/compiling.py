@@ -51,12 +51,7 @@ class CompiledLoss:
         with torch._dynamo.config.patch(COMPILER_OPTIONS):
             return self.compiled(*arguments, **named)
 
-    def make_lists(
-        self,
-        device: torch.device,
-        *arguments: Any,
-        **named: Any,
-    ) -> None:
+    def make_lists(self, device: torch.device, *arguments: Any, **named: Any) -> None:
         """Fill the cache of lists that follow from shapes alone, if these shapes are new.
 
         torch.compile cannot trace how lists are made, but treats cached lists as constants.

@@ -66,13 +66,7 @@ class HeadGroup(nn.Module):
         heads: H.
     """
 
-    def __init__(
-        self,
-        name: str,
-        heads: int,
-        config: Config,
-        layer: int,
-    ) -> None:
+    def __init__(self, name: str, heads: int, config: Config, layer: int) -> None:
         super().__init__()
         self.name = name
         self.heads = heads
@@ -188,22 +182,12 @@ class HeadStream:
         self.before_BHSD: Tensor | None = None
         """The last keys, which the key mix reads at the next position."""
 
-    def prefill(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-    ) -> Tensor:
+    def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
         """Return the outputs `[B, H, N, D]` of the first N positions."""
         q_BHND, k_BHND, self.before_BHSD = self.group.queries_and_keys(q_BHND, k_BHND)
         return self.stream.prefill(q_BHND, k_BHND, v_BHND)
 
-    def decode(
-        self,
-        q_BH1D: Tensor,
-        k_BH1D: Tensor | None,
-        v_BH1D: Tensor,
-    ) -> Tensor:
+    def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
         """Return the output `[B, H, 1, D]` of the next position."""
         q_BH1D, k_BH1D, self.before_BHSD = self.group.queries_and_keys(
             q_BH1D, k_BH1D, self.before_BHSD
@@ -211,12 +195,7 @@ class HeadStream:
         return self.stream.decode(q_BH1D, k_BH1D, v_BH1D)
 
 
-def make_pattern(
-    name: str,
-    heads: int,
-    config: Config,
-    layer: int,
-) -> Pattern:
+def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return the heads of a group.
 
     Args:
@@ -236,12 +215,7 @@ def make_pattern(
     return make(name, heads, config, layer)
 
 
-def make_base(
-    name: str,
-    heads: int,
-    config: Config,
-    layer: int,
-) -> Pattern:
+def make_base(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return heads of one of rtx's patterns of model.base."""
     model = config.model
     common = common_options(config)
@@ -290,12 +264,7 @@ def make_base(
     raise AssertionError(name)
 
 
-def make_selection(
-    name: str,
-    heads: int,
-    config: Config,
-    layer: int,
-) -> Pattern:
+def make_selection(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return heads of one of rtx's patterns of routing.selection."""
     routing = config.routing
     size = head_size(config)
@@ -342,11 +311,7 @@ def make_selection(
     raise AssertionError(name)
 
 
-def make_centroids(
-    heads: int,
-    config: Config,
-    threshold_rate: float = 0.0,
-) -> Centroids:
+def make_centroids(heads: int, config: Config, threshold_rate: float = 0.0) -> Centroids:
     """Return the centroids of routing heads."""
     routing = config.routing
     keys = routing.keys
@@ -406,13 +371,7 @@ def layer_seed(config: Config, layer: int) -> int:
     return config.seed * 1_000 + layer
 
 
-def make_registered(
-    name: str,
-    maker: Any,
-    heads: int,
-    config: Config,
-    layer: int,
-) -> Pattern:
+def make_registered(name: str, maker: Any, heads: int, config: Config, layer: int) -> Pattern:
     """Return the pattern that an extension makes.
 
     Args:

@@ -18,13 +18,7 @@ class KeyMix(nn.Module):
             1: no convolution.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        size: int,
-        shift: int,
-        width: int,
-    ) -> None:
+    def __init__(self, heads: int, size: int, shift: int, width: int) -> None:
         super().__init__()
         self.shift = shift
         self.width = width
@@ -55,12 +49,7 @@ class KeyMix(nn.Module):
         B, H, _, D = k_BHND.shape
         return k_BHND.new_zeros(B, H, self.shift + self.width - 1, D)
 
-    def convolve(
-        self,
-        longer_BHKD: Tensor,
-        taps_HDK: Tensor,
-        N: int,
-    ) -> Tensor:
+    def convolve(self, longer_BHKD: Tensor, taps_HDK: Tensor, N: int) -> Tensor:
         """Return the causal convolution of N positions, `[B, H, N, D]`."""
         products = []
         for first, tap_HD in enumerate(taps_HDK.to(longer_BHKD.dtype).unbind(-1)):

@@ -60,12 +60,7 @@ def fused_mean_nats(
     return loss
 
 
-def token_nats(
-    hidden_BNE: Tensor,
-    weight_VE: Tensor,
-    bias_V: Tensor,
-    target_BN: Tensor,
-) -> Tensor:
+def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
     """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`."""
 
     def nats(hidden_RE: Tensor, target_R: Tensor) -> Tensor:
@@ -148,12 +143,7 @@ class Bands(nn.Module):
         factor: the width of a band divided by that of the next; the first has width E.
     """
 
-    def __init__(
-        self,
-        ends: Sequence[int],
-        hidden: int,
-        factor: int,
-    ) -> None:
+    def __init__(self, ends: Sequence[int], hidden: int, factor: int) -> None:
         super().__init__()
         self.ranges = list(itertools.pairwise([0, *ends]))
         tables = []

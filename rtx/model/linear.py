@@ -23,12 +23,7 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
         return F.linear(x.to_mkldnn(), weight_OI, bias_O).to_dense()
 

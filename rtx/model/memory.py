@@ -25,12 +25,7 @@ class Compression(nn.Module):
     By a convolution, their mean, or their maximum (Rae et al., section 3).
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        rate: int,
-        kind: str,
-    ) -> None:
+    def __init__(self, hidden: int, rate: int, kind: str) -> None:
         super().__init__()
         self.rate = rate
         self.kind = kind
@@ -77,12 +72,7 @@ class MemoryBlock(Block):
         branch_BNE, loss = self.attention(normed_BKE, streaming, memory_length)
         return self.after_attention(x_BNE, branch_BNE), loss
 
-    def compression_loss(
-        self,
-        x_BNE: Tensor,
-        old_BOE: Tensor,
-        compressed_BCE: Tensor,
-    ) -> Tensor:
+    def compression_loss(self, x_BNE: Tensor, old_BOE: Tensor, compressed_BCE: Tensor) -> Tensor:
         """Return how far attention over compressed positions is from attention over the old ones.
 
         It is the mean square over all heads, by content alone (Rae et al., Algorithm 2). Only

@@ -136,11 +136,7 @@ class MultiheadAttention(nn.Module):
         return self.join(outputs)
 
 
-def matrix_distance(
-    query_FE: Tensor,
-    key_FE: Tensor,
-    size: int,
-) -> Tensor:
+def matrix_distance(query_FE: Tensor, key_FE: Tensor, size: int) -> Tensor:
     """Return the mean over heads of the infinity norm of W_Q - W_K.
 
     It is the largest sum, over the outputs of a head, of the absolute differences of all weights of

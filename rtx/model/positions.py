@@ -43,13 +43,7 @@ held_angles: dict[Hashable, Angles] = {}
 """A cache of the last angles, which all layers share. torch.compile can read a dictionary."""
 
 
-def angles(
-    size: int,
-    first: int,
-    count: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Angles:
+def angles(size: int, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Angles:
     """Return cosines and signed sines of `count` positions from `first` on, `[count, size]`.
 
     The sines of the first half of the columns are negative.
@@ -80,11 +74,7 @@ def make_angles(
         return torch.cat([cos_NF, cos_NF], dim=-1), torch.cat([-sin_NF, sin_NF], dim=-1)
 
 
-def drawn_table(
-    rows: int,
-    columns: int,
-    deviation: float = TABLE_DEVIATION,
-) -> nn.Parameter:
+def drawn_table(rows: int, columns: int, deviation: float = TABLE_DEVIATION) -> nn.Parameter:
     """Return a table of normally distributed values."""
     return nn.Parameter(torch.randn(rows, columns) * deviation)
 
@@ -116,13 +106,7 @@ class SinusoidKeys(nn.Module):
         dropout: on the sinusoids.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        clamp: int | None,
-        dropout: float,
-    ) -> None:
+    def __init__(self, hidden: int, heads: int, clamp: int | None, dropout: float) -> None:
         super().__init__()
         self.clamp = clamp
         self.dropout = dropout

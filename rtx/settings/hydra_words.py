@@ -156,6 +156,7 @@ def function_values(key: str, text: str, names: Collection[str]) -> FunctionValu
     if isinstance(value, IntervalSweep):
         return FunctionValues((str(value.start), str(value.end)), is_interval=True)
     if not parsed.is_sweep_override():
+        # The value before conversion: the public value() drops quotes.
         return FunctionValues((text_of(parsed._value),), is_sweep=False)
     if isinstance(value, Glob):
         values = tuple(value.filter(list(names)))
@@ -239,4 +240,5 @@ def read_job(word: str) -> tuple[str, str]:
     key = key.lstrip("+")
     if is_function(value) or len(split_values(value)) > 1:
         return key, in_quotes(value)
+    # The value before conversion, see `function_values`.
     return key, text_of(parse(word)._value)

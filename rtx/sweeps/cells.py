@@ -67,6 +67,7 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 
 def grid_jobs(checked: Sequence[Override]) -> list[Job]:
     """Return every combination of the listed values, experiment by experiment."""
+    # Hydra has no public name for its own sweeper, whose grid this is.
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

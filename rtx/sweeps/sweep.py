@@ -57,6 +57,7 @@ from rtx.sweeps.slurm import submitter
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
 
+# Hydra names its default sweeper so in its configuration.
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 GRID = "hydra_plugins.rtx_sweeps.GridSweeper"
 """The sweeper that takes every combination; any other draws values by the scores of earlier cells.
@@ -153,6 +154,7 @@ def refuse_for_sweeper(checked: Sequence[Override], task: Sweep) -> None:
 
 def run_sweeper(config: DictConfig, task: Sweep) -> None:
     """Let the sweeper of a configuration run the cells of a sweep."""
+    # HydraContext needs it, and Hydra has no public name for it.
     from hydra._internal.callbacks import Callbacks
     from hydra.core.plugins import Plugins
     from hydra.types import HydraContext, RunMode

@@ -192,3 +192,11 @@ print(packed_attention.refusal(x, x, LogitTerms(1.0)))
 def test_imports_without_triton() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
     assert done.stdout == "Triton is not installed\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("spreads", "position_lists"), ("keeps", "cache_size")]
+)
+def test_a_pattern_with_a_former_name_of_a_method_is_refused(former: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"Mine.{former} is never called: rename it to {name}"):
+        type("Mine", (Local,), {former: None})

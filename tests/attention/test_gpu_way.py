@@ -21,6 +21,7 @@ from rtx.attention.room import make_room
 from rtx.model.compiling import COMPILER_OPTIONS, compile_loss
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
+from rtx.settings.names import SELECTIONS
 from rtx.training.hardware import has_compiler
 from tests.helpers.cases import Case, drawn, gradients, run
 
@@ -218,17 +219,6 @@ def meta_step(words: str, compiled: bool = False, dtype: torch.dtype | None = No
     assert model.embedding.start_S.grad is not None
 
 
-SELECTIONS = (
-    "causal",
-    "topk",
-    "nearest",
-    "random",
-    "exact",
-    "blocks",
-    "blocks_random",
-    "indexer",
-    "probed",
-)
 BASES = ("full", "local", "strided", "fixed", "fixed_block", "lsh", "adaptive_span")
 MODELS = (
     *(

@@ -52,12 +52,7 @@ def combine(partials: list[Partial], rows: int) -> Tensor:
 
 
 @torch.library.custom_op("rtx::combined", mutates_args=())
-def combined(
-    row_S: Tensor,
-    sum_S: Tensor,
-    outs: list[Tensor],
-    rows: int,
-) -> tuple[Tensor, Tensor]:
+def combined(row_S: Tensor, sum_S: Tensor, outs: list[Tensor], rows: int) -> tuple[Tensor, Tensor]:
     """Return the outputs of rows `[R, D]`, and the share of each member in them `[S]`.
 
     Args:

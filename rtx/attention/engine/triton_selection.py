@@ -140,12 +140,7 @@ def nearest_by_kernel(
 
 
 @nearest_by_kernel.register_fake
-def _(
-    centroid_HCD: Tensor,
-    x_BHND: Tensor,
-    margin_HC: Tensor,
-    as_lists: bool,
-) -> Tensor:
+def _(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor, as_lists: bool) -> Tensor:
     dtype = list_type(lists_of(centroid_HCD, x_BHND)) if as_lists else torch.int32
     return x_BHND.new_empty(x_BHND.shape[:3], dtype=dtype)
 

@@ -10,11 +10,7 @@ Result = dict[str, Any]
 """What is recorded. `picture`, a PNG, becomes a file of its own."""
 
 
-def whole_windows(
-    store: Store,
-    split: str,
-    length: int,
-) -> Sequence[Window]:
+def whole_windows(store: Store, split: str, length: int) -> Sequence[Window]:
     """Return windows of a split in which every unit is scored.
 
     Units after the last of them are left out. A split below `length` is one window.

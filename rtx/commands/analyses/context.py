@@ -31,11 +31,7 @@ GAINS = (
 )
 
 
-def context(
-    run: LoadedRun,
-    store: Store,
-    options: ContextOptions,
-) -> Result:
+def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Compute and print the loss by position, and with ever less context."""
     config = run.config
     tokens = store.split(options.split)

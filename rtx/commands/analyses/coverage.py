@@ -32,11 +32,7 @@ KEYS = Column("keys", "keys read", 1)
 OF_ALL = Column("of all", "of all weight", 3)
 
 
-def coverage(
-    run: LoadedRun,
-    store: Store,
-    options: CoverageOptions,
-) -> Result:
+def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
     """Fit the clusters of selections, measure what they retain, and print it."""
     config = with_values(run.config, {"seed": options.seed, "trainer.steps": options.steps})
     tokens_KN = tokens_of_sample(store, options, config.data.length)
@@ -64,11 +60,7 @@ def coverage(
     return {**result, "picture": draw_curves(result["rows"])}
 
 
-def tokens_of_sample(
-    store: Store,
-    options: CoverageOptions,
-    length: int,
-) -> Tensor:
+def tokens_of_sample(store: Store, options: CoverageOptions, length: int) -> Tensor:
     """Return the windows that are measured, `[K, N]`."""
     cut = whole_windows(store, options.split, length)
     chosen = sample_windows(cut, options.windows, options.seed)
@@ -76,11 +68,7 @@ def tokens_of_sample(
     return tokens_KN
 
 
-def patterns_of_layers(
-    config: Config,
-    sizes: list[int],
-    block: int,
-) -> nn.ModuleList:
+def patterns_of_layers(config: Config, sizes: list[int], block: int) -> nn.ModuleList:
     """Return the selections of every layer, none for a layer without full heads."""
     patterns = nn.ModuleList()
     for layer in range(config.model.layers):
@@ -98,11 +86,7 @@ def full_layers(config: Config) -> list[str]:
     return titles
 
 
-def print_coverage(
-    result: Result,
-    layers: list[str],
-    windows: int,
-) -> None:
+def print_coverage(result: Result, layers: list[str], windows: int) -> None:
     """Print the weight beyond the window, and the share of it that each selection retains."""
     columns_of_layers = [Column(layer, layer, 3) for layer in layers]
     print(f"share of full heads' weight that lies {result['window']} or more positions back")
@@ -115,11 +99,7 @@ def print_coverage(
     print_table(rows, columns)
 
 
-def check_window(
-    window: int,
-    length: int,
-    split: str,
-) -> None:
+def check_window(window: int, length: int, split: str) -> None:
     """Raise UserError if no key of a window of the split is beyond the local window."""
     if window >= length:
         units = f"the {length} units of split {split}"
@@ -133,12 +113,7 @@ def sizes_around(keys: int, length: int) -> list[int]:
     return sorted({min(length, max(1, size)) for size in sizes})
 
 
-def fit_to_training(
-    run: LoadedRun,
-    store: Store,
-    config: Config,
-    patterns: nn.ModuleList,
-) -> None:
+def fit_to_training(run: LoadedRun, store: Store, config: Config, patterns: nn.ModuleList) -> None:
     """Fit centroids and thresholds of the patterns to training batches; the model stays."""
     for micro_batches in RtxDataModule(config, store).train_dataloader():
         tokens_BN = torch.cat(micro_batches).long()
@@ -170,11 +145,7 @@ def weight_beyond(weight_LK: np.ndarray, layers: list[str]) -> Result:
     return beyond
 
 
-def rows_of_selections(
-    retained_SLKZ3: np.ndarray,
-    layers: list[str],
-    keys: int,
-) -> list[Result]:
+def rows_of_selections(retained_SLKZ3: np.ndarray, layers: list[str], keys: int) -> list[Result]:
     """Return what each selection retains at `keys` keys, by layers and at all sizes.
 
     The selection that retains most comes first.

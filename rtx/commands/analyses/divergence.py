@@ -14,11 +14,7 @@ from rtx.report.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 
-def divergence(
-    run: LoadedRun,
-    store: Store,
-    options: DivergenceOptions,
-) -> Result:
+def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
     """Compute and print divergences by layer, and as a mean over the layers."""
     length = run.config.data.length
     chosen = sampled_windows(store, options.split, length, options.sequences, options.seed)

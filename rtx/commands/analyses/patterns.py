@@ -34,11 +34,7 @@ COLUMNS = (
 a position on itself."""
 
 
-def patterns(
-    run: LoadedRun,
-    store: Store,
-    options: PatternsOptions,
-) -> Result:
+def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     """Compute what each head of a layer reads, print a table, and draw a map for each head."""
     layer = options.layer
     if layer is None:
