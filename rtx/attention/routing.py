@@ -99,13 +99,7 @@ class Routing(ClusterPattern):
             1e-4; Roy et al. 2021 does not mention it.
     """
 
-    def __init__(
-        self,
-        centroids: Centroids,
-        *,
-        commitment: float = 0.0,
-        **options: Any,
-    ) -> None:
+    def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
         has_keys = centroids.keys != "shared"
         super().__init__(has_keys=has_keys, window=centroids.window, **options)
         check_number("commitment", commitment, "finite and at least 0", is_rate)
@@ -140,12 +134,7 @@ class Routing(ClusterPattern):
 
     # The rule.
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         members = []
         for side, score_CN in enumerate(self.scores_of_head(qk, head)):
             margin_C = self.margins(score_CN)[head]
@@ -166,13 +155,7 @@ class Routing(ClusterPattern):
         return scores
 
     @abstractmethod
-    def members_by_rule(
-        self,
-        score_CN: Tensor,
-        margin_C: Tensor,
-        side: int,
-        head: int,
-    ) -> Tensor:
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
         """Return for each cluster of a head which positions are members, `[C, N]`, bool."""
 
     # The batch form.
@@ -200,12 +183,7 @@ class Routing(ClusterPattern):
         return members
 
     @abstractmethod
-    def select_dynamic(
-        self,
-        x_BHND: Tensor,
-        side: int,
-        with_nearest: bool,
-    ) -> SideMembers:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         """Return the members of one side, in lists whose lengths depend on the scores."""
 
     @abstractmethod
@@ -284,12 +262,7 @@ class Routing(ClusterPattern):
         """Whether centroids are updated with their nearest positions, not with their members."""
         return self.centroids.update_rule != "members"
 
-    def add_statistics(
-        self,
-        members: SideMembers,
-        x_BHND: Tensor,
-        side: int,
-    ) -> None:
+    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
         """Add the statistics of one side to those of the centroids.
 
         Members for which a list had no room are counted, but their vectors are not summed.
@@ -337,12 +310,7 @@ class Routing(ClusterPattern):
         lists = MemberLists(selection.row_M, selection.count_L)
         return SideMembers(lists, lists.count_L, nearest, selection.moment_2BHC)
 
-    def static_members(
-        self,
-        x_BHND: Tensor,
-        threshold_HC: Tensor | None,
-        room: int,
-    ) -> Selected:
+    def static_members(self, x_BHND: Tensor, threshold_HC: Tensor | None, room: int) -> Selected:
         """Return the members of one side in static shapes.
 
         Args:
@@ -426,11 +394,7 @@ def side_members(selected: Selected) -> SideMembers:
     return SideMembers(lists, selected.count_L, selected=selected)
 
 
-def best_of_prefixes(
-    score_CN: Tensor,
-    margin_C: Tensor,
-    window: int,
-) -> Tensor:
+def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     """Return the members of each cluster in each prefix, `[C, N, N]`, bool.
 
     Element `[c, i, j]` is true if position j is a member of cluster c among the positions 0 to i.
@@ -490,12 +454,7 @@ class TopK(Routing):
 
     # The rule.
 
-    def rule(
-        self,
-        qk: QueriesKeys,
-        head: int,
-        streaming: bool,
-    ) -> Tensor:
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         if not streaming:
             return super().rule(qk, head, streaming)
         members = []
@@ -508,13 +467,7 @@ class TopK(Routing):
         joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
         return key_CNN & joins_CN[:, :, None]
 
-    def members_by_rule(
-        self,
-        score_CN: Tensor,
-        margin_C: Tensor,
-        side: int,
-        head: int,
-    ) -> Tensor:
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         for c, score_N in enumerate(score_CN.tolist()):
             margin = float(margin_C[c])
@@ -530,12 +483,7 @@ class TopK(Routing):
             return [self.prefix_reads(qk)]
         return super().reads(qk, streaming)
 
-    def select_dynamic(
-        self,
-        x_BHND: Tensor,
-        side: int,
-        with_nearest: bool,
-    ) -> SideMembers:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         return self.dynamic_members(x_BHND, None, with_nearest)
 
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
@@ -622,12 +570,7 @@ class TopK(Routing):
         best_keys = cache.best[-1]
         return best_keys.members(C, N)
 
-    def clusters_of_next(
-        self,
-        qk: QueriesKeys,
-        position: int,
-        cache: TopKCache,
-    ) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: TopKCache) -> Joins:
         centroid_HCD = self.centroids.centroid_HCD
         scores = []
         for x_BH1D in self.clustered(qk):
@@ -696,13 +639,7 @@ class Thresholds(Routing):
 
     # The rule.
 
-    def members_by_rule(
-        self,
-        score_CN: Tensor,
-        margin_C: Tensor,
-        side: int,
-        head: int,
-    ) -> Tensor:
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         threshold_C = self.centroids.thresholds()[side][head]
         above_CN = score_CN - threshold_C[:, None]
@@ -716,12 +653,7 @@ class Thresholds(Routing):
 
     # The batch form.
 
-    def select_dynamic(
-        self,
-        x_BHND: Tensor,
-        side: int,
-        with_nearest: bool,
-    ) -> SideMembers:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         threshold_HC = self.centroids.thresholds()[side]
         return self.dynamic_members(x_BHND, threshold_HC, with_nearest)
 
@@ -752,12 +684,7 @@ class Thresholds(Routing):
         room_of_head = min(self.room_factor * expected, C * N)
         return B * H * room_of_head
 
-    def add_statistics(
-        self,
-        members: SideMembers,
-        x_BHND: Tensor,
-        side: int,
-    ) -> None:
+    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
         if members.selected is not None:
             self.lost_members.add_(members.selected.lost)
             functions = selection_functions(x_BHND, self.backend)
@@ -767,12 +694,7 @@ class Thresholds(Routing):
 
     # The stream.
 
-    def clusters_of_next(
-        self,
-        qk: QueriesKeys,
-        position: int,
-        cache: ClusterCache,
-    ) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         joins = []
         for side, x_BH1D in enumerate(self.clustered(qk)):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
@@ -788,13 +710,7 @@ class Nearest(Routing):
 
     # The rule.
 
-    def members_by_rule(
-        self,
-        score_CN: Tensor,
-        margin_C: Tensor,
-        side: int,
-        head: int,
-    ) -> Tensor:
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         margins = margin_C.tolist()
         for i, score_C in enumerate(score_CN.T.tolist()):
@@ -804,12 +720,7 @@ class Nearest(Routing):
 
     # The batch form.
 
-    def select_dynamic(
-        self,
-        x_BHND: Tensor,
-        side: int,
-        with_nearest: bool,
-    ) -> SideMembers:
+    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
         cluster_BHN = self.nearest_clusters(x_BHND)
         lists = self.pack_clusters(cluster_BHN)
         return SideMembers(lists, lists.count_L)
@@ -825,12 +736,7 @@ class Nearest(Routing):
 
     # The stream.
 
-    def clusters_of_next(
-        self,
-        qk: QueriesKeys,
-        position: int,
-        cache: ClusterCache,
-    ) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         joins = []
         for x_BH1D in self.clustered(qk):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
