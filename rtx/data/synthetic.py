@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rtx.data.sampler import Sampler, SyntheticSampler
+from rtx.data.sets import MADE
 from rtx.data.store import Answers, FoundAnswers, Store
 from rtx.errors import UserError
 from rtx.settings.schema import Config, DataConfig
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 TRAIN = 0
 VALID = 1
 TEST = 2
+ANY_LENGTH = ("length", "sequences")
+"""Settings that change no rule of a task."""
 HELD_OUT = {"valid": VALID, "test": TEST}
 
 
@@ -147,6 +150,17 @@ class SyntheticStore(Store):
         for tokens in self.held_out.values():
             digest.update(tokens.astype("<u2").tobytes())
         return digest.hexdigest()
+
+
+def is_same_task(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two descriptions of stores are of one task, whose sequences may differ in length."""
+    if one["name"] not in MADE or one["name"] != other["name"]:
+        return False
+    settings = []
+    for description in (one, other):
+        source = description["source"]
+        settings.append({key: source[key] for key in source if key not in ANY_LENGTH})
+    return settings[0] == settings[1]
 
 
 def hashed(header: bytes, count: int) -> np.ndarray:

@@ -318,13 +318,17 @@ class CheckpointRecord(Record):
 
 
 class EvaluationRecord(ScoreRecord):
-    """A score by `rtx eval`, a file of eval/."""
+    """A score by `rtx eval`, a file of eval/.
+
+    `trained_length`: units of a sequence of training, where windows may have another length.
+    """
 
     checkpoint: CheckpointRecord
     data: DataRecord
     own_data: bool
     precision: str = ""
     read_as: str = "whole"
+    trained_length: int | None = None
     seed: int | None = None
     split_units: int | None = None
     memory: tuple[str, ...] = ()
