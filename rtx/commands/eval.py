@@ -18,6 +18,7 @@ from rtx.evaluation.protocol import (
     further_lines,
     memory_phrases,
     protocol_of,
+    routes,
     score_record,
 )
 from rtx.evaluation.scores import Score
@@ -53,6 +54,8 @@ def main(request: Request) -> int:
         say(note)
     records = []
     for config in request.configs:
+        for note in notes_on_windows(config, request.trained_length):
+            say(note)
         record = evaluate(request, config)
         keep(request.run, record)
         records.append(record)
@@ -117,6 +120,18 @@ def note_on_end(folder: Path) -> str:
     if state == "running":
         return f"note: the run is still running, {place}"
     return f"note: the run is not done: {state} {place}; rtx resume {shown(folder)} goes on"
+
+
+def notes_on_windows(config: Config, trained_length: int | None) -> list[str]:
+    """Return a line for each window that is as wide as sequences of another length than trained."""
+    length = config.data.length
+    if length == trained_length:
+        return []
+    widths = {"model.window": config.model.window}
+    if routes(flat(to_dict(config))):
+        widths["routing.window"] = config.routing.window
+    same = f"as wide as a sequence, as it was in training ({trained_length})"
+    return [f"note: {key}={width}: {same}" for key, width in widths.items() if width == length]
 
 
 def evaluation_of(

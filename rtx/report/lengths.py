@@ -11,7 +11,7 @@ from rtx.report.score_rows import Row, rows_by_protocol
 from rtx.report.tables import Column, Table
 from rtx.runs.records import EvaluationRecord, Protocol, ScoreRecord
 
-DEPTH = "depth of the needle in the window, in %"
+DEPTH = "depth of what the answer repeats, in % of the window"
 
 
 def tables_of_run(records: Sequence[EvaluationRecord]) -> list[Table]:
@@ -38,7 +38,7 @@ def tables_of_run(records: Sequence[EvaluationRecord]) -> list[Table]:
         Column("bits", f"bits/{unit}", 4),
         Column("error", "std. error", 4),
         Column("percent", "accuracy, %", 1),
-        Column("chance", "chance, %", 1),
+        Column("chance", "chance, %", 2),
         Column("far", "bits, far-repeated", 4),
     ]
     where = records[0].protocol.where
