@@ -8,6 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from rtx.data.catalog import made_store
+from rtx.data.long_context import LongContextStore
 from rtx.data.synthetic import TEST, TRAIN, VALID, chance_bits, chance_of
 from rtx.errors import UserError
 from rtx.settings.compose import compose_data
@@ -30,11 +31,7 @@ CHAIN = replace(TRACKING, pairs=8, hops=4, queries=2)
 COUNTING = replace(NEEDLES, name="counting")
 TASKS = (NEEDLES, SEVERAL, TRACKING, CHAIN, COUNTING)
 SMALLEST = replace(NEEDLES, length=4, pairs=1, keys=1, distance=0, queries=1)
-FINGERPRINTS = {
-    "needles": "",
-    "tracking": "",
-    "counting": "",
-}
+FINGERPRINTS = "976251f37fc0 4e86cc62c844 b5aba3d62008 435deca4b766 4ac798edb395"  # of TASKS
 DRAWN = 1_500
 
 each_task = pytest.mark.parametrize(
@@ -42,9 +39,16 @@ each_task = pytest.mark.parametrize(
 )
 
 
+def store_of(task: DataConfig) -> LongContextStore:
+    """Return the store of a task."""
+    store = made_store(task)
+    assert isinstance(store, LongContextStore)
+    return store
+
+
 def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return sequences `[count, N]`, and positions, distances and hops of answers `[count, A]`."""
-    store = made_store(task)
+    store = store_of(task)
     tokens = np.stack([store.sequence(0, index) for index in range(count)]).astype(np.int64)
     found = store.find_answers(torch.from_numpy(tokens))
     return tokens, [fact_BA.numpy() for fact_BA in found]
@@ -71,7 +75,7 @@ def origin(sequence: list[int], position: int, task: DataConfig) -> tuple[int, i
     "task", [*TASKS, SMALLEST], ids=lambda task: f"{task.name}-{task.length}-{task.hops}"
 )
 def test_a_program_that_reads_the_prompt_answers_everything(task: DataConfig) -> None:
-    store = made_store(task)
+    store = store_of(task)
     tokens, (position_KA, distance_KA, hops_KA) = drawn(task, 200)
     assert tokens.max() < store.vocabulary
     per_question = task.needle_values if task.name == "needles" else 1
@@ -88,7 +92,7 @@ def test_a_program_that_reads_the_prompt_answers_everything(task: DataConfig) ->
 
 @each_task
 def test_the_last_tokens_before_the_questions_are_filler(task: DataConfig) -> None:
-    store = made_store(task)
+    store = store_of(task)
     tokens, (position_KA, distance_KA, _) = drawn(task, 300)
     first_filler = store.keys + task.values
     question = position_KA[:, 0].min() - 1
@@ -130,7 +134,7 @@ def test_counts_are_those_of_a_zeta_distribution() -> None:
 def test_chance_is_what_neither_the_unit_before_nor_the_position_can_beat(
     task: DataConfig,
 ) -> None:
-    store = made_store(task)
+    store = store_of(task)
     tokens, (position_KA, _, _) = drawn(task)
     chance = chance_of(store.answer_values)
     half = DRAWN // 2
@@ -148,16 +152,16 @@ def test_chance_is_what_neither_the_unit_before_nor_the_position_can_beat(
 
 
 def test_the_chance_of_counting_is_among_the_values_that_are_left() -> None:
-    assert made_store(COUNTING).answer_values == (8, 7, 6)
+    assert store_of(COUNTING).answer_values == (8, 7, 6)
     assert chance_of((8, 7, 6)) == pytest.approx((1 / 8 + 1 / 7 + 1 / 6) / 3)
     assert chance_bits((8, 2)) == 2
-    assert made_store(NEEDLES).answer_values == (8,)
+    assert store_of(NEEDLES).answer_values == (8,)
 
 
 @each_task
 def test_a_sequence_is_a_function_of_its_split_seed_and_number(task: DataConfig) -> None:
-    store = made_store(task)
-    again = made_store(task)
+    store = store_of(task)
+    again = store_of(task)
     assert (store.sequence(2**32 - 1, 10**12) == again.sequence(2**32 - 1, 10**12)).all()
     first = store.sequence(1, 2)
     others = ((1, 3, TRAIN), (2, 2, TRAIN), (1, 2, VALID), (1, 2, TEST))
@@ -172,16 +176,14 @@ def test_a_sequence_is_a_function_of_its_split_seed_and_number(task: DataConfig)
 
 
 def test_the_data_sets_stay_as_they_are_and_settings_name_them() -> None:
-    found = {}
-    for name in FINGERPRINTS:
-        found[name] = made_store(compose_data([f"data={name}"])).fingerprint[:12]
-    assert found == FINGERPRINTS
+    found = [store_of(task).fingerprint[:12] for task in TASKS]
+    assert found == FINGERPRINTS.split()
     for task in TASKS:
-        store = made_store(task)
+        store = store_of(task)
         assert store.settings["name"] == task.name
         for name in store.settings:
             if name != "name":
-                other = made_store(replace(task, **{name: 2 * getattr(task, name)}))
+                other = store_of(replace(task, **{name: 2 * getattr(task, name)}))
                 assert other.settings != store.settings
 
 
