@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rtx.data.sets import MADE
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Score
-from rtx.report.score_rows import Row, rows_by_protocol
+from rtx.report.score_rows import Row, row_key, rows_by_protocol
 from rtx.report.tables import Column, Table
 from rtx.runs.records import EvaluationRecord, Protocol, ScoreRecord
 
 DEPTH = "depth of what the answer repeats, in % of the window"
+NAMES = (Column("heads", "heads"), Column("sees_future", "sees future"))
+"""The first columns of a table of several runs."""
 
 
 def tables_of_run(records: Sequence[EvaluationRecord]) -> list[Table]:
@@ -48,11 +51,17 @@ def tables_of_run(records: Sequence[EvaluationRecord]) -> list[Table]:
     return [scores, table] if table else [scores]
 
 
+def sight(row: Row) -> str:
+    """Return whether selection could see the future, for a cell of a table."""
+    return "yes" if row.sees_future else "no"
+
+
 def percent(share: float | None) -> float | None:
+    """Return a share in percent."""
     return None if share is None else 100 * share
 
 
-def depths(record: ScoreRecord | Any) -> dict[str, float]:
+def depths(record: ScoreRecord) -> dict[str, float]:
     """Return the accuracy of a score in percent, by the depth in percent."""
     return {f"at {depth}": 100 * share for depth, (share, _) in record.accuracy_by_depth.items()}
 
@@ -87,6 +96,8 @@ def tables_by_length(cells: Sequence[Cell]) -> list[Table]:
 def any_length(protocol: Protocol) -> tuple[str, str]:
     """Return the protocol in words, without its length and what follows from that; and its unit."""
     parts = [protocol.where, *protocol.stamps]
+    if protocol.data not in MADE:
+        parts.append(f"data fingerprint {protocol.fingerprint[:12]}")
     if protocol.windows is not None:
         parts.append("samples of windows")
     if protocol.stride != protocol.length:
@@ -104,11 +115,12 @@ def length_table(where: str, unit: str, by_length: Mapping[int, Sequence[Row]]) 
     if len(by_length) < 2:
         return None
     lengths = sorted(by_length)
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[Any, dict[str, Any]] = {}
     has_answers = False
     for length in lengths:
         for row in by_length[length]:
-            entry = entries.setdefault(row.name, {"heads": row.name})
+            key = row_key(row.config, row.cells[0].folder)
+            entry = entries.setdefault(key, {"heads": row.name, "sees_future": sight(row)})
             accuracies = accuracies_of(row.scores)
             values = accuracies or [score.bits for score in row.scores]
             has_answers = has_answers or bool(accuracies)
@@ -117,7 +129,7 @@ def length_table(where: str, unit: str, by_length: Mapping[int, Sequence[Row]]) 
                 entry[f"half {length}"] = half_interval(values)
                 entry["trained"] = row.config.get("data.length")
     digits = 1 if has_answers else 4
-    columns = [Column("heads", "heads"), Column("trained", "trained at")]
+    columns = [*NAMES, Column("trained", "trained at")]
     for length in lengths:
         columns.append(Column(str(length), f"{length:,}", digits, f"half {length}"))
     measure = "accuracy in %" if has_answers else f"bits/{unit}"
@@ -140,9 +152,10 @@ def rows_by_depth(where: str, by_length: Mapping[int, Sequence[Row]]) -> Table |
         for row in rows:
             of_scores = [depths(score.record) for score in row.scores]
             keys = dict.fromkeys(key for one in of_scores for key in one)
-            entry: dict[str, Any] = {"heads": row.name, "length": length}
+            entry: dict[str, Any] = {"heads": row.name, "sees_future": sight(row)}
+            entry["length"] = length
             for key in keys:
                 entry[key] = mean([one[key] for one in of_scores if key in one])
             entries.append(entry)
-    names = [Column("heads", "heads"), Column("length", "length")]
+    names = [*NAMES, Column("length", "length")]
     return depth_table(f"Accuracy in %, by {DEPTH}: {where}", names, entries)
