@@ -160,7 +160,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     length = chosen[0].stop - chosen[0].start
     candidates: list[Sequence[int]] = [range(length)]
     if store.answers is not None:
-        at_KA, _ = store.answers(read_windows(tokens, chosen)[0])
+        at_KA = store.answers(read_windows(tokens, chosen)[0]).position_BA
         candidates = [at_A[at_A >= 0].tolist() for at_A in at_KA]
     most = min(options.positions, *map(len, candidates))
     positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])

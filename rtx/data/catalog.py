@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from rtx.data.files import disk_errors, disk_size, text_sha256
+from rtx.data.long_context import LongContextStore
 from rtx.data.preparation import build_store
-from rtx.data.recall import RecallStore
-from rtx.data.sets import MADE, SETS, Report, Source
+from rtx.data.sets import LONG_CONTEXT, MADE, SETS, Report, Source
 from rtx.data.store import (
     FORMAT,
     DamagedStore,
@@ -25,6 +25,7 @@ from rtx.data.store import (
     open_store,
     read_record,
 )
+from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.settings.fields import imported
@@ -49,7 +50,7 @@ def data_root() -> Path:
 
 
 def check_source(data: DataConfig, root: Path, report: Report = print) -> Source | None:
-    """Return what a store is made from; None for recall tasks.
+    """Return what a store is made from; None for a set that is made on the fly.
 
     UserError where the source is missing or unreadable.
     """
@@ -66,6 +67,11 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> Source
             rule = "for one image is one sequence"
             raise UserError(f"data.length={data.length}: expected {length}, {rule}")
     return source
+
+
+def made_store(data: DataConfig) -> SyntheticStore:
+    """Return the store of a set that is made on the fly."""
+    return imported(MADE[data.name])(data)
 
 
 def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:
@@ -129,7 +135,7 @@ def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     """
     source = check_source(data, root, report)
     if source is None:
-        return RecallStore(data)
+        return made_store(data)
     folder = store_folder(data, root, source)
     if not folder.exists():
         return prepare_data(data, root, report, source)
@@ -148,7 +154,7 @@ def prepare_data(
     """
     source = source or check_source(data, root, report)
     if source is None:
-        return RecallStore(data)
+        return made_store(data)
     folder = store_folder(data, root, source)
     options = options_of(data)
     with disk_errors(root):
@@ -175,14 +181,29 @@ def reason_to_build(folder: Path, options: str) -> str:
 def find_data(data: DataConfig, root: Path) -> Store:
     """Return the store of `data`, which must exist; UserError where it does not."""
     if data.name in MADE:
-        return RecallStore(data)
+        return made_store(data)
     return open_store(store_folder(data, root), options_of(data))
 
 
 def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Compare every byte of a store with its recorded checksums; UserError for a missing store."""
+    """Compare every byte of a store with its recorded checksums; UserError for a missing store.
+
+    Of a long-context task every answer is derived from its prompt instead.
+    """
+    if data.name in LONG_CONTEXT:
+        return verify_answers(data, report)
     store = open_store(store_folder(data, root), options_of(data), verify=True)
     report(f"{store.folder}: every byte as recorded; fingerprint {store.fingerprint}")
+    return store
+
+
+def verify_answers(data: DataConfig, report: Report) -> Store:
+    """Derive every held-out answer of a long-context task from its prompt, and return its store."""
+    store = made_store(data)
+    assert isinstance(store, LongContextStore)
+    for split in HELD_OUT:
+        answers = store.solved(split)
+        report(f"data={data.name}: all {answers:,} answers of {split} follow from their prompts")
     return store
 
 
@@ -190,7 +211,7 @@ def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different tokens; UserError for words of a text without a store."""
     kinds = SETS[data.name].kinds
     if data.name in MADE:
-        return RecallStore(data).vocabulary
+        return made_store(data).vocabulary
     if data.tokenizer == "bytes":
         return 256
     if data.tokenizer == "sentencepiece":

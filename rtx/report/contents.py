@@ -12,6 +12,7 @@ from rtx.errors import UserError, plural, printable
 from rtx.report.certainty import certainty
 from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergence
 from rtx.report.headline import Answer, answer
+from rtx.report.lengths import tables_by_length
 from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
 from rtx.report.run_records import Cell, Collection, collect
@@ -60,6 +61,7 @@ def build(found: Collection, title: str) -> Report:
             made.append(add_times(report, kinds, records))
     if not found.cells:
         report.headline = "No scores here: step times alone."
+    report.tables += tables_by_length(found.cells)
     report.tables += [
         divergence_view(cell, one) for cell in found.cells if (one := newest_divergence(cell))
     ]

@@ -389,6 +389,12 @@ def figures_of(measures: Measures) -> dict[str, float]:
             figures[name.replace("_", " ")] = value
     for value, (share, _) in measures.accuracy_by_distance.items():
         figures[f"accuracy, distance {value}"] = share
+    if len(measures.accuracy_by_depth) > 1:
+        for value, (share, _) in measures.accuracy_by_depth.items():
+            figures[f"accuracy, depth {value}%"] = share
+    if len(measures.accuracy_by_hops) > 1:
+        for value, (share, _) in measures.accuracy_by_hops.items():
+            figures[f"accuracy, hops {value}"] = share
     for value, (share, _) in measures.accuracy_by_pairs.items():
         figures[f"accuracy, pairs {value}"] = share
     return figures

@@ -83,10 +83,12 @@ def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[
     """
     scored = [(cell, scores_of(cell, cells)) for cell in cells]
     every = [score.protocol for _, scores in scored for score in scores]
+    trained = {cell.final.protocol.length for cell in cells if cell.final}
     order = sorted(
         set(every),
         key=lambda p: (
             p.ablate != "none",
+            p.length not in trained,
             -every.count(p),
             p.split != "test",
             p.mode != "parallel",
