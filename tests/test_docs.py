@@ -116,3 +116,8 @@ def test_every_file_that_the_page_on_extending_names_exists() -> None:
     named = re.findall(r"`((?:rtx|tests|docs|conf)/[\w./]+)`", steps)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_tables_of_the_page_on_speed_are_those_of_the_records() -> None:
+    text = runpy.run_path(str(DOCS / "speed.py"))["text"]
+    assert (DOCS / "speed.md").read_text(encoding="utf-8") == text(), "run python docs/speed.py"
