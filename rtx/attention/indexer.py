@@ -19,6 +19,7 @@ piece, K keys of a query.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -78,6 +79,19 @@ class Indexer(TopKeys):
         """The number in `steps`, so that the CPU need not wait for a GPU to learn it; None: not
         yet copied from there."""
         self.register_load_state_dict_post_hook(Indexer.forget_step_count)
+
+    def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
+        """Return q_i P_q / sqrt(E) and k_j P_k, one position after the other."""
+        query_DE = self.query_HDE[head]
+        key_DE = self.key_HDE[head]
+        E = query_DE.shape[1]
+        queries = []
+        keys = []
+        for q_D, k_D in zip(qk.q_BHND[0, head], qk.k_BHND[0, head], strict=True):
+            query_E = query_DE.T @ q_D
+            queries.append(query_E / math.sqrt(E))
+            keys.append(key_DE.T @ k_D)
+        return torch.stack(queries), torch.stack(keys)
 
     def choice_queries(self, qk: QueriesKeys) -> Tensor:
         q_BHND = qk.q_BHND.detach()

@@ -115,12 +115,19 @@ class TopKeys(Pattern):
         return product_margins(query, key)
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        query_NE = self.choice_queries(qk)[0, head]
-        key_NE = self.choice_keys(qk)[0, head]
+        query_NE, key_NE = self.vectors_by_rule(qk, head)
         score_NN = query_NE @ key_NE.T
-        margin_NN = self.tie_margins(query_NE[:, None], key_NE)
+        margin_NN = product_margins(query_NE[:, None], key_NE)
         most = self.max_keys(len(key_NE))
         return best_keys(score_NN, margin_NN, most, self.attend_self)
+
+    def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
+        """Return what the rule compares for the queries and keys of a head, `[N, E]` each.
+
+        A subclass that compares other vectors computes them here in the plainest way, without
+        `choice_queries` and `choice_keys`. Then tests compare two computations.
+        """
+        return qk.rotated_q_BHND[0, head], qk.rotated_k_BHND[0, head]
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
