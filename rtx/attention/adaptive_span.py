@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_number, check_positive
 from rtx.attention.cache import Cache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.pairs import window_pairs
 from rtx.attention.positional import ContiguousPattern, PositionCache
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
@@ -119,6 +120,10 @@ class AdaptiveSpan(ContiguousPattern):
         total = span_H.sum()
         weighted = self.cost * total
         return weighted / heads
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the number of pairs of the longest span, which the span of a head never exceeds."""
+        return window_pairs(length, self.window)
 
     @torch.no_grad()
     def after_step(self) -> None:

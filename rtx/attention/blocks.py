@@ -278,8 +278,30 @@ class Blocks(TopKeys):
         gate_BHQ2 = gate_BHQ2.to(out_BHQD.dtype)
         return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * other_BHQD
 
+    def pairs_of_head(self, length: int) -> float:
+        """Return the pairs in open blocks and in chosen ones; a mean of a block is one more key."""
+        positions_of_open_block = torch.arange(length) % self.block + 1
+        pairs = int(positions_of_open_block.sum())
+        pairs += self.block * finished_blocks(length, self.block, self.count)
+        if self.gate_H2D is not None:
+            pairs += finished_blocks(length, self.block, length)
+        return float(pairs)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        return 2.0 * size * finished_blocks(length, self.block, length)
+
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return BlockCache(self, relative)
+
+
+def finished_blocks(length: int, block: int, most: int) -> int:
+    """Return the number of finished blocks of each position, at most `most`, summed over all N.
+
+    Args:
+        length, block: N and b.
+    """
+    finished_N = torch.arange(length) // block
+    return int(finished_N.clamp(max=most).sum())
 
 
 class RandomBlocks(Blocks):
@@ -326,6 +348,9 @@ class RandomBlocks(Blocks):
         return float(number)
 
     def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
+        return 0.0
+
+    def choice_operations(self, length: int, size: int) -> float:
         return 0.0
 
 

@@ -25,6 +25,7 @@ from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
 from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
+from rtx.attention.pairs import triangle
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
@@ -223,6 +224,9 @@ class Random(ClusterPattern):
         is_inside_BHCM = is_inside_HCM.expand(row_BHCM.shape)
         count_BHC = is_inside_BHCM.sum(-1)
         return MemberLists(row_BHCM[is_inside_BHCM], count_BHC.flatten())
+
+    def pairs_of_head(self, length: int) -> float:
+        return self.clusters * triangle(min(self.window, length))
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         B = len(qk.q_BHND)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive
+from rtx.attention.pairs import triangle
 from rtx.attention.precision import widened
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
 from rtx.attention.recompute import recomputed
@@ -138,6 +139,12 @@ class Indexer(TopKeys):
         if self.dense:
             return length
         return min(self.window, length)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of the projections of queries and keys, and of all scores."""
+        E = self.query_HDE.shape[-1]
+        projections = 2 * size * length
+        return 2.0 * E * (triangle(length) + projections)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         if not self.dense:

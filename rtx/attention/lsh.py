@@ -41,6 +41,7 @@ from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.pairs import window_pairs
 from rtx.attention.pattern import Prepared
 from rtx.attention.pieces import piece_size, pieces
 from rtx.attention.precision import no_autocast, wide_type, widened
@@ -257,6 +258,15 @@ class Lsh(ClusterPattern):
         first_of_head_M = head_M * N
         chunk_M = (number_M - first_of_head_M) // chunk
         return first_of_head_M + (chunk_M - 1) * chunk
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the pairs of all rounds, as if no pair were read in two of them."""
+        pairs_of_bucket = window_pairs(length / self.buckets, self.window)
+        return self.rounds * self.buckets * pairs_of_bucket
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of one product for each bucket and its opposite together."""
+        return float(self.rounds * self.buckets * size * length)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)

@@ -27,6 +27,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
+from rtx.attention.pairs import triangle
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.stream import Stream
@@ -154,6 +155,24 @@ class Pattern(nn.Module, ABC):
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the auxiliary loss, zero for most patterns; `parts` is the result of `reads`."""
         return qk.q_BHND.new_zeros((), dtype=wide_type(qk.q_BHND.dtype))
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return how many pairs (query, key) a head reads in a sequence of N = `length` positions.
+
+        Plans count operations by it. Where it depends on content it is an estimate; clusters count
+        as equally filled. This default is an upper bound, all pairs of full attention.
+        """
+        return triangle(length)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations by which a head chooses the keys of a sequence; 0: by position.
+
+        Multiplications and additions count as one operation each, for plans.
+
+        Args:
+            length, size: N and D.
+        """
+        return 0.0
 
     def after_step(self) -> None:
         """Update tensors that the optimizer does not train, after each step, on every rank."""

@@ -23,6 +23,7 @@ from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.once import made_once
+from rtx.attention.pairs import count_pairs
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import (
     IndexReads,
@@ -120,13 +121,35 @@ class PositionPattern(Pattern):
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
-        device = qk.q_BHND.device
-        make = partial(self.make_reads, B, H, N, qk.memory)
+        return self.reads_of_shape((B, H, N), qk.memory, qk.q_BHND.device)
+
+    def reads_of_shape(
+        self,
+        shape: tuple[int, int, int],
+        memory: int,
+        device: torch.device,
+    ) -> list[Reads]:
+        """Return the result of `reads`, from the cache after the first call for a shape.
+
+        Args:
+            shape: B, H and N.
+        """
+        make = partial(self.make_reads, *shape, memory)
         form = self.form()
         if form is None:
             return [*make(device)]
-        key = (type(self), form, B, H, N, qk.memory)
+        key = (type(self), form, *shape, memory)
         return [*made_once(key, device, make)]
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the number of pairs of head 0, counted."""
+        return self.counted_pairs(length, memory=0)
+
+    def counted_pairs(self, length: int, memory: int) -> float:
+        """Return the number of pairs of head 0 whose queries are at N positions after a memory."""
+        shape = (1, 1, memory + length)
+        parts = self.reads_of_shape(shape, memory, torch.device("cpu"))
+        return float(count_pairs(parts))
 
     def form(self) -> Hashable | None:
         """Return the options that `reads` depends on, besides shapes, as a key for `made_once`.
@@ -344,6 +367,10 @@ class Recurrent(ContiguousPattern):
             return i + 1 - self.memory
         segment = i // self.length
         return segment * self.length - self.memory
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the number of pairs of head 0 after a full memory."""
+        return self.counted_pairs(length, self.memory)
 
 
 class Strided(PositionPattern):

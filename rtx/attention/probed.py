@@ -76,6 +76,7 @@ from rtx.attention.inverted_file import (
 )
 from rtx.attention.key_centroids import KeyCentroids
 from rtx.attention.members import products, sums_of_lists
+from rtx.attention.pairs import window_pairs
 from rtx.attention.precision import widened
 from rtx.attention.probed_lists import (
     collect_members,
@@ -439,6 +440,15 @@ class Probed(TopKeys):
             return self.files.packed()
         cluster_BHN = clusters_of(self.centroids.centroid_HCD, k_BHND)
         return pack(cluster_BHN, self.clusters, complete=True)
+
+    # Costs.
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of products with centroids, of keys and of queries, and candidates."""
+        products_of_head = 2.0 * length * self.clusters
+        if self.candidates is not None:
+            products_of_head += window_pairs(length, self.candidates)
+        return 2 * size * products_of_head
 
     # The stream.
 

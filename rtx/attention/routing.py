@@ -51,6 +51,7 @@ from rtx.attention.members import (
     products,
     sums_of_lists,
 )
+from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     Holes,
@@ -383,6 +384,18 @@ class Routing(ClusterPattern):
         centroid_HCD = centroid_HCD.to(x_BHND.dtype)
         nearest_BHND = centroid_HCD[head_H1, nearest_BHN]
         return (x_BHND - nearest_BHND).square().mean()
+
+    # Costs.
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        return C * triangle(min(self.window, length))
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of all scores, and of the projection of vectors, if there is one."""
+        C = self.centroids.centroid_HCD.shape[1]
+        products_of_position = {"shared": C, "separate": 2 * C, "projected": C + size}
+        return 2.0 * size * length * products_of_position[self.centroids.keys]
 
 
 def side_members(selected: Selected) -> SideMembers:
@@ -733,6 +746,10 @@ class Nearest(Routing):
     def follows_nearest(self) -> bool:
         """False: the members of a cluster already are its nearest positions."""
         return False
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        return C * window_pairs(length / C, self.window)
 
     # The stream.
 

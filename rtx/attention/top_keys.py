@@ -25,6 +25,7 @@ from rtx.attention.arguments import check_positive
 from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.members import normalise_twice, products
+from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.pieces import pieces
 from rtx.attention.precision import wide_type
@@ -197,6 +198,13 @@ class TopKeys(Pattern):
             return margin_BHQ[..., None]
 
         return best_places(score_BHQN, count, margin, self.backend)
+
+    def pairs_of_head(self, length: int) -> float:
+        return window_pairs(length, self.window)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of the products of all queries with all readable keys."""
+        return 2.0 * size * triangle(length)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return GrowingCache(self, relative)
