@@ -123,9 +123,9 @@ class Ours:
 def cluster_sizes(attention: Attention) -> dict[str, float]:
     """Return the fewest, mean and most members of a cluster in the last call; nothing but for causal selection."""
     pattern = attention.pattern if isinstance(attention, Ours) else None
-    if not isinstance(pattern, Thresholds) or pattern.seen is None:
+    if not isinstance(pattern, Thresholds) or pattern.last_members is None:
         return {}
-    count_L = pattern.seen[0][0].count_L.double()
+    count_L = pattern.last_members[0][0].count_L.double()
     return {
         "min": int(count_L.min()),
         "mean": round(float(count_L.mean()), 1),

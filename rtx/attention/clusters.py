@@ -372,7 +372,7 @@ class ClusterCache(Cache):
         q_J1D = qk.rotated_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
         k_JSD = self.key_LSD[list_J]
         v_JSD = self.value_LSD[list_J]
-        mask_J1S = self.seen(position_JS, list_J, position)[:, None]
+        mask_J1S = self.slots_read(position_JS, list_J, position)[:, None]
         _, H, _, D = qk.q_BHND.shape
         terms = self.pattern.terms(D, self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
@@ -396,13 +396,13 @@ class ClusterCache(Cache):
             sum_J = torch.zeros_like(sum_J)
         return Partial(row_J, out_JD, sum_J)
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
 
         Args:
-            at_JS: the position of the key in each slot; -1: the slot is empty.
+            position_JS: the position of the key in each slot; -1: the slot is empty.
         """
-        is_filled_JS = at_JS >= 0
+        is_filled_JS = position_JS >= 0
         if self.pattern.attend_self:
             return is_filled_JS
-        return mask_without_self(is_filled_JS, at_JS == position)
+        return mask_without_self(is_filled_JS, position_JS == position)

@@ -47,7 +47,7 @@ class Indexer(TopKeys):
 
     Args:
         heads, size: H and D.
-        units: E.
+        width: E.
         warmup: the number of training steps for which the heads are dense.
 
     Raises:
@@ -59,20 +59,20 @@ class Indexer(TopKeys):
         heads: int,
         size: int,
         *,
-        units: int = WIDTH,
+        width: int = WIDTH,
         warmup: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        check_positive(size=size, units=units)
+        check_positive(size=size, width=width)
         check_positive(0, heads=heads, warmup=warmup)
         self.heads = heads
         self.size = size
         self.warmup = warmup
         deviation = size**-0.5
-        self.query_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
+        self.query_HDE = nn.Parameter(torch.randn(heads, size, width) * deviation)
         """P_q."""
-        self.key_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
+        self.key_HDE = nn.Parameter(torch.randn(heads, size, width) * deviation)
         """P_k."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor

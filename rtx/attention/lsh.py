@@ -390,22 +390,22 @@ class LshCache(ClusterCache):
 
     pattern: Lsh
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
         newest_J = self.joined_L[list_J] - 1
         members_since_JS = (newest_J[:, None] - slot_S) % self.slots
         reach_J = self.reach(list_J)
         is_in_reach_JS = members_since_JS < reach_J[:, None]
-        is_filled_JS = at_JS >= 0
-        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, at_JS, -1)
+        is_filled_JS = position_JS >= 0
+        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, position_JS, -1)
         # The query is in one list of each round; the rounds of a head follow one another.
         slots_of_head = self.pattern.rounds * self.slots
         readable_XA = readable_JS.view(-1, slots_of_head)
         position_XA = without_repeats(readable_XA)
         is_self_XA = position_XA == position
         is_read_XA = mask_without_self(position_XA >= 0, is_self_XA)
-        return is_read_XA.view_as(at_JS)
+        return is_read_XA.view_as(position_JS)
 
     def reach(self, list_J: Tensor) -> Tensor:
         """Return how many of a list's last members the query may read, its own key included."""

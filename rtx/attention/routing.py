@@ -109,8 +109,9 @@ class Routing(ClusterPattern):
         self.size = D
         self.centroids = centroids
         self.commitment = commitment
-        self.seen: tuple[list[MemberLists], int] | None = None
-        """For telemetry: the lists of each side, and B * H * N, both of the last training batch."""
+        self.last_members: tuple[list[MemberLists], int] | None = None
+        """For telemetry: the lists of each side, and B * H * N, both of the last training batch;
+        None: there was none."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
@@ -248,7 +249,7 @@ class Routing(ClusterPattern):
             for side, x_BHND in enumerate(vectors):
                 self.add_statistics(members[side], x_BHND, side)
             lists = [members_of_side.lists for members_of_side in members]
-            self.seen = (lists, rows)
+            self.last_members = (lists, rows)
         return [self.reads_of(members, N)]
 
     def seed(self, qk: QueriesKeys) -> None:

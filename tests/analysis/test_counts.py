@@ -215,8 +215,8 @@ def saved_without_numbers(config: Config) -> int:
         nats_BN, _ = model.loss(tokens_BN)
     assert nats_BN.requires_grad
     for module in model.modules():  # for telemetry
-        if isinstance(module, Routing) and module.seen:
-            saved += [members.row_M for members in module.seen[0]]
+        if isinstance(module, Routing) and module.last_members:
+            saved += [members.row_M for members in module.last_members[0]]
     weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
     sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in saved}
     return sum(size for storage, size in sizes.items() if storage not in weights)
