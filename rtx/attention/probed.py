@@ -8,7 +8,7 @@ clusters, and the file lists the members of each. A search compares a query with
 alone, chooses some clusters by that, and looks at their lists: it *probes* these clusters. Here the
 vectors are the keys of a head, and its queries search.
 
-1. A key k belongs to the cluster c with the nearest centroid mu_c: that with the largest
+1. A key k belongs to the cluster c with the closest centroid mu_c: that with the largest
    k . mu_c - |mu_c|^2 / 2, which orders centroids as their distances do.
 2. A query q at position i takes the clusters in the order of q . mu_c, the largest first, until
    they hold at least m keys at positions j <= i, or no cluster is left. The order is by products
@@ -121,7 +121,7 @@ def probed_positions(
 
 
 def cluster_of_key(k_D: Tensor, centroid_CD: Tensor, largest_norm: Tensor) -> int:
-    """Return the cluster whose centroid is nearest to a key; the first of equal ones.
+    """Return the cluster whose centroid is closest to a key; the first of equal ones.
 
     Args:
         largest_norm: of the centroids.

@@ -1,9 +1,10 @@
 """Routing heads: a position reads (attends to) positions that are in the same clusters.
 
 Each head has C clusters, with one centroid each. The *score* of a vector in a cluster is its dot
-product with the centroid. Scores decide which positions are members of a cluster. In each of its
-clusters a position reads the last W members up to itself (`ClusterPattern`). Three classes have
-different rules of membership:
+product with the centroid. The *nearest* cluster of a vector is the one that scores it highest; of
+centroids of equal norm its centroid is also the closest one. Scores decide which positions are
+members of a cluster. In each of its clusters a position reads the last W members up to itself
+(`ClusterPattern`). Three classes have different rules of membership:
 
     TopK         the W positions of the whole sequence that score highest (Algorithm 1 of the paper)
     Thresholds   all positions whose score reaches the threshold of the cluster

@@ -83,7 +83,10 @@ def test_counts_come_to_the_window_and_no_cluster_stays_dead(
     for number in range(steps + 40):
         see(pattern, tilt_D + queries(number, batch=4))
         assert pattern.last_members is not None
-        assert int(pattern.last_members[0][0].row_M.bincount(minlength=pattern.last_members[1]).min()) >= 1
+        assert (
+            int(pattern.last_members[0][0].row_M.bincount(minlength=pattern.last_members[1]).min())
+            >= 1
+        )
         counts.append(pattern.centroids.statistics.seen_2_3_HC[0, 0] / 4)
         after_step(pattern)
     late_SHC = torch.stack(counts[steps:])

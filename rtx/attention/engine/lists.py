@@ -1,4 +1,4 @@
-"""Packed lists as GPU kernels read them: who reads whom, in int32 tensors on the device.
+"""Packed lists as GPU kernels read them, in int32 tensors on the device.
 
 A row is a position of one sequence and head, row = (b * H + h) * N + n. A list has some rows of
 one head. A member is a row's place in a list, so a row that belongs to two lists has two members.
@@ -59,7 +59,10 @@ class RowMembers(NamedTuple):
 
 
 class KernelLists(NamedTuple):
-    """Who reads whom; the module's docstring has an example. All tensors but `hidden` are int32."""
+    """Which query members read which key members; the module has an example.
+
+    All tensors but `hidden` are int32.
+    """
 
     query_row_P: Tensor
     """The row of each query member."""

@@ -1,9 +1,9 @@
 // Sparse softmax attention on a CPU, forward and backward, float32; native.py compiles and loads it
 // with selection.cpp.
 //
-// Who reads whom comes in one of two forms.
+// Which query reads which keys comes in one of two forms.
 //
-// By ranges (packed.py), query member p reads the key members start[p] <= m < stop[p] of the packed
+// By ranges (reads.py), query member p reads the key members start[p] <= m < stop[p] of the packed
 // key list, except those where low[x, p] <= value[x, m] < high[x, p] for any x. Its output is
 //     o[p] = sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]].
 // With weights, outputs are by row, out[query_row[p]] += weight[p] * o[p]; without, by member,

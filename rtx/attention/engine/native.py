@@ -163,7 +163,7 @@ def inputs_of(problem: Problem) -> tuple[Any, ...]:
 
 
 def reads_of(problem: Problem) -> list[Tensor]:
-    """Return the tensors that say who reads whom, see `named`."""
+    """Return the tensors that describe which query reads which keys, see `named`."""
     part = problem.part
     by_member = problem.by_member
     if isinstance(part, IndexReads):
@@ -197,7 +197,7 @@ def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> list[Tensor]:
 
 
 def named(reads: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that say who reads whom by the kernel's names for them.
+    """Return the tensors of `reads_of` by the kernel's names for them.
 
     One tensor is an index `[R, K]`. Eight are those of `RANGES`, and outputs are by member; nine
     are those and the weights of query members, and outputs are by row.
@@ -210,7 +210,7 @@ def named(reads: Sequence[Tensor]) -> dict[str, Tensor]:
 class Attention(torch.autograd.Function):
     """Attention by the kernel, with gradients of queries, keys and values.
 
-    `reads` says who reads whom, see `named`. Without keys (`k_RD` is None) the queries serve as
+    `reads` are the tensors of `reads_of`. Without keys (`k_RD` is None) the queries serve as
     keys.
     """
 
@@ -304,7 +304,7 @@ def input_gradients(
     """Run the kernel's backward pass; return a gradient for each argument of the forward pass.
 
     Args:
-        reads: the tensors that say who reads whom, see `named`.
+        reads: the tensors of `reads_of`.
         inputs: the kernel's other tensors, by its names.
     """
     # torch's once_differentiable does not do here: torch.autograd.grad for a single input passes
@@ -432,7 +432,7 @@ def pointer(x: Tensor | None) -> int | None:
 
 
 def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> MemberLists:
-    """Return the keys of each cluster, in `[B * H * C]` lists: a key is in that of its nearest
+    """Return the keys of each cluster, in `[B * H * C]` lists: a key is in that of its closest
     centroid."""
     return run_probing(centroid_HCD, k_BHND)
 

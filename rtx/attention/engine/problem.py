@@ -1,7 +1,7 @@
 """What an engine computes and what it returns.
 
 `rtx.attention.reads` explains rows, lists and members by an example. A row in two lists is two
-query members, and each of them gets an output. An index (`rtx.attention.reads.Indexed`) has no
+query members, and each of them gets an output. An index (`rtx.attention.reads.IndexReads`) has no
 lists: every row is one query member, and names the rows that it reads.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, D head size (that of
@@ -30,14 +30,14 @@ and -inf where nothing is read.
 
 
 class Problem(NamedTuple):
-    """One part of a call of attention: queries, keys and values, and who reads whom."""
+    """One part of a call of attention: queries, keys and values, and which query reads which keys."""
 
     q_BHND: Tensor
     k_BHND: Tensor
     """The same object as `q_BHND` where queries serve as keys; engines then read them once."""
     v_BHND: Tensor
     part: Reads
-    """Who reads whom: packed lists or an index."""
+    """Which query reads which keys: packed lists, or an index."""
     terms: LogitTerms
     """What else enters the softmax: scale, dropout and terms by distance."""
     by_member: bool

@@ -5,7 +5,7 @@ writes for another. Three operators run them:
 
     file_keys       the lists of keys, which do not depend on queries
     probe_files     which clusters each query takes
-    pack_members    the lists of queries, and who reads whom
+    pack_members    the lists of queries, and which keys each query reads
 
 The CPU launches kernels and never waits for the GPU. Members are numbered list after list: first
 those of the lists of early positions, of which each head has one, then those of clusters' lists.
@@ -351,7 +351,7 @@ def positions_at_once(heads: int, length: int, clusters: int) -> int:
 
 
 def pack_members(files: Files, probes: Probes, reach: Reach, room: int) -> KernelLists:
-    """Return who reads whom.
+    """Return which query members read which key members.
 
     Args:
         room: for how many members as queries clusters' lists have room; more are left out.
