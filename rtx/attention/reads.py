@@ -135,6 +135,10 @@ class RangeReads(NamedTuple):
         times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
         return times_R.index_add_(0, self.query.row_M, reads_some_P.long())
 
+    def lists_read_P(self, rows: int) -> Tensor:
+        """Return in how many lists the row of each query member reads something; at least 1."""
+        return self.times_R(rows).clamp(min=1)[self.query.row_M]
+
 
 class IndexReads(NamedTuple):
     """An index: row r reads the rows index_RK[r].

@@ -133,8 +133,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
         dtype = wide_type(dtype)
     rows = problem.v_BHND.shape[:3].numel()
     out_RD = problem.v_BHND.new_zeros(rows, problem.v_BHND.shape[-1], dtype=dtype)
-    lists_of_row_P = part.times_R(rows).clamp(min=1)[part.query.row_M]
-    weight_P = 1 / lists_of_row_P.double()
+    weight_P = 1 / part.lists_read_P(rows).double()
     for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
         if by_torch:
             out_GQD = attend_by_torch(inputs, piece.mask, terms)

@@ -60,7 +60,7 @@ def attend(problem: Problem) -> Result:
     if problem.by_member:
         return out_PD, sum_P
     row_P = part.query.row_M
-    share_P = (part.stop_P > part.start_P) / part.times_R(len(q_RD)).clamp(min=1)[row_P]
+    share_P = (part.stop_P > part.start_P) / part.lists_read_P(len(q_RD))
     out_RD = v_RD.new_zeros(v_RD.shape)
     return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P
 

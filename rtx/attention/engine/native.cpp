@@ -1,4 +1,4 @@
-// Sparse softmax attention on a CPU, forward and backward, float32; native.py compiles and loads it
+// Sparse softmax attention on a CPU, forward and backward, float32; compiler.py compiles it
 // with selection.cpp.
 //
 // Which query reads which keys comes in one of two forms.

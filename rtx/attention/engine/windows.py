@@ -70,8 +70,7 @@ def attend(problem: Problem) -> Result:
     row_P = part.query.row_M
     rows = v_BHND.shape[:3].numel()
     # A mean over the lists in which the row reads something: its other members have no share.
-    lists_of_row_P = part.times_R(rows).clamp(min=1)[row_P]
-    share_P = (sum_P > float("-inf")).to(wide) / lists_of_row_P
+    share_P = (sum_P > float("-inf")).to(wide) / part.lists_read_P(rows)
     out_RD = out_PD.new_zeros(rows, v_BHND.shape[-1])
     return out_RD.index_add(0, row_P, out_PD * share_P[:, None]), sum_P
 
