@@ -13,7 +13,13 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "probing.cpp", FOLDER / "selection.cpp", FOLDER / "native.cpp"]
+SOURCES = [
+    FOLDER / "kernels.cpp",
+    FOLDER / "vectors.h",
+    FOLDER / "native.cpp",
+    FOLDER / "selection.cpp",
+    FOLDER / "probing.cpp",
+]
 """The source that is compiled, then the files that it includes."""
 TUNING = {
     "x86_64": ["-march=native", "-mprefer-vector-width=512"],
