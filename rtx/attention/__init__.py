@@ -23,24 +23,25 @@ To go on from there:
     static.py, room.py: selection in static shapes for GPUs, and lists of limited length for it
 
 Names of tensors end with the letters of their dimensions: `q_BHND` is `[B, H, N, D]`, and 1 is a
-dimension of size 1. All files of this folder use these letters:
+dimension of size 1. All files of this folder use these letters; those of engine/ have a few more,
+which each file explains:
 
-    A  keys that a query chooses among      N  positions of a sequence
-    B  sequences, or streams                O  hash rounds of all heads
-    C  clusters (or lists) of a head        P  query members of lists
-    D  head size                            Q  queries, or positions, of a piece of work
-    E  size of what a choice compares       R  rows: positions of all heads, B * H * N
-    F  columns of a random matrix           S  slots of a cache
-    G  blocks of a sequence                 T  hash rounds
-    H  heads                                U  groups of sequences that are padded alike
-    I  repeats                              V  sides with thresholds
-    J  some lists, members or blocks        W  attention window: keys that a query reads at most
-    K  keys of a query                      X  heads of all sequences, B * H, or some of them
-    L  lists of all heads, B * H * C        Y  layers
-    M  key members of lists
-
-Three kinds of names differ: M is distances in tables by distance (`keys_MD`, `bias_HM`), X is
-conditions in `Holes`, and T is the numbers in a row of statistics (`total_T`).
+    A  keys that a query chooses among      O  hash rounds of all heads
+    B  sequences, or streams                P  query members of lists
+    b  positions of a block                 Q  queries, or positions, of a piece of work
+    C  clusters (or lists) of a head        R  rows: positions of all heads, B * H * N
+    D  head size                            S  slots of a cache
+    E  size of what a choice compares       T  hash rounds
+    F  columns of a random matrix           U  groups of sequences that are padded alike
+    G  blocks of a sequence                 V  sides with thresholds
+    H  heads                                W  attention window: keys that a query reads at most
+    I  conditions of `Holes`                X  heads of all sequences, B * H, or some of them
+    J  some lists, members or blocks        Y  layers
+    K  keys of a query                      Z  numbers in a row of statistics
+    L  lists of all heads, B * H * C
+    M  key members of lists; in tables by distance (`keys_MD`, `bias_HM`), which checkpoints and
+       users name so, distances
+    N  positions of a sequence
 """
 
 from rtx.attention.adaptive_span import AdaptiveSpan

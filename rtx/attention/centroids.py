@@ -6,7 +6,7 @@ centroid_update.py has the formulas.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists of members,
 Y layers with the same rule; V sides with thresholds: 2 if queries and keys have separate
-memberships, else 1, or 0 without thresholds; T numbers in a layer's row of statistics.
+memberships, else 1, or 0 without thresholds; Z numbers in a layer's row of statistics.
 """
 
 from __future__ import annotations
@@ -187,10 +187,10 @@ class Centroids(nn.Module):
         H, C, D = self.centroid_HCD.shape
         numbers = sum(statistics_sizes((H, C, D)))
         device = self.centroid_HCD.device
-        self.total_T = torch.zeros(numbers, dtype=torch.float64, device=device)
+        self.total_Z = torch.zeros(numbers, dtype=torch.float64, device=device)
         """All statistics since the last step in one vector, which one all-reduce sums over ranks."""
-        self.statistics = statistics_in(self.total_T, (H, C, D))
-        """Views of `total_T`."""
+        self.statistics = statistics_in(self.total_Z, (H, C, D))
+        """Views of `total_Z`."""
 
     @torch.no_grad()
     def observe(
@@ -322,27 +322,27 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
 
     The CPU reads no number back from a GPU.
     """
-    state, total_YT = stacked(layers)
+    state, total_YZ = stacked(layers)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total_YT)
-    after = move(rule, state, total_YT)
+        dist.all_reduce(total_YZ)
+    after = move(rule, state, total_YZ)
     copy_rows(after.centroid_YHCD, [layer.centroid_HCD for layer in layers])
     thresholds = thresholds_of(layers)
     if thresholds:
         copy_rows(after.threshold_YVHC.flatten(0, 1), thresholds)
     copy_rows(after.steps_Y, [layer.steps for layer in layers])
     # One kernel for a list of tensors; torch has no public name for it.
-    torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
+    torch._foreach_zero_([layer.total_Z for layer in layers])  # type: ignore[attr-defined]
 
 
 def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:
-    """Return copies of the state of layers with one rule, and of their statistics, `[Y, T]`."""
+    """Return copies of the state of layers with one rule, and of their statistics, `[Y, Z]`."""
     state = State(
         centroid_YHCD=torch.stack([layer.centroid_HCD for layer in layers]),
         threshold_YVHC=stacked_thresholds(layers),
         steps_Y=torch.stack([layer.steps for layer in layers]),
     )
-    return state, torch.stack([layer.total_T for layer in layers])
+    return state, torch.stack([layer.total_Z for layer in layers])
 
 
 def stacked_thresholds(layers: list[Centroids]) -> Tensor:

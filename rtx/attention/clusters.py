@@ -215,9 +215,9 @@ class Random(ClusterPattern):
         drawn_HC1W = drawn_HCW.to(device)[:, :, None]
         # Longer sequences repeat the drawn positions.
         repeats = math.ceil(N / self.length)
-        repeat_I1 = torch.arange(repeats, device=device)[:, None]
-        position_HCIW = repeat_I1 * self.length + drawn_HC1W
-        position_HCM = position_HCIW.flatten(2)
+        repeat_J1 = torch.arange(repeats, device=device)[:, None]
+        position_HCJW = repeat_J1 * self.length + drawn_HC1W
+        position_HCM = position_HCJW.flatten(2)
         head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
         row_BHCM = head_BH11 * N + position_HCM
         is_inside_HCM = position_HCM < N

@@ -216,13 +216,13 @@ class Lsh(ClusterPattern):
                 reads_itself_M = reads_itself_R[row_M]
                 stop_M = stop_M + reads_itself_M.long()
             # In an earlier round a row reads the members from its first one to the one before it.
-            first_XM = first_TR[:t, row_M]
-            member_XM = member_TR[:t, row_M]
-            holes = Holes(value_XM=member_XM, low_XP=first_XM, high_XP=member_XM)
+            first_IM = first_TR[:t, row_M]
+            member_IM = member_TR[:t, row_M]
+            holes = Holes(value_IM=member_IM, low_IP=first_IM, high_IP=member_IM)
             if streaming and self.variant == REFORMER:
                 start_M, holes = with_ascending_starts(start_M, holes)
             part = RangeReads(lists, lists, start_M, stop_M, N)
-            if len(holes.value_XM):
+            if len(holes.value_IM):
                 part = part._replace(holes=holes)
             parts.append(part)
         return parts
@@ -354,10 +354,10 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
     from_last_M = start_M.flip(0).cummin(0).values
     least_M = from_last_M.flip(0)
     number_M = torch.arange(len(start_M), device=start_M.device)
-    value_XM = torch.cat([holes.value_XM, number_M[None]])
-    low_XM = torch.cat([holes.low_XP, least_M[None]])
-    high_XM = torch.cat([holes.high_XP, start_M[None]])
-    return least_M, Holes(value_XM, low_XM, high_XM)
+    value_IM = torch.cat([holes.value_IM, number_M[None]])
+    low_IM = torch.cat([holes.low_IP, least_M[None]])
+    high_IM = torch.cat([holes.high_IP, start_M[None]])
+    return least_M, Holes(value_IM, low_IM, high_IM)
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
@@ -422,8 +422,8 @@ class LshCache(ClusterCache):
 def without_repeats(position_XA: Tensor) -> Tensor:
     """Return the positions, with -1 for all repeats of an earlier item."""
     sorted_XA, slot_XA = position_XA.sort(dim=-1, stable=True)
-    later_XI = sorted_XA[:, 1:]
-    is_repeated_XI = later_XI == sorted_XA[:, :-1]
-    later_XI.masked_fill_(is_repeated_XI, -1)
+    later_XA = sorted_XA[:, 1:]
+    is_repeated_XA = later_XA == sorted_XA[:, :-1]
+    later_XA.masked_fill_(is_repeated_XA, -1)
     first_XA = torch.empty_like(sorted_XA)
     return first_XA.scatter_(-1, slot_XA, sorted_XA)

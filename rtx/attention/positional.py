@@ -40,6 +40,10 @@ PLAIN = (bool, int, float, str, type(None))
 """Types of attributes that may enter a cache key, see `PositionPattern.form_of_attributes`."""
 
 
+FIRST_OF_ALL = -(1 << 40)
+"""A position before all others; those of a memory are negative."""
+
+
 class PositionLists(NamedTuple):
     """Lists of positions: the query at n reads a range of the keys of list_HN[n].
 
@@ -309,8 +313,7 @@ class Full(ContiguousPattern):
     reads_all_cached = True
 
     def since(self, i: Tensor) -> Tensor:
-        # The positions of a memory are negative.
-        return torch.full_like(i, -(1 << 40))
+        return torch.full_like(i, FIRST_OF_ALL)
 
 
 class Local(ContiguousPattern):

@@ -19,8 +19,8 @@ it reads the *key members* 1 and 2 (start_P[2] to stop_P[2] - 1), which are the 
 in two lists is two members.
 
 Shapes: B sequences, H heads, X = B * H, C lists of a head, N positions, R = B * H * N rows, L lists
-of all heads, P query members and M key members of all lists together, K keys of a query at the
-most.
+of all heads, P query members and M key members of all lists together, K keys of a query at most, I
+conditions of holes.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class MemberLists(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """Exceptions from ranges, by X conditions x.
+    """Exceptions from ranges, by I conditions.
 
-    Query member p does not read key member m, although it is in its range, if for any condition x
+    Query member p does not read key member m, although it is in its range, if for any condition i
 
-        low_XP[x, p] <= value_XM[x, m] < high_XP[x, p].
+        low_IP[i, p] <= value_IM[i, m] < high_IP[i, p].
     """
 
-    value_XM: Tensor
-    low_XP: Tensor
-    high_XP: Tensor
+    value_IM: Tensor
+    low_IP: Tensor
+    high_IP: Tensor
 
 
 class Window(NamedTuple):

@@ -558,9 +558,9 @@ class TopK(Routing):
         position_1P = reads.query.row_M[None] % max(1, N)
         # A query does not read key member m if leaves_M[m] is at most the position of the query.
         holes = Holes(
-            value_XM=keys.leaves_M[None],
-            low_XP=torch.zeros_like(position_1P),
-            high_XP=position_1P + 1,
+            value_IM=keys.leaves_M[None],
+            low_IP=torch.zeros_like(position_1P),
+            high_IP=position_1P + 1,
         )
         return reads._replace(holes=holes)
 

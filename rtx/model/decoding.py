@@ -25,8 +25,8 @@ class Decoder:
         self.streams = [attention.streams() for attention in model.attentions()]
         self.memory: Memory | None = None
         """For a model with compressed memory, which reads segments and does not use `streams`."""
-        if model.config.compressed:
-            self.memory = Memory(model.config)
+        if model.model_config.compressed:
+            self.memory = Memory(model.model_config)
         self.segment_BN: Tensor | None = None
         """With compressed memory: the tokens after the last whole segment; None at position 0."""
 

@@ -3,8 +3,9 @@
 The softmax is over all tokens, or adaptive (Baevski and Auli 2019): the vocabulary is cut into
 bands of decreasing frequency, and the vectors of rarer bands are narrower, in the embedding too.
 
-Shapes: B sequences, N positions, R = B * N rows, E hidden width, V vocabulary, G tokens of a band,
-S width of its vectors, K rows whose tokens are in one band.
+Shapes: B sequences, N positions, R = B * N rows, E width of the vectors that the output layer
+reads, V vocabulary, G tokens of a band, S width of the band's vectors, K rows whose tokens are in
+one band.
 """
 
 import itertools

@@ -233,7 +233,7 @@ def test_all_layers_move_in_twenty_launches_and_no_number_is_read(
         after_step(layers)
     assert "aten._local_scalar_dense.default" not in eager.names
     with Calls() as around:
-        after_step(third, lambda rule, state, total_YT: state)
+        after_step(third, lambda rule, state, total_YZ: state)
     metrics.reset()
     after_step(alike, torch.compile(moved, dynamic=False, fullgraph=True))
     assert metrics.generated_kernel_count + len(around.names) <= 20

@@ -207,9 +207,9 @@ def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> RangeTensors:
         start=part.start_P,
         stop=part.stop_P,
         head_begin=head_begin,
-        value=holes.value_XM.contiguous(),
-        low=holes.low_XP.contiguous(),
-        high=holes.high_XP.contiguous(),
+        value=holes.value_IM.contiguous(),
+        low=holes.low_IP.contiguous(),
+        high=holes.high_IP.contiguous(),
         weight=weight_P,
     )
 
