@@ -6,6 +6,15 @@ also describes the same pairs as lists (`position_lists`). Tests compare the two
 Example: `Local` with W = 3 has `since(i)` = i - 2. `ContiguousPattern` derives from it `sees(i, j)`
 = (j >= i - 2), and one list of all positions, of which the query at i reads i - 2 to i.
 
+Names from other files that this one uses:
+
+    Pattern        the base class: its forward pass calls `reads`, and attends over the result
+    RangeReads     packed lists, in which a query reads a range of one list (reads.py has a picture)
+    IndexReads     an index: the numbers of the keys that each query reads
+    made_once      calls a function, and caches the result for the same pattern and shapes
+    RowCache       the keys and values of a stream; position n is in slot n modulo their number
+    RowCache.attend   softmax attention of the newest query over some slots
+
 Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
 

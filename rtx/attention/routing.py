@@ -20,6 +20,19 @@ of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are stati
 so that in training the CPU does not wait for the GPU. Static lists have room for a fixed number of
 members (room.py).
 
+Names from other files that this one uses:
+
+    ClusterPattern     the base class: a query reads the last W members of its clusters (clusters.py)
+    Centroids          the centroids and thresholds, and the statistics that move them
+    choose_members     selects members by the scores of whole sequences (members.py)
+    PrefixTopK         the W best of the positions so far; `arrivals` applies it to whole sequences
+    MemberLists        packed lists of members; `members_read` returns which member reads which
+                       (reads.py has a picture)
+    best, highest      the best of some scores; scores within a margin are equal, and of equal ones
+                       the first is taken (ties.py)
+    selection_functions, Selected, separate_lists, LISTS
+                       the same selection in static shapes: functions and results for GPUs
+
 Statistics. `reads` has no side effects. The forward pass calls `observe`. In training, `observe`
 also gathers the statistics that move the centroids after the step (centroids.py).
 
