@@ -76,7 +76,7 @@ class AdaptiveSpan(ContiguousPattern):
 
     @torch.no_grad()
     def reach(self) -> int:
-        """Return how many positions a query reads in the head with the longest span, itself included.
+        """Return how many positions a query of the longest span reads, itself included.
 
         On a GPU it is the window, an upper bound, so that the CPU need not wait for the spans.
         """
@@ -122,12 +122,15 @@ class AdaptiveSpan(ContiguousPattern):
         return weighted / heads
 
     def pairs_of_head(self, length: int) -> float:
-        """Return the number of pairs of the longest span, which the span of a head never exceeds."""
+        """Return the number of pairs of a head with the longest span, an upper bound."""
         return window_pairs(length, self.window)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Clamp the spans to [0, window], as the released code does: outside, they get no gradient."""
+        """Clamp the spans to [0, window], as the released code does.
+
+        Outside of that range they have no gradient.
+        """
         self.share_H.clamp_(0, 1)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:

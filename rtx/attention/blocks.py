@@ -81,11 +81,12 @@ def compressed(
     both_ND = torch.zeros_like(out_ND)
     for i, q_D in enumerate(q_ND):
         finished = i // block
-        mean_k_GD = k_ND[: finished * block].unflatten(0, (finished, block)).mean(1)
-        mean_v_GD = v_ND[: finished * block].unflatten(0, (finished, block)).mean(1)
-        weight_G = (scale * mean_k_GD @ q_D).softmax(0)
-        gate_2 = (gate_2D @ q_D).sigmoid()
-        both_ND[i] = gate_2[0] * out_ND[i] + gate_2[1] * (weight_G @ mean_v_GD)
+        k_GbD = k_ND[: finished * block].unflatten(0, (finished, block))
+        v_GbD = v_ND[: finished * block].unflatten(0, (finished, block))
+        weight_G = (scale * k_GbD.mean(1) @ q_D).softmax(0)
+        other_D = weight_G @ v_GbD.mean(1)
+        gate, other_gate = (gate_2D @ q_D).sigmoid()
+        both_ND[i] = gate * out_ND[i] + other_gate * other_D
     return both_ND
 
 
@@ -121,7 +122,9 @@ class Blocks(TopKeys):
         self.size = size
         self.block = block
         self.count = self.window // block
-        self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None
+        self.gate_H2D: nn.Parameter | None = None
+        if compressed:
+            self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size))
 
     def max_keys(self, length: int) -> int:
         finished = min(self.count, length // self.block)
@@ -139,7 +142,8 @@ class Blocks(TopKeys):
         """Return the mean of each finished block, `[B, H, G, D]`."""
         finished = x_BHND.shape[2] // self.block
         stop = finished * self.block
-        x_BHGbD = x_BHND[:, :, :stop].unflatten(2, (finished, self.block))
+        finished_BHND = x_BHND[:, :, :stop]
+        x_BHGbD = finished_BHND.unflatten(2, (finished, self.block))
         return x_BHGbD.mean(3)
 
     def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
@@ -218,8 +222,8 @@ class Blocks(TopKeys):
         open_Qb = open_block_Q1 * self.block + column_b
         open_BHQb = open_Qb.expand(B, H, -1, -1)
         key_BHQK = torch.cat([finished_BHQJb.flatten(-2), open_BHQb], dim=-1)
-        # A query after at most `count` finished blocks reads all keys up to its position. For such a
-        # query, some of `block_BHQJ` are not finished.
+        # A query after at most `count` finished blocks reads all keys up to its position. Some of
+        # its `block_BHQJ` are not finished.
         number_K = torch.arange(key_BHQK.shape[-1], device=device)
         key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)

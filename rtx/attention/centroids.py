@@ -137,9 +137,9 @@ class Centroids(nn.Module):
         self.reset_statistics()
 
     def quantile(self) -> float:
-        """Return the value that a standard normal variable exceeds with probability window / length.
+        """Return the value that a standard normal variable exceeds with probability window / N.
 
-        -inf if the probability is 1.
+        N is `length`. If the probability is 1, the value is -inf.
         """
         share = self.window / self.length
         if share >= 1:
@@ -188,7 +188,7 @@ class Centroids(nn.Module):
         numbers = sum(statistics_sizes((H, C, D)))
         device = self.centroid_HCD.device
         self.total_Z = torch.zeros(numbers, dtype=torch.float64, device=device)
-        """All statistics since the last step in one vector, which one all-reduce sums over ranks."""
+        """All statistics since the last step in one vector; one all-reduce sums it over ranks."""
         self.statistics = statistics_in(self.total_Z, (H, C, D))
         """Views of `total_Z`."""
 
@@ -209,8 +209,8 @@ class Centroids(nn.Module):
             side: `QUERIES` or `KEYS`.
             member_count_L: the number of members of each list.
             sum_LD, count_L: the sums and numbers of the vectors that each centroid moves towards.
-            moment_2BHC: for each centroid the sum of all scores, and the sum of their squares. None:
-                not needed, because members are not selected by thresholds.
+            moment_2BHC: for each centroid the sum of all scores, and the sum of their squares.
+                None: members are not selected by thresholds, so they are not needed.
         """
         B, H, N, D = x_BHND.shape
         C = self.centroid_HCD.shape[1]
@@ -229,7 +229,7 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
-        """Initialise centroids and thresholds with the first sequence of a batch, if it is not empty.
+        """Initialise centroids and thresholds with the first sequence of a batch; not if it is empty.
 
         Each centroid gets the direction of a query, as k-means commonly starts at data; the paper
         starts at random. Thresholds are set so that `window` of `length` positions of the sequence

@@ -28,7 +28,14 @@ from rtx.attention.once import made_once
 from rtx.attention.pairs import triangle
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.precision import wide_type
-from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
+from rtx.attention.reads import (
+    MemberLists,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    first_rows,
+    members_read,
+)
 
 
 def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
@@ -57,11 +64,11 @@ class Joins(NamedTuple):
     key_BHC: Tensor
     """The same object as `query_BHC` if they join the same clusters."""
     slot_BHC: Tensor | None = None
-    """The slot of the cache that the key takes in each cluster; None: the slot of the oldest key."""
+    """The cache slot that the key takes in each cluster; None: the slot of the oldest key."""
 
 
 class ClusterPattern(Pattern):
-    """Heads with clusters: in each of its clusters a position reads the last W members up to itself.
+    """Heads with clusters, in each of which a position reads the last W members up to itself.
 
     Queries and keys are normalised by LayerNorm without scale or bias, unless a subclass overrides
     `prepare`.
@@ -218,8 +225,7 @@ class Random(ClusterPattern):
         repeat_J1 = torch.arange(repeats, device=device)[:, None]
         position_HCJW = repeat_J1 * self.length + drawn_HC1W
         position_HCM = position_HCJW.flatten(2)
-        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        row_BHCM = head_BH11 * N + position_HCM
+        row_BHCM = first_rows(B, H, N, device) + position_HCM
         is_inside_HCM = position_HCM < N
         is_inside_BHCM = is_inside_HCM.expand(row_BHCM.shape)
         count_BHC = is_inside_BHCM.sum(-1)
@@ -364,7 +370,7 @@ class ClusterCache(Cache):
     ) -> Partial:
         """Return the outputs of the newest position in each of J lists; `combine` merges them.
 
-        With merge="mean" the log-sums are set to zero, so that all lists of a row have equal weight.
+        With merge="mean" the log-sums are zero, so that all lists of a row have equal weight.
         """
         assert self.key_LSD is not None
         row_J = list_J // self.clusters

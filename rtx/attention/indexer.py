@@ -88,9 +88,10 @@ class Indexer(TopKeys):
         E = query_DE.shape[1]
         queries = []
         keys = []
-        for q_D, k_D in zip(qk.q_BHND[0, head], qk.k_BHND[0, head], strict=True):
+        for q_D in qk.q_BHND[0, head]:
             query_E = query_DE.T @ q_D
             queries.append(query_E / math.sqrt(E))
+        for k_D in qk.k_BHND[0, head]:
             keys.append(key_DE.T @ k_D)
         return torch.stack(queries), torch.stack(keys)
 

@@ -74,8 +74,10 @@ class Pattern(nn.Module, ABC):
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
-    """Whether a query that reads other keys of a list reads its own key, too. `rule` ignores it; the
-    oracle applies it to the mask that `rule` returns."""
+    """Whether a query that reads other keys of a list reads its own key, too.
+
+    `rule` ignores it; the oracle applies it to the mask that `rule` returns.
+    """
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
@@ -219,8 +221,12 @@ class Pattern(nn.Module, ABC):
         Args:
             size: D.
         """
-        scale = 1 / math.sqrt(size) if self.scale is None else self.scale
-        dropout = self.dropout if self.training else 0.0
+        scale = self.scale
+        if scale is None:
+            scale = 1 / math.sqrt(size)
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout
         return LogitTerms(scale, dropout, relative)
 
     def forward(

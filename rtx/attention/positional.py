@@ -12,8 +12,8 @@ Names from other files that this one uses:
     RangeReads     packed lists, in which a query reads a range of one list (reads.py has a picture)
     IndexReads     an index: the numbers of the keys that each query reads
     made_once      calls a function, and caches the result for the same pattern and shapes
-    RowCache       the keys and values of a stream; position n is in slot n modulo their number
-    RowCache.attend   softmax attention of the newest query over some slots
+    RowCache       the keys and values of a stream; position n is in slot n modulo their number;
+                   its `attend` is softmax attention of the newest query over some slots
 
 Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
@@ -41,6 +41,7 @@ from rtx.attention.reads import (
     Reads,
     Window,
     bounded_read,
+    first_rows,
     pack,
     without_self,
 )
@@ -76,7 +77,7 @@ class PositionLists(NamedTuple):
 
 
 RENAMED = {"spreads": "position_lists", "keeps": "cache_size"}
-"""Former names of optional methods. Without this check a pattern that has them would run, slowly."""
+"""Former names of optional methods. Without a check, a pattern with these would run, but slowly."""
 
 
 class PositionPattern(Pattern):
@@ -224,10 +225,10 @@ class PositionPattern(Pattern):
             count_HN = read_HNN.sum(-1)
             most = int(count_HN.max())
         # The numbers of each query's keys, ascending; then N, if it reads fewer than the most.
-        place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
+        number_N = torch.arange(N, device=device)
+        place_HNN = torch.where(read_HNN, number_N, N)
         place_HNK = place_HNN.topk(most, largest=False).values
-        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        row_BHNK = head_BH11 * N + place_HNK
+        row_BHNK = first_rows(B, H, N, device) + place_HNK
         row_BHNK = torch.where(place_HNK < N, row_BHNK, -1)
         return IndexReads(row_BHNK.flatten(0, 2), N)
 
@@ -287,7 +288,9 @@ class ContiguousPattern(PositionPattern):
     ) -> Sequence[Reads]:
         parts = super().make_reads(B, H, N, memory, device)
         # The bounds below are numbers in tensors, which a CPU would have to wait for on a GPU.
-        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
+        if device.type != "cpu":
+            return parts
+        if not self.attend_self or len(parts) > 1 or memory >= N:
             return parts
         (part,) = parts
         assert isinstance(part, RangeReads)
@@ -531,7 +534,8 @@ class PositionCache(RowCache):
             position_S: the positions in the slots.
             slot: the slot of the newest position.
         """
-        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=position_S.device)
+        device = position_S.device
+        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=device)
         all_lists = self.pattern.position_lists(position_S, heads)
         if all_lists is None:
             for head in range(heads):

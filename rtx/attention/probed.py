@@ -413,7 +413,7 @@ class Probed(TopKeys):
         return self.reads(qk, streaming)
 
     def gather(self, qk: QueriesKeys) -> None:
-        """In training, add up the keys of each cluster; the first batch initialises the centroids."""
+        """In training, add up the keys of each cluster; initialise centroids with the first batch."""
         self.files = None
         k_BHND = widened(qk.rotated_k_BHND.detach())
         if self.centroids.seed_with_next and self.centroids.training:
@@ -444,7 +444,7 @@ class Probed(TopKeys):
     # Costs.
 
     def choice_operations(self, length: int, size: int) -> float:
-        """Return the operations of products with centroids, of keys and of queries, and candidates."""
+        """Return the operations of keys and queries with centroids, and of queries with candidates."""
         products_of_head = 2.0 * length * self.clusters
         if self.candidates is not None:
             products_of_head += window_pairs(length, self.candidates)

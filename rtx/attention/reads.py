@@ -155,6 +155,13 @@ class IndexReads(NamedTuple):
 Reads = RangeReads | IndexReads
 
 
+def first_rows(B: int, H: int, N: int, device: torch.device) -> Tensor:
+    """Return the row of position 0 of each sequence and head, `[B, H, 1, 1]`."""
+    head_X = torch.arange(B * H, device=device)
+    row_X = head_X * N
+    return row_X.view(B, H, 1, 1)
+
+
 def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
     """Return packed lists, from the number of the list that each position belongs to.
 
@@ -225,11 +232,12 @@ def members_read(
     first_of_list_P = keys.first_L()[queries.list_M()]
     start_P = first_of_list_P.maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
+    most = min(window, length)
     if not attend_self and len(keys.row_M):
         is_self_P = last_is_self(queries, keys, stop_P)
         has_others_P = stop_P - start_P > 1
         stop_P = stop_P - (is_self_P & has_others_P).long()
-    return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+    return RangeReads(queries, keys, start_P, stop_P, length, most=most)
 
 
 def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Tensor:
@@ -245,7 +253,8 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
         parts: a range that contains the query's own key must end with it.
         rows: R.
     """
-    read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
+    device = parts[0].query.row_M.device
+    read_R = torch.zeros(rows, dtype=torch.int64, device=device)
     for part in parts:
         count_P = part.stop_P - part.start_P
         read_R.index_add_(0, part.query.row_M, count_P)

@@ -22,7 +22,7 @@ members (room.py).
 
 Names from other files that this one uses:
 
-    ClusterPattern     the base class: a query reads the last W members of its clusters (clusters.py)
+    ClusterPattern     the base class: a query reads the last W members of a cluster (clusters.py)
     Centroids          the centroids and thresholds, and the statistics that move them
     choose_members     selects members by the scores of whole sequences (members.py)
     PrefixTopK         the W best of the positions so far; `arrivals` applies it to whole sequences
@@ -407,7 +407,7 @@ class Routing(ClusterPattern):
         return C * triangle(min(self.window, length))
 
     def choice_operations(self, length: int, size: int) -> float:
-        """Return the operations of all scores, and of the projection of vectors, if there is one."""
+        """Return the operations of all scores, and of the projection if there is one."""
         C = self.centroids.centroid_HCD.shape[1]
         products_of_position = {"shared": C, "separate": 2 * C, "projected": C + size}
         return 2.0 * size * length * products_of_position[self.centroids.keys]

@@ -29,7 +29,7 @@ from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.pieces import pieces
 from rtx.attention.precision import wide_type
-from rtx.attention.reads import IndexReads, QueriesKeys, Reads
+from rtx.attention.reads import IndexReads, QueriesKeys, Reads, first_rows
 from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
 
@@ -136,8 +136,7 @@ class TopKeys(Pattern):
         key_BHNE = self.choice_keys(qk)
         most = self.max_keys(N)
         device = qk.q_BHND.device
-        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        first_row_BH11 = head_BH11 * N
+        first_row_BH11 = first_rows(B, H, N, device)
         index_BHNK = torch.full((B, H, N, most), -1, device=device)
         # An entry of the index is wider than a score, and several copies of it exist at once.
         scores = key_BHNE.shape[2] + 8 * most

@@ -98,7 +98,8 @@ class MemoryBlock(Block):
             bias_E = norm.bias.detach()
             x_BKE = F.layer_norm(x_BKE, norm.normalized_shape, weight_E, bias_E, norm.eps)
         columns = F.linear(x_BKE, weight_FE)
-        return columns.unflatten(-1, (-1, self.attention.size)).transpose(1, 2)
+        x_BKHD = columns.unflatten(-1, (-1, self.attention.size))
+        return x_BKHD.transpose(1, 2)
 
 
 class Memory:

@@ -52,7 +52,8 @@ class Transformer(nn.Module):
             block_class = MemoryBlock
         # The order of draws and of modules decides the first weights that a seed gives.
         self.embedding = Embedding(config, vocabulary)
-        self.blocks = nn.ModuleList(block_class(config, layer) for layer in range(model.layers))
+        blocks = [block_class(config, layer) for layer in range(model.layers)]
+        self.blocks = nn.ModuleList(blocks)
         if model.tie_biases:
             self.tie_biases()
         self.norm: nn.Module = nn.Identity()
@@ -66,10 +67,14 @@ class Transformer(nn.Module):
 
     def tie_biases(self) -> None:
         """Share the biases u and v of Transformer-XL among all layers."""
-        tables = [module for module in self.blocks.modules() if isinstance(module, SinusoidKeys)]
-        for table in tables[1:]:
-            table.content_HD = tables[0].content_HD
-            table.place_HD = tables[0].place_HD
+        first: SinusoidKeys | None = None
+        for table in self.blocks.modules():
+            if not isinstance(table, SinusoidKeys):
+                continue
+            if first is None:
+                first = table
+            table.content_HD = first.content_HD
+            table.place_HD = first.place_HD
 
     def add_output(self) -> None:
         """Add the output layer: an adaptive softmax, or a matrix and a bias."""

@@ -134,7 +134,7 @@ def partial_of(problem: Problem, backend: str) -> Partial:
 
 
 def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
-    """Return the outputs, with a gradient for every input that requires one, even if it was not read.
+    """Return the outputs, with a gradient for every input that requires one, read or not.
 
     Otherwise `backward` would fail if no query reads any key. These gradients are zeros.
     """

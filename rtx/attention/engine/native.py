@@ -184,8 +184,8 @@ def kernel_reads(problem: Problem) -> KernelReads:
 def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> RangeTensors:
     """Return packed lists as the kernel reads them.
 
-    Without `by_member` the kernel adds up weighted outputs. The weight of a query member is 1 / (the
-    number of lists in which its row reads something).
+    Without `by_member` the kernel adds up weighted outputs. The weight of a query member is 1
+    divided by the number of lists in which its row reads something.
     """
     row_P = part.query.row_M
     row_M = part.key.row_M

@@ -293,8 +293,8 @@ def packed_attention_backward(
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if merge == "mean":
-            # A member gets the share of its row's gradient. All gradients of a member have the factor
-            # exp(logit - lse), so the share goes in there: it is exp(logit - (lse - ln share)).
+            # A member gets the share of its row's gradient. All gradients of a member have the
+            # factor exp(logit - lse), which becomes exp(logit - (lse - ln share)).
             lse_U = lse_U - share_R.log().index_select(0, x.lists.query_row_P)
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
         of_members = member_gradients(x, dout_GE, dlse_U, out_UE, lse_U, merge)

@@ -30,7 +30,7 @@ and -inf where nothing is read.
 
 
 class Problem(NamedTuple):
-    """One part of a call of attention: queries, keys and values, and which query reads which keys."""
+    """One part of a call: queries, keys and values, and which query reads which keys."""
 
     q_BHND: Tensor
     k_BHND: Tensor

@@ -421,7 +421,8 @@ def bounds(count_L: Tensor, room: int) -> Tensor:
 
 def list_of(bound_L1: Tensor, member_M: Tensor) -> Tensor:
     """Return the list of each member, by the lists' `bounds`; L for empty slots."""
-    # The bound in front, 0, counts once for every member. Torch 2.11 cannot compile a search in a slice.
+    # The bound in front, 0, counts once for every member. Torch 2.11 cannot compile a search in a
+    # slice.
     return torch.searchsorted(bound_L1, member_M, right=True) - 1
 
 
