@@ -229,7 +229,7 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
-        """Initialise centroids and thresholds with the first sequence of a batch; not if it is empty.
+        """Initialise centroids and thresholds with the first sequence of a batch that is not empty.
 
         Each centroid gets the direction of a query, as k-means commonly starts at data; the paper
         starts at random. Thresholds are set so that `window` of `length` positions of the sequence

@@ -413,7 +413,10 @@ class Probed(TopKeys):
         return self.reads(qk, streaming)
 
     def gather(self, qk: QueriesKeys) -> None:
-        """In training, add up the keys of each cluster; initialise centroids with the first batch."""
+        """Add up the keys of each cluster in training.
+
+        The first batch initialises the centroids.
+        """
         self.files = None
         k_BHND = widened(qk.rotated_k_BHND.detach())
         if self.centroids.seed_with_next and self.centroids.training:
@@ -444,7 +447,10 @@ class Probed(TopKeys):
     # Costs.
 
     def choice_operations(self, length: int, size: int) -> float:
-        """Return the operations of keys and queries with centroids, and of queries with candidates."""
+        """Return the operations of products with centroids, and with candidates.
+
+        Keys and queries are both multiplied with all centroids.
+        """
         products_of_head = 2.0 * length * self.clusters
         if self.candidates is not None:
             products_of_head += window_pairs(length, self.candidates)

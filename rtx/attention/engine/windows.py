@@ -2,8 +2,8 @@
 
 The query members are cut into tiles of TILE consecutive ones. The keys that a tile may read are one
 window of consecutive key members, whose width follows from `RangeReads.most`, the largest number of
-keys of a query. So no shape depends on numbers in tensors, and the CPU never waits for the GPU. A mask
-hides those key slots that a query does not read.
+keys of a query. So no shape depends on numbers in tensors, and the CPU never waits for the GPU. A
+mask hides those key slots that a query does not read.
 
 For example, tiles of 4 queries that read at most 3 keys each, where queries and keys are the same
 lists:
