@@ -60,7 +60,7 @@ class Pattern(nn.Module, ABC):
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: probability, on attention weights, in training.
-        attend_self: False: a position reads itself only if it reads nothing else. None: what the
+        attend_self: False: a position reads itself only if it reads nothing else. None: the
             default of the class.
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
             give the same results, up to rounding.

@@ -35,7 +35,7 @@ FORMS = 64
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why FlexAttention cannot run the problem; None where it can."""
+    """Return why FlexAttention cannot run the problem, or None if it can."""
     terms = problem.terms
     q_BHND = problem.q_BHND
     sizes = q_BHND.shape[-1], problem.v_BHND.shape[-1]

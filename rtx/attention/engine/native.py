@@ -101,7 +101,7 @@ class ProbedLists(NamedTuple):
 
 
 def wanted(backend: str, length: int) -> bool:
-    """Tell whether a backend takes the kernels for sequences of a length.
+    """Return whether a backend takes the kernels for sequences of a length.
 
     "native" always does, "auto" from `MIN_LENGTH` positions on, if the kernels can be loaded or
     compiled; the first call may compile them.
@@ -112,7 +112,7 @@ def wanted(backend: str, length: int) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why the compiled kernel cannot run the problem; None where it can."""
+    """Return why the compiled kernel cannot run the problem, or None if it can."""
     q_BHND = problem.q_BHND
     terms = problem.terms
     if not q_BHND.is_cpu or q_BHND.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
@@ -539,7 +539,7 @@ def run_probing(
     """Run the probing kernel, and return the keys of each list.
 
     Args:
-        q_BHND: None where keys alone are sorted into clusters.
+        q_BHND: None if keys alone are sorted into clusters.
         early: how many positions the list in front of a head's clusters has; None: there is none.
         more: other fields of `ProbingArguments`, for what is done with queries.
     """

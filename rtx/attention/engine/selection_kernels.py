@@ -236,7 +236,7 @@ def emit_kernel(
 
     Writes:
         row_S, list_S: the rows and lists of the members for which there is room.
-        first_R1: where the members of each row begin; behind the last row the number of all.
+        first_R1: where the members of each row begin; after the last row the number of all.
     """
     group = tl.program_id(0)
     tile = tl.program_id(1)
