@@ -1,7 +1,7 @@
 """Candidates: the keys that a query probes, of which it reads the W with the largest logits.
 
-The compiled kernel makes `native_index`. Torch's operations make `candidate_index`, for some queries
-of some heads at a time.
+The compiled kernel makes `native_index`. Torch's operations make `candidate_index`, for some
+queries of some heads at a time.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
 size, R = B * H * N rows, Q queries of a piece, A candidates of a query, W keys that it reads.

@@ -186,7 +186,7 @@ def moments(score_XCN: Tensor) -> Tensor:
 
 
 def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
-    """Return the places in the flat scores of the `window` best positions of each cluster, ascending.
+    """Return the `window` best positions of each cluster, as places in the flat scores, ascending.
 
     NaN counts as the lowest score.
     """

@@ -122,7 +122,8 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
         numbers.append(number_S + heads.start * C * N)
         clusters.append(search.cluster_XN)
     number_P = torch.cat(numbers)
-    keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
+    cluster_BHN = torch.cat(clusters).view(B, H, N)
+    keys = pack(cluster_BHN, C, complete=True)
     list_P = number_P // N
     count_L = torch.bincount(list_P, minlength=len(keys.count_L))
     queries = MemberLists(rows_of(number_P, C, N), count_L)
@@ -207,7 +208,8 @@ def collect_members(
         count_1 = static_selection.collect(is_probed, offset, number_P1, count_1)
         counts.append(is_probed_XCN.sum(-1).flatten())
         clusters.append(search.cluster_XN)
-    keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
+    cluster_BHN = torch.cat(clusters).view(B, H, N)
+    keys = pack(cluster_BHN, C, complete=True)
     return Members(number_P1[:room], torch.cat(counts), count_1, keys)
 
 

@@ -46,7 +46,7 @@ class Linear(nn.Linear):
     """`nn.Linear` that may use oneDNN for large float32 products on a CPU."""
 
     products = "torch"
-    """`hardware.products` of the configuration: "torch" or "onednn"."""
+    """"torch", or "onednn" for large products; see `use_products`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.uses_onednn(input):
@@ -62,3 +62,10 @@ class Linear(nn.Linear):
         is_large = input.numel() * self.out_features >= LARGE
         is_float32 = input.dtype == torch.float32
         return is_large and is_float32 and torch.backends.mkldnn.is_available()
+
+
+def use_products(model: nn.Module, products: str) -> None:
+    """Let all `Linear` layers of a model compute their products by "torch" or "onednn"."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.products = products

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention.gradients import with_zero_gradients
 from rtx.model.block import Block
 from rtx.settings.schema import Config, ModelConfig
 
@@ -97,7 +98,8 @@ class MemoryBlock(Block):
             bias_E = norm.bias.detach()
             x_BKE = F.layer_norm(x_BKE, norm.normalized_shape, weight_E, bias_E, norm.eps)
         columns = F.linear(x_BKE, weight_FE)
-        return columns.unflatten(-1, (-1, self.attention.size)).transpose(1, 2)
+        x_BKHD = columns.unflatten(-1, (-1, self.attention.size))
+        return x_BKHD.transpose(1, 2)
 
 
 class Memory:
@@ -167,7 +169,8 @@ class Memory:
         compressions = [block.compression for block in blocks if block.compression is not None]
         loss = inputs[0].new_zeros(())
         if not leaving[0].shape[1]:
-            return loss + unused(compressions)
+            parameters = nn.ModuleList(compressions).parameters()
+            return with_zero_gradients(loss, parameters)
         compressed = []
         for compression, old_BOE in zip(compressions, leaving, strict=True):
             compressed.append(compression(old_BOE))
@@ -177,12 +180,6 @@ class Memory:
             for block, *tensors in zip(blocks, inputs, leaving, compressed, strict=True):
                 loss = loss + block.compression_loss(*tensors)
         return loss
-
-
-def unused(modules: list[Compression]) -> Tensor | int:
-    """Return 0 that depends on each parameter: DDP needs a gradient of all of them."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    return sum(0 * parameter.sum() for parameter in parameters)
 
 
 def appended(memories: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -145,6 +145,7 @@ def matrix_distance(query_FE: Tensor, key_FE: Tensor, size: int) -> Tensor:
     Args:
         query_FE, key_FE: the matrices of a group, with `size` rows (outputs) for each head.
     """
-    difference_FE = query_FE - key_FE
-    sum_HD = difference_FE.abs().sum(-1).unflatten(0, (-1, size))
+    distance_FE = (query_FE - key_FE).abs()
+    sum_F = distance_FE.sum(-1)
+    sum_HD = sum_F.unflatten(0, (-1, size))
     return sum_HD.amax(-1).mean()

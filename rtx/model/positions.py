@@ -71,7 +71,9 @@ def make_angles(
         angle_NF = position_N[:, None] * frequency_F
         cos_NF = angle_NF.cos().to(dtype)
         sin_NF = angle_NF.sin().to(dtype)
-        return torch.cat([cos_NF, cos_NF], dim=-1), torch.cat([-sin_NF, sin_NF], dim=-1)
+        cos_ND = torch.cat([cos_NF, cos_NF], dim=-1)
+        sin_ND = torch.cat([-sin_NF, sin_NF], dim=-1)
+        return cos_ND, sin_ND
 
 
 def drawn_table(rows: int, columns: int, deviation: float = TABLE_DEVIATION) -> nn.Parameter:
@@ -142,7 +144,10 @@ class SinusoidKeys(nn.Module):
         half = (E + 1) // 2
         cos_ME, sin_ME = angles(E, 0, count, weight_EE.dtype, weight_EE.device)
         # `angles` returns each sine and cosine twice, and the first half of the sines is negative.
-        return torch.cat([sin_ME[:, half:], cos_ME[:, :half]], dim=-1)[:, :E]
+        positive_sin = sin_ME[:, half:]
+        first_cos = cos_ME[:, :half]
+        sinusoid = torch.cat([positive_sin, first_cos], dim=-1)
+        return sinusoid[:, :E]
 
 
 class LearnedPositions(nn.Module):
