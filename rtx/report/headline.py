@@ -14,7 +14,6 @@ from rtx.errors import plural
 from rtx.report.curves import BUDGETS, NOT_REACHED, TOO_EARLY, Finding
 from rtx.report.ranking import FEW, SEEDS, Comparison, mean
 from rtx.report.score_tables import Kinds
-from rtx.report.tables import MINUS
 from rtx.report.times import (
     TimeFindings,
     duration,
@@ -22,6 +21,7 @@ from rtx.report.times import (
     ratio_from,
     ratio_number,
 )
+from rtx.tables import MINUS
 
 LONG_NAMES = {"full": "full attention", "local+full": "local+full attention"}
 """Of kinds of heads whose names are adjectives."""

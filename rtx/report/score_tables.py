@@ -21,15 +21,13 @@ from rtx.report.ranking import (
     mean,
 )
 from rtx.report.run_records import Cell
-from rtx.report.score_rows import Row, differing_keys, row_key, values_read
-from rtx.report.tables import MINUS, Column, Table
+from rtx.report.score_rows import Row, RowKey, differing_keys, row_key, values_read
+from rtx.report.steps import TimedRow
 from rtx.runs.records import Protocol
+from rtx.tables import MINUS, Column, Table
 
-Paces = Mapping[Any, tuple[float, float | None, str]]
-"""For each row that was timed in turn with others: steps a second, half their interval, a reason.
-
-The reason says why the pace may differ from that of training. It is empty if there is none.
-"""
+Paces = Mapping[RowKey, TimedRow]
+"""The rows that were timed in turn with others."""
 
 AGAINST = ("full", "local+full", "local", "random", "random blocks")
 """The rivals: kinds that all others are compared with. If none of them is ranked, the rival is the
@@ -77,8 +75,7 @@ def pace_facts(row: Row, paces: Paces) -> dict[str, float | None]:
     """Return the steps a second of a row: timed in turn with others, else recorded by its runs."""
     timed = paces.get(row_key(row.config))
     if timed is not None:
-        steps_per_second, half, _ = timed
-        return {"steps_per_second": steps_per_second, "pace_half": half}
+        return {"steps_per_second": timed.speed, "pace_half": timed.half}
     recorded = row.paces()
     if not recorded:
         return {"steps_per_second": None, "pace_half": None}
@@ -112,10 +109,8 @@ def pace_sentences(picked: Mapping[str, Pick], paces: Paces) -> list[str]:
         if timed is None:
             if pick.row.paces():
                 untimed.append(kind)
-            continue
-        _, _, reason = timed
-        if reason:
-            doubts.append(f"Steps/s of {kind} may not be those of training ({reason}).")
+        elif timed.reason:
+            doubts.append(f"Steps/s of {kind} may not be those of training ({timed.reason}).")
     if not untimed:
         return doubts
     subject = "Steps/s"
@@ -220,7 +215,7 @@ def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
     opening = opening_line(protocol, rows, len(pairs), pace_sentences(picked, paces))
     notes = [f"{kind}: {best.note}." for kind, best in picked.items() if best.note]
     table = Table(
-        title=f"Which heads pay? {protocol.where}",
+        title=f"Scores by kind of heads: {protocol.where}",
         columns=kinds_columns(protocol, against, figures(rows)),
         rows=[*entries, *simple],
         lines=[opening, *notes],
@@ -473,23 +468,18 @@ def rows_table(
         equal: whether the rows have the settings of `table`. If so, a column has the differences
             from its numbers, and its other rows are listed as not run.
     """
-    metric = table.metric.partition("/")[0] if table else "bits"
     departing = reasons_of([departures(row, table) if table else [] for row in rows])
     silent = reasons_of([table.differences(row.config) if table else [] for row in rows])
-    keys = differing_keys([row.config for row in rows if row.config])
-    entries = []
-    for row, differs, differs_silently in zip(rows, departing.others, silent.others, strict=True):
-        entry = score_entry(row, metric, paces)
-        if table:
-            entry |= paper_entry(row, table, entry["ours"], equal)
+    entries = row_entries(rows, paces, table, equal)
+    for entry, differs, differs_silently in zip(
+        entries, departing.others, silent.others, strict=True
+    ):
         entry["differs"] = differs
         entry["silent"] = differs_silently
-        values = values_read(row.config)
-        entry |= {key: values.get(key) for key in keys}
-        entries.append(entry)
+    add_differing_values(entries, rows)
     # A row without a score has a text in place of it, and is last.
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
-    bits_key = "ours" if metric == "bits" else "bits"
+    bits_key = "ours" if metric_of(table) == "bits" else "bits"
     entries += baseline("run", rows, protocol, bits_key)
     if table and equal:
         entries += entries_not_run(rows, table)
@@ -500,6 +490,32 @@ def rows_table(
         lines=rows_lines(protocol, rows, departing, silent),
         notes=table.footnotes if table else (),
     )
+
+
+def metric_of(table: PaperTable | None) -> str:
+    """Return the metric of a table of the paper without its unit; bits where there is no table."""
+    return table.metric.partition("/")[0] if table else "bits"
+
+
+def row_entries(
+    rows: Sequence[Row], paces: Paces, table: PaperTable | None, equal: bool
+) -> list[dict[str, Any]]:
+    """Return the scores of each row, beside the paper's numbers; arguments as of `rows_table`."""
+    entries = []
+    for row in rows:
+        entry = score_entry(row, metric_of(table), paces)
+        if table:
+            entry |= paper_entry(row, table, entry["ours"], equal)
+        entries.append(entry)
+    return entries
+
+
+def add_differing_values(entries: Sequence[dict[str, Any]], rows: Sequence[Row]) -> None:
+    """Add to the entry of each row its values of the keys by which the rows differ."""
+    keys = differing_keys([row.config for row in rows if row.config])
+    for entry, row in zip(entries, rows, strict=True):
+        values = values_read(row.config)
+        entry |= {key: values.get(key) for key in keys}
 
 
 def rows_lines(
@@ -596,9 +612,7 @@ def earlier_scores(rows: Sequence[Row]) -> list[str]:
     """Return a line that counts the scores of checkpoints before the last step; none for none."""
     is_earlier = []
     for row in rows:
-        # The cells with a score are first.
-        for cell, score in zip(row.cells, row.scores, strict=False):
-            is_earlier.append(score.step < cell.step)
+        is_earlier += [run.score.step < run.cell.step for run in row.scored]
     count = sum(is_earlier)
     if not count:
         return []
@@ -616,8 +630,7 @@ def shared_by_all(lists: Sequence[Sequence[str]]) -> list[str]:
 def notes_of(row: Row) -> str:
     """Return notes on runs that are not done or have a reason, and on seeds of several runs."""
     notes = [run_note(cell) for cell in row.cells if cell.state != "done" or cell.reason]
-    scored = row.cells[: len(row.scores)]
-    runs_by_seed = Counter(cell.seed for cell in scored)
+    runs_by_seed = Counter(run.cell.seed for run in row.scored)
     for seed, runs in runs_by_seed.items():
         if runs > 1:
             notes.append(f"seed {seed}: mean of {runs} runs")

@@ -32,7 +32,7 @@ from rtx.report.run_records import Cell
 from rtx.report.score_rows import row_key
 from rtx.report.score_tables import Kinds, Pick
 from rtx.report.steps import StepRecord, TimedRow
-from rtx.report.tables import DASH, MINUS, Column, Table
+from rtx.tables import DASH, MINUS, Column, Table
 
 IN_TURN = "timed in turn"
 VALIDATIONS = ("data.length", "trainer.val_stride", "trainer.val_windows")
@@ -81,7 +81,7 @@ def curve_of(cell: Cell, pace: float | None) -> Curve | None:
     latest = 0.0
     for step in steps:
         now = seconds_by_step.get(step, math.nan)
-        value = cell.curve[step][0]
+        value = cell.curve[step]
         if math.isfinite(now) and math.isfinite(value) and now > latest:
             seconds.append(now)
             bits.append(value)

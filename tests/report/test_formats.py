@@ -17,12 +17,14 @@ import pytest
 
 from rtx.evaluation.protocol import Reading, protocol_of, score_record
 from rtx.evaluation.scores import Score
-from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, write
+from rtx.report.contents import Report, build
+from rtx.report.formats import as_json, comma_separated, html, latex, write
 from rtx.report.run_records import collect
 from rtx.report.summary import closing_lines
-from rtx.report.tables import DASH, Column, Table, terminal, tex
+from rtx.report.templates import tex
 from rtx.runs.records import DataRecord, Measures
 from rtx.settings.compose import compose
+from rtx.tables import DASH, Column, Table, table_text
 from tests.helpers.records import (
     DATA,
     FULL,
@@ -98,7 +100,7 @@ def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
     tables = [table for table in report.every_table() if table.shown(brief=True)]
     for width in (80, 100):
         assert (
-            max(len(line) for table in tables for line in terminal(table, width).splitlines())
+            max(len(line) for table in tables for line in table_text(table, width).splitlines())
             <= width
         )
     table = Table(
@@ -106,7 +108,7 @@ def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
         [Column("a", "a"), Column("n", "n", 2, "e")],
         [{"a": "[red]x", "n": -1.0, "e": 0.5}, {"a": "y"}],
     )
-    said = terminal(table, 10, strip=True)
+    said = table_text(table, 10, intervals=True)
     assert "[red]x" in said and "\N{MINUS SIGN}1.00 ± 0.50" in said and DASH in said
 
 

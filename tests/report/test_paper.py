@@ -302,12 +302,8 @@ def test_scores_of_other_settings_and_protocols_have_no_difference(
     made = config("cifar10", **facts.get("config", {}))
     run = write_run(tmp_path, made, bits=None, data=IMAGES, step=facts.get("step", 200_000))
     write_eval(run, 3.0, **facts.get("eval", {}))
-    (row,) = [
-        row
-        for protocol, rows in rows_by_protocol(collect([tmp_path]).cells)
-        if protocol
-        for row in rows
-    ]
+    groups = rows_by_protocol(collect([tmp_path]).cells)
+    (row,) = [row for group in groups if group.protocol for row in group.rows]
     assert said in departures(row, TABLES[1])
     tables = build(collect([tmp_path]), "").tables
     assert [

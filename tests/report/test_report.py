@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from rtx.cli import main as cli
-from rtx.report.contents import Report, build, save_plots
+from rtx.report.contents import Report, build
+from rtx.report.formats import save_plots
 from rtx.report.paper import numbered
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import collect
-from rtx.report.tables import Table, text_of
+from rtx.tables import Table, text_of
 from tests.helpers.records import (
     CAUSAL,
     DATA,
@@ -578,7 +579,7 @@ def test_reports_of_several_runs_leave_that_of_one_alone(tmp_path: Path, capsys:
 def test_reports_need_no_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path, config("smoke"))
     code = (
-        "import sys; from pathlib import Path; from rtx.report.contents import collect, build; "
+        "import sys; from pathlib import Path; from rtx.report.contents import build; from rtx.report.run_records import collect; "
         "assert not {'torch', 'pandas', 'matplotlib', 'scipy', 'jinja2', 'rich'} & set(sys.modules); "
         "build(collect([Path(sys.argv[1])]), ''); assert 'torch' not in sys.modules"
     )

@@ -31,9 +31,9 @@ from rtx.report.curves import (
 from rtx.report.headline import Duel, verdict_on
 from rtx.report.ranking import Comparison
 from rtx.report.run_records import collect
-from rtx.report.tables import Table
 from rtx.report.time_plot import marks_of_time
 from rtx.report.times import curve_of, ratio_and_interval
+from rtx.tables import Table
 from tests.helpers.records import (
     CAUSAL,
     FULL,

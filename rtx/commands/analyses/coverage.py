@@ -22,9 +22,9 @@ from rtx.errors import UserError, plural
 from rtx.evaluation.windows import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report import plots
-from rtx.report.tables import Column, print_table
 from rtx.settings.derived import full_group
 from rtx.settings.schema import Config, with_values
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 MEAN = Column("mean", "mean", 3, "error")
