@@ -205,10 +205,13 @@ def environment_of(record: EnvironmentRecord) -> dict[str, str | None]:
     code = commit[:12]
     if commit.endswith("-dirty"):
         code += " with changes"
+    device = record.gpu or "CPU"
+    if record.threads and not record.gpu:
+        device = f"CPU, {plural(record.threads, 'thread')}"
     return {
         **record.versions,
         "git commit": code,
-        "device": record.gpu or f"CPU, {record.threads} threads",
+        "device": device,
         "python": record.python,
         "data": record.data.name,
         "data fingerprint": record.data.fingerprint,

@@ -288,7 +288,7 @@ def line_of(duel: Duel) -> str:
     parts = [time_part(duel)]
     if duel.gap and duel.gap.difference is not None:
         gap = difference_words(duel.gap.difference, duel.gap.comparison)
-        parts.append(f"after {duration(duel.seconds)} of each {gap}")
+        parts.append(f"after {duration(duel.seconds)} each, {gap}")
     if duel.score and duel.score.difference is not None:
         score = difference_words(duel.score.difference, duel.score)
         parts.append(f"in the closing score {score}")

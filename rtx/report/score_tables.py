@@ -116,7 +116,7 @@ def pace_sentences(picked: Mapping[str, Pick], paces: Paces) -> list[str]:
     subject = "Steps/s"
     if len(untimed) < len(picked):
         subject += f" of {', '.join(untimed)}"
-    return [f"{subject} are as the runs went, not timed in turn.", *doubts]
+    return [f"{subject} were measured in training, not timed in turn.", *doubts]
 
 
 def baseline(
@@ -297,7 +297,7 @@ def kinds_columns(
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         PEAK,
         *figure_columns(measures),
-        *(Column(f"less_{kind}", f"less {kind}", brief=False) for kind in against),
+        *(Column(f"less_{kind}", f"minus {kind}", brief=False) for kind in against),
         Column("of", "best of"),
     ]
 
@@ -598,7 +598,7 @@ def rows_columns(
 
 def rows_title(protocol: Protocol | None, table: PaperTable | None, equal: bool) -> str:
     """Return the title of a table of rows."""
-    title = "All rows"
+    title = "Scores of all rows"
     if table and equal:
         title = f"Table {table.number}. {table.title}"
     elif table:

@@ -249,7 +249,7 @@ def findings_against(
             continue
         if len(pairs) < len(runs.curves):
             left_out = plural(len(runs.curves) - len(pairs), "run")
-            equal = "of like seed, machine, threads and engine"
+            equal = "with the same seed, machine, threads and engine"
             all_notes.append(f"{kind}: {left_out} without a run of {rival} {equal}.")
         budgets = budgets_of(runs, rival_runs)
         seconds[kind] = budgets[-1]
@@ -289,9 +289,9 @@ def time_table(result: TimeFindings, names: Sequence[str], brief: bool) -> Table
         is_brief = brief and number > 0
         columns.append(Column(f"loss_{number}", f"to {loss:.2f} bits", brief=is_brief))
     how = (
-        "Seconds of optimizer steps to a validation of so many bits, as a share of those of "
-        f"{result.rival}: below 1 is faster. Between validations bits are taken to fall in a "
-        "straight line over log time. Ratios are geometric means paired by seed; "
+        "Seconds of optimizer steps until a validation reaches a loss, as a share of those of "
+        f"{result.rival}: below 1 is faster. Between validations the loss is interpolated linearly "
+        "over the logarithm of time. Ratios are geometric means, paired by seed; "
         f"{correction(result.times)}."
     )
     title = f"Time to a loss, against {result.rival}"
@@ -316,7 +316,7 @@ def gap_table(result: TimeFindings, names: Sequence[str], constant: bool, brief:
         is_brief = brief and title != BUDGET_TITLES[0]
         columns.append(Column(f"after_{title}", f"after {title} of it", brief=is_brief))
     how = (
-        f"Bits less those of {result.rival} after equal seconds of optimizer steps, by the best "
+        f"Bits minus those of {result.rival} after equal seconds of optimizer steps, of the best "
         "validation so far: below 0 is better. The equal time is that of the shortest run of the "
         f"two rows. Paired by seed; {correction(result.gaps)}."
     )

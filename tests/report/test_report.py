@@ -70,7 +70,7 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
     lines = capsys.readouterr().out.splitlines()[:25]
     start = "At length 2,048, routing (causal) wins: 3.67 bits in 0.45"
     assert max(map(len, lines)) <= 110 and lines[0].startswith(start)
-    for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
+    for part in ("Scores by kind of heads:", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
         assert part in "\n".join(lines), part
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     causal, local, random, topk = rows = report["tables"][0]["rows"]
@@ -202,7 +202,7 @@ def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(
         for form in ("md", "html", "tex", "json")
     }
     assert texts["md"].splitlines()[2] == f"**{first}** {noise}"
-    assert texts["md"].splitlines()[4].startswith("## All rows")
+    assert texts["md"].splitlines()[4].startswith("## Scores of all rows")
     body = texts["html"].partition("<body>")[2]
     assert f'<p class="headline">{first} <span>{noise}</span></p>' in body.partition("<table")[0]
     assert (
@@ -242,7 +242,7 @@ def test_runs_that_differ_by_keys_that_they_do_not_read_are_one_row(tmp_path: Pa
             )
             write_run(tmp_path / "exact" / str(clusters), made, bits=2.9)
     report = build(collect([tmp_path / kind for kind in ("local", "full", "exact")]), "")
-    rows = rows_of(report, "All rows")
+    rows = rows_of(report, "Scores of all rows")
     assert column(rows, "run") == ["routing (exact)", "local", "full"] and column(
         rows, "seeds"
     ) == [4, 4, 4]
@@ -354,7 +354,7 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     for run in runs:
         write_eval(run, 2.5, baselines={"order-2": 4.0})
     report = built(tmp_path)
-    tables = [table for table in report.every_table() if table.title.startswith(("Which", "All"))]
+    tables = [table for table in report.every_table() if table.title.startswith("Scores")]
     rows = [
         (table.rows[-1].get("heads", table.rows[-1].get("run")), table.rows[-1]["ours"])
         for table in tables
@@ -381,13 +381,17 @@ def test_a_run_evaluated_in_another_way_stays_with_the_others(
     first = write_run(tmp_path, config("smoke"), bits=3.4)
     write_eval(first, 3.1, split="valid" if manner else "test", **manner)
     second = write_run(tmp_path, config("smoke", routing__heads=1), bits=3.5)
-    both, other = [table for table in built(tmp_path).tables if table.title.startswith("All rows")]
+    both, other = [
+        table for table in built(tmp_path).tables if table.title.startswith("Scores of all rows")
+    ]
     assert column(both, "ours") == [3.4, 3.5] and column(other, "ours") == [3.1]
     assert column(other, "sees_future") == [
         "yes" if manner.get("selection_sees_future", True) else "no"
     ]
     write_eval(second, 3.2, split="valid" if manner else "test", **manner)
-    tables = [table for table in built(tmp_path).tables if table.title.startswith("All rows")]
+    tables = [
+        table for table in built(tmp_path).tables if table.title.startswith("Scores of all rows")
+    ]
     assert len(tables) == (2 if manner else 1), (
         "evaluations of the same manner take the place of closing validations"
     )
@@ -409,7 +413,7 @@ def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_wha
         if threads == 2:
             del made["routing"]["merge"]  # as of a version without this key
         run = write_run(tmp_path, made, bits=bits)
-    table = rows_of(built(tmp_path), "All rows")
+    table = rows_of(built(tmp_path), "Scores of all rows")
     assert column(table, "run") == [
         "local",
         "routing (causal): window=64",
@@ -441,7 +445,7 @@ def test_measures_of_some_data_alone_have_columns_and_the_best_of_all_keys_are_f
         write_run(tmp_path, config("mqar heads=exact", seed=seed), bits=2.0, **told)
     write_run(tmp_path, config("mqar heads=full"), bits=1.0, accuracy=1.0)
     report = built(tmp_path)
-    for table in (report.answer, rows_of(report, "All rows")):
+    for table in (report.answer, rows_of(report, "Scores of all rows")):
         assert column(table, "accuracy") == [1.0, pytest.approx(0.6)]
         assert column(table, "accuracy, pairs 4") == [None, pytest.approx(0.7)]
         assert column(table, "bits far repeated") == [None, pytest.approx(0.6)]

@@ -133,7 +133,7 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     assert report.headline.endswith("of full attention's time, but ends 0.020 bits behind.")
     first, *others = report.lines
     assert first.startswith("Against full attention, routing (causal): 2.36 bits in 0.45")
-    assert "of its time, 2.24 not reached; after 13.3 min of each" in first and first.endswith(
+    assert "of its time, 2.24 not reached; after 13.3 min each," in first and first.endswith(
         "0.020 ± 0.000 bits behind."
     )
     assert [line.partition(",")[0] for line in others] == ["Against local", "Against random"]
@@ -158,7 +158,7 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     page = (tmp_path / "report" / "report.md").read_text()
     places = [
         page.index(part)
-        for part in (report.headline, report.lines[-1], "](time.png)", "## Which heads pay")
+        for part in (report.headline, report.lines[-1], "](time.png)", "## Scores by kind of heads")
     ]
     assert places == sorted(places)
     exported = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -247,7 +247,7 @@ def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) 
     times = table_of(built(tmp_path), "Time to a loss")
     assert cells(times, "routing (causal)") == ["0.50, too few seeds"] * 4
     assert times.lines[-1].startswith(
-        "routing (causal): 2 runs without a run of full of like seed, machine"
+        "routing (causal): 2 runs without a run of full with the same seed, machine"
     )
 
 
@@ -469,7 +469,7 @@ def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_pat
             made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, bits=bits, curve={100: (10.0, bits), 200: (20.0, bits)})
     report = built(tmp_path)
-    assert "routing (causal): times not compared; after 20 s of each" in report.lines[0]
+    assert "routing (causal): times not compared; after 20 s each," in report.lines[0]
     assert cells(table_of(report, "Time to a loss"), "routing (causal)") == []
 
 
