@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rtx.errors import plural
-from rtx.report.ranking import SEEDS, Comparison, compare, mean
+from rtx.report.ranking import SEEDS, Comparison, Names, compare, mean
 from rtx.report.score_rows import Row
 from rtx.tables import Table
 
@@ -103,7 +103,7 @@ def lowest_of_one_kind(rows: Sequence[Row]) -> str:
     return f"Lowest mean: {name}; {better_than} ({corrected})."
 
 
-def is_better(compared: Mapping[tuple[str, str], Comparison], row: str, other: str) -> bool:
+def is_better(compared: Mapping[Names, Comparison], row: str, other: str) -> bool:
     """Tell whether a row is better than another, in whatever order they were compared."""
     if (row, other) in compared:
         return compared[row, other].verdict == "better"

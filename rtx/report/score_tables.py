@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rtx.errors import plural
 from rtx.report.paper import PaperTable, heads_label, setting_lines, table_of
@@ -14,6 +13,7 @@ from rtx.report.ranking import (
     FEW,
     OPPOSITE,
     Comparison,
+    Names,
     Values,
     chosen,
     compare,
@@ -24,7 +24,7 @@ from rtx.report.run_records import Cell
 from rtx.report.score_rows import Row, RowKey, differing_keys, row_key, values_read
 from rtx.report.steps import TimedRow
 from rtx.runs.records import Protocol
-from rtx.tables import MINUS, Column, Table
+from rtx.tables import MINUS, Column, Entry, Table
 
 Paces = Mapping[RowKey, TimedRow]
 """The rows that were timed in turn with others."""
@@ -48,13 +48,13 @@ HOW = (
 )
 
 
-def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
+def facts_of(row: Row, values: Values, paces: Paces) -> Entry:
     """Return the entries of a row that all tables have: its scores, standard error and pace.
 
     The standard error of each run is over the windows of its score; the entry is their mean.
     """
     scores = list(values.values())
-    facts: dict[str, Any] = {
+    facts: Entry = {
         "ours": mean(scores) if scores else None,
         "half": half_interval(scores),
         "seeds": len(scores),
@@ -121,7 +121,7 @@ def pace_sentences(picked: Mapping[str, Pick], paces: Paces) -> list[str]:
 
 def baseline(
     name_key: str, rows: Sequence[Row], protocol: Protocol | None, bits_key: str = "ours"
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Return one entry, for the best simple compressor on the split; none for a sample of windows.
 
     `name_key` and `bits_key` are the keys of the compressor's name and of its bits.
@@ -179,7 +179,7 @@ class Kinds:
     picked: Mapping[str, Pick]
     legal: Mapping[str, Values]
     against: Sequence[str]
-    compared: Mapping[tuple[str, str], Comparison]
+    compared: Mapping[Names, Comparison]
     order: Sequence[str]
     unit: str
     length: int
@@ -193,11 +193,7 @@ def picked_kinds(rows: Sequence[Row]) -> dict[str, Pick]:
     for row in rows:
         if row.config and row.scores:
             rows_by_kind.setdefault(heads_label(row.config), []).append(row)
-    picked = {}
-    for kind, alike in rows_by_kind.items():
-        best_row, values, note = pick(alike)
-        picked[kind] = Pick(kind, best_row, values, note, rows=len(alike))
-    return picked
+    return {kind: pick(kind, alike) for kind, alike in rows_by_kind.items()}
 
 
 def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
@@ -246,7 +242,7 @@ def opening_line(
     return " ".join([f"{protocol_line}.", how, *sentences])
 
 
-def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[tuple[str, str]]:
+def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[Names]:
     """Return all pairs of a kind and a rival. A pair of two rivals is in the list only once."""
     pairs = []
     for number, rival in enumerate(against):
@@ -259,9 +255,9 @@ def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[tupl
 def kinds_entries(
     picked: Mapping[str, Pick],
     against: Sequence[str],
-    compared: Mapping[tuple[str, str], Comparison],
+    compared: Mapping[Names, Comparison],
     paces: Paces,
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Return an entry for each kind, by ascending bits, those that see the future last."""
     entries = []
     for kind, best in picked.items():
@@ -275,9 +271,9 @@ def kinds_entries(
             entry["of"] = best.rows
         is_ranked = not best.row.sees_future
         for rival in against:
-            word, numbers = verdict(compared, kind, rival, is_ranked)
-            entry[f"against_{rival}"] = word
-            entry[f"less_{rival}"] = numbers
+            against_rival = verdict(compared, kind, rival, is_ranked)
+            entry[f"against_{rival}"] = against_rival.word
+            entry[f"less_{rival}"] = against_rival.numbers
         entries.append(entry)
     entries.sort(key=lambda entry: (entry["sees_future"] == "yes", entry["ours"] or math.inf))
     return entries
@@ -302,9 +298,7 @@ def kinds_columns(
     ]
 
 
-def baseline_ahead(
-    simple: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Any]], protocol: Protocol
-) -> str:
+def baseline_ahead(simple: Sequence[Entry], entries: Sequence[Entry], protocol: Protocol) -> str:
     """Return the simple baseline that is ahead of every model, and its bits; empty for none."""
     lowest = min(entry["ours"] or math.inf for entry in entries)
     for entry in simple:
@@ -315,10 +309,10 @@ def baseline_ahead(
     return ""
 
 
-def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
-    """Return the best row of a kind, the scores it is reported by, and a note on the choice."""
+def pick(kind: str, alike: Sequence[Row]) -> Pick:
+    """Return the best row of a kind."""
     if len(alike) == 1:
-        return alike[0], alike[0].values(), ""
+        return Pick(kind, alike[0], alike[0].values(), note="", rows=1)
     # Rows are identified by number, because their names may be equal.
     values_by_number = {str(number): row.values() for number, row in enumerate(alike)}
     number, values = chosen(values_by_number)
@@ -327,19 +321,28 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     best = f"best of {len(alike)}"
     if settings:
         best += f" ({settings})"
+    note = f"{best}, by the seeds that chose it, so rather too low"
     if values:
-        seeds = plural(len(values), "seed")
-        return best_row, values, f"{best}, by {seeds} that did not choose it"
-    return best_row, {}, f"{best}, by the seeds that chose it, so rather too low"
+        note = f"{best}, by {plural(len(values), 'seed')} that did not choose it"
+    return Pick(kind, best_row, values, note, rows=len(alike))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a kind against a rival in words.
+
+    Args:
+        numbers: the difference, its interval and p; empty: not compared.
+    """
+
+    word: str
+    numbers: str = ""
 
 
 def verdict(
-    compared: Mapping[tuple[str, str], Comparison], kind: str, rival: str, is_ranked: bool
-) -> tuple[str, str]:
-    """Return the verdict on a kind against a rival, and the difference, its interval and p.
-
-    Both are empty if the kind is the rival itself.
-    """
+    compared: Mapping[Names, Comparison], kind: str, rival: str, is_ranked: bool
+) -> Verdict:
+    """Return the verdict on a kind against a rival; empty if the kind is the rival itself."""
     sign = 1
     comparison = compared.get((kind, rival))
     if comparison is None:
@@ -347,17 +350,15 @@ def verdict(
         sign = -1
         comparison = compared.get((rival, kind))
     if comparison is None:
-        word = "" if is_ranked else "not ranked"
-        return word, ""
+        return Verdict("" if is_ranked else "not ranked")
     if comparison.difference is None:
-        word = FEW if is_ranked else "not ranked"
-        return word, ""
+        return Verdict(FEW if is_ranked else "not ranked")
     word = comparison.verdict
     if sign == -1:
         word = OPPOSITE.get(word, word)
     chance = "p<0.001" if comparison.chance < 0.001 else f"p={comparison.chance:.2g}"
     numbers = f"{sign * comparison.difference:+.3f} ± {comparison.half:.3f}, {chance}"
-    return word, numbers.replace("-", MINUS)
+    return Verdict(word, numbers.replace("-", MINUS))
 
 
 def units_of(rows: Sequence[Row]) -> int | None:
@@ -499,7 +500,7 @@ def metric_of(table: PaperTable | None) -> str:
 
 def row_entries(
     rows: Sequence[Row], paces: Paces, table: PaperTable | None, equal: bool
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Return the scores of each row, beside the paper's numbers; arguments as of `rows_table`."""
     entries = []
     for row in rows:
@@ -510,7 +511,7 @@ def row_entries(
     return entries
 
 
-def add_differing_values(entries: Sequence[dict[str, Any]], rows: Sequence[Row]) -> None:
+def add_differing_values(entries: Sequence[Entry], rows: Sequence[Row]) -> None:
     """Add to the entry of each row its values of the keys by which the rows differ."""
     keys = differing_keys([row.config for row in rows if row.config])
     for entry, row in zip(entries, rows, strict=True):
@@ -529,7 +530,7 @@ def rows_lines(
     return lines + earlier_scores(rows)
 
 
-def score_entry(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
+def score_entry(row: Row, metric: str, paces: Paces) -> Entry:
     """Return a row's name, scores and notes. Without a score, "ours" says how its runs ended."""
     values = row.values(metric)
     facts = facts_of(row, values, paces)
@@ -542,18 +543,18 @@ def score_entry(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
     return entry
 
 
-def paper_entry(row: Row, table: PaperTable, ours: float | str, equal: bool) -> dict[str, Any]:
+def paper_entry(row: Row, table: PaperTable, ours: float | str, equal: bool) -> Entry:
     """Return the paper's number for a row, and if settings are equal the difference from it."""
     printed = table.row_of(row.config)
     if printed is None:
         return {}
-    entry: dict[str, Any] = {"paper": printed.value, "paper_row": printed.label}
+    entry: Entry = {"paper": printed.value, "paper_row": printed.label}
     if equal and printed.value and not isinstance(ours, str):
         entry["difference"] = ours - printed.value
     return entry
 
 
-def entries_not_run(rows: Sequence[Row], table: PaperTable) -> list[dict[str, Any]]:
+def entries_not_run(rows: Sequence[Row], table: PaperTable) -> list[Entry]:
     """Return entries for the rows of the paper's table that no run reproduces."""
     reproduced = [table.row_of(row.config) for row in rows]
     entries = []

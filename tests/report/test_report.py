@@ -1,5 +1,6 @@
-"""`rtx report` on made-up records: the answer, seeds, protocols set apart, and what a user may get wrong. Verdicts by
-simulation: seldom false where rows are equal, and what they find where one is better.
+"""`rtx report` on made-up records: the answer, seeds, protocols set apart, mistakes of users.
+
+Verdicts by simulation: seldom false where rows are equal, and what they find where one is better.
 """
 
 import csv
@@ -50,7 +51,10 @@ def rows_of(report: Report, start: str) -> Table:
 
 
 def write_kinds(folder: Path, seeds: int = 5) -> Path:
-    """Runs of local, random, causal and topk heads; causal ones are better than local ones, topk ones the best."""
+    """Write runs of local, random, causal and topk heads.
+
+    Causal ones are better than local ones, and topk ones are the best.
+    """
     kinds = {"local": (3.0, LOCAL), "random": (3.01, {"routing__selection": "random"})}
     kinds |= {"causal": (2.5, CAUSAL), "topk": (1.0, {"routing__selection": "topk"})}
     for start, values in kinds.values():
@@ -70,7 +74,8 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
     lines = capsys.readouterr().out.splitlines()[:25]
     start = "At length 2,048, routing (causal) wins: 3.67 bits in 0.45"
     assert max(map(len, lines)) <= 110 and lines[0].startswith(start)
-    for part in ("Scores by kind of heads:", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
+    parts = ("Scores by kind of heads:", "bits/byte", "sees", "steps/s", "against", "●", "yes")
+    for part in parts:
         assert part in "\n".join(lines), part
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     causal, local, random, topk = rows = report["tables"][0]["rows"]
@@ -192,8 +197,9 @@ def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(
     windows = 1  # 1,000 units scored, in windows of 2,048
     first = "Not certain: 1 seed a row; no verdict."
     noise = (
-        "Differences below about 0.226 bits/byte are within the noise of a score (its standard error 0.080 over "
-        f"{windows} window); the means of the 8 rows are up to 0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
+        "Differences below about 0.226 bits/byte are within the noise of a score "
+        f"(its standard error 0.080 over {windows} window); the means of the 8 rows are up to "
+        "0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
     )
     assert cli.main(["report", str(write_grid(tmp_path))]) == 0
     assert " ".join(capsys.readouterr().out.split()).startswith(f"{first} {noise}")
@@ -583,21 +589,29 @@ def test_reports_of_several_runs_leave_that_of_one_alone(tmp_path: Path, capsys:
 def test_reports_need_no_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path, config("smoke"))
     code = (
-        "import sys; from pathlib import Path; from rtx.report.contents import build; from rtx.report.run_records import collect; "
-        "assert not {'torch', 'pandas', 'matplotlib', 'scipy', 'jinja2', 'rich'} & set(sys.modules); "
+        "import sys; from pathlib import Path; "
+        "from rtx.report.contents import build; from rtx.report.run_records import collect; "
+        "late = {'torch', 'pandas', 'matplotlib', 'scipy', 'jinja2', 'rich'}; "
+        "assert not late & set(sys.modules); "
         "build(collect([Path(sys.argv[1])]), ''); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True)
 
 
 TABLES = {2: 3000, 5: 1000, 27: 200}
-"""Simulated tables by rows; chance alone moves a share of 5% by one standard error of 0.4 to 1.5 points."""
+"""Simulated tables by rows.
+
+Chance alone moves a share of 5% by one standard error of 0.4 to 1.5 points.
+"""
 
 
 def simulated(
     rng: np.random.Generator, rows: int, seeds: int, paired: bool, better: float = 0.0
 ) -> dict[str, Values]:
-    """Rows of one mean; paired ones share what a seed does to all. Row 1 may be better by some deviations."""
+    """Return rows of one mean; paired ones share what a seed does to all.
+
+    `better`: by how many deviations row 1 is better.
+    """
     scores = rng.normal(size=(rows, seeds)) + (rng.normal(size=seeds) if paired else 0.0)
     scores[1] -= better
     names = [
@@ -633,7 +647,8 @@ def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
             )
             assert (one.verdict == "tied") == (one.chance > 0.05), "and so does p"
     print(
-        f"{rows} rows, {seeds} seeds: false {false / tables:.1%}; two deviations found in {power / tables:.0%}"
+        f"{rows} rows, {seeds} seeds: false {false / tables:.1%}; "
+        f"two deviations found in {power / tables:.0%}"
     )
     assert false / tables <= 0.05 + 3 * (0.05 * 0.95 / tables) ** 0.5
     assert power / tables > (0.6 if rows == 2 or (rows == 5 and seeds == 10) else 0.01)

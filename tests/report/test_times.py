@@ -71,7 +71,10 @@ def write_row(
     seeds: int = 5,
     **facts: Any,
 ) -> None:
-    """Write runs whose step takes `pace` seconds; bits are 2 + 1/√(step/100), and `above` more, by seed."""
+    """Write runs whose step takes `pace` seconds.
+
+    Bits are 2 + 1/√(step/100), and by seed a little more than `above` more.
+    """
     for seed in range(seeds):
         moved = above + 0.002 * (seed * 3 % 5)
         curve = {
@@ -301,9 +304,10 @@ def test_a_rate_that_decays_is_told_beside_losses_at_equal_time(tmp_path: Path) 
 def simulated(
     rng: np.random.Generator, rows: int, seeds: int, paired: bool, faster: float = 1.0
 ) -> list[Runs]:
-    """Return rows of like curves: bits fall as a power of the step, seeds and rows move them and their paces.
+    """Return rows of like curves: bits fall as a power of the step.
 
-    Paired rows share what a seed does to all. Row 1 may take `faster` times as long for a step.
+    Seeds and rows move the bits and their paces; paired rows share what a seed does to all. Row 1
+    may take `faster` times as long for a step.
     """
     shared = rng.normal(size=seeds) * paired
     steps = np.arange(1, 11) / 10
