@@ -4,7 +4,7 @@ VENV := .venv
 SOURCES := rtx hydra_plugins tests $(wildcard benchmarks)
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Test files that are fast, and find most mistakes.
-QUICK := tests/test_style.py tests/test_config.py tests/settings tests/commandline \
+QUICK := tests/test_style.py tests/test_tables.py tests/test_config.py tests/settings tests/commandline \
   tests/evaluation tests/sweep/test_grids.py tests/report/test_formats.py \
   tests/data/test_sampler.py tests/data/test_recall.py tests/attention/test_bad_input.py
 # Options of the campaigns.

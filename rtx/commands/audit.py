@@ -19,9 +19,9 @@ from rtx.data.store import Store
 from rtx.errors import plural
 from rtx.evaluation.windows import read_windows, sample_windows, windows
 from rtx.progress import progress_bar
-from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
 from rtx.runs.status import utc_now
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 

@@ -25,12 +25,12 @@ from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
 from rtx.progress import clock, say
 from rtx.report.lengths import tables_of_run
-from rtx.report.tables import print_table
 from rtx.runs.folder import is_export, save, shown
 from rtx.runs.records import CheckpointRecord, DataRecord, EvaluationRecord
 from rtx.runs.status import read_status, state_of, utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import Config, flat, to_dict
+from rtx.tables import print_table
 from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 

@@ -31,6 +31,7 @@ from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.settings.fields import imported
 from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
+from rtx.tables import aligned
 
 STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
 """Names of stores; nothing else is ever removed."""
@@ -255,11 +256,13 @@ def listing(root: Path) -> list[str]:
     for path in root.glob("*-*"):
         if STORE_NAME.fullmatch(path.name):
             notes[path] = store_note(path)
-    lines = []
+    if not notes:
+        return [f"{root}: no data yet"]
+    rows = []
     for path in sorted(notes):
-        line = f"{disk_size(path):>9}  {path.relative_to(root)}  {notes[path]}"
-        lines.append(printable(line))
-    return lines or [f"{root}: no data yet"]
+        texts = (disk_size(path), str(path.relative_to(root)), notes[path])
+        rows.append([printable(text) for text in texts])
+    return aligned(rows, right={0})
 
 
 def store_note(folder: Path) -> str:

@@ -9,8 +9,8 @@ from rtx.data.sets import MADE
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Score
 from rtx.report.score_rows import Row, row_key, rows_by_protocol
-from rtx.report.tables import Column, Table
 from rtx.runs.records import EvaluationRecord, Protocol, ScoreRecord
+from rtx.tables import Column, Table
 
 DEPTH = "depth of what the answer repeats, in % of the window"
 NAMES = (Column("heads", "heads"), Column("sees_future", "sees future"))
@@ -82,10 +82,10 @@ def tables_by_length(cells: Sequence[Cell]) -> list[Table]:
     The rows of a table were scored by one protocol but for the length.
     """
     groups: dict[Any, dict[int, list[Row]]] = {}
-    for protocol, rows in rows_by_protocol(cells):
-        if protocol is not None:
-            by_length = groups.setdefault(any_length(protocol), {})
-            by_length.setdefault(protocol.length, []).extend(rows)
+    for group in rows_by_protocol(cells):
+        if group.protocol is not None:
+            by_length = groups.setdefault(any_length(group.protocol), {})
+            by_length.setdefault(group.protocol.length, []).extend(group.rows)
     tables: list[Table | None] = []
     for (where, unit), by_length in groups.items():
         tables.append(length_table(where, unit, by_length))

@@ -15,9 +15,9 @@ from rtx.errors import plural
 from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
 from rtx.evaluation.windows import Window, sample_windows
 from rtx.progress import progress_bar
-from rtx.report.tables import Column, print_table
 from rtx.runs.records import DataRecord
 from rtx.settings.schema import flat, to_dict, with_values
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 MAX_RANGES = 16
