@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, soft_attend
-from rtx.attention.reads import QueriesKeys
+from rtx.attention.reads import QueriesKeys, Reads
 
 FIRST_SLOTS = 256
 """The number of slots that a growing cache starts with; it doubles when they are full."""
@@ -27,11 +27,20 @@ class Cache(ABC):
     """The KV cache of a batch of streams, for the heads of one pattern."""
 
     @abstractmethod
-    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
         """Store the positions 0 to N - 1 of each stream, before any step.
 
         The cache then has the same contents as after N calls of `decode`. The outputs of these
         positions come from the pattern's forward pass with `streaming`.
+
+        Args:
+            parts: the result of `Pattern.reads` with `streaming`, so that a selection need not be
+                computed twice; None: not available.
         """
 
     @abstractmethod
@@ -53,7 +62,12 @@ class RowCache(Cache):
         self.key_BHSD: Tensor | None = None
         self.value_BHSD: Tensor | None = None
 
-    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
         self.put(qk, v_BHND, 0)
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
