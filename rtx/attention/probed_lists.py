@@ -118,8 +118,8 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     numbers = []
     clusters = []
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
-        number_S = late_probes(search, reach).flatten().nonzero()[:, 0]
-        numbers.append(number_S + heads.start * C * N)
+        number_J = late_probes(search, reach).flatten().nonzero()[:, 0]
+        numbers.append(number_J + heads.start * C * N)
         clusters.append(search.cluster_XN)
     number_P = torch.cat(numbers)
     cluster_BHN = torch.cat(clusters).view(B, H, N)
