@@ -1,9 +1,9 @@
 """Memory of earlier segments, as in Transformer-XL and the Compressive Transformer.
 
-Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block keeps its inputs at
-the last M positions, its memory, and its attention reads them before the segment. What leaves the
-memory is compressed, several positions to one, and the last C compressed positions are read before
-the memory.
+Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block stores its inputs at the
+last M positions, its *memory*; its attention reads them as positions before the segment. Positions
+that leave the memory may be compressed, several to one. The attention reads the last C compressed
+positions as positions before the memory.
 
 Shapes: B streams, N positions of a segment, E hidden width, M positions of memory, C compressed
 ones, K positions that attention reads, O positions that leave the memory, D head size.

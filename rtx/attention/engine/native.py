@@ -460,7 +460,7 @@ def pointer(x: Tensor | None) -> int | None:
 
 
 def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> MemberLists:
-    """Return the keys of each cluster, in B * H * C lists: a key is in that of its closest centroid."""
+    """Return the keys of each cluster, in B * H * C lists; the closest centroid has the key."""
     return run_probing(centroid_HCD, k_BHND)
 
 
