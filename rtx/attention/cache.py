@@ -102,18 +102,21 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
     """
     B, H, N, D = new_BHND.shape
     if x_BHSD is None:
-        x_BHSD = new_BHND.new_zeros(B, H, ring or max(FIRST_SLOTS, N), D)
+        slots = ring or max(FIRST_SLOTS, N)
+        x_BHSD = new_BHND.new_zeros(B, H, slots, D)
     slots = x_BHSD.shape[2]
     missing = first + N - slots
     if not ring and missing > 0:
-        x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(missing, slots)))
-        slots = x_BHSD.shape[2]
+        added = max(missing, slots)
+        x_BHSD = F.pad(x_BHSD, (0, 0, 0, added))
+        slots += added
     if N == 1:
         x_BHSD[:, :, first % slots] = new_BHND[:, :, 0]
         return x_BHSD
     # If there are more positions than slots, only the last ones remain.
     skipped = max(0, N - slots)
-    slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % slots
+    position_N = torch.arange(first + skipped, first + N, device=x_BHSD.device)
+    slot_N = position_N % slots
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
 
 
