@@ -168,14 +168,18 @@ class Blocks(TopKeys):
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i, q_D in enumerate(q_ND):
             open_block = i // self.block
-            mask_NN[i, open_block * self.block : readable_count(i, self.attend_self)] = True
+            first = open_block * self.block
+            stop = readable_count(i, self.attend_self)
+            mask_NN[i, first:stop] = True
             scores = []
             margins = []
             for g in range(open_block):
-                scores.append(self.score_by_rule(q_D, means[g], (head, i, g)))
+                place = (head, i, g)
+                scores.append(self.score_by_rule(q_D, means[g], place))
                 margins.append(self.margin_by_rule(q_D, means[g]))
             for g in best(scores, margins, self.count):
-                mask_NN[i, g * self.block : (g + 1) * self.block] = True
+                first = g * self.block
+                mask_NN[i, first : first + self.block] = True
         return mask_NN[None]
 
     def score_by_rule(self, q_D: Tensor, mean_D: Tensor, place: tuple[int, int, int]) -> float:
@@ -188,7 +192,8 @@ class Blocks(TopKeys):
 
     def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
         """Return the margin within which other scores count as equal to `score_by_rule`."""
-        return float(tie_margin(q_D.norm(), mean_D.norm(), q_D.dtype))
+        margin = tie_margin(q_D.norm(), mean_D.norm(), q_D.dtype)
+        return float(margin)
 
     def finish_by_rule(
         self,
@@ -217,11 +222,13 @@ class Blocks(TopKeys):
         column_b = torch.arange(self.block, device=device)
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
-        finished_BHQJb = block_BHQJ[..., None] * self.block + column_b
+        first_BHQJ1 = block_BHQJ[..., None] * self.block
+        finished_BHQJb = first_BHQJ1 + column_b
+        finished_BHQK = finished_BHQJb.flatten(-2)
         open_block_Q1 = position_Q[:, None] // self.block
         open_Qb = open_block_Q1 * self.block + column_b
         open_BHQb = open_Qb.expand(B, H, -1, -1)
-        key_BHQK = torch.cat([finished_BHQJb.flatten(-2), open_BHQb], dim=-1)
+        key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
         # A query after at most `count` finished blocks reads all keys up to its position. Some of
         # its `block_BHQJ` are not finished.
         number_K = torch.arange(key_BHQK.shape[-1], device=device)
@@ -279,8 +286,8 @@ class Blocks(TopKeys):
         other_BHQD = weight_BHQG.to(mean_v_BHGD.dtype) @ mean_v_BHGD
         gate_H2D = self.gate_H2D.to(q_BHQD.dtype)
         gate_BHQ2 = (q_BHQD @ gate_H2D.mT).sigmoid()
-        gate_BHQ2 = gate_BHQ2.to(out_BHQD.dtype)
-        return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * other_BHQD
+        gate_BHQ1, other_gate_BHQ1 = gate_BHQ2.to(out_BHQD.dtype).split(1, dim=-1)
+        return gate_BHQ1 * out_BHQD + other_gate_BHQ1 * other_BHQD
 
     def pairs_of_head(self, length: int) -> float:
         """Return the pairs in open blocks and in chosen ones; a mean of a block is one more key."""
@@ -380,7 +387,8 @@ class BlockCache(GrowingCache):
         mean_BHGD = self.pattern.means(k_BHND)
         block = self.pattern.block
         self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
-        self.open_k_BHND = k_BHND[:, :, mean_BHGD.shape[2] * block :]
+        finished = mean_BHGD.shape[2] * block
+        self.open_k_BHND = k_BHND[:, :, finished:]
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)

@@ -170,7 +170,8 @@ def best_candidates(
     """
     is_none_XQA = position_XQA >= length
     logit_XQ1A = products(q_XQD[:, :, None], k_XQAD)
-    logit_XQA = logit_XQ1A[:, :, 0].masked_fill(is_none_XQA, -math.inf)
+    logit_XQA = logit_XQ1A[:, :, 0]
+    logit_XQA = logit_XQA.masked_fill(is_none_XQA, -math.inf)
 
     def margin(slot_XQ1: Tensor) -> Tensor:
         k_XQ1D = k_XQAD.take_along_dim(slot_XQ1[..., None], dim=2)

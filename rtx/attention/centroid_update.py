@@ -293,7 +293,8 @@ def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH:
     """
     old_YVHC = state.threshold_YVHC
     scores = moments_of(statistics, old_YVHC.shape[1])
-    wanted_Y111 = rule.window * statistics.positions[:, None, None, None] / rule.length
+    positions_Y111 = statistics.positions[:, None, None, None]
+    wanted_Y111 = rule.window * positions_Y111 / rule.length
     excess_YVHC = scores.count_YVHC / wanted_Y111 - 1
     excess_YVHC = excess_YVHC.clamp(max=MAX_EXCESS)
     rise_YVHC = rule.threshold_rate * excess_YVHC * scores.deviation_YVHC

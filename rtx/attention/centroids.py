@@ -217,10 +217,13 @@ class Centroids(nn.Module):
         if not B * N:
             return
         statistics = self.statistics
-        statistics.sum_HCD.add_(sum_LD.view(B, H, C, D).sum(0))
-        statistics.count_HC.add_(count_L.view(B, H, C).sum(0))
+        sum_BHCD = sum_LD.view(B, H, C, D)
+        count_BHC = count_L.view(B, H, C)
+        member_count_BHC = member_count_L.view(B, H, C)
+        statistics.sum_HCD.add_(sum_BHCD.sum(0))
+        statistics.count_HC.add_(count_BHC.sum(0))
         seen_3HC = statistics.seen_2_3_HC[side]
-        seen_3HC[0].add_(member_count_L.view(B, H, C).sum(0))
+        seen_3HC[0].add_(member_count_BHC.sum(0))
         if moment_2BHC is not None:
             seen_3HC[1:].add_(moment_2BHC.sum(1))
         if side == QUERIES:
@@ -323,7 +326,7 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
     The CPU reads no number back from a GPU.
     """
     state, total_YZ = stacked(layers)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if is_distributed():
         dist.all_reduce(total_YZ)
     after = move(rule, state, total_YZ)
     copy_rows(after.centroid_YHCD, [layer.centroid_HCD for layer in layers])
@@ -333,6 +336,13 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
     copy_rows(after.steps_Y, [layer.steps for layer in layers])
     # One kernel for a list of tensors; torch has no public name for it.
     torch._foreach_zero_([layer.total_Z for layer in layers])  # type: ignore[attr-defined]
+
+
+def is_distributed() -> bool:
+    """Return whether there are several ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return dist.get_world_size() > 1
 
 
 def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:

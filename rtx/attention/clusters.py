@@ -125,8 +125,17 @@ class ClusterPattern(Pattern):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
 
-    def lists_to_cache(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
-        """Return the keys of all clusters after a prompt; the cache keeps the last of each."""
+    def lists_to_cache(
+        self,
+        qk: QueriesKeys,
+        parts: list[Reads] | None,
+        cache: ClusterCache,
+    ) -> MemberLists:
+        """Return the keys of all clusters after a prompt; the cache keeps the last of each.
+
+        Args:
+            parts: see `Cache.prefill`.
+        """
         return self.lists(qk)[-1]
 
     @abstractmethod
@@ -284,12 +293,17 @@ class ClusterCache(Cache):
         self.position_LS = torch.full((lists, slots), -1, device=device)
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
-    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
         """Store the last S members of each list; the next key takes the slot of the oldest."""
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
-        lists = self.pattern.lists_to_cache(qk, self)
+        lists = self.pattern.lists_to_cache(qk, parts, self)
         list_M = lists.list_M()
         number_M = torch.arange(len(list_M), device=list_M.device)
         rank_M = number_M - lists.first_L()[list_M]

@@ -198,8 +198,9 @@ def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     score_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
     position_XCW = best_places(score_XCN, window, margin)
     position_XCW = position_XCW.sort(dim=-1).values
-    cluster_XC1 = torch.arange(X * C, device=score_XCN.device).view(X, C, 1)
-    place_XCW = cluster_XC1 * N + position_XCW
+    list_L = torch.arange(X * C, device=score_XCN.device)
+    list_XC1 = list_L.view(X, C, 1)
+    place_XCW = list_XC1 * N + position_XCW
     return place_XCW.flatten()
 
 

@@ -205,15 +205,15 @@ class Pattern(nn.Module, ABC):
         *,
         rotate: Rotate | None,
         relative: RelativeTables | None,
-    ) -> tuple[Tensor, QueriesKeys]:
-        """Return the outputs of a prompt, and its prepared queries and keys.
+    ) -> tuple[Tensor, QueriesKeys, list[Reads]]:
+        """Return the outputs of a prompt, its prepared queries and keys, and what it reads.
 
         Every selection is made from the prefix, as in a stream.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative)
         qk = self.inputs(q_BHND, k_BHND, rotate)
         parts = self.observe(qk, streaming=True)
-        return self.attend(qk, v_BHND, parts, relative), qk
+        return self.attend(qk, v_BHND, parts, relative), qk, parts
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms of logits and weights besides queries, keys and values.

@@ -384,7 +384,8 @@ class Probed(TopKeys):
         m = max(1, self.reach(length).target)
         N = max(1, length)
         rows = heads * length
-        probed = 1 + m * self.clusters / N * math.log(N / m)
+        clusters_of_m_keys = m * self.clusters / N
+        probed = 1 + clusters_of_m_keys * math.log(N / m)
         probed = min(probed, self.clusters)
         room = self.room_factor * math.ceil(rows * probed)
         return min(room, rows * self.clusters)

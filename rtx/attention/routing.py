@@ -448,6 +448,10 @@ def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     return member_CNN
 
 
+ARRIVALS = "arrivals"
+"""The key of the `Arrivals` of each side in `RangeReads.derived`, for the cache of a stream."""
+
+
 class TopK(Routing):
     """Algorithm 1: the members of a cluster are the W best positions of the whole sequence.
 
@@ -575,7 +579,7 @@ class TopK(Routing):
             low_IP=torch.zeros_like(position_1P),
             high_IP=position_1P + 1,
         )
-        return reads._replace(holes=holes)
+        return reads._replace(holes=holes, derived={ARRIVALS: sides})
 
     def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
         """Return the members in every prefix, for each side."""
@@ -590,10 +594,19 @@ class TopK(Routing):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return TopKCache(self, self.window, relative)
 
-    def lists_to_cache(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
+    def lists_to_cache(
+        self,
+        qk: QueriesKeys,
+        parts: list[Reads] | None,
+        cache: TopKCache,
+    ) -> MemberLists:
         N = qk.q_BHND.shape[2]
         C = self.centroids.centroid_HCD.shape[1]
-        sides = self.arrivals_of_sides(qk)
+        if parts is None:
+            parts = self.reads(qk, streaming=True)
+        (part,) = parts
+        assert isinstance(part, RangeReads) and part.derived is not None
+        sides = part.derived[ARRIVALS]
         cache.best = [side.best for side in sides]
         best_keys = cache.best[-1]
         return best_keys.members(C, N)

@@ -172,7 +172,8 @@ def draw(
     share_BV = logits_BV.softmax(-1)
     if top_p is not None:
         share_BV = only_top_p(share_BV, top_p)
-    return torch.multinomial(share_BV, 1, generator=generator)[:, 0]
+    tokens_B1 = torch.multinomial(share_BV, 1, generator=generator)
+    return tokens_B1[:, 0]
 
 
 def only_top_k(logits_BV: Tensor, top_k: int) -> Tensor:

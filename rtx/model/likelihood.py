@@ -181,7 +181,8 @@ class Bands(nn.Module):
             band = self[index]
             is_in_band = band.contains(tokens)
             narrow = F.embedding(band.row_or_any(tokens), band.table_GS)
-            vectors = torch.where(is_in_band[..., None], band.project_in(narrow), vectors)
+            wide = band.project_in(narrow)
+            vectors = torch.where(is_in_band[..., None], wide, vectors)
         return vectors.to(self.tables[0].dtype)
 
     def gathered(self, tokens: Tensor) -> Tensor:
@@ -192,7 +193,8 @@ class Bands(nn.Module):
             band = self[index]
             at = band.contains(tokens).nonzero(as_tuple=True)
             row_K = tokens[at] - band.start
-            vectors_KE = band.project_in(F.embedding(row_K, band.table_GS))
+            narrow_KS = F.embedding(row_K, band.table_GS)
+            vectors_KE = band.project_in(narrow_KS)
             vectors = vectors.index_put(at, vectors_KE.to(vectors.dtype))
         return vectors
 
@@ -247,9 +249,11 @@ class AdaptiveSoftmax(nn.Module):
         """
         band = self.bands[index]
         narrow_RS = hidden_RE @ band.project_in.weight
-        logits_RG = narrow_RS @ band.table_GS.T + self.bias_V[band.start : band.stop]
+        bias_G = self.bias_V[band.start : band.stop]
+        logits_RG = narrow_RS @ band.table_GS.T + bias_G
         if index == 0:
-            logits_RG = torch.cat([logits_RG, self.other_bands(hidden_RE)], dim=-1)
+            entries = self.other_bands(hidden_RE)
+            logits_RG = torch.cat([logits_RG, entries], dim=-1)
         return widened(logits_RG)
 
     def token_nats(self, hidden_BNE: Tensor, target_BN: Tensor) -> Tensor:
@@ -270,12 +274,14 @@ class AdaptiveSoftmax(nn.Module):
         others = range(1, len(self.bands))
         is_in_band_R = [self.bands[index].contains(target_R) for index in others]
         # Read together: the CPU waits for a GPU once.
-        counts = torch.stack([is_in_R.sum() for is_in_R in is_in_band_R]).tolist()
+        sums = [is_in_R.sum() for is_in_R in is_in_band_R]
+        counts = torch.stack(sums).tolist()
         for index, is_in_R, count in zip(others, is_in_band_R, counts, strict=True):
             row_K = is_in_R.nonzero_static(size=count)[:, 0]
             logits_KG = self.logits(hidden_RE[row_K], index)
             target_K = target_R[row_K] - self.bands[index].start
-            nats_R = nats_R.index_add(0, row_K, nats_of(logits_KG, target_K))
+            nats_K = nats_of(logits_KG, target_K)
+            nats_R = nats_R.index_add(0, row_K, nats_K)
         return nats_R
 
     def nats_of_all_bands(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
@@ -286,7 +292,8 @@ class AdaptiveSoftmax(nn.Module):
             logits_RG = self.logits(hidden_RE, index)
             # A row of another band gets the nats of some token of this band, which are not added.
             band_nats_R = nats_of(logits_RG, band.row_or_any(target_R))
-            nats_R = nats_R + torch.where(band.contains(target_R), band_nats_R, 0.0)
+            is_in_band_R = band.contains(target_R)
+            nats_R = nats_R + torch.where(is_in_band_R, band_nats_R, 0.0)
         return nats_R
 
     def first_nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:

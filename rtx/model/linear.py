@@ -25,7 +25,8 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return F.linear(x.to_mkldnn(), weight_OI, bias_O).to_dense()
+        product = F.linear(x.to_mkldnn(), weight_OI, bias_O)
+        return product.to_dense()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

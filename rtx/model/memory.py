@@ -1,9 +1,9 @@
 """Memory of earlier segments, as in Transformer-XL and the Compressive Transformer.
 
-Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block keeps its inputs at
-the last M positions, its memory, and its attention reads them before the segment. What leaves the
-memory is compressed, several positions to one, and the last C compressed positions are read before
-the memory.
+Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block stores its inputs at the
+last M positions, its *memory*; its attention reads them as positions before the segment. Positions
+that leave the memory may be compressed, several to one. The attention reads the last C compressed
+positions as positions before the memory.
 
 Shapes: B streams, N positions of a segment, E hidden width, M positions of memory, C compressed
 ones, K positions that attention reads, O positions that leave the memory, D head size.
@@ -79,8 +79,8 @@ class MemoryBlock(Block):
         It is the mean square over all heads, by content alone (Rae et al., Algorithm 2). Only
         `compressed_BCE` has a gradient.
         """
-        weights = self.attention.qkv.weight.detach().split(self.attention.widths)
-        query_FE, key_FE, value_FE = weights
+        weight_FE = self.attention.qkv.weight.detach()
+        query_FE, key_FE, value_FE = weight_FE.split(self.attention.widths)
         q_BHND = self.heads_of(x_BNE.detach(), query_FE)
 
         def attend(x_BKE: Tensor) -> Tensor:
@@ -88,7 +88,9 @@ class MemoryBlock(Block):
             v_BHKD = self.heads_of(x_BKE, value_FE)
             return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD)
 
-        return F.mse_loss(attend(compressed_BCE), attend(old_BOE.detach()))
+        out_BHND = attend(compressed_BCE)
+        old_out_BHND = attend(old_BOE.detach())
+        return F.mse_loss(out_BHND, old_out_BHND)
 
     def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
         """Return the vectors projected by a matrix, `[B, H, K, D]`; the norm gets no gradient."""
@@ -146,7 +148,8 @@ class Memory:
         With compression, O is a multiple of its rate.
         """
         longer = appended(self.layers, inputs)
-        leaving = max(0, longer[0].shape[1] - self.length)
+        positions = longer[0].shape[1]
+        leaving = max(0, positions - self.length)
         if self.compressed_length:
             leaving -= leaving % self.rate
         self.layers = [x_BKE[:, leaving:].clone() for x_BKE in longer]
@@ -156,7 +159,8 @@ class Memory:
     def append_compressed(self, compressed: list[Tensor]) -> None:
         """Append compressed positions of each block, and drop the oldest."""
         longer = appended(self.compressed, compressed)
-        first = max(0, longer[0].shape[1] - self.compressed_length)
+        positions = longer[0].shape[1]
+        first = max(0, positions - self.compressed_length)
         self.compressed = [x_BCE[:, first:].clone() for x_BCE in longer]
 
     def compress(

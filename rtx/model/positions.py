@@ -118,7 +118,8 @@ class SinusoidKeys(nn.Module):
 
     def with_content(self, q_BHND: Tensor) -> Tensor:
         """Return queries with u added."""
-        return q_BHND + self.content_HD[:, None].to(q_BHND.dtype)
+        content_HD = self.content_HD.to(q_BHND.dtype)
+        return q_BHND + content_HD[:, None]
 
     def forward(self, distances: int) -> RelativeTables:
         """Return keys and biases by distance, for queries to which u was added.
@@ -129,9 +130,11 @@ class SinusoidKeys(nn.Module):
         count = distances
         if self.clamp:
             count = min(distances, self.clamp + 1)
-        sinusoid_ME = F.dropout(self.sinusoids(count), self.dropout, self.training)
+        sinusoid_ME = self.sinusoids(count)
+        sinusoid_ME = F.dropout(sinusoid_ME, self.dropout, self.training)
         keys_ME = self.project(sinusoid_ME)
-        keys_HMD = keys_ME.unflatten(-1, self.place_HD.shape).transpose(0, 1)
+        keys_MHD = keys_ME.unflatten(-1, self.place_HD.shape)
+        keys_HMD = keys_MHD.transpose(0, 1)
         # The queries have u: (q + v) r = (q + u) r + (v - u) r.
         difference_HD = self.place_HD - self.content_HD
         bias_HM1 = keys_HMD @ difference_HD[..., None]

@@ -198,7 +198,8 @@ class Transformer(nn.Module):
         inputs = []
         for layer, block in enumerate(self.blocks):
             inputs.append(x_BNE)
-            x_BNE, loss = self.run_block(block, x_BNE, streaming, memory.read(layer))
+            memory_BKE = memory.read(layer)
+            x_BNE, loss = self.run_block(block, x_BNE, streaming, memory_BKE)
             total = total + loss
         total = total + memory.update(self.blocks, inputs, tokens_BN)  # type: ignore[arg-type]
         return x_BNE, total
@@ -224,7 +225,8 @@ class Transformer(nn.Module):
         The first token counts, too. A model with a memory reads a long sequence segment by segment.
         For `streaming` and `memory` see `forward`.
         """
-        if memory is None and 0 < self.segment < tokens_BN.shape[1]:
+        has_segments = 0 < self.segment < tokens_BN.shape[1]
+        if memory is None and has_segments:
             return self.loss_of_segments(tokens_BN, streaming)
         hidden_BNS, auxiliary = self(tokens_BN, streaming, memory)
         if self.softmax is not None:
@@ -241,7 +243,8 @@ class Transformer(nn.Module):
             segment_nats, auxiliary = self.loss(segment_BN, streaming, memory)
             nats.append(segment_nats)
             losses.append(auxiliary)
-        return torch.cat(nats, dim=1), torch.stack(losses).sum()
+        nats_BN = torch.cat(nats, dim=1)
+        return nats_BN, torch.stack(losses).sum()
 
     def fused_loss(self, tokens_BN: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean nats of all tokens, a scalar, and the auxiliary loss.
@@ -265,7 +268,8 @@ class Transformer(nn.Module):
         auxiliary loss of the whole sequences.
         """
         hidden_BNS, auxiliary = self(tokens_BN, streaming)
-        sequence_B1 = torch.arange(len(tokens_BN), device=position_BA.device)[:, None]
+        sequence_B = torch.arange(len(tokens_BN), device=position_BA.device)
+        sequence_B1 = sequence_B[:, None]
         real_position_BA = position_BA.clamp(min=0)
         target_BA = tokens_BN.gather(1, real_position_BA)
         logits_BAV = self.logits(hidden_BNS[sequence_B1, real_position_BA])

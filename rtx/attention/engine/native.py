@@ -36,7 +36,7 @@ INTS = (
 )
 """Its inputs in int64: packed lists, then an index."""
 MIN_LENGTH = 1024
-"""Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
+"""The length from which `auto` uses the kernels; shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 """A function that a kernel calls for memory, once it knows for how many members."""
 
@@ -101,10 +101,10 @@ class ProbedLists(NamedTuple):
 
 
 def wanted(backend: str, length: int) -> bool:
-    """Return whether a backend takes the kernels for sequences of a length.
+    """Return whether a backend uses the kernels for sequences of a length.
 
-    "native" always does, "auto" from `MIN_LENGTH` positions on, if the kernels can be loaded or
-    compiled; the first call may compile them.
+    "native" always does, and "auto" from `MIN_LENGTH` positions on, if the kernels can be loaded or
+    compiled. The first call may compile them.
     """
     if backend == "native":
         return True
@@ -128,9 +128,9 @@ def attend(problem: Problem) -> Result:
 
 
 def attend_joined(problem: Problem) -> Tensor:
-    """Return outputs by row, `[R, D]`: one softmax over all that a row reads in a part's lists.
+    """Return outputs by row, `[R, D]`, of one softmax over all keys of each row.
 
-    The part has lists, and `problem.by_member` is true.
+    The part must have lists, and `problem.by_member` be true.
     """
     return Joined.apply(*inputs_of(problem))
 
@@ -403,27 +403,29 @@ def select(
     window: int,
     nearest: bool,
 ) -> Selection:
-    """Return which positions are members of which cluster, by scores: dot products of centroids
-    with vectors.
+    """Return the members of every cluster by scores, the dot products of centroids with vectors.
 
-    With thresholds a position joins every cluster whose threshold its score reaches, and in any
-    case the cluster whose threshold it exceeds most, or misses least. Without thresholds the
-    members of a cluster are the `window` positions that score best. With a window of 0 there are no
-    members.
+    With thresholds a position joins every cluster whose threshold its score reaches. It always
+    joins the cluster whose threshold it exceeds most, or misses least. Without thresholds the
+    members of a cluster are the `window` positions with the highest scores; with a window of 0
+    there are none.
 
     Args:
-        nearest: whether to return the nearest clusters, too.
+        nearest: also return the cluster that scores each position highest.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
     count_L = torch.zeros(B * H * C, dtype=torch.int64)
-    nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
-    moment_2BHC = None if threshold_HC is None else torch.empty(2, B, H, C, dtype=torch.float64)
+    nearest_BHN = None
+    if nearest:
+        nearest_BHN = torch.empty(B, H, N, dtype=torch.int64)
+    moment_2BHC = None
     margin_HC = centroid_margin(centroid_HCD, torch.float32)
     centroid_HCD = centroid_HCD.detach().float().contiguous()
     x_BHND = x_BHND.detach().float().contiguous()
     if threshold_HC is not None:
         threshold_HC = threshold_HC.detach().float().contiguous()
+        moment_2BHC = torch.empty(2, B, H, C, dtype=torch.float64)
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:
@@ -451,13 +453,14 @@ def select(
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Return where a tensor's numbers are in memory; None, a null pointer, for None."""
-    return None if x is None else x.data_ptr()
+    """Return the address of a tensor's numbers; None, which is a null pointer, for None."""
+    if x is None:
+        return None
+    return x.data_ptr()
 
 
 def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> MemberLists:
-    """Return the keys of each cluster, in `[B * H * C]` lists: a key is in that of its closest
-    centroid."""
+    """Return the keys of each cluster, in B * H * C lists; the closest centroid has the key."""
     return run_probing(centroid_HCD, k_BHND)
 
 
@@ -470,11 +473,11 @@ def probe(
     early: int,
     attend_self: bool,
 ) -> ProbedLists:
-    """Return lists in which each query reads the keys that it probes, in `[B * H * (C + 1)]` lists.
+    """Return the keys that each query probes, in B * H * (C + 1) lists.
 
-    The first list of a head has the positions before `early`, each of which reads all up to itself.
-    The others are the clusters of its keys, and the queries from position `early` on that probe
-    each.
+    The first list of a head has the positions before `early`, each of which reads all keys up to
+    itself. The others are its clusters: their keys, and the queries from position `early` on that
+    probe them.
 
     Args:
         candidates: m; see `rtx.attention.probed`.
@@ -510,8 +513,9 @@ def probe_best(
     window: int,
     attend_self: bool,
 ) -> Tensor:
-    """Return the rows `[R, W]` that each query reads, -1 for none: of the keys that it probes the
-    `window` best by q k^T.
+    """Return the rows of the `window` best keys, by q k^T, that each query probes, `[R, W]`.
+
+    -1 names no row.
 
     Args:
         candidates: m; see `rtx.attention.probed`.
@@ -539,9 +543,9 @@ def run_probing(
     """Run the probing kernel, and return the keys of each list.
 
     Args:
-        q_BHND: None if keys alone are sorted into clusters.
-        early: how many positions the list in front of a head's clusters has; None: there is none.
-        more: other fields of `ProbingArguments`, for what is done with queries.
+        q_BHND: None: only sort keys into clusters.
+        early: the number of positions in the list before a head's clusters; None: no such list.
+        more: other fields of `ProbingArguments`, which concern queries.
     """
     B, H, N, D = k_BHND.shape
     C = centroid_HCD.shape[1]
@@ -577,7 +581,7 @@ def run_probing(
 
 
 def run(name: str, problem: ctypes.Structure) -> None:
-    """Run the kernel of that name on as many threads as torch has.
+    """Run a kernel on as many threads as torch has.
 
     Raises:
         RuntimeError: the kernels can neither be loaded nor compiled.
