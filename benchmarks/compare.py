@@ -93,21 +93,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--least", type=float, default=0.02, help="smallest share that counts")
     args = parser.parse_args(words)
     try:
-        first, second = (read(path) for path in (args.a, args.b))
-        before, after = first.rows, second.rows
-        shared = sorted(before.keys() & after.keys())
-        if not shared:
-            raise UserError(f"{args.a} and {args.b} have no row in common")
+        return report(read(args.a), read(args.b), args.least)
     except UserError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
-    moves = time_moves(before, after, shared, args.least)
-    memory = memory_moves(before, after, shared, args.least)
+
+
+def report(first: Record, second: Record, least: float) -> int:
+    """Print which rows moved and what was compared; return the exit code."""
+    shared = sorted(first.rows.keys() & second.rows.keys())
+    if not shared:
+        raise UserError("the two records have no row in common")
+    moves = time_moves(first.rows, second.rows, shared, least)
+    memory = memory_moves(first.rows, second.rows, shared, least)
     show("slower", [move for move in moves if move.is_worse])
     show("faster", [move for move in moves if not move.is_worse])
     show("more memory", [move for move in memory if move.is_worse])
     show("less memory", [move for move in memory if not move.is_worse])
-    print("\n".join(remarks(before, after, shared, len(moves))))
+    print("\n".join(remarks(first.rows, second.rows, shared, len(moves))))
     if first.machines != second.machines:
         machines = f"{', '.join(first.machines)}; {', '.join(second.machines)}"
         print(f"not the same machine, so ratios are no verdict on the code: {machines}")
@@ -248,7 +251,8 @@ def remarks(
     few = 0
     ratios = []
     for name in shared:
-        old, new = before[name].samples, after[name].samples
+        old = before[name].samples
+        new = after[name].samples
         few += min(len(old), len(new)) < SEEDS
         if old and new:
             ratios.append(statistics.median(new) / statistics.median(old))

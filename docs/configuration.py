@@ -3,6 +3,7 @@
 All of it is read from rtx/settings/schema.py and conf/; `python docs/schema/make.py` calls this.
 """
 
+import html
 import re
 import typing
 from collections.abc import Iterator
@@ -132,7 +133,8 @@ def code(word: str) -> str:
 
 def cell(words: str) -> str:
     """Return a text that a cell of a table can hold."""
-    return re.sub(r"[<>|*_\[\]]", r"\\\g<0>", words)
+    plain = html.escape(words, quote=False)
+    return re.sub(r"[|*_\[\]]", r"\\\g<0>", plain)
 
 
 if __name__ == "__main__":

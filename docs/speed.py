@@ -4,6 +4,7 @@ Run `python docs/speed.py` after a record has changed. The page has a pair of co
 table; what stands between them is replaced.
 """
 
+import importlib
 import json
 import re
 import sys
@@ -111,7 +112,7 @@ def gpu_goals() -> str:
     """Return each goal with what was predicted and measured."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from gpu_sections.predictions import predicted
+        predicted = importlib.import_module("gpu_sections.predictions").predicted
     finally:
         sys.path.remove(str(BENCHMARKS))
     measured = {goal["goal"]: goal for goal in record("gpu-h200.json")["goals"]}

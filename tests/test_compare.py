@@ -40,7 +40,7 @@ def test_the_rows_that_moved_by_more_than_their_noise_are_named(
     assert compare([before, after]) == 1
     said = capsys.readouterr().out
     slower, _, faster = said.partition("faster: 1 row\n")
-    assert slower.startswith("slower: 1 row\n  x 1.3") and "p3 N=256" in slower
+    assert slower.startswith("slower: 1 row\n  x 1.298") and "p3 N=256" in slower
     assert "p7 N=256" in faster and "10 rows compared in time, 2 moved" in faster
     assert compare([after, before, "--least", "0.5"]) == 0, "1 / 0.7 is less than 1.5"
 
