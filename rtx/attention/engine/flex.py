@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.problem import PRODUCTS_ALONE, Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.reads import RangeReads
 
@@ -42,7 +42,7 @@ def refusal(problem: Problem) -> str | None:
     if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     if terms.dropout or terms.by_distance:
-        return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
+        return PRODUCTS_ALONE
     if q_BHND.dtype == torch.float64 or min(sizes) < MIN_SIZE:
         return f"it computes in float32 or narrower, with heads of {MIN_SIZE} units or more"
     return None

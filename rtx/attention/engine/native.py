@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.engine.compiler import library
-from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.problem import PRODUCTS_ALONE, Problem, Result
 from rtx.attention.once import derived_once
 from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads
 from rtx.attention.ties import centroid_margin
@@ -118,7 +118,7 @@ def refusal(problem: Problem) -> str | None:
     if not q_BHND.is_cpu or q_BHND.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return "it computes in float32 on a CPU"
     if terms.by_distance or terms.dropout:
-        return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
+        return PRODUCTS_ALONE
     return None
 
 

@@ -28,6 +28,9 @@ The output is 0 if nothing is read. A log-sum is ln(sum of e^logit) over the key
 -inf if there are none.
 """
 
+PRODUCTS_ALONE = "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
+"""Why an engine refuses if its logits are scaled products alone."""
+
 
 class Problem(NamedTuple):
     """One part of a call: queries, keys and values, and which query reads which keys."""
