@@ -10,7 +10,7 @@ from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Score
 from rtx.report.score_rows import Row, row_key, rows_by_protocol
 from rtx.runs.records import EvaluationRecord, Protocol, ScoreRecord
-from rtx.tables import Column, Table
+from rtx.tables import Column, Entry, Table
 
 DEPTH = "depth of what the answer repeats, in % of the window"
 NAMES = (Column("heads", "heads"), Column("sees_future", "sees future"))
@@ -66,9 +66,11 @@ def depths(record: ScoreRecord) -> dict[str, float]:
     return {f"at {depth}": 100 * share for depth, (share, _) in record.accuracy_by_depth.items()}
 
 
-def depth_table(title: str, names: Sequence[Column], rows: list[dict[str, Any]]) -> Table | None:
+def depth_table(title: str, names: Sequence[Column], rows: list[Entry]) -> Table | None:
     """Return a table with a column for each depth; None where answers have at most one depth."""
-    keys = {key for row in rows for key in row if key.startswith("at ")}
+    keys: set[str] = set()
+    for row in rows:
+        keys |= {key for key in row if key.startswith("at ")}
     if len(keys) < 2:
         return None
     ordered = sorted(keys, key=lambda key: int(key.removeprefix("at ")))
@@ -115,7 +117,7 @@ def length_table(where: str, unit: str, by_length: Mapping[int, Sequence[Row]]) 
     if len(by_length) < 2:
         return None
     lengths = sorted(by_length)
-    entries: dict[Any, dict[str, Any]] = {}
+    entries: dict[Any, Entry] = {}
     has_answers = False
     for length in lengths:
         for row in by_length[length]:
@@ -150,12 +152,12 @@ def rows_by_depth(where: str, by_length: Mapping[int, Sequence[Row]]) -> Table |
     entries = []
     for length, rows in sorted(by_length.items()):
         for row in rows:
-            of_scores = [depths(score.record) for score in row.scores]
-            keys = dict.fromkeys(key for one in of_scores for key in one)
-            entry: dict[str, Any] = {"heads": row.name, "sees_future": sight(row)}
-            entry["length"] = length
-            for key in keys:
-                entry[key] = mean([one[key] for one in of_scores if key in one])
+            accuracies: dict[str, list[float]] = {}
+            for score in row.scores:
+                for depth, accuracy in depths(score.record).items():
+                    accuracies.setdefault(depth, []).append(accuracy)
+            entry: Entry = {"heads": row.name, "sees_future": sight(row), "length": length}
+            entry |= {depth: mean(values) for depth, values in accuracies.items()}
             entries.append(entry)
     names = [*NAMES, Column("length", "length")]
     return depth_table(f"Accuracy in %, by {DEPTH}: {where}", names, entries)

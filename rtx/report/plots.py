@@ -244,7 +244,9 @@ def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
         return None
     figure, panels = axes("routing layers", "routing heads", len(grids))
     set_size(figure, list(grids.values()))
-    values = [value for grid in grids.values() for value in grid.values()]
+    values: list[float] = []
+    for grid in grids.values():
+        values += grid.values()
     scale = {"cmap": "cividis_r", "vmin": min(values), "vmax": max(values)}
     images = []
     names = sorted(grids, key=lambda name: (name.kind, name.window))

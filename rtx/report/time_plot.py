@@ -63,7 +63,9 @@ def bits_and_time(
         runs: curves by kind, then by seed and clock.
         see_future: kinds that do, whose lines are dashed.
     """
-    clocks = Counter(clock for curves in runs.values() for _, clock in curves)
+    clocks: Counter[str] = Counter()
+    for curves in runs.values():
+        clocks.update(clock for _, clock in curves)
     if not clocks:
         return None
     usual = clocks.most_common(1)[0][0]
@@ -155,7 +157,9 @@ def limits_of_time(plane: Axes, first: float, ends: Mapping[str, Point], highest
 def marks_of_time(first: float, last: float) -> list[float]:
     """Return the round numbers in a span of seconds; its ends where there are none."""
     powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    round_numbers = []
+    for power in powers:
+        round_numbers += [digit * 10.0**power for digit in (1, 2, 5)]
     inside = [mark for mark in round_numbers if 0.95 * first <= mark <= 1.05 * last]
     return inside or [first, last]
 
