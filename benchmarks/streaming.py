@@ -27,8 +27,8 @@ from torch import Tensor
 
 from rtx.attention import ROUTING_CLASSES, AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random
 from rtx.attention.reads import QueriesKeys
+from rtx.data.windows import windows
 from rtx.evaluation.scores import score_windows
-from rtx.evaluation.windows import windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
 from rtx.settings.rules import resolve

@@ -14,11 +14,11 @@ from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
 from rtx.cli import help
 from rtx.cli.help import candidates
-from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
 from rtx.settings.compose import NAMED_BY_FILE, compose
+from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options

@@ -6,11 +6,13 @@ starts its other ranks with it.
 """
 
 import atexit
+import dataclasses
 import errno
 import importlib
 import io
 import os
 import select
+import shlex
 import signal
 import sys
 import traceback
@@ -18,12 +20,12 @@ from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.machine import out_of_memory
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
 from rtx.variables import started_by_another
+from rtx.version import __version__
 
 if TYPE_CHECKING:
     from rtx.cli.commands import Command
@@ -154,7 +156,9 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
     if command.prefix == "sweep.":
         from rtx.sweeps.sweep import sweep
 
-        return sweep(request, preview=preview)
+        command_line = shlex.join(["rtx", "train", "-m", *request.words])
+        options = dataclasses.asdict(request.options)
+        return sweep(request.overrides, command_line, **options, preview=preview)
     if not command.loads_torch:
         return importlib.import_module(f"rtx.commands.{word}").main(request)
     request = with_configuration(request)

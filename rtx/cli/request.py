@@ -175,10 +175,10 @@ def with_configuration(request: Request) -> Request:
         refuse_sweep(request.overrides)
         return replace(request, configs=(config,))
     if command.name == "resume":
-        from rtx.commands.resume import changed
+        from rtx.runs.resumption import changed_config
 
         folder = request.run.absolute()
-        config = changed(load_run_config(folder), request.overrides)
+        config = changed_config(load_run_config(folder), request.overrides)
         return replace(request, runs=(folder,), configs=(config,))
     if command.name == "export":
         configs = [load_run_config(run) for run in request.runs]

@@ -12,16 +12,16 @@ from rtx.analysis.causality import Audit, audit_model
 from rtx.analysis.choice_gradients import choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.attention import Pattern
-from rtx.cli.help import prose_width
 from rtx.cli.options import AuditOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
+from rtx.data.windows import read_windows, sample_windows, windows
 from rtx.errors import plural
-from rtx.evaluation.windows import read_windows, sample_windows, windows
 from rtx.progress import progress_bar
 from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
 from rtx.runs.status import utc_now
+from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 

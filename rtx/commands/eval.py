@@ -5,7 +5,6 @@ import textwrap
 import time
 from pathlib import Path
 
-from rtx.cli.help import terminal_width
 from rtx.cli.options import EvalOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
@@ -26,6 +25,7 @@ from rtx.runs.records import CheckpointRecord, DataRecord, EvaluationRecord
 from rtx.runs.status import read_status, state_of, utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import flat, to_dict
+from rtx.terminal import terminal_width
 from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 

@@ -4,7 +4,6 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-from rtx.cli.help import terminal_width
 from rtx.cli.request import Request
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import build, list_of_tables, printed_view, write
@@ -13,6 +12,7 @@ from rtx.report.run_records import collect
 from rtx.report.tables import aligned, terminal
 from rtx.runs.folder import last_active, outputs_root, run_folders, shown
 from rtx.runs.study import is_study, steps_files
+from rtx.terminal import terminal_width
 
 
 def main(request: Request) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import Logger
 
-from rtx import __version__
 from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.micro_batch import fit_to_device, with_less_memory
@@ -64,6 +63,7 @@ from rtx.training.session import Session
 from rtx.training.start import find_start, record_beginning, write_config
 from rtx.training.trainer import Outcome, fit
 from rtx.variables import started_by_another
+from rtx.version import __version__
 
 SAMPLE_LENGTH = 240
 SAMPLE_TEMPERATURE = 0.8

@@ -15,7 +15,7 @@ import yaml
 from rtx.data.files import disk_errors, disk_size, text_sha256
 from rtx.data.preparation import build_store
 from rtx.data.recall import RecallStore
-from rtx.data.sets import MADE, SETS, Report, Source
+from rtx.data.sets import KINDS, Report, Source
 from rtx.data.store import (
     FORMAT,
     DamagedStore,
@@ -27,6 +27,7 @@ from rtx.data.store import (
 )
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
+from rtx.settings.data_sets import MADE, SETS
 from rtx.settings.fields import imported
 from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
@@ -188,7 +189,7 @@ def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
 
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different tokens; UserError for words of a text without a store."""
-    kinds = SETS[data.name].kinds
+    kinds = KINDS.get(data.name)
     if data.name in MADE:
         return RecallStore(data).vocabulary
     if data.tokenizer == "bytes":

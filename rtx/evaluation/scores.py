@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rtx.data.windows import Window, equal_batches, read_windows
 from rtx.evaluation.far_repeats import far_repeated
-from rtx.evaluation.windows import Window, equal_batches, read_windows
 
 Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Returns the position of each answer of sequences `[B, N]`, or -1, and the distance of its first

@@ -18,9 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.data.sets import SETS, image_side
 from rtx.errors import UserError
-from rtx.settings.derived import reads_self
+from rtx.settings.data_sets import SETS
+from rtx.settings.derived import image_side, reads_self
 from rtx.settings.extensions import recorded
 from rtx.settings.fields import unquoted
 from rtx.settings.overrides import Override, check_overrides

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
+from rtx.settings.data_sets import SETS, DataSet
 from rtx.settings.fields import unknown
 from rtx.settings.names import BASES, REGISTERED, SELECTIONS, maker_problem, name_problem
 from rtx.settings.presets import CONFIG_DIRS, forget

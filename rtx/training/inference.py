@@ -17,12 +17,12 @@ from rtx.data.catalog import data_root, open_data, store_folder
 from rtx.data.sets import Report
 from rtx.data.store import Store
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
+from rtx.data.windows import sample_windows, windows
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written
 from rtx.evaluation.far_repeats import local_reach
 from rtx.evaluation.protocol import spans
 from rtx.evaluation.scores import Score, score_windows
-from rtx.evaluation.windows import sample_windows, windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from rtx.data import sets
+from rtx.data.sets import WORDS
+from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.presets import options
 from tests.helpers.made_sets import SETS, encoded, random_images
 from tests.helpers.small_runs import SIZES, Workshop, final
@@ -84,7 +85,7 @@ def test_every_action_says_what_it_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*options("data")} - {*sets.MADE})
+    "name", sorted({*options("data")} - {*MADE})
 )  # they are in test_recall_runs.py
 def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, name: str) -> None:
     run = trained(name)
@@ -95,9 +96,7 @@ def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, 
         next(n for n in range(8, test + 1) if bool(test % n) == rest) for rest in (False, True)
     )
     for words in (
-        [()]
-        if name in sets.IMAGE_SETS
-        else [(f"data.length={dividing}",), (f"data.length={other}",)]
+        [()] if name in IMAGE_SETS else [(f"data.length={dividing}",), (f"data.length={other}",)]
     ):
         result, _ = workshop.score(run, "split=test", *words)
         assert result["units"] == result["split_units"] == test > 0
@@ -152,7 +151,7 @@ def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(
     workshop: Workshop, trained: Train
 ) -> None:
     result, said = workshop.score(trained("wikitext103"), "split=test")
-    published = sets.SETS["wikitext103"].words["test"]
+    published = WORDS["wikitext103"]["test"]
     assert result["units"] == published == result["words"] and result["words_comparable"]
     assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
     assert "bits_per_byte" not in result and "bits/byte" not in said
@@ -171,7 +170,7 @@ def test_subwords_have_bits_per_byte_and_a_perplexity(workshop: Workshop, traine
     ].to_pylist()
     text = sum(len(row.encode()) for row in rows)
     assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
-    assert result["words"] == sets.SETS["pg19"].words["test"] and result["words_comparable"]
+    assert result["words"] == WORDS["pg19"]["test"] and result["words_comparable"]
     assert " bits/subword" in said and " bits/byte of text\n" in said
     assert final(pg19)["unit"] == "subword" and final(pg19)["bits_per_byte"] < final(pg19)["bits"]
 

@@ -77,8 +77,8 @@ def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
 
 
 MEETS = """
-import itertools, rtx.evaluation.windows, rtx.training.module as module
-rtx.evaluation.windows.BATCH_UNITS = 32
+import itertools, rtx.data.windows, rtx.training.module as module
+rtx.data.windows.BATCH_UNITS = 32
 calls, real = itertools.count(1), module.{name}
 def meets(*arguments, **options):
     if next(calls) == {call}:
@@ -92,7 +92,7 @@ module.{name} = meets
 def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_comes_to_the_same_bits(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rtx.evaluation.windows.BATCH_UNITS", 32)
+    monkeypatch.setattr("rtx.data.windows.BATCH_UNITS", 32)
     whole = workshop.train("whole")
     stop, fail = (
         f"os.kill(os.getpid(), {int(signal.SIGUSR1)})",

@@ -11,7 +11,7 @@ from rtx.analysis.attention_weights import groups_of, layer_inputs, summary, wei
 from rtx.cli.options import PatternsOptions
 from rtx.commands.analyses.common import Result, sampled_windows
 from rtx.data.store import Store
-from rtx.evaluation.windows import read_windows
+from rtx.data.windows import read_windows
 from rtx.model.transformer import Transformer
 from rtx.report.divergences import heads_name
 from rtx.report.tables import Column, print_table

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from rtx.data.sets import MADE, SETS, image_side
+from rtx.settings.data_sets import MADE, SETS
+from rtx.settings.derived import image_side
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import Config, DataConfig
 
