@@ -103,7 +103,7 @@ def is_wanted(result: dict[str, Any], args: argparse.Namespace) -> bool:
     """Tell whether an audit was of as many windows and positions."""
     return (
         result["price"]["windows"] == args.windows
-        and len(result["price"]["positions"]) == args.positions
+        and len(result["price"]["positions"][0]) == args.positions
     )
 
 

@@ -74,7 +74,7 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
         "positions": positions,
         "gains": gains,
         "windows": len(chosen),
-        "protocol": protocol.to_json(),
+        "protocol": protocol,
     }
 
 

@@ -57,7 +57,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     print_table(in_percent, COLUMNS)
     return {
         "start": chosen[0].start,
-        "positions": N,
+        "units": N,
         "heads": rows,
         "picture": draw_maps(rows, maps),
     }
