@@ -37,11 +37,11 @@ from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config, to_dict
 from rtx.sweeps.cells import lay_out
-from rtx.training.first_weights import build_model
 from rtx.training.hardware import device_memory, resolve_hardware
 from rtx.training.inference import prepare_device
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer
+from rtx.training.start import build_model
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
 """Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""

@@ -135,7 +135,7 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
         ),
         (f"analyze patterns {local} layer=99", 2, "layer=99: the topmost layer is layer="),
     )
-    program = "import sys, rtx.cli.main, rtx.settings.devices as devices; devices.lacks_gpu_driver = lambda: True\n"
+    program = "import sys, rtx.cli.main, rtx.settings.requirements as needs; needs.lacks_gpu_driver = lambda: True\n"
     program += "for line in sys.stdin: print('->', rtx.cli.main.main(line.split()), flush=True)\n"
     program += "print('torch' in sys.modules)"
     with (tmp_path / "running" / "lock").open("a+b") as file:

@@ -21,12 +21,12 @@ from rtx.analysis.footprint import footprint
 from rtx.analysis.micro_batch import with_choice
 from rtx.analysis.speed import meter
 from rtx.settings.compose import compose
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
-from rtx.training.first_weights import build_model
 from rtx.training.hardware import resolve_hardware
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer
+from rtx.training.start import build_model
 
 from .journal import Found, Row, turn
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.machine import out_of_memory
+from rtx.processes import started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
-from rtx.variables import started_by_another
 from rtx.version import __version__
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.evaluation.protocol import sees_future
 from rtx.report.summary import heads_phrase
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config, flat, to_dict, with_values
 from rtx.terminal import prose_width
 from rtx.training.hardware import device_memory

@@ -1,6 +1,5 @@
 """The one place that maps keys of records of earlier versions to the keys of today."""
 
-import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,11 +113,3 @@ def price(record: Any) -> Any:
     if not positions or isinstance(positions[0], list):
         return record
     return {**record, "positions": [positions] * int(record.get("windows") or 1)}
-
-
-def time_of(text: str) -> datetime.datetime:
-    """Return the time that a record has; ValueError where it is none, or has no time zone."""
-    time = datetime.datetime.fromisoformat(text)
-    if time.tzinfo is None:
-        raise ValueError(f"{text} has no time zone")
-    return time

@@ -10,6 +10,7 @@ audit.json (`AuditRecord`), analysis/*.json (`AnalysisFile`). Of a sweep's folde
 Records of earlier versions have other keys: `older.py` maps them.
 """
 
+import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,6 +202,14 @@ class OlderFinal(Measures):
         return self.windows
 
 
+def time_of(text: str) -> datetime.datetime:
+    """Return the time that a record has; ValueError where it is none, or has no time zone."""
+    time = datetime.datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return time
+
+
 def version_of_final(final: Any) -> str:
     """Return the tag of the class that reads a closing score."""
     has_protocol = hasattr(final, "protocol") or (isinstance(final, dict) and "protocol" in final)
@@ -247,7 +256,7 @@ class StatusRecord(Record):
         if self.state == "running":
             if self.pid is None or self.host is None:
                 raise ValueError("a running process needs pid and host")
-            older.time_of(self.heartbeat)
+            time_of(self.heartbeat)
         return self
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rtx.errors import RunFailed, UserError, printable
+from rtx.processes import launch
 from rtx.runs.checksum import is_whole, resumable
 from rtx.runs.folder import is_export, requested_folder
-from rtx.runs.processes import launch
 from rtx.runs.records import OlderFinal, ScoreRecord
 from rtx.runs.status import read_status, run_state
 from rtx.settings.identity import may_change, with_absolute_path

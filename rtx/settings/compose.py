@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rtx.errors import UserError
+from rtx.processes import SWEEP_VARIABLE
 from rtx.settings.data_sets import SETS
 from rtx.settings.derived import image_side, reads_self
 from rtx.settings.extensions import recorded
@@ -37,7 +38,6 @@ from rtx.settings.schema import (
     to_dict,
     with_values,
 )
-from rtx.variables import SWEEP_VARIABLE
 
 NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
 """Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""

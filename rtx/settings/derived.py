@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rtx.settings.data_sets import SETS
-from rtx.settings.schema import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.settings.schema import TEXTS, Config, DataConfig, ModelConfig, RoutingConfig
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; other groups have the name of their pattern."""
@@ -86,6 +86,16 @@ def spans(values: Mapping[str, Any]) -> tuple[int, int]:
     if memory:
         length = stride + memory
     return length, stride
+
+
+def local_reach(config: Config) -> int | None:
+    """Return how many units back stacked local heads read; None for data that is no text.
+
+    It is layers times model.window, whatever the heads of this model are.
+    """
+    if config.data.name not in TEXTS:
+        return None
+    return config.model.layers * config.model.window
 
 
 def layer_patterns(config: Config, layer: int) -> dict[str, int]:

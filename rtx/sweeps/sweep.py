@@ -33,9 +33,9 @@ from rtx.settings.compose import (
     user_errors,
 )
 from rtx.settings.hydra_words import is_hydra_key
-from rtx.settings.logger import check_logger
 from rtx.settings.overrides import LAUNCHED, Override
 from rtx.settings.presets import conf_dir
+from rtx.settings.requirements import check_logger
 from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
     Cell,

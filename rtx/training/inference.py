@@ -20,15 +20,15 @@ from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.data.windows import sample_windows, windows
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written
-from rtx.evaluation.far_repeats import local_reach
 from rtx.evaluation.protocol import spans
 from rtx.evaluation.scores import Score, score_windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.progress import progress_bar, say
+from rtx.progress import progress_bar, say, warn
 from rtx.runs.folder import EXPORT_FACTS, is_export
-from rtx.settings.devices import precision_on
+from rtx.settings.derived import local_reach
 from rtx.settings.overrides import check_overrides
+from rtx.settings.requirements import precision_on
 from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge, on_one_device
 from rtx.settings.schema import Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
@@ -39,7 +39,7 @@ from rtx.training.checkpoint import (
     load_weights,
 )
 from rtx.training.hardware import prepare_torch, resolve_hardware
-from rtx.training.precision import WEIGHT_TYPES
+from rtx.training.passes import WEIGHT_TYPES
 
 WEIGHTS = "model.safetensors"
 STREAM = 65_536
@@ -230,7 +230,7 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
         raise UserError(f"{store.name}: {differs}; name the data as it does")
     if not run.has_data(store):
         risk = "parts of this split may have been trained on"
-        say(f"note: these are not the data of the run ({store.name}); {risk}")
+        warn(f"note: these are not the data of the run ({store.name}); {risk}")
     return run, store
 
 

@@ -14,10 +14,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from rtx.attention.centroids import after_step
-from rtx.evaluation.far_repeats import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
+from rtx.settings.derived import local_reach
 from rtx.settings.identity import ranks_must_agree
 from rtx.settings.schema import Config, flat
 from rtx.sharded import is_sharded

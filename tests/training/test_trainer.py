@@ -21,8 +21,8 @@ from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
-from rtx.training.first_weights import build_model, seed_everything
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.start import build_model, seed_everything
 from tests.helpers.small_runs import Workshop, difference, read_metrics, status_of
 
 

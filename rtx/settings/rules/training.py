@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rtx.settings.data_sets import MADE, SETS
-from rtx.settings.devices import gpu_needs
+from rtx.settings.requirements import gpu_needs
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import SPREAD, Config
 
