@@ -1,4 +1,6 @@
-"""The command line: what it answers, on which stream, with which exit code, what it imports, and the bars it shows."""
+"""The command line: what it answers, on which stream, with which exit code, what it imports, and
+the bars it shows.
+"""
 
 import fcntl
 import hashlib
@@ -57,7 +59,10 @@ def test_help_imports_no_hydra_and_a_mistake_no_torch(tmp_path: Path, capsys: Ca
     said = f"rtx: {export} is an exported model; resume the run it came from\n"
     assert answer(capsys, "resume", str(export)) == (2, "", said)
     assert sorted(path.name for path in export.iterdir()) == ["config.yaml", "export.json"]
-    lines = "train trainer.steps=abc; train routing.heads=99; train -m routing.heads=2,9; eval; sample; resume"
+    lines = (
+        "train trainer.steps=abc; train routing.heads=99; train -m routing.heads=2,9; eval; "
+        "sample; resume"
+    )
     lines += f"; train data=text data.path=nowhere.txt; resume {export}"
     mistakes = [line.split() for line in lines.split(";")]
     for word in ("eval", "sample", "resume"):
@@ -84,7 +89,7 @@ def run_folder(folder: Path, *overrides: str, **status: object) -> str:
 
 
 def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
-    """Of runs by their records; nothing computes here, and every answer is there before torch is."""
+    """Of runs by their records; nothing computes here, and answers come before torch does."""
     known = {"state": "done", "final": {"bits": 1.5, "unit": "byte"}}
     local, full, recall, one, finished = (
         run_folder(tmp_path / name, *words, **known)
@@ -108,7 +113,10 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
     )
     too_large = "must be less than data.length=256; give window=<less>, or window=0"
     gpu = "hardware=gpu, but torch finds no GPU"
-    busy = f"{running} is in use by process {os.getpid()} on {socket.gethostname()}; wait for it, or stop it first"
+    busy = (
+        f"{running} is in use by process {os.getpid()} on {socket.gethostname()}; wait for it, or "
+        "stop it first"
+    )
     answers = (
         (
             f"resume {finished}",
@@ -135,7 +143,10 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
         ),
         (f"analyze patterns {local} layer=99", 2, "layer=99: the topmost layer is layer="),
     )
-    program = "import sys, rtx.cli.main, rtx.settings.requirements as needs; needs.lacks_gpu_driver = lambda: True\n"
+    program = (
+        "import sys, rtx.cli.main, rtx.settings.requirements as needs; needs.lacks_gpu_driver = "
+        "lambda: True\n"
+    )
     program += "for line in sys.stdin: print('->', rtx.cli.main.main(line.split()), flush=True)\n"
     program += "print('torch' in sys.modules)"
     with (tmp_path / "running" / "lock").open("a+b") as file:

@@ -1,4 +1,6 @@
-"""README and docs/: schemas and pictures as committed, the notebook runs, the page on reliability names tests."""
+"""README and docs/: schemas and pictures as committed, the notebook runs, the page on reliability
+names tests.
+"""
 
 import inspect
 import json

@@ -190,7 +190,7 @@ def expected(kind: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> dict[st
 
 
 def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> dict[str, Tensor]:
-    """Return the outputs, and every leaf's gradient for fixed weights of the outputs, on the CPU."""
+    """Return on the CPU the outputs, and every leaf's gradient for fixed weights of them."""
     relative_terms = None
     if "keys" in leaves:
         relative_terms = RelativeTables(leaves["keys"], leaves["values"])

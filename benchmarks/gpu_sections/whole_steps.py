@@ -208,7 +208,7 @@ def measure_steps(variant: Variant, how: str, dry: bool) -> Found:
 
 
 def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
-    """Return the median of the mean milliseconds of a few steps, taken without a wait, and losses."""
+    """Return losses, and the median of mean milliseconds of a few steps without a wait."""
     losses = []
     times = []
     with turn():
@@ -238,7 +238,8 @@ def rates(stepper: Stepper, ms: float) -> Found:
 def memory(stepper: Stepper, how: str) -> Found:
     """Return the bytes that the plan counts, and the peak of the GPU's allocations.
 
-    Recorded passes have no such peak: their tensors lie in a pool that no longer counts as allocated.
+    Recorded passes have no such peak: their tensors lie in a pool that no longer counts as
+    allocated.
     """
     config, batch = stepper.config, stepper.variant.batch
     planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())

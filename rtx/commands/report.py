@@ -1,4 +1,4 @@
-"""`rtx report RUN ... [output=folder]`: a page on what runs allow to say, tables beside the paper's, plots."""
+"""`rtx report RUN ... [output=folder]`: tables of runs beside the paper's, plots, and a page."""
 
 import textwrap
 from dataclasses import replace
@@ -16,7 +16,10 @@ from rtx.terminal import terminal_width
 
 
 def main(request: Request) -> int:
-    """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
+    """Write and print the report of runs.
+
+    Without a run, print the paper's tables and what of them is in outputs/.
+    """
     width = terminal_width()
     runs = list(request.runs)
     output = request.options.output
@@ -26,7 +29,10 @@ def main(request: Request) -> int:
         if not is_study(folder) and not run_folders(folder) and not steps_files(folder):
             why = "no such folder"
             if folder.is_dir():
-                why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
+                why = (
+                    "holds no run; a run has a config.yaml "
+                    "(rtx report alone prints the paper's tables)"
+                )
             raise UserError(f"{folder}: {why}")
     if not runs:
         print("\n".join(offered(width)))
@@ -81,7 +87,7 @@ def beside(place: Path) -> Path:
 
 
 def offered(width: int) -> list[str]:
-    """Return what a report could be made of, in lines: the user's folders with runs, then the paper's tables."""
+    """Return lines on what a report could be of: folders with runs, then the paper's tables."""
     root = outputs_root()
     folders = sorted(root.glob("*"))
     found = collect(folders)

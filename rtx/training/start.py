@@ -1,4 +1,4 @@
-"""What a run starts from, a checkpoint or first weights, and what it records before its first step."""
+"""What a run starts from, a checkpoint or first weights, and what it records before that."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The first habits of somebody who knows Hydra: each works, or its refusal names what to write instead."""
+"""The first habits of somebody who knows Hydra: each works, or its refusal names what to write
+instead.
+"""
 
 import shlex
 
@@ -42,7 +44,9 @@ WORKS = {
     "train -m --cfg job hydra/sweeper=basic seed=1": [{"seed": "1"}],
     "train -m --cfg job hydra/launcher=rtx_processes seed=1": [{"seed": "1"}],
 }
-"""Lines, and of each cell that they print some keys with their values; None: Hydra's parser refuses the line, too."""
+"""Lines, and of each cell that they print some keys with their values; None: Hydra's parser refuses
+the line, too.
+"""
 
 REFUSED = {
     "train -m 'optimizer.lr=interval(1e-4,1e-2)'": "hydra/sweeper=optuna draws from it",

@@ -1,4 +1,6 @@
-"""What stands behind a command: run folders, options, overrides; what is taken, and what is refused in which words."""
+"""What stands behind a command: run folders, options, overrides; what is taken, and what is refused
+in which words.
+"""
 
 import shlex
 from pathlib import Path
@@ -76,7 +78,8 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train data=enwik9", "data=enwik9 (did you mean 'enwik8'?): must be one of cifar10, copy"),
         (
             "train data=enwik9",
-            "text, wikitext103 (a file of conf/data/); extensions=<file>.py adds names of your own\n",
+            "text, wikitext103 (a file of conf/data/); extensions=<file>.py adds names of your "
+            "own\n",
         ),
         ("train model=RT24", "model=RT24 (did you mean 'rt24'?): must be one of adaptive_input, "),
         (
@@ -126,7 +129,8 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ),
         (
             "train name=a,b",
-            "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\"",
+            "takes one value; several make a sweep (rtx train -m); "
+            "quote it where it is one: 'name=\"",
         ),
         (
             "train hydra.run.dir=x",
@@ -222,7 +226,8 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ),
         (
             "train --help rotuing",
-            "rtx train --help rotuing: say one of data, routing, optimizer, hardware, logger, model, ",
+            "rtx train --help rotuing: say one of data, routing, optimizer, hardware, logger, "
+            "model, ",
         ),
         ("plan --help trainer.step", "trainer, or a key (did you mean 'trainer.steps'?)\n"),
         ("train 'a\nb=3'", "unknown key 'a b'"),
@@ -330,7 +335,8 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ),
         (
             "train",
-            "WANDB_MODE='onlin': must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)",
+            "WANDB_MODE='onlin': must be one of online, run, offline, dryrun, disabled (did you "
+            "mean 'online'?)",
         ),
         (
             "train hardware.attention=flex hardware=cpu logger=jsonl",

@@ -1,4 +1,5 @@
-"""`rtx data`, and runs on every data set: each unit is scored once, whether or not N divides the split; images are
+"""`rtx data`, and runs on every data set: each unit is scored once, whether or not N divides the
+split; images are
 whole; words and subwords have their measures, the released protocol, and samples without a store.
 """
 
@@ -106,7 +107,9 @@ def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, 
 
 @pytest.fixture(scope="module")
 def run(workshop: Workshop) -> Path:
-    """A run on a folder with 23 images of 6 x 8, for which a wrong length is refused, and the right one named."""
+    """A run on a folder with 23 images of 6 x 8, for which a wrong length is refused, and the right
+    one named.
+    """
     (folder := workshop.folder / "pictures").mkdir()
     for number, image in enumerate(random_images(23, 6, 8)):
         (folder / f"{number:02d}.png").write_bytes(encoded(image))
@@ -209,7 +212,8 @@ def test_a_run_samples_without_its_store(
     assert (run / file).read_bytes() == (store / file).read_bytes()
     said = workshop.command("resume", str(run), "trainer.steps=3")
     assert "done after 3 steps" in said and "perplexity per word" in said
-    gc.collect()  # as the end of a process: Trainer and callbacks refer to each other, and one of them to the store
+    # As at the end of a process: Trainer and callbacks refer to each other, and one to the store.
+    gc.collect()
     workshop.command("data", "remove", store.name)
     assert not store.exists()
     said = workshop.command("sample", str(run), "length=5", "prompt=of")

@@ -1,4 +1,5 @@
-"""Two processes on one CPU: the steps of one, one run folder whoever starts them, one end for both, and the same bits
+"""Two processes on one CPU: the steps of one, one run folder whoever starts them, one end for both,
+and the same bits
 where they are stopped or one of them is lost.
 """
 
@@ -47,10 +48,11 @@ STEADY = (
 
 
 def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[Process]:
-    """Start a command on two processes, the first in front; what they say goes to a file beside the run.
+    """Start a command on two processes, the first in front; what they say goes to a file beside the
+    run.
 
-    Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or they are forked
-    with their imports behind them, and find the variables that Slurm sets (`srun`).
+    Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or
+    they are forked with their imports behind them, and find the variables that Slurm sets (`srun`).
     """
     if launcher == "srun":
         return [workshop.fork(run, *arguments, inside=HELD, **place) for place in slurm()]
@@ -130,7 +132,8 @@ HELD = """
 from rtx.training import distributed, module
 def shard(model, mesh):
     distributed.shard(model, mesh)
-    held, whole = (sum(f(each).numel() for each in model.parameters()) for f in (lambda p: p.to_local(), lambda p: p))
+    held = sum(each.to_local().numel() for each in model.parameters())
+    whole = sum(each.numel() for each in model.parameters())
     print(f"holds {held / whole}\\n", end="")
 module.shard = shard
 """

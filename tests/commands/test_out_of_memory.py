@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: where `auto` left the choice to rtx, the run goes on with less."""
+"""Memory that runs out in a step: where a key is `auto`, the run goes on with less."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,9 @@ AUTO = (
 def starve(
     patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Exception | None = None
 ) -> list[int]:
-    """Let training run out of memory where a micro-batch has more than `most` sequences; returns the sizes of all."""
+    """Let training run out of memory where a micro-batch has more than `most` sequences; returns
+    the sizes of all.
+    """
     whole, seen = Transformer.loss, []
 
     def loss(self: Transformer, tokens_BN: torch.Tensor, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""`rtx train`, `resume`, `eval`, `plan` and `sample` on data=recall, and `ablate=` behind `rtx eval`."""
+"""`rtx train`, `resume`, `eval`, `plan` and `sample` on data=recall, and `ablate=` behind `rtx
+eval`.
+"""
 
 import math
 import signal

@@ -1,4 +1,6 @@
-"""`rtx resume`: whatever stopped a run, it goes on to the very bits of the run that was never stopped."""
+"""`rtx resume`: whatever stopped a run, it goes on to the very bits of the run that was never
+stopped.
+"""
 
 import json
 import os
@@ -58,7 +60,10 @@ def test_a_signal_saves_and_leaves_with_its_code(
     before = (process.run / "config.yaml").read_text()
     for steps in (1, status.step):
         said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
-        refused = f"trainer.steps={steps}: the newest checkpoint is of step {status.step}; give more than that"
+        refused = (
+            f"trainer.steps={steps}: the newest checkpoint is of step {status.step}; give more "
+            "than that"
+        )
         assert said == f"rtx: {refused}\n"
     assert (read_status(process.run), (process.run / "config.yaml").read_text()) == (status, before)
     workshop.command("resume", str(process.run), "hardware.workers=0", "trainer.checkpoint_every=3")
@@ -94,7 +99,9 @@ def test_a_second_interrupt_leaves_at_once(
 
 
 def endless_step(step: int) -> str:
-    """Return the code for `inside` that makes a step last for ten minutes; a file tells that it has begun."""
+    """Return the code for `inside` that makes a step last for ten minutes; a file tells that it has
+    begun.
+    """
     return f"""
 import os, pathlib, time
 from rtx.training.module import TrainingModule

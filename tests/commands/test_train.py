@@ -71,8 +71,8 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     assert [*validations] == [4, 8, 12] and validations[best] == min(validations.values())
     assert f"{last['valid/final_bits']:.4f} bits/byte on the validation split" in said
     assert (
-        f"bits/byte on valid, {last['valid/final_units']:,} bytes each scored once, windows of 32, stride 5"
-        in said
+        f"bits/byte on valid, {last['valid/final_units']:,} bytes each scored once, windows of 32, "
+        "stride 5" in said
     )
     assert "selection=nearest: sees no future" in said
     plain = baselines(store.split("valid"))
@@ -125,7 +125,7 @@ def test_a_compiled_run_takes_the_same_steps(
 def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
     workshop: Workshop, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The pass by which it was tried leaves no trace: bit for bit what a run is that never tried."""
+    """The pass by which it was tried leaves no trace: the run has the bits of one without it."""
 
     class Refusal(torch.autograd.Function):
         @staticmethod
@@ -177,7 +177,10 @@ def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
         "trainer.clip=0",
     )
     said = workshop.command("train", workshop.text, *SIZES, *wild, run=run, code=1)
-    told = r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been written yet"
+    told = (
+        r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been "
+        r"written yet"
+    )
     assert re.fullmatch(told, said.splitlines()[-1])
     assert status_of(run).state == "failed"
 
@@ -290,7 +293,10 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
         line = next(
             line for line in said.splitlines() if not line.startswith(("preparing", "data=text"))
         )
-        told = "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute="
+        told = (
+            "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 "
+            "model.recompute="
+        )
         assert (
             line.startswith(told)
             and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line

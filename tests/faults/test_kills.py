@@ -1,4 +1,5 @@
-"""SIGKILL of runs at chosen calls, and of sweeps by the clock; and two commands at once where there is room for one:
+"""SIGKILL of runs at chosen calls, and of sweeps by the clock; and two commands at once where there
+is room for one:
 a run goes on to the bits of the one left alone.
 """
 
@@ -71,7 +72,9 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
 
 
 def test_three_kills_change_nothing(workshop: Workshop) -> None:
-    """Each of the sweep and its cells at once, without a word: the first perhaps before a cell has begun."""
+    """Each of the sweep and its cells at once, without a word: the first perhaps before a cell has
+    begun.
+    """
     words, draw, root = (
         ("trainer.steps=40", "name=killed"),
         random.Random(5),
@@ -116,7 +119,10 @@ def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
     ]
     codes, said = [process.wait() for process in processes], processes[0].log.read_text()
     assert sorted(codes) == [0, 2], said
-    refusals = f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run already; "
+    refusals = (
+        f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run "
+        "already; "
+    )
     assert len(re.findall(refusals, said)) == 1, said
     assert difference(run, thirty) == ""
 

@@ -1,4 +1,6 @@
-"""The cells that a command stands for: what experiments lay out, and what the command line changes of them."""
+"""The cells that a command stands for: what experiments lay out, and what the command line changes
+of them.
+"""
 
 from pathlib import Path
 
@@ -16,8 +18,10 @@ LOCAL, FULL = " model.base=local routing.heads=0", " model.base=full routing.hea
 SPARSE, LSH = " model=sparse_transformer", " model=reformer trainer.batch_size=8"
 SPANS = " model=adaptive_span"
 T64 = (
-    f"{FULL} model.layers=64 model.heads=2 model.hidden=512 model.ffn_hidden=2048 model.ffn=relu data.length=512"
-    " model.positions=learned model.dropout=0.55 model.attention_dropout=0.55 model.ffn_dropout=0.55"
+    f"{FULL} model.layers=64 model.heads=2 model.hidden=512 model.ffn_hidden=2048 model.ffn=relu "
+    "data.length=512"
+    " model.positions=learned model.dropout=0.55 model.attention_dropout=0.55 "
+    "model.ffn_dropout=0.55"
 )
 FAR = f"{SPANS} model.layers=36 model.window=4096 model.max_distance=4095 data.length=4096"
 ROWS = {

@@ -1,4 +1,5 @@
-"""metrics.jsonl: whole rows only, and what JSON knows. What W&B, TensorBoard and CSV get; whatever W&B does, a run
+"""metrics.jsonl: whole rows only, and what JSON knows. What W&B, TensorBoard and CSV get; whatever
+W&B does, a run
 goes on.
 """
 
@@ -144,7 +145,9 @@ def test_what_comes_after_training_fails_nothing(
 
 
 def read_back(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of all segments of an offline run, in the order of their files, by W&B's own reader."""
+    """Return the records of all segments of an offline run, in the order of their files, by W&B's
+    own reader.
+    """
     found = []
     for path in sorted(
         folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns
@@ -231,7 +234,9 @@ def test_a_real_run_offline_read_back(
 
 
 def curve(run: Path, logger: str, key: str) -> list[tuple[int, float]]:
-    """Return the points of a curve, by TensorBoard's own reader, or of the newest of Lightning's tables."""
+    """Return the points of a curve, by TensorBoard's own reader, or of the newest of Lightning's
+    tables.
+    """
     if logger == "csv":
         newest = max((run / "csv").iterdir(), key=lambda path: path.name)
         assert (newest / "hparams.yaml").exists()

@@ -89,7 +89,7 @@ module.{name} = meets
 """What happens in a call of a function; five batches make a validation."""
 
 
-def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_comes_to_the_same_bits(
+def test_a_run_stopped_before_a_validation_makes_it_when_it_goes_on_and_has_the_same_bits(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rtx.data.windows.BATCH_UNITS", 32)
@@ -133,7 +133,8 @@ def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
     (whole,) = [
         row["train/seconds"] for row in rows if row["kind"] == "train" and row["step"] == 12
     ]
-    # They take 3 s and more. The seconds of steps are partly estimated, so half of that is a safe margin.
+    # They take 3 s and more. The seconds of steps are partly estimated, so half of that is a safe
+    # margin.
     assert seconds[2] < whole - 1.5, "three validations do not count"
 
 
