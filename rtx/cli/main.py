@@ -16,7 +16,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,6 +35,9 @@ LONGEST_LINE = 1000
 """Characters of the longest line of an error message that is printed whole."""
 LINE_END = 250
 """Characters at the start and at the end that are printed of a longer line."""
+FLAGS_WITH_VALUE = ("--cfg", "--config-dir")
+SHORT_FLAGS = {"-c": "--cfg", "-cd": "--config-dir"}
+"""The short forms of Hydra's flags that rtx takes, too."""
 
 
 def entry() -> None:
@@ -189,24 +192,33 @@ def split_flags(word: str, words: Sequence[str]) -> tuple[set[str], list[str]]:
     values: dict[str, str] = {}
     rest = iter(words)
     for text in rest:
-        flag, equals, value = text.partition("=")
         if not text.startswith("-"):
             remaining.append(text)
-        elif text in known and text in ("--cfg", "--config-dir"):
-            values[text] = next(rest, "")
-        elif equals and flag in known and flag == "--config-dir":
-            values[flag] = value
-        elif text in known:
-            values[text] = ""
-        else:
+            continue
+        name, equals, value = text.partition("=")
+        flag = SHORT_FLAGS.get(name, name)
+        has_value = flag in FLAGS_WITH_VALUE
+        if flag not in known or (equals and not has_value):
             refuse_flag(word, text, known)
-    if values.get("--cfg", "job") != "job":
-        raise UserError("--cfg: say --cfg job")
+        if has_value and not equals:
+            value = next(rest, "")
+        values[flag] = value
+    check_preview(values)
     if "--config-dir" in values:
         from rtx.settings.extensions import add_config_dir
 
         add_config_dir(values["--config-dir"])
     return set(values), remaining
+
+
+def check_preview(values: Mapping[str, str]) -> None:
+    """Raise `UserError` for a part of the configuration that cannot be printed alone."""
+    part = values.get("--cfg")
+    if part is None and "--resolve" in values:
+        raise UserError("--resolve: goes with --cfg job, which prints the configuration")
+    if part not in (None, "job"):
+        instead = "say --cfg job; --help <group> prints one group"
+        raise UserError(f"--cfg {shorten(part)}: {instead}")
 
 
 def refuse_flag(word: str, flag: str, known: Iterable[str]) -> NoReturn:
@@ -242,8 +254,10 @@ def only_prints(words: Sequence[str]) -> bool:
     """Whether a command may end without an error when its output is read no further."""
     from rtx.cli.commands import BY_NAME, HELP_FLAGS
 
+    if {*words} & {*HELP_FLAGS, "--cfg", "-c"}:
+        return True
     command = BY_NAME.get(words[0]) if words else None
-    return bool({*words} & {*HELP_FLAGS}) or (command is not None and command.only_prints)
+    return command is not None and command.only_prints
 
 
 def reader_is_gone() -> bool:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, flag_override
 
 from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
-from rtx.errors import RunFailed, UserError, plural, refuse, shorten
+from rtx.errors import RunFailed, UserError, nearest, plural, refuse, shorten
 from rtx.progress import say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import SWEEPS, outputs_root, shown, unwritable
@@ -32,9 +33,9 @@ from rtx.settings.compose import (
     composed,
     user_errors,
 )
-from rtx.settings.hydra_words import is_hydra_key
+from rtx.settings.hydra_words import SWEEPERS, is_hydra_key
 from rtx.settings.overrides import LAUNCHED, Override
-from rtx.settings.presets import conf_dir
+from rtx.settings.presets import conf_dir, preset
 from rtx.settings.requirements import check_logger
 from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
@@ -122,11 +123,28 @@ def sweep_config(checked: Sequence[Override]) -> DictConfig:
     if "hydra/launcher" not in single:
         launcher = "rtx_slurm" if runs_as_jobs(checked) else "rtx_processes"
         words.append(f"hydra/launcher={launcher}")
+    if "hydra/sweeper" in single:
+        refuse_unknown_sweeper(single["hydra/sweeper"].values[0])
     config = composed((*groups, *words))
     if config.hydra.sweeper._target_ == BASIC:
         words = [word for word in words if not word.startswith("hydra/sweeper=")]
         config = composed((*groups, *words, "hydra/sweeper=rtx_grid"))
     return copy.deepcopy(config)
+
+
+def refuse_unknown_sweeper(name: str) -> None:
+    """Raise `UserError` for a sweeper that no installed plug-in and no preset has."""
+    from hydra.core.plugins import Plugins
+
+    # Plug-ins store their options when they are first discovered.
+    Plugins.instance()
+    files = ConfigStore.instance().list("hydra/sweeper")
+    names = [file.removesuffix(".yaml") for file in files]
+    if name in names or preset("hydra/sweeper", name):
+        return
+    near = nearest(name, [*names, *SWEEPERS])
+    word = f"hydra/sweeper={shorten(name)}"
+    raise UserError(f"{word}: there is no such sweeper{near}; here are {', '.join(sorted(names))}")
 
 
 def runs_as_jobs(checked: Sequence[Override]) -> bool:

@@ -198,7 +198,10 @@ def test_a_value_is_taken_as_it_is_written() -> None:
             "train -m 'seed=1,2' hydra/sweeper=nevergrad",
             "hydra/sweeper=nevergrad: needs a plug-in: pip install hydra-nevergrad-sweeper\n",
         ),
-        ("train -m seed=1,2 hydra/sweeper=grid", "Could not find 'hydra/sweeper/grid'\n"),
+        (
+            "train -m seed=1,2 hydra/sweeper=xyzzy",
+            "hydra/sweeper=xyzzy: there is no such sweeper; here are basic, ",
+        ),
         ("train -m seed=1 +hydra.sweeper.params.seed=1,2", "write the key of the run itself"),
         ("train seed=1..5", f"seed=1..5: {RANGE}"),
         (
