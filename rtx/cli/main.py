@@ -218,7 +218,7 @@ def check_preview(values: Mapping[str, str]) -> None:
         raise UserError("--resolve: goes with --cfg job, which prints the configuration")
     if part not in (None, "job"):
         instead = "say --cfg job; --help <group> prints one group"
-        raise UserError(f"--cfg {shorten(part)}: {instead}")
+        raise UserError(f"{shorten(f'--cfg {part}'.strip())}: {instead}")
 
 
 def refuse_flag(word: str, flag: str, known: Iterable[str]) -> NoReturn:

@@ -147,7 +147,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train foo=3", "unknown key 'foo'; --help lists them"),
         ("train trainer.stps", "'trainer.stps' is not of the form key=value"),
         ("train ~routing", "~routing: a run cannot be without routing; choose an option: "),
-        ("train ~seed", "~seed: a run cannot be without seed; give it a value: seed=<seed>\n"),
+        ("train ~seed", "~seed: a run cannot be without seed; give it a value: seed=<value>\n"),
         ("train ~trainer.max_minutes=3", "write ~trainer.max_minutes, or trainer.max_minutes=null"),
         ("train ~routing.hed", "unknown key 'routing.hed' (did you mean 'routing.heads'?)"),
         ("train seed = 3", f"'seed' is not of the form key=value; {BLANKS}"),

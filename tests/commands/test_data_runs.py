@@ -120,34 +120,46 @@ def run(workshop: Workshop) -> Path:
     return run
 
 
-def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(
-    workshop: Workshop, run: Path
-) -> None:
-    assert final(run)["unit"] == "dim" and final(run)["units"] == 144
+def pixels_of(path: Path) -> np.ndarray:
+    """Return the pixels of a picture, which has the size of the images of the run."""
+    pixels = np.asarray(Image.open(path))
+    assert pixels.shape == (6, 8, 3)
+    return pixels
+
+
+def test_a_run_on_images_counts_sub_pixels(workshop: Workshop, run: Path) -> None:
+    closing = final(run)
+    assert (closing["unit"], closing["units"]) == ("dim", 144)
     scored, _ = workshop.score(run, "split=train")
-    assert scored["units"] == 21 * 144 and 7.5 < scored["bits"] < 9.5
-    first, second = (
-        run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2)
-    )  # the first in training
+    assert scored["units"] == 21 * 144
+    assert 7.5 < scored["bits"] < 9.5
+
+
+def test_a_run_on_images_samples_pictures(workshop: Workshop, run: Path) -> None:
+    # The first is of the training.
+    first, second = (run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2))
     assert workshop.answer("sample", str(run), "checkpoint=last")[0] == f"{second}\n"
-    assert all(np.asarray(Image.open(path)).shape == (6, 8, 3) for path in (first, second))
-    said = workshop.command("sample", str(run), "length=30", "seed=7", "checkpoint=last")
-    assert "30 units; an image has 144: the rest is black" in said
-    pixels = np.asarray(Image.open(run / "samples" / "step12-seed7-1.png"))
-    assert (
-        pixels.shape == (6, 8, 3) and pixels[0].any() and (pixels[2:] == 0).all()
-    )  # 30 units are 10 pixels
+    for path in (first, second):
+        pixels_of(path)
+    printed = workshop.command("sample", str(run), "length=30", "seed=7", "checkpoint=last")
+    assert "30 units; an image has 144: the rest is black" in printed
+    pixels = pixels_of(run / "samples" / "step12-seed7-1.png")
+    # 30 units are 10 pixels.
+    assert pixels[0].any()
+    assert (pixels[2:] == 0).all()
     for option, line in (
         ("length=145", "an image has 144 units"),
         ("prompt=cat", "no place in a run on images"),
     ):
         assert line in workshop.command("sample", str(run), option, code=2)
+
+
+def test_analyses_of_a_run_on_images(workshop: Workshop, run: Path) -> None:
     workshop.command("analyze", "patterns", str(run), "split=train")
     path = Path(workshop.command("analyze", "context", str(run)).splitlines()[-1])
     result = json.loads(path.read_text())
-    assert result["gains"] == [] and len(result["positions"]) == 16, (
-        "a part of an image elsewhere is no image"
-    )
+    assert result["gains"] == [], "a part of an image elsewhere is no image"
+    assert len(result["positions"]) == 16
 
 
 def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(
