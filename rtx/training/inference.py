@@ -1,16 +1,14 @@
 """A trained model from its run folder or from an export of it (safetensors), on one device."""
 
 import contextlib
-import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 
 from rtx.data.catalog import data_root, open_data, store_folder
@@ -18,7 +16,7 @@ from rtx.data.sets import Report
 from rtx.data.store import Store
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.data.windows import sample_windows, windows
-from rtx.disk import read_file, remove_leftovers, replace_file, write_json
+from rtx.disk import read_file
 from rtx.errors import DAMAGED, RunFailed, UserError, written
 from rtx.evaluation.protocol import spans
 from rtx.evaluation.scores import Score, score_windows
@@ -34,18 +32,15 @@ from rtx.settings.schema import Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
-    check_layout,
     load_for_use,
     load_weights,
 )
+from rtx.training.export import KEPT, read_export
 from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.passes import WEIGHT_TYPES
 
-WEIGHTS = "model.safetensors"
 STREAM = 65_536
 """Tokens of a window where the model has a memory."""
-KEPT = ("step", "config", "data", "file")
-"""Keys of a checkpoint that export.json keeps."""
 
 
 @dataclass(frozen=True)
@@ -288,37 +283,3 @@ def with_stride(config: Config, stride: int | None = None) -> Config:
     """
     default = STREAM if config.model.memory else None
     return merge(config, [f"trainer.val_stride={written(stride or default)}"])
-
-
-def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model and `files`, by their names, into a folder; `RunFailed` where that fails."""
-    tensors = {name: tensor.clone() for name, tensor in checkpoint["model"].items()}
-    weights = safetensors.torch.save(tensors)
-    facts = {"sha256": hashlib.sha256(weights).hexdigest()}
-    facts |= {key: checkpoint[key] for key in KEPT}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        # Written first: it marks the folder as an export even if writing is interrupted.
-        write_json(folder / EXPORT_FACTS, facts)
-        for name, content in {**files, WEIGHTS: weights}.items():
-            replace_file(folder / name, lambda file, content=content: file.write(content))
-    except OSError as error:
-        other = "output=<folder> names another"
-        raise RunFailed(f"cannot write to {folder}: {error.strerror}; {other}") from error
-
-
-def read_export(folder: Path) -> Checkpoint:
-    """Return an exported model as a checkpoint; `RunFailed` where a file is missing or altered."""
-    try:
-        facts = json.loads(read_file(folder / EXPORT_FACTS))
-        weights = read_file(folder / WEIGHTS)
-        is_altered = hashlib.sha256(weights).hexdigest() != facts["sha256"]
-        if is_altered or facts["file"] not in ("best", "last", "previous"):
-            raise ValueError(f"{WEIGHTS} is cut short or altered")
-        checkpoint = {name: facts[name] for name in KEPT}
-        checkpoint["model"] = safetensors.torch.load(weights)
-    except (OSError, safetensors.SafetensorError, *DAMAGED) as error:
-        raise RunFailed(f"{folder} is a damaged export ({error}): export the run anew") from error
-    check_layout(folder / EXPORT_FACTS, checkpoint)
-    return checkpoint

@@ -25,7 +25,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.runs.status import utc_now
 from rtx.training import inference
 from rtx.training.checkpoint import load_for_use
-from rtx.training.inference import write_export
+from rtx.training.export import write_export
 from tests.helpers.small_runs import Workshop, final
 
 
