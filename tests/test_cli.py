@@ -230,10 +230,18 @@ def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
     assert code == 1 and "Traceback" in error and "ZeroDivisionError" in error
 
 
-def test_a_reader_that_goes_away_or_lacks_a_letter_is_no_error() -> None:
-    command = f"{sys.executable} -W error -m rtx train --help | head -n 1"
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [("train --help", "usage: rtx train"), ("train -m seed=1,2,3 --cfg job", "---\n")],
+)
+def test_a_reader_that_goes_away_is_no_error(words: str, first: str) -> None:
+    command = f"{sys.executable} -W error -m rtx {words} | head -n 1; exit ${{PIPESTATUS[0]}}"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600)
-    assert shown.stdout.startswith("usage: rtx train") and shown.stderr == ""
+    assert shown.stdout.startswith(first)
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+def test_a_letter_that_the_terminal_lacks_is_no_error() -> None:
     words = [sys.executable, "-m", "rtx", "train", "--cfg", "job", "name=\u2603"]
     narrow = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     shown = subprocess.run(words, capture_output=True, env=narrow, timeout=600)

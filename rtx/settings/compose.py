@@ -241,6 +241,9 @@ def user_errors(where: str = "") -> Iterator[None]:
         raise UserError(where + hydra_message(error)) from error
     except yaml.YAMLError as error:
         raise UserError(f"{where}not valid YAML: {on_one_line(error)}") from error
+    except BrokenPipeError:
+        # The reader of stdout has ended, as in `rtx train -m seed=1,2 --cfg job | head`.
+        raise
     except (OSError, UnicodeError, RecursionError) as error:
         raise UserError(where + on_one_line(error)) from error
 
