@@ -3,9 +3,9 @@
 A and B are records of one script of `benchmarks/`, say of `benchmarks/results/` and of a new run on
 the same machine. Rows are matched by what they measure. The times of a row are compared on a log
 scale by Welch's test over its repeated measurements, at the level that Holm's correction over all
-rows leaves: of records without a difference, one in twenty names a row. A row is named where this test finds
-a difference and its times differ by at least `--least` (0.02: 2%). Memory has no noise: `--least`
-alone decides.
+rows leaves: of records without a difference, one in twenty names a row. A row is named where this
+test finds a difference and its times differ by at least `--least` (0.02: 2%). Memory has no noise:
+`--least` alone decides.
 
 The noise within one run is less than that between two. On a shared machine record twice without a
 change first. A ratio that all rows have in common (the median, printed last) is the machine's.

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtx.settings.extensions import add_pattern, load_extensions, register_data
+from rtx.version import __version__
 
 if TYPE_CHECKING:
     from rtx.training.inference import LoadedRun
 
-__all__ = ["load", "register_data", "register_pattern", "train"]
-__version__ = "0.4.0"
+__all__ = ["__version__", "load", "register_data", "register_pattern", "train"]
 
 
 def load(

@@ -1,4 +1,6 @@
-"""From overrides to a checked configuration: what fits with what, keys that nothing reads, plain values and back."""
+"""From overrides to a checked configuration: what fits with what, keys that nothing reads, plain
+values and back.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +23,9 @@ HASHES = {
     "experiment=recall routing=blocks routing.block=4": ("bb24b843b735", "ee225e69f875"),
     "model=rt22 optimizer.lr=1e-2 data=pg19": ("b8d4a1d95bb1", "b8d4a1d95bb1"),
 }
-"""The hash, and the former hash, by which cells that were trained before must be found again by the same words."""
+"""The hash, and the former hash, by which cells that were trained before must be found again by the
+same words.
+"""
 
 RECURRENT = "model.base=recurrent routing.heads=0"
 COMPRESSIVE = f"{RECURRENT} model.memory=32 model.compressed=24 model.compression_rate=4"
@@ -144,7 +148,10 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
     reference = config_hash(default := compose([]))
     assert len(reference) == 12
     same = "name=other logger.group=g hardware.workers=2 model.name=mine data.verify=never"
-    same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true trainer.profile=3"
+    same += (
+        " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true "
+        "trainer.profile=3"
+    )
     same += " hardware.compile=false"
     assert config_hash(compose(same.split())) == reference
     others = (
@@ -394,7 +401,8 @@ def test_what_fits() -> None:
         ),
         (
             "data.size=16",
-            "data.size=16 has no effect with data.name=stdlib; it is for cifar10, imagenet64, images",
+            "data.size=16 has no effect with data.name=stdlib; it is for cifar10, imagenet64, "
+            "images",
         ),
         (
             "data=cifar10 data.tokenizer=words",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from rtx.data.windows import Window, equal_batches, read_windows
 from rtx.errors import RunFailed
-from rtx.evaluation.windows import Window, equal_batches, read_windows
 
 CONTEXTS = 8
 """The most contexts that are tried, each half of the one before."""

@@ -11,8 +11,8 @@ from rtx.cli.options import (
     PatternsOptions,
     SampleOptions,
 )
-from rtx.data.sets import MADE, SETS
 from rtx.errors import UserError
+from rtx.settings.data_sets import MADE, SETS
 from rtx.settings.derived import full_group
 from rtx.settings.schema import Config
 

@@ -180,10 +180,10 @@ def with_configuration(request: Request) -> Request:
         refuse_sweep(request.overrides)
         return replace(request, configs=(config,))
     if command.name == "resume":
-        from rtx.commands.resume import changed
+        from rtx.runs.resumption import changed_config
 
         folder = request.run.absolute()
-        config = changed(load_run_config(folder), request.overrides)
+        config = changed_config(load_run_config(folder), request.overrides)
         return replace(request, runs=(folder,), configs=(config,))
     if command.name == "export":
         configs = [load_run_config(run) for run in request.runs]
@@ -247,7 +247,7 @@ def startable(request: Request) -> Request | None:
     Returns None where nothing is left to do; then a line has been printed.
     """
     from rtx.cli.refusals import refuse
-    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.requirements import refuse_without_driver
 
     name = request.command.name
     if name == "plan":
@@ -269,8 +269,8 @@ def startable_training(request: Request) -> Request | None:
     from rtx.runs.folder import requested_folder
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import place_of
-    from rtx.settings.devices import refuse_without_driver
     from rtx.settings.identity import with_absolute_path
+    from rtx.settings.requirements import refuse_without_driver
 
     check_source(request.config.data, data_root())
     config, folder, state = place_of(with_absolute_path(request.config))
@@ -288,7 +288,7 @@ def startable_resumption(request: Request) -> Request | None:
     """As `startable`, of `rtx resume`."""
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import plan_resumption
-    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.requirements import refuse_without_driver
 
     state = plan_resumption(request.run, request.config)
     if not state:

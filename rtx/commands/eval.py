@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.cli.help import terminal_width
 from rtx.cli.options import EvalOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
@@ -31,6 +30,7 @@ from rtx.runs.status import read_status, state_of, utc_now
 from rtx.settings.identity import short_hash
 from rtx.settings.schema import Config, flat, to_dict
 from rtx.tables import print_table
+from rtx.terminal import terminal_width
 from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rtx.cli.help import terminal_width
 from rtx.cli.request import Request
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import Report, build
@@ -16,6 +15,7 @@ from rtx.report.run_records import Cell, collect
 from rtx.runs.folder import last_active, outputs_root, run_folders, shown
 from rtx.runs.study import is_study, steps_files
 from rtx.tables import aligned, table_text
+from rtx.terminal import terminal_width
 
 LONGEST_NAME = 100
 """Letters of the names of further runs in the name of a report's folder."""

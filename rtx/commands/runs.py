@@ -5,13 +5,13 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from rtx.cli.help import terminal_width
 from rtx.cli.request import Request
 from rtx.errors import UserError, printable
 from rtx.runs.folder import ENVIRONMENT, outputs_root, runs_below, shown
 from rtx.runs.records import Record, read_record
 from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
 from rtx.tables import aligned, room_for, shortened
+from rtx.terminal import terminal_width
 
 HEADS = ["run", "what differs", "step", "bits", "state"]
 DIFFERS = 1

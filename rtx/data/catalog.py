@@ -15,7 +15,7 @@ import yaml
 from rtx.data.files import disk_errors, disk_size, text_sha256
 from rtx.data.long_context import LongContextStore
 from rtx.data.preparation import build_store
-from rtx.data.sets import LONG_CONTEXT, MADE, SETS, Report, Source
+from rtx.data.sets import KINDS, Report, Source
 from rtx.data.store import (
     FORMAT,
     DamagedStore,
@@ -28,6 +28,7 @@ from rtx.data.store import (
 from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
+from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
 from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
@@ -210,7 +211,7 @@ def verify_answers(data: DataConfig, report: Report) -> Store:
 
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different tokens; UserError for words of a text without a store."""
-    kinds = SETS[data.name].kinds
+    kinds = KINDS.get(data.name)
     if data.name in MADE:
         return made_store(data).vocabulary
     if data.tokenizer == "bytes":

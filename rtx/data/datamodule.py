@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from rtx.data.sampler import FirstBatches, Sampler
 from rtx.data.store import Store
-from rtx.evaluation.protocol import spans
-from rtx.evaluation.windows import Window, equal_batches, read_windows, sample_windows, windows
+from rtx.data.windows import Window, equal_batches, read_windows, sample_windows, windows
+from rtx.settings.derived import spans
 from rtx.settings.schema import Config, flat, to_dict
 
 REPEATED = -1

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rtx.data.sampler import Sampler, SyntheticSampler
-from rtx.data.sets import MADE
 from rtx.data.store import Answers, FoundAnswers, Store
 from rtx.errors import UserError
+from rtx.settings.data_sets import MADE
 from rtx.settings.schema import Config, DataConfig
 
 if TYPE_CHECKING:

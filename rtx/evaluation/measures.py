@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtx.data.sets import SETS
+from rtx.data.sets import WORDS
 from rtx.data.store import Store
 from rtx.data.synthetic import chance_bits, chance_of
 from rtx.errors import UserError
@@ -150,9 +150,7 @@ class Words(NamedTuple):
 
 def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
     """Return how many words a score of a whole split is over; None if it has no words."""
-    published = {}
-    if store.name in SETS:
-        published = SETS[store.name].words
+    published = WORDS.get(store.name)
     if released and store.name == "pg19":
         note = "as the released code converts its own subwords"
         return Words(units / SUBWORDS_PER_WORD, note, False)

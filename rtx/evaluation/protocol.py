@@ -9,9 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rtx.data.sets import MADE, stamp_phrases
+from rtx.data.sets import stamp_phrases
 from rtx.runs.older import FOREIGN
 from rtx.runs.records import DataRecord, Measures, OlderFinal, Protocol, ScoreRecord
+from rtx.settings.data_sets import MADE
+from rtx.settings.derived import spans
 from rtx.settings.schema import Config, flat, to_dict
 
 if TYPE_CHECKING:
@@ -49,21 +51,6 @@ def looks_ahead(values: Values, ablate: str = "none") -> bool:
     if routes(values) and ablate == "none" and values.get("routing.selection") == "topk":
         return True
     return hashes(values) and values.get("model.lsh") == "reformer"
-
-
-def spans(values: Values) -> tuple[int, int]:
-    """Return length and stride of the windows by which a model is scored.
-
-    A model with a memory reads as many tokens before those that a window scores.
-    """
-    length = values["data.length"]
-    stride = values["trainer.val_stride"] or length
-    memory = values.get("model.memory") or 0
-    rate = values.get("model.compression_rate") or 1
-    memory += (values.get("model.compressed") or 0) * rate
-    if memory:
-        length = stride + memory
-    return length, stride
 
 
 def memory_phrases(values: Values) -> list[str]:

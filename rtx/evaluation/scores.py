@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rtx.data.store import Answers
+from rtx.data.windows import Window, equal_batches, read_windows
 from rtx.evaluation.far_repeats import far_repeated
-from rtx.evaluation.windows import Window, equal_batches, read_windows
 
 Progress = Callable[[int, int], None]
 """Is called with the number of windows scored, and of all windows."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rtx.data.sets import MADE
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Score
 from rtx.report.score_rows import Row, row_key, rows_by_protocol
 from rtx.runs.records import EvaluationRecord, Protocol, ScoreRecord
+from rtx.settings.data_sets import MADE
 from rtx.tables import Column, Entry, Table
 
 DEPTH = "depth of what the answer repeats, in % of the window"

@@ -3,6 +3,7 @@
 What is missing or damaged is left out, with a line for each in `Collection.problems`.
 """
 
+import os
 import re
 import shlex
 import statistics
@@ -241,7 +242,7 @@ def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
         moved=has_moved(line.resumes, line.environment),
         pace=pace,
         peak_share=peak_share,
-        analyses=line.analyses,
+        analyses=[file.root for file in line.analyses],
         environment=line.environment,
     )
 
@@ -283,10 +284,19 @@ def suspicions(line: StudyLine, folder: Path) -> list[str]:
         values = values_of(line.config)
     except (ValueError, yaml.YAMLError):
         return []
-    if folder.name in digests(values):
+    if folder.name in digests(values) or has_short_path(values):
         return []
     other = "its name is the hash of another"
     return [f"{shown(folder)}: its configuration changed under the sweep; {other}"]
+
+
+def has_short_path(values: Mapping[str, Any]) -> bool:
+    """Whether only the last name of data.path is recorded, as in study files.
+
+    The hash of the configuration covers the whole path.
+    """
+    path = values.get("data.path")
+    return path is not None and not os.path.isabs(path)
 
 
 def latest_rows(rows: Sequence[MetricsRow]) -> list[MetricsRow]:

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rtx.cli.help import prose_width
 from rtx.errors import plural, written
 from rtx.evaluation.protocol import routes
 from rtx.report.run_records import Cell, Score
@@ -15,6 +14,7 @@ from rtx.settings.derived import clusters
 from rtx.settings.readers import unread
 from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, flat, to_dict
 from rtx.tables import aligned
+from rtx.terminal import prose_width
 
 BAR = 24
 """Characters of the longest bar."""

@@ -1,8 +1,11 @@
 """What follows from the values of a configuration: sizes, clusters, which heads a layer has."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from rtx.settings.schema import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.settings.data_sets import SETS
+from rtx.settings.schema import TEXTS, Config, DataConfig, ModelConfig, RoutingConfig
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; other groups have the name of their pattern."""
@@ -33,6 +36,11 @@ def counts_of_values(data: DataConfig) -> list[int]:
     shares = [rank**-ZETA for rank in range(1, data.values + 2)]
     tokens = max(0, context_length(data))
     return [int(tokens * share / sum(shares)) for share in shares[1:]]
+
+
+def image_side(data: DataConfig) -> int | None:
+    """Height and width of a set's images: data.size, or fixed ones; None: unknown."""
+    return data.size or SETS[data.name].side
 
 
 def memory_slots(model: ModelConfig) -> int:
@@ -89,6 +97,32 @@ def clusters(config: Config) -> int:
 def routes(config: Config) -> bool:
     """Whether any head routes."""
     return bool(config.routing.heads and config.routing.layers)
+
+
+def spans(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return length and stride of the windows by which a model is scored.
+
+    `values` are those of a configuration by dotted keys. A model with a memory reads as many tokens
+    before those that a window scores.
+    """
+    length = values["data.length"]
+    stride = values["trainer.val_stride"] or length
+    memory = values.get("model.memory") or 0
+    rate = values.get("model.compression_rate") or 1
+    memory += (values.get("model.compressed") or 0) * rate
+    if memory:
+        length = stride + memory
+    return length, stride
+
+
+def local_reach(config: Config) -> int | None:
+    """Return how many units back stacked local heads read; None for data that is no text.
+
+    It is layers times model.window, whatever the heads of this model are.
+    """
+    if config.data.name not in TEXTS:
+        return None
+    return config.model.layers * config.model.window
 
 
 def layer_patterns(config: Config, layer: int) -> dict[str, int]:

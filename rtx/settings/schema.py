@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rtx.data.sets import (
+from rtx.errors import UserError
+from rtx.settings.data_sets import (
     HELD_OUT,
     IMAGE_SETS,
     LONG_CONTEXT,
@@ -24,7 +25,6 @@ from rtx.data.sets import (
     SETS,
     TWO_WAYS,
 )
-from rtx.errors import UserError
 from rtx.settings.effects import (
     CONTINUATION,
     COST,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rtx.errors import UserError
 from rtx.machine import cores, memory_bytes
-from rtx.runs.processes import Launch, launch
-from rtx.settings.devices import precision_on, refuse_without_gpu
+from rtx.processes import Launch, launch
+from rtx.settings.requirements import precision_on, refuse_without_gpu
 from rtx.settings.schema import SPREAD, Config, HardwareConfig, ModelConfig
 
 NO_LIGER = (

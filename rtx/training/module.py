@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rtx.attention.centroids import after_step
 from rtx.data.store import Answers
-from rtx.evaluation.far_repeats import local_reach
 from rtx.evaluation.scores import joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
+from rtx.settings.derived import local_reach
 from rtx.settings.identity import ranks_must_agree
 from rtx.settings.schema import Config, flat
 from rtx.sharded import is_sharded

@@ -1,4 +1,4 @@
-"""Option `length` of `rtx eval`: which lengths a text names, and what becomes of a configuration."""
+"""Option `length` of `rtx eval`: the lengths that a text names, and the configuration of each."""
 
 import pytest
 

@@ -1,6 +1,7 @@
 """Generated files from outside: whatever they hold, they are read or refused in words, in time.
 
-The examples are the same in every run of the tests. RTX_FUZZ=2000 draws as many of each, others every time.
+The examples are the same in every run of the tests. RTX_FUZZ=2000 draws as many of each, others
+every time.
 """
 
 import contextlib

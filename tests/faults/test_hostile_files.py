@@ -1,4 +1,5 @@
-"""What somebody else has written or laid out: bombs, pipes, links, programs, markup, escapes, parts of other types.
+"""What somebody else has written or laid out: bombs, pipes, links, programs, markup, escapes, parts
+of other types.
 
 No command may hang, run or follow anything, end in a traceback, or pass markup and escapes on.
 """
@@ -227,7 +228,9 @@ def test_a_report_and_a_configuration_of_somebody_else_are_not_written_over(
 
 
 def craft(path: Path, place: list[Any], value: Any = None) -> None:
-    """Take a part of a checkpoint away or give it another value, and write it with a checksum that is right."""
+    """Take a part of a checkpoint away or give it another value, and write it with a checksum that
+    is right.
+    """
     checkpoint = inner = read_checkpoint(path)
     *way, last = place
     for key in way:

@@ -18,9 +18,9 @@ from PIL import Image
 from rtx.data import images, kernel, text
 from rtx.data.catalog import open_data
 from rtx.data.download import Remote
-from rtx.data.sets import SETS as KNOWN
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
+from rtx.settings.data_sets import SETS as KNOWN
 from rtx.settings.schema import DataConfig
 
 Made = list[str]  # the options of a set

@@ -1,4 +1,6 @@
-"""Passes as CUDA graphs, without a GPU: what is recorded, when it is recorded again, and what that leaves as it was."""
+"""Passes as CUDA graphs, without a GPU: what is recorded, when it is recorded again, and what that
+leaves as it was.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +25,9 @@ WORDS += " routing.layers=1 routing.window=16"
 
 
 class Recorder:
-    """Stands for `torch.cuda.make_graphed_callables`: runs a module three times, and counts its calls."""
+    """Stands for `torch.cuda.make_graphed_callables`: runs a module three times, and counts its
+    calls.
+    """
 
     def __init__(self) -> None:
         self.count = 0

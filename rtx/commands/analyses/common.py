@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rtx.data.store import Store
-from rtx.evaluation.windows import Window, sample_windows, windows
+from rtx.data.windows import Window, sample_windows, windows
 
 Result = dict[str, Any]
 """What is recorded. `picture`, a PNG, becomes a file of its own."""

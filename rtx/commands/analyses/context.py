@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from rtx.analysis.loss_by_position import by_context, by_position, unit_bits
-from rtx.cli.help import prose_width
 from rtx.cli.options import ContextOptions
 from rtx.commands.analyses.common import Result, whole_windows
-from rtx.data.sets import SETS
 from rtx.data.store import Store
+from rtx.data.windows import Window, sample_windows
 from rtx.errors import plural
 from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
-from rtx.evaluation.windows import Window, sample_windows
 from rtx.progress import progress_bar
 from rtx.runs.records import DataRecord
+from rtx.settings.data_sets import SETS
 from rtx.settings.schema import flat, to_dict, with_values
 from rtx.tables import Column, print_table
+from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun
 
 MAX_RANGES = 16
@@ -74,7 +74,7 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
         "positions": positions,
         "gains": gains,
         "windows": len(chosen),
-        "protocol": protocol.to_json(),
+        "protocol": protocol,
     }
 
 

@@ -18,8 +18,8 @@ from rtx.cli.options import CoverageOptions
 from rtx.commands.analyses.common import Result, whole_windows
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
+from rtx.data.windows import read_windows, sample_windows
 from rtx.errors import UserError, plural
-from rtx.evaluation.windows import read_windows, sample_windows
 from rtx.progress import progress_bar
 from rtx.report.drawing import axes, plot_of
 from rtx.settings.derived import full_group

@@ -7,7 +7,7 @@ from rtx.analysis.divergence import divergences, mean_over_layers
 from rtx.cli.options import DivergenceOptions
 from rtx.commands.analyses.common import Result, sampled_windows
 from rtx.data.store import Store
-from rtx.evaluation.windows import read_windows
+from rtx.data.windows import read_windows
 from rtx.progress import progress_bar
 from rtx.report.divergences import heads_name
 from rtx.tables import Column, print_table

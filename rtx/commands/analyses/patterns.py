@@ -11,7 +11,7 @@ from rtx.analysis.attention_weights import groups_of, layer_inputs, summary, wei
 from rtx.cli.options import PatternsOptions
 from rtx.commands.analyses.common import Result, sampled_windows
 from rtx.data.store import Store
-from rtx.evaluation.windows import read_windows
+from rtx.data.windows import read_windows
 from rtx.model.transformer import Transformer
 from rtx.report.divergences import heads_name
 from rtx.tables import Column, print_table
@@ -57,7 +57,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     print_table(in_percent, COLUMNS)
     return {
         "start": chosen[0].start,
-        "positions": N,
+        "units": N,
         "heads": rows,
         "picture": draw_maps(rows, maps),
     }

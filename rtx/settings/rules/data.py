@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from rtx.data.sets import RECALL, SETS, image_side
-from rtx.settings.derived import context_length, counts_of_values
+from rtx.settings.data_sets import RECALL, SETS
+from rtx.settings.derived import context_length, counts_of_values, image_side
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import Config, DataConfig
 

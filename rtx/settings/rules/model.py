@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from rtx.data.sets import MADE
 from rtx.errors import written
+from rtx.settings.data_sets import MADE
 from rtx.settings.derived import routes, sizes_of
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config

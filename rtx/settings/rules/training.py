@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from rtx.data.sets import MADE, SETS
-from rtx.settings.devices import gpu_needs
+from rtx.settings.data_sets import MADE, SETS
+from rtx.settings.requirements import gpu_needs
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import SPREAD, Config
 
