@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.analysis.cost import finished_blocks, fixed_pairs, strided_pairs, triangle, window_pairs
 from rtx.attention import (
     ROUTING_CLASSES,
     AdaptiveSpan,
@@ -39,6 +38,7 @@ from rtx.attention import (
     oracle,
 )
 from rtx.attention.engine import native
+from rtx.attention.pairs import triangle, window_pairs
 from rtx.model.positions import rotate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
@@ -131,9 +131,9 @@ def cluster_sizes(attention: Attention) -> dict[str, float]:
     causal selection.
     """
     pattern = attention.pattern if isinstance(attention, Ours) else None
-    if not isinstance(pattern, Thresholds) or pattern.seen is None:
+    if not isinstance(pattern, Thresholds) or pattern.last_members is None:
         return {}
-    count_L = pattern.seen[0][0].count_L.double()
+    count_L = pattern.last_members[0][0].count_L.double()
     return {
         "min": int(count_L.min()),
         "mean": round(float(count_L.mean()), 1),
@@ -329,11 +329,11 @@ def pairs(name: str, size: Size) -> float:
     if kind in ("full", "sdpa"):
         return triangle(N)
     if kind == "strided":
-        return strided_pairs(N, size.C)
+        return Strided(stride=size.C).pairs_of_head(N)
     if kind == "fixed":
-        return fixed_pairs(N, W, SUMMARY)
+        return Fixed(block=W, summary=SUMMARY).pairs_of_head(N)
     if kind == "blocks":
-        return fixed_pairs(N, BLOCK, 0) + BLOCK * finished_blocks(N, BLOCK, W // BLOCK)
+        return Blocks(1, 1, window=W, block=BLOCK).pairs_of_head(N)
     if kind in ("local", "peer_local", "adaptive_span", "exact", "indexer"):
         return window_pairs(N, W)
     return size.C * triangle(W) * (ROUNDS if kind == "lsh_rounds" else 1)

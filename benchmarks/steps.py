@@ -31,7 +31,6 @@ from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory
 from rtx.progress import progress_bar
 from rtx.report.steps import timed_records, views
-from rtx.report.tables import terminal
 from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.runs.records import TIMED_STEPS, StepsRecord
@@ -39,6 +38,7 @@ from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config, to_dict
 from rtx.sweeps.cells import lay_out
+from rtx.tables import table_text
 from rtx.training.hardware import device_memory, resolve_hardware
 from rtx.training.inference import prepare_device
 from rtx.training.module import TrainingModule
@@ -196,7 +196,7 @@ def finish(
     facts |= {"bench": dict(asked), "device": gpu or f"CPU, {plural(facts['threads'], 'thread')}"}
     record = {**facts, "rows": [{**vars(row), "config": to_dict(row.config)} for row in rows]}
     for view in views(timed_records([StepsRecord.model_validate(record)])[0]):
-        print("\n" + terminal(view))
+        print("\n" + table_text(view))
     key = short_hash(
         {"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12
     )

@@ -399,7 +399,8 @@ def reduced(*overrides: str) -> Config:
         "trainer.batch_size": 2,
     }
     values |= {f"model.{key}": value for key, value in model.items()}
-    values |= {"data.pairs": 4, "data.distance": 0} if config.data.name in MADE else {}
+    if config.data.name in MADE:
+        values |= {"data.pairs": 4, "data.distance": 0, "data.queries": 1}
     return resolve(
         with_values(config, values | {f"routing.{key}": value for key, value in routing.items()})
     )

@@ -120,7 +120,7 @@ def joined_phrases(pattern: Pattern, config: Config, device: torch.device) -> st
 
 
 def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
-    """Return who reads whom in a sequence of random vectors, by a pattern of one head.
+    """Return what a pattern of one head reads in a sequence of random vectors, see `Pattern.reads`.
 
     For a GPU, lists of clusters have the room that they have there, and no numbers.
     """

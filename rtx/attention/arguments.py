@@ -33,7 +33,9 @@ def check_call(
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
     check_tensor("v_BHND", v_BHND)
     B, H, N, D = q_BHND.shape
-    width = v_BHND.shape[-1] if v_BHND.dim() else D
+    width = D
+    if v_BHND.dim():
+        width = v_BHND.shape[-1]
     check_shape("k_BHND", k_BHND, (B, H, N, D), q_BHND, q_BHND.dtype)
     check_shape("v_BHND", v_BHND, (B, H, N, width), q_BHND, q_BHND.dtype)
     check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)

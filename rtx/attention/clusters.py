@@ -25,9 +25,17 @@ from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
 from rtx.attention.members import normalise_twice
 from rtx.attention.once import made_once
+from rtx.attention.pairs import triangle
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.precision import wide_type
-from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, members_read
+from rtx.attention.reads import (
+    MemberLists,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    first_rows,
+    members_read,
+)
 
 
 def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
@@ -56,11 +64,11 @@ class Joins(NamedTuple):
     key_BHC: Tensor
     """The same object as `query_BHC` if they join the same clusters."""
     slot_BHC: Tensor | None = None
-    """The slot of the cache that the key takes in each cluster; None: the slot of the oldest key."""
+    """The cache slot that the key takes in each cluster; None: the slot of the oldest key."""
 
 
 class ClusterPattern(Pattern):
-    """Heads with clusters: in each of its clusters a position reads the last W members up to itself.
+    """Heads with clusters, in each of which a position reads the last W members up to itself.
 
     Queries and keys are normalised by LayerNorm without scale or bias, unless a subclass overrides
     `prepare`.
@@ -117,8 +125,17 @@ class ClusterPattern(Pattern):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
 
-    def lists_to_cache(self, qk: QueriesKeys, cache: ClusterCache) -> MemberLists:
-        """Return the keys of all clusters after a prompt; the cache keeps the last of each."""
+    def lists_to_cache(
+        self,
+        qk: QueriesKeys,
+        parts: list[Reads] | None,
+        cache: ClusterCache,
+    ) -> MemberLists:
+        """Return the keys of all clusters after a prompt; the cache keeps the last of each.
+
+        Args:
+            parts: see `Cache.prefill`.
+        """
         return self.lists(qk)[-1]
 
     @abstractmethod
@@ -214,15 +231,17 @@ class Random(ClusterPattern):
         drawn_HC1W = drawn_HCW.to(device)[:, :, None]
         # Longer sequences repeat the drawn positions.
         repeats = math.ceil(N / self.length)
-        repeat_I1 = torch.arange(repeats, device=device)[:, None]
-        position_HCIW = repeat_I1 * self.length + drawn_HC1W
-        position_HCM = position_HCIW.flatten(2)
-        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        row_BHCM = head_BH11 * N + position_HCM
+        repeat_J1 = torch.arange(repeats, device=device)[:, None]
+        position_HCJW = repeat_J1 * self.length + drawn_HC1W
+        position_HCM = position_HCJW.flatten(2)
+        row_BHCM = first_rows(B, H, N, device) + position_HCM
         is_inside_HCM = position_HCM < N
         is_inside_BHCM = is_inside_HCM.expand(row_BHCM.shape)
         count_BHC = is_inside_BHCM.sum(-1)
         return MemberLists(row_BHCM[is_inside_BHCM], count_BHC.flatten())
+
+    def pairs_of_head(self, length: int) -> float:
+        return self.clusters * triangle(min(self.window, length))
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         B = len(qk.q_BHND)
@@ -274,12 +293,17 @@ class ClusterCache(Cache):
         self.position_LS = torch.full((lists, slots), -1, device=device)
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
-    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
         """Store the last S members of each list; the next key takes the slot of the oldest."""
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
-        lists = self.pattern.lists_to_cache(qk, self)
+        lists = self.pattern.lists_to_cache(qk, parts, self)
         list_M = lists.list_M()
         number_M = torch.arange(len(list_M), device=list_M.device)
         rank_M = number_M - lists.first_L()[list_M]
@@ -360,7 +384,7 @@ class ClusterCache(Cache):
     ) -> Partial:
         """Return the outputs of the newest position in each of J lists; `combine` merges them.
 
-        With merge="mean" the log-sums are set to zero, so that all lists of a row have equal weight.
+        With merge="mean" the log-sums are zero, so that all lists of a row have equal weight.
         """
         assert self.key_LSD is not None
         row_J = list_J // self.clusters
@@ -368,7 +392,7 @@ class ClusterCache(Cache):
         q_J1D = qk.rotated_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
         k_JSD = self.key_LSD[list_J]
         v_JSD = self.value_LSD[list_J]
-        mask_J1S = self.seen(position_JS, list_J, position)[:, None]
+        mask_J1S = self.slots_read(position_JS, list_J, position)[:, None]
         _, H, _, D = qk.q_BHND.shape
         terms = self.pattern.terms(D, self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
@@ -392,13 +416,13 @@ class ClusterCache(Cache):
             sum_J = torch.zeros_like(sum_J)
         return Partial(row_J, out_JD, sum_J)
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
 
         Args:
-            at_JS: the position of the key in each slot; -1: the slot is empty.
+            position_JS: the position of the key in each slot; -1: the slot is empty.
         """
-        is_filled_JS = at_JS >= 0
+        is_filled_JS = position_JS >= 0
         if self.pattern.attend_self:
             return is_filled_JS
-        return mask_without_self(is_filled_JS, at_JS == position)
+        return mask_without_self(is_filled_JS, position_JS == position)

@@ -31,7 +31,9 @@ def attend(
     terms = pattern.terms(D, relative)
     outs = []
     for b in range(B):
-        k_1HND = None if k_BHND is None else k_BHND[b : b + 1]
+        k_1HND = None
+        if k_BHND is not None:
+            k_1HND = k_BHND[b : b + 1]
         qk = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
         for h in range(H):
             mask_CNN = pattern.rule(qk, h, streaming)

@@ -27,6 +27,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
+from rtx.attention.pairs import triangle
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.stream import Stream
@@ -59,7 +60,7 @@ class Pattern(nn.Module, ABC):
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: probability, on attention weights, in training.
-        attend_self: False: a position reads itself only if it reads nothing else. None: what the
+        attend_self: False: a position reads itself only if it reads nothing else. None: the
             default of the class.
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
             give the same results, up to rounding.
@@ -73,8 +74,10 @@ class Pattern(nn.Module, ABC):
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
-    """Whether a query that reads other keys of a list reads its own key, too. `rule` ignores it; the
-    oracle applies it to the mask that `rule` returns."""
+    """Whether a query that reads other keys of a list reads its own key, too.
+
+    `rule` ignores it; the oracle applies it to the mask that `rule` returns.
+    """
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
@@ -155,6 +158,24 @@ class Pattern(nn.Module, ABC):
         """Return the auxiliary loss, zero for most patterns; `parts` is the result of `reads`."""
         return qk.q_BHND.new_zeros((), dtype=wide_type(qk.q_BHND.dtype))
 
+    def pairs_of_head(self, length: int) -> float:
+        """Return how many pairs (query, key) a head reads in a sequence of N = `length` positions.
+
+        Plans count operations by it. Where it depends on content it is an estimate; clusters count
+        as equally filled. This default is an upper bound, all pairs of full attention.
+        """
+        return triangle(length)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations by which a head chooses the keys of a sequence; 0: by position.
+
+        Multiplications and additions count as one operation each, for plans.
+
+        Args:
+            length, size: N and D.
+        """
+        return 0.0
+
     def after_step(self) -> None:
         """Update tensors that the optimizer does not train, after each step, on every rank."""
 
@@ -184,15 +205,15 @@ class Pattern(nn.Module, ABC):
         *,
         rotate: Rotate | None,
         relative: RelativeTables | None,
-    ) -> tuple[Tensor, QueriesKeys]:
-        """Return the outputs of a prompt, and its prepared queries and keys.
+    ) -> tuple[Tensor, QueriesKeys, list[Reads]]:
+        """Return the outputs of a prompt, its prepared queries and keys, and what it reads.
 
         Every selection is made from the prefix, as in a stream.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative)
         qk = self.inputs(q_BHND, k_BHND, rotate)
         parts = self.observe(qk, streaming=True)
-        return self.attend(qk, v_BHND, parts, relative), qk
+        return self.attend(qk, v_BHND, parts, relative), qk, parts
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms of logits and weights besides queries, keys and values.
@@ -200,8 +221,12 @@ class Pattern(nn.Module, ABC):
         Args:
             size: D.
         """
-        scale = 1 / math.sqrt(size) if self.scale is None else self.scale
-        dropout = self.dropout if self.training else 0.0
+        scale = self.scale
+        if scale is None:
+            scale = 1 / math.sqrt(size)
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout
         return LogitTerms(scale, dropout, relative)
 
     def forward(

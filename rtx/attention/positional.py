@@ -6,6 +6,15 @@ also describes the same pairs as lists (`position_lists`). Tests compare the two
 Example: `Local` with W = 3 has `since(i)` = i - 2. `ContiguousPattern` derives from it `sees(i, j)`
 = (j >= i - 2), and one list of all positions, of which the query at i reads i - 2 to i.
 
+Names from other files that this one uses:
+
+    Pattern        the base class: its forward pass calls `reads`, and attends over the result
+    RangeReads     packed lists, in which a query reads a range of one list (reads.py has a picture)
+    IndexReads     an index: the numbers of the keys that each query reads
+    made_once      calls a function, and caches the result for the same pattern and shapes
+    RowCache       the keys and values of a stream; position n is in slot n modulo their number;
+                   its `attend` is softmax attention of the newest query over some slots
+
 Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
 """
 
@@ -23,6 +32,7 @@ from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.once import made_once
+from rtx.attention.pairs import count_pairs
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import (
     IndexReads,
@@ -31,12 +41,17 @@ from rtx.attention.reads import (
     Reads,
     Window,
     bounded_read,
+    first_rows,
     pack,
     without_self,
 )
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of attributes that may enter a cache key, see `PositionPattern.form_of_attributes`."""
+
+
+FIRST_OF_ALL = -(1 << 40)
+"""A position before all others; those of a memory are negative."""
 
 
 class PositionLists(NamedTuple):
@@ -62,7 +77,7 @@ class PositionLists(NamedTuple):
 
 
 RENAMED = {"spreads": "position_lists", "keeps": "cache_size"}
-"""Former names of optional methods. Without this check a pattern that has them would run, slowly."""
+"""Former names of optional methods. Without a check, a pattern with these would run, but slowly."""
 
 
 class PositionPattern(Pattern):
@@ -120,13 +135,35 @@ class PositionPattern(Pattern):
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
-        device = qk.q_BHND.device
-        make = partial(self.make_reads, B, H, N, qk.memory)
+        return self.reads_of_shape((B, H, N), qk.memory, qk.q_BHND.device)
+
+    def reads_of_shape(
+        self,
+        shape: tuple[int, int, int],
+        memory: int,
+        device: torch.device,
+    ) -> list[Reads]:
+        """Return the result of `reads`, from the cache after the first call for a shape.
+
+        Args:
+            shape: B, H and N.
+        """
+        make = partial(self.make_reads, *shape, memory)
         form = self.form()
         if form is None:
             return [*make(device)]
-        key = (type(self), form, B, H, N, qk.memory)
+        key = (type(self), form, *shape, memory)
         return [*made_once(key, device, make)]
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the number of pairs of head 0, counted."""
+        return self.counted_pairs(length, memory=0)
+
+    def counted_pairs(self, length: int, memory: int) -> float:
+        """Return the number of pairs of head 0 whose queries are at N positions after a memory."""
+        shape = (1, 1, memory + length)
+        parts = self.reads_of_shape(shape, memory, torch.device("cpu"))
+        return float(count_pairs(parts))
 
     def form(self) -> Hashable | None:
         """Return the options that `reads` depends on, besides shapes, as a key for `made_once`.
@@ -188,10 +225,10 @@ class PositionPattern(Pattern):
             count_HN = read_HNN.sum(-1)
             most = int(count_HN.max())
         # The numbers of each query's keys, ascending; then N, if it reads fewer than the most.
-        place_HNN = torch.where(read_HNN, torch.arange(N, device=device), N)
+        number_N = torch.arange(N, device=device)
+        place_HNN = torch.where(read_HNN, number_N, N)
         place_HNK = place_HNN.topk(most, largest=False).values
-        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        row_BHNK = head_BH11 * N + place_HNK
+        row_BHNK = first_rows(B, H, N, device) + place_HNK
         row_BHNK = torch.where(place_HNK < N, row_BHNK, -1)
         return IndexReads(row_BHNK.flatten(0, 2), N)
 
@@ -251,7 +288,9 @@ class ContiguousPattern(PositionPattern):
     ) -> Sequence[Reads]:
         parts = super().make_reads(B, H, N, memory, device)
         # The bounds below are numbers in tensors, which a CPU would have to wait for on a GPU.
-        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
+        if device.type != "cpu":
+            return parts
+        if not self.attend_self or len(parts) > 1 or memory >= N:
             return parts
         (part,) = parts
         assert isinstance(part, RangeReads)
@@ -286,8 +325,7 @@ class Full(ContiguousPattern):
     reads_all_cached = True
 
     def since(self, i: Tensor) -> Tensor:
-        # The positions of a memory are negative.
-        return torch.full_like(i, -(1 << 40))
+        return torch.full_like(i, FIRST_OF_ALL)
 
 
 class Local(ContiguousPattern):
@@ -344,6 +382,10 @@ class Recurrent(ContiguousPattern):
             return i + 1 - self.memory
         segment = i // self.length
         return segment * self.length - self.memory
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the number of pairs of head 0 after a full memory."""
+        return self.counted_pairs(length, self.memory)
 
 
 class Strided(PositionPattern):
@@ -492,7 +534,8 @@ class PositionCache(RowCache):
             position_S: the positions in the slots.
             slot: the slot of the newest position.
         """
-        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=position_S.device)
+        device = position_S.device
+        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=device)
         all_lists = self.pattern.position_lists(position_S, heads)
         if all_lists is None:
             for head in range(heads):

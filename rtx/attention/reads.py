@@ -19,8 +19,8 @@ it reads the *key members* 1 and 2 (start_P[2] to stop_P[2] - 1), which are the 
 in two lists is two members.
 
 Shapes: B sequences, H heads, X = B * H, C lists of a head, N positions, R = B * H * N rows, L lists
-of all heads, P query members and M key members of all lists together, K keys of a query at the
-most.
+of all heads, P query members and M key members of all lists together, K keys of a query at most, I
+conditions of holes.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class MemberLists(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """Exceptions from ranges, by X conditions x.
+    """Exceptions from ranges, by I conditions.
 
-    Query member p does not read key member m, although it is in its range, if for any condition x
+    Query member p does not read key member m, although it is in its range, if for any condition i
 
-        low_XP[x, p] <= value_XM[x, m] < high_XP[x, p].
+        low_IP[i, p] <= value_IM[i, m] < high_IP[i, p].
     """
 
-    value_XM: Tensor
-    low_XP: Tensor
-    high_XP: Tensor
+    value_IM: Tensor
+    low_IP: Tensor
+    high_IP: Tensor
 
 
 class Window(NamedTuple):
@@ -135,6 +135,10 @@ class RangeReads(NamedTuple):
         times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
         return times_R.index_add_(0, self.query.row_M, reads_some_P.long())
 
+    def lists_read_P(self, rows: int) -> Tensor:
+        """Return in how many lists the row of each query member reads something; at least 1."""
+        return self.times_R(rows).clamp(min=1)[self.query.row_M]
+
 
 class IndexReads(NamedTuple):
     """An index: row r reads the rows index_RK[r].
@@ -149,6 +153,13 @@ class IndexReads(NamedTuple):
 
 
 Reads = RangeReads | IndexReads
+
+
+def first_rows(B: int, H: int, N: int, device: torch.device) -> Tensor:
+    """Return the row of position 0 of each sequence and head, `[B, H, 1, 1]`."""
+    head_X = torch.arange(B * H, device=device)
+    row_X = head_X * N
+    return row_X.view(B, H, 1, 1)
 
 
 def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
@@ -221,11 +232,12 @@ def members_read(
     first_of_list_P = keys.first_L()[queries.list_M()]
     start_P = first_of_list_P.maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
+    most = min(window, length)
     if not attend_self and len(keys.row_M):
         is_self_P = last_is_self(queries, keys, stop_P)
         has_others_P = stop_P - start_P > 1
         stop_P = stop_P - (is_self_P & has_others_P).long()
-    return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+    return RangeReads(queries, keys, start_P, stop_P, length, most=most)
 
 
 def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Tensor:
@@ -241,7 +253,8 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
         parts: a range that contains the query's own key must end with it.
         rows: R.
     """
-    read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
+    device = parts[0].query.row_M.device
+    read_R = torch.zeros(rows, dtype=torch.int64, device=device)
     for part in parts:
         count_P = part.stop_P - part.start_P
         read_R.index_add_(0, part.query.row_M, count_P)

@@ -1,9 +1,10 @@
 """Routing heads: a position reads (attends to) positions that are in the same clusters.
 
 Each head has C clusters, with one centroid each. The *score* of a vector in a cluster is its dot
-product with the centroid. Scores decide which positions are members of a cluster. In each of its
-clusters a position reads the last W members up to itself (`ClusterPattern`). Three classes have
-different rules of membership:
+product with the centroid. The *nearest* cluster of a vector is the one that scores it highest; of
+centroids of equal norm its centroid is also the closest one. Scores decide which positions are
+members of a cluster. In each of its clusters a position reads the last W members up to itself
+(`ClusterPattern`). Three classes have different rules of membership:
 
     TopK         the W positions of the whole sequence that score highest (Algorithm 1 of the paper)
     Thresholds   all positions whose score reaches the threshold of the cluster
@@ -18,6 +19,19 @@ The batch form processes whole sequences at once. It has two implementations. On
 of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`),
 so that in training the CPU does not wait for the GPU. Static lists have room for a fixed number of
 members (room.py).
+
+Names from other files that this one uses:
+
+    ClusterPattern     the base class: a query reads the last W members of a cluster (clusters.py)
+    Centroids          the centroids and thresholds, and the statistics that move them
+    choose_members     selects members by the scores of whole sequences (members.py)
+    PrefixTopK         the W best of the positions so far; `arrivals` applies it to whole sequences
+    MemberLists        packed lists of members; `members_read` returns which member reads which
+                       (reads.py has a picture)
+    best, highest      the best of some scores; scores within a margin are equal, and of equal ones
+                       the first is taken (ties.py)
+    selection_functions, Selected, separate_lists, LISTS
+                       the same selection in static shapes: functions and results for GPUs
 
 Statistics. `reads` has no side effects. The forward pass calls `observe`. In training, `observe`
 also gathers the statistics that move the centroids after the step (centroids.py).
@@ -51,6 +65,7 @@ from rtx.attention.members import (
     products,
     sums_of_lists,
 )
+from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     Holes,
@@ -108,8 +123,9 @@ class Routing(ClusterPattern):
         self.size = D
         self.centroids = centroids
         self.commitment = commitment
-        self.seen: tuple[list[MemberLists], int] | None = None
-        """For telemetry: the lists of each side, and B * H * N, both of the last training batch."""
+        self.last_members: tuple[list[MemberLists], int] | None = None
+        """For telemetry: the lists of each side, and B * H * N, both of the last training batch;
+        None: there was none."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
@@ -247,7 +263,7 @@ class Routing(ClusterPattern):
             for side, x_BHND in enumerate(vectors):
                 self.add_statistics(members[side], x_BHND, side)
             lists = [members_of_side.lists for members_of_side in members]
-            self.seen = (lists, rows)
+            self.last_members = (lists, rows)
         return [self.reads_of(members, N)]
 
     def seed(self, qk: QueriesKeys) -> None:
@@ -384,6 +400,18 @@ class Routing(ClusterPattern):
         nearest_BHND = centroid_HCD[head_H1, nearest_BHN]
         return (x_BHND - nearest_BHND).square().mean()
 
+    # Costs.
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        return C * triangle(min(self.window, length))
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of all scores, and of the projection if there is one."""
+        C = self.centroids.centroid_HCD.shape[1]
+        products_of_position = {"shared": C, "separate": 2 * C, "projected": C + size}
+        return 2.0 * size * length * products_of_position[self.centroids.keys]
+
 
 def side_members(selected: Selected) -> SideMembers:
     """Convert members that were selected in static shapes."""
@@ -418,6 +446,10 @@ def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
                 members.append(i)
             member_CNN[c, i, members] = True
     return member_CNN
+
+
+ARRIVALS = "arrivals"
+"""The key of the `Arrivals` of each side in `RangeReads.derived`, for the cache of a stream."""
 
 
 class TopK(Routing):
@@ -543,11 +575,11 @@ class TopK(Routing):
         position_1P = reads.query.row_M[None] % max(1, N)
         # A query does not read key member m if leaves_M[m] is at most the position of the query.
         holes = Holes(
-            value_XM=keys.leaves_M[None],
-            low_XP=torch.zeros_like(position_1P),
-            high_XP=position_1P + 1,
+            value_IM=keys.leaves_M[None],
+            low_IP=torch.zeros_like(position_1P),
+            high_IP=position_1P + 1,
         )
-        return reads._replace(holes=holes)
+        return reads._replace(holes=holes, derived={ARRIVALS: sides})
 
     def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
         """Return the members in every prefix, for each side."""
@@ -562,10 +594,19 @@ class TopK(Routing):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return TopKCache(self, self.window, relative)
 
-    def lists_to_cache(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
+    def lists_to_cache(
+        self,
+        qk: QueriesKeys,
+        parts: list[Reads] | None,
+        cache: TopKCache,
+    ) -> MemberLists:
         N = qk.q_BHND.shape[2]
         C = self.centroids.centroid_HCD.shape[1]
-        sides = self.arrivals_of_sides(qk)
+        if parts is None:
+            parts = self.reads(qk, streaming=True)
+        (part,) = parts
+        assert isinstance(part, RangeReads) and part.derived is not None
+        sides = part.derived[ARRIVALS]
         cache.best = [side.best for side in sides]
         best_keys = cache.best[-1]
         return best_keys.members(C, N)
@@ -733,6 +774,10 @@ class Nearest(Routing):
     def follows_nearest(self) -> bool:
         """False: the members of a cluster already are its nearest positions."""
         return False
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        return C * window_pairs(length / C, self.window)
 
     # The stream.
 

@@ -27,6 +27,10 @@ class EvalOptions(RunOptions):
     """Units by which windows advance; unset: N (65,536 with a memory). Smaller gives more context,
     at more cost.
     """
+    length: str | None = None
+    """Units N of a window; unset: the run's data.length. Several, such as 2048,4096,8192, make a
+    table. What reads as many keys as N in the run does so at each length.
+    """
     limit: int | None = option(None, low=1)
     """Score a seeded sample of this many windows only; the protocol says so."""
     batch_size: int | None = option(None, low=1)
@@ -166,6 +170,7 @@ class SweepOptions:
 
 
 KEY_OPTIONS = {
+    "length": "data.length",
     "memory": "model.memory",
     "clamp": "model.clamp",
     "same_length": "model.same_length",

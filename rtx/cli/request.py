@@ -41,7 +41,12 @@ class Request:
     """The options that were written."""
     overrides: tuple[Override, ...]
     configs: tuple["Config", ...] = ()
-    """For train and plan: the composed configuration; else the one of each run, with overrides."""
+    """For train and plan: the composed configuration; else the one of each run, with overrides.
+
+    For eval: one for each length.
+    """
+    trained_length: int | None = None
+    """For eval: `data.length` of the run."""
     state: str = ""
     """For train and resume: the state of the run before it goes on; empty for a new run."""
 
@@ -183,28 +188,50 @@ def with_configuration(request: Request) -> Request:
     if command.name == "export":
         configs = [load_run_config(run) for run in request.runs]
         return replace(request, configs=tuple(configs))
-    overrides = [*request.overrides, *key_overrides(request)]
-    configs = []
-    for run in request.runs:
-        try:
-            configs.append(on_one_device(load_run_config(run), overrides))
-        except UserError as error:
-            if command.name != "eval":
-                raise
-            raise UserError(in_words_of_options(str(error))) from error
+    if command.name == "eval":
+        return with_lengths(request)
+    configs = [on_one_device(load_run_config(run), request.overrides) for run in request.runs]
     return replace(request, configs=tuple(configs))
 
 
+def with_lengths(request: Request) -> Request:
+    """As `with_configuration`, of `rtx eval`: a configuration for each of its lengths."""
+    from rtx.settings.run_config import load_run_config, on_one_device
+
+    trained = load_run_config(request.run)
+    overrides = [*request.overrides, *key_overrides(request)]
+    configs = []
+    try:
+        for of_length in overrides_of_lengths(request, trained):
+            configs.append(on_one_device(trained, [*of_length, *overrides]))
+    except UserError as error:
+        raise UserError(in_words_of_options(str(error))) from error
+    return replace(request, configs=tuple(configs), trained_length=trained.data.length)
+
+
+def overrides_of_lengths(request: Request, trained: "Config") -> list[list[Override]]:
+    """Return the overrides for each value of option `length`; none of them for a run's own."""
+    from rtx.cli.lengths import LENGTH, overrides_of_length, read_lengths, refuse_length
+
+    text = request.options.length
+    if text is None:
+        return [[]]
+    lengths = read_lengths(text)
+    if any(override.key == LENGTH for override in request.overrides):
+        raise UserError(f"length={shorten(text)} is {LENGTH}; give one of them")
+    for length in lengths:
+        refuse_length(trained, length)
+    return [overrides_of_length(trained, length) for length in lengths]
+
+
 def key_overrides(request: Request) -> list[Override]:
-    """Return the overrides that the options of rtx eval in `KEY_OPTIONS` mean."""
-    if request.command.name != "eval":
-        return []
-    values = {name: written(getattr(request.options, name)) for name in KEY_OPTIONS}
-    return [
-        Override(KEY_OPTIONS[name], (value,))
-        for name, value in values.items()
-        if name in request.named
-    ]
+    """Return the overrides that the other options of rtx eval in `KEY_OPTIONS` mean."""
+    overrides = []
+    for name, key in KEY_OPTIONS.items():
+        if name in request.named and name != "length":
+            value = written(getattr(request.options, name))
+            overrides.append(Override(key, (value,)))
+    return overrides
 
 
 def in_words_of_options(message: str) -> str:

@@ -18,10 +18,10 @@ from rtx.data.store import Store
 from rtx.data.windows import read_windows, sample_windows, windows
 from rtx.errors import plural
 from rtx.progress import progress_bar
-from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
 from rtx.runs.records import AuditRecord, ChangesRecord, CheckpointRecord, ChoiceRow, PriceRecord
 from rtx.runs.status import utc_now
+from rtx.tables import Column, print_table
 from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
@@ -167,7 +167,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> PriceRecor
     length = chosen[0].stop - chosen[0].start
     candidates: list[Sequence[int]] = [range(length)]
     if store.answers is not None:
-        at_KA, _ = store.answers(read_windows(tokens, chosen)[0])
+        at_KA = store.answers(read_windows(tokens, chosen)[0]).position_BA
         candidates = [at_A[at_A >= 0].tolist() for at_A in at_KA]
     most = min(options.positions, *map(len, candidates))
     positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])

@@ -13,10 +13,10 @@ import json
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,24 @@ from rtx.settings.schema import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Maps ids `[B, N]` to positions of answers, or -1, and distances to their pairs `[B, A]`."""
-
 FORMAT = 3
 """Version of what is written for the same settings; raise it whenever that changes."""
 RECORD = "store.json"
+
+
+class FoundAnswers(NamedTuple):
+    """The answers of sequences, int64 `[B, A]`; a sequence with fewer than A has them first."""
+
+    position_BA: Tensor
+    """Positions, ascending; -1: no answer."""
+    distance_BA: Tensor
+    """How far before the answer the token is that it repeats; 0: no answer, or no such token."""
+    hops_BA: Tensor
+    """How many pairs lead from the question to the answer; 0: no answer."""
+
+
+Answers = Callable[["Tensor"], FoundAnswers]
+"""Finds the answers of token ids `[B, N]`."""
 
 
 class Store(ABC):
@@ -75,8 +87,11 @@ class Store(ABC):
         return None
 
     @property
-    def answer_values(self) -> int | None:
-        """Number of values that an answer may have; None where all tokens are scored."""
+    def answer_values(self) -> Sequence[int] | None:
+        """Numbers of values that the first, second, ... answer of a sequence may have.
+
+        One number: it is that of all answers. None: all tokens are scored.
+        """
         return None
 
     def scored_tokens(self, tokens: np.ndarray) -> int:

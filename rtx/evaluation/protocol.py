@@ -217,6 +217,8 @@ def further_lines(score: ScoreRecord) -> list[str]:
     if score.accuracy is not None:
         lines.append(f"{score.accuracy:.2%} of the answers right (chance {score.chance:.2%})")
     lines += accuracy_lines("distance", score.accuracy_by_distance, "+")
+    lines += accuracy_lines("depth", score.accuracy_by_depth, "%")
+    lines += accuracy_lines("hops", score.accuracy_by_hops, "")
     lines += accuracy_lines("pairs", score.accuracy_by_pairs, "")
     return lines
 
@@ -226,7 +228,7 @@ def accuracy_lines(
     shares: Mapping[str, tuple[float, int]],
     after_value: str,
 ) -> list[str]:
-    """Return the line on the accuracy by distance or by pairs, where there are several values."""
+    """Return the line on the accuracy by values of a `kind`, where there are several values."""
     if len(shares) < 2:
         return []
     parts = [f"{value}{after_value}: {share:.1%}" for value, (share, _) in shares.items()]

@@ -37,7 +37,8 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
             if group.name != ROUTED:
                 continue
             substitute = substitute_for(group, config, layer, how)
-            group.pattern = substitute.to(model.device).train(model.training)
+            substitute = substitute.to(model.device)
+            group.pattern = substitute.train(model.training)
             if how == "routing":
                 silence(group, attention)
 

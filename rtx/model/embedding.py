@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention.gradients import with_zero_gradients
 from rtx.model.likelihood import Bands, make_bands
 from rtx.model.linear import Linear
 from rtx.model.positions import LearnedPositions
@@ -44,8 +45,8 @@ class Embedding(nn.Module):
         """
         first_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
         if before_B is not None:
-            # DDP needs a gradient of every parameter, so the start vector is added with factor 0.
-            first_B1S = self.vectors(before_B)[:, None] + 0 * first_B1S
+            before_B1S = self.vectors(before_B)[:, None]
+            first_B1S = with_zero_gradients(before_B1S, [self.start_S])
         later_BNS = self.vectors(tokens_BN[:, :-1])
         x_BNS = torch.cat([first_B1S, later_BNS], dim=1)
         return self.to_hidden(x_BNS, 0)

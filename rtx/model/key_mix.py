@@ -24,7 +24,8 @@ class KeyMix(nn.Module):
         self.width = width
         self.taps_HDK: nn.Parameter | None = None
         if width > 1:
-            self.taps_HDK = nn.Parameter(torch.zeros(heads, size, width))
+            zero_HDK = torch.zeros(heads, size, width)
+            self.taps_HDK = nn.Parameter(zero_HDK)
 
     def forward(self, k_BHND: Tensor, before_BHSD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mixed keys `[B, H, N, D]`, and `before_BHSD` of the next call.
@@ -47,12 +48,14 @@ class KeyMix(nn.Module):
     def zeros_before(self, k_BHND: Tensor) -> Tensor:
         """Return zeros for the keys before the first position, `[B, H, S, D]`."""
         B, H, _, D = k_BHND.shape
-        return k_BHND.new_zeros(B, H, self.shift + self.width - 1, D)
+        earlier = self.shift + self.width - 1
+        return k_BHND.new_zeros(B, H, earlier, D)
 
     def convolve(self, longer_BHKD: Tensor, taps_HDK: Tensor, N: int) -> Tensor:
         """Return the causal convolution of N positions, `[B, H, N, D]`."""
         products = []
-        for first, tap_HD in enumerate(taps_HDK.to(longer_BHKD.dtype).unbind(-1)):
+        taps_HDK = taps_HDK.to(longer_BHKD.dtype)
+        for first, tap_HD in enumerate(taps_HDK.unbind(-1)):
             window_BHND = longer_BHKD[:, :, first : first + N]
             products.append(window_BHND * tap_HD[:, None])
         return torch.stack(products).sum(0)

@@ -74,7 +74,8 @@ class MultiheadAttention(nn.Module):
     def project(self, x_BNE: Tensor) -> list[Parts[Tensor]]:
         """Return the queries, keys and values of each group, `[B, H, N, D]`."""
         parts = []
-        for columns in self.qkv(x_BNE).split(self.widths, dim=-1):
+        qkv = self.qkv(x_BNE)
+        for columns in qkv.split(self.widths, dim=-1):
             x_BNHD = columns.unflatten(-1, (-1, self.size))
             parts.append(x_BNHD.transpose(1, 2))
         return self.by_group(parts)
@@ -101,7 +102,8 @@ class MultiheadAttention(nn.Module):
         if self.training and self.has_key_loss:
             loss = loss + self.key_loss()
         outputs = []
-        for group, qkv in zip(self.head_groups(), self.project(x_BNE), strict=True):
+        projected = self.project(x_BNE)
+        for group, qkv in zip(self.head_groups(), projected, strict=True):
             out_BHND, group_loss = group(*qkv, streaming, memory_length)
             outputs.append(out_BHND)
             loss = loss + group_loss
@@ -110,7 +112,8 @@ class MultiheadAttention(nn.Module):
     def key_loss(self) -> Tensor:
         """Return the weighted distances between the matrices of queries and of keys."""
         losses = []
-        weights = self.by_group(self.qkv.weight.split(self.widths))
+        matrices = self.qkv.weight.split(self.widths)
+        weights = self.by_group(matrices)
         for group, (query_FE, key_FE, _) in zip(self.head_groups(), weights, strict=True):
             if group.key_loss and key_FE is not None:
                 distance = matrix_distance(query_FE, key_FE, self.size)
@@ -124,14 +127,16 @@ class MultiheadAttention(nn.Module):
     def prefill(self, x_BNE: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the layer's output `[B, N, E]` at the first N positions of new streams."""
         outputs = []
-        for stream, qkv in zip(streams, self.project(x_BNE), strict=True):
+        projected = self.project(x_BNE)
+        for stream, qkv in zip(streams, projected, strict=True):
             outputs.append(stream.prefill(*qkv))
         return self.join(outputs)
 
     def decode(self, x_B1E: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the layer's output `[B, 1, E]` at the next position of each stream."""
         outputs = []
-        for stream, qkv in zip(streams, self.project(x_B1E), strict=True):
+        projected = self.project(x_B1E)
+        for stream, qkv in zip(streams, projected, strict=True):
             outputs.append(stream.decode(*qkv))
         return self.join(outputs)
 
@@ -145,6 +150,7 @@ def matrix_distance(query_FE: Tensor, key_FE: Tensor, size: int) -> Tensor:
     Args:
         query_FE, key_FE: the matrices of a group, with `size` rows (outputs) for each head.
     """
-    difference_FE = query_FE - key_FE
-    sum_HD = difference_FE.abs().sum(-1).unflatten(0, (-1, size))
+    distance_FE = (query_FE - key_FE).abs()
+    sum_F = distance_FE.sum(-1)
+    sum_HD = sum_F.unflatten(0, (-1, size))
     return sum_HD.amax(-1).mean()

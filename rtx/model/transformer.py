@@ -21,7 +21,7 @@ from rtx.model.likelihood import (
     make_bands,
     token_nats,
 )
-from rtx.model.linear import Linear
+from rtx.model.linear import use_products
 from rtx.model.memory import Memory, MemoryBlock
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.positions import TABLE_DEVIATION, SinusoidKeys
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
         super().__init__()
         model = config.model
         self.vocabulary = vocabulary
-        self.config = model
+        self.model_config = model
         self.recompute = model.recompute is True
         self.segment = 0
         """The length of the segments that a model with a memory reads; 0: no memory."""
@@ -52,7 +52,8 @@ class Transformer(nn.Module):
             block_class = MemoryBlock
         # The order of draws and of modules decides the first weights that a seed gives.
         self.embedding = Embedding(config, vocabulary)
-        self.blocks = nn.ModuleList(block_class(config, layer) for layer in range(model.layers))
+        blocks = [block_class(config, layer) for layer in range(model.layers)]
+        self.blocks = nn.ModuleList(blocks)
         if model.tie_biases:
             self.tie_biases()
         self.norm: nn.Module = nn.Identity()
@@ -62,20 +63,22 @@ class Transformer(nn.Module):
         self.softmax: AdaptiveSoftmax | None = None
         self.add_output()
         self.initialise()
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.products = config.hardware.products
+        use_products(self, config.hardware.products)
 
     def tie_biases(self) -> None:
         """Share the biases u and v of Transformer-XL among all layers."""
-        tables = [module for module in self.blocks.modules() if isinstance(module, SinusoidKeys)]
-        for table in tables[1:]:
-            table.content_HD = tables[0].content_HD
-            table.place_HD = tables[0].place_HD
+        first: SinusoidKeys | None = None
+        for table in self.blocks.modules():
+            if not isinstance(table, SinusoidKeys):
+                continue
+            if first is None:
+                first = table
+            table.content_HD = first.content_HD
+            table.place_HD = first.place_HD
 
     def add_output(self) -> None:
         """Add the output layer: an adaptive softmax, or a matrix and a bias."""
-        model = self.config
+        model = self.model_config
         embedding = self.embedding
         if embedding.bands is not None:
             bands = embedding.bands
@@ -104,7 +107,7 @@ class Transformer(nn.Module):
         """
         self.initialise_matrices()
         embedding = self.embedding
-        tied = self.config.tie_embeddings
+        tied = self.model_config.tie_embeddings
         output_deviation = 0.5 * len(embedding.start_S) ** -0.5
         table_deviation = 1.0
         if tied:
@@ -119,7 +122,7 @@ class Transformer(nn.Module):
         if self.softmax is None:
             if not tied:
                 nn.init.normal_(self.output_VS, std=output_deviation)
-            if self.config.init == "depth_scaled":
+            if self.model_config.init == "depth_scaled":
                 self.shrink_for_depth()
 
     def initialise_matrices(self) -> None:
@@ -146,7 +149,7 @@ class Transformer(nn.Module):
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
                 module.weight.mul_(math.sqrt(0.125))
-        if not self.config.tie_embeddings:
+        if not self.model_config.tie_embeddings:
             nn.init.zeros_(self.output_VS)
         nn.init.normal_(self.embedding.table_VS, std=0.01)
         nn.init.normal_(self.embedding.start_S, std=0.01)
@@ -195,7 +198,8 @@ class Transformer(nn.Module):
         inputs = []
         for layer, block in enumerate(self.blocks):
             inputs.append(x_BNE)
-            x_BNE, loss = self.run_block(block, x_BNE, streaming, memory.read(layer))
+            memory_BKE = memory.read(layer)
+            x_BNE, loss = self.run_block(block, x_BNE, streaming, memory_BKE)
             total = total + loss
         total = total + memory.update(self.blocks, inputs, tokens_BN)  # type: ignore[arg-type]
         return x_BNE, total
@@ -221,7 +225,8 @@ class Transformer(nn.Module):
         The first token counts, too. A model with a memory reads a long sequence segment by segment.
         For `streaming` and `memory` see `forward`.
         """
-        if memory is None and 0 < self.segment < tokens_BN.shape[1]:
+        has_segments = 0 < self.segment < tokens_BN.shape[1]
+        if memory is None and has_segments:
             return self.loss_of_segments(tokens_BN, streaming)
         hidden_BNS, auxiliary = self(tokens_BN, streaming, memory)
         if self.softmax is not None:
@@ -231,14 +236,15 @@ class Transformer(nn.Module):
 
     def loss_of_segments(self, tokens_BN: Tensor, streaming: bool) -> tuple[Tensor, Tensor]:
         """Return the nats of every token, `[B, N]`, and the auxiliary losses of all segments."""
-        memory = Memory(self.config)
+        memory = Memory(self.model_config)
         nats = []
         losses = []
         for segment_BN in tokens_BN.split(self.segment, dim=1):
             segment_nats, auxiliary = self.loss(segment_BN, streaming, memory)
             nats.append(segment_nats)
             losses.append(auxiliary)
-        return torch.cat(nats, dim=1), torch.stack(losses).sum()
+        nats_BN = torch.cat(nats, dim=1)
+        return nats_BN, torch.stack(losses).sum()
 
     def fused_loss(self, tokens_BN: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean nats of all tokens, a scalar, and the auxiliary loss.
@@ -262,7 +268,8 @@ class Transformer(nn.Module):
         auxiliary loss of the whole sequences.
         """
         hidden_BNS, auxiliary = self(tokens_BN, streaming)
-        sequence_B1 = torch.arange(len(tokens_BN), device=position_BA.device)[:, None]
+        sequence_B = torch.arange(len(tokens_BN), device=position_BA.device)
+        sequence_B1 = sequence_B[:, None]
         real_position_BA = position_BA.clamp(min=0)
         target_BA = tokens_BN.gather(1, real_position_BA)
         logits_BAV = self.logits(hidden_BNS[sequence_B1, real_position_BA])

@@ -135,13 +135,15 @@ class DataRecord(Record):
 class Measures(Record):
     """A score in the measures that its data have beside bits per unit.
 
-    `accuracy_by_*`: accuracy and number of answers by distance, and by pairs in a window.
+    `accuracy_by_*`: accuracy and number of answers by what `Score.accuracies` tells apart.
     `baselines`: bits of simple compressors on the same units, by name.
     """
 
     accuracy: Number = None
     chance: Number = None
     accuracy_by_distance: dict[str, tuple[float, int]] = {}
+    accuracy_by_depth: dict[str, tuple[float, int]] = {}
+    accuracy_by_hops: dict[str, tuple[float, int]] = {}
     accuracy_by_pairs: dict[str, tuple[float, int]] = {}
     bits_far_repeated: Number = None
     far_repeated: Number = None
@@ -333,13 +335,17 @@ class CheckpointRecord(Record):
 
 
 class EvaluationRecord(ScoreRecord):
-    """A score by `rtx eval`, a file of eval/."""
+    """A score by `rtx eval`, a file of eval/.
+
+    `trained_length`: units of a sequence of training, where windows may have another length.
+    """
 
     checkpoint: CheckpointRecord
     data: DataRecord
     own_data: bool
     precision: str = ""
     read_as: str = "whole"
+    trained_length: int | None = None
     seed: int | None = None
     split_units: int | None = None
     memory: tuple[str, ...] = ()

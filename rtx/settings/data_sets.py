@@ -33,8 +33,17 @@ SETS: dict[str, DataSet] = {
     "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
     "images": DataSet("rtx.data.images.own_images", image=True),
 }
-MADE = ("recall", "mqar", "copy", "induction")
-"""Synthetic sets (`rtx.data.recall`), which have no source."""
+RECALL = ("recall", "mqar", "copy", "induction")
+"""Recall tasks."""
+LONG_CONTEXT = ("needles", "tracking", "counting")
+"""Tasks whose questions are all at the end of a sequence."""
+MADE = {
+    **dict.fromkeys(RECALL, "rtx.data.recall.RecallStore"),
+    "needles": "rtx.data.long_context.NeedleStore",
+    "tracking": "rtx.data.long_context.TrackingStore",
+    "counting": "rtx.data.long_context.CountingStore",
+}
+"""Sets that are made on the fly, which have no source, and the dotted path of their stores."""
 SETS |= {name: DataSet("") for name in MADE}
 NAMES = tuple(SETS)
 IMAGE_SETS = tuple(name for name, data_set in SETS.items() if data_set.image)

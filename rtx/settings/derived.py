@@ -10,6 +10,33 @@ from rtx.settings.schema import TEXTS, Config, DataConfig, ModelConfig, RoutingC
 ROUTED = "routed"
 """The group of the heads that `routing` describes; other groups have the name of their pattern."""
 
+ZETA = 2.0
+"""The exponent of the frequencies of data=counting, as in RULER's task of frequent words."""
+
+
+def question_length(data: DataConfig) -> int:
+    """Tokens of all questions and answers of a long-context task."""
+    if data.name == "needles":
+        return data.queries * (1 + data.needle_values)
+    if data.name == "tracking":
+        return data.queries * 2
+    return 1 + data.queries
+
+
+def context_length(data: DataConfig) -> int:
+    """Tokens of a long-context task in which its evidence may be."""
+    return data.length - data.distance - question_length(data)
+
+
+def counts_of_values(data: DataConfig) -> list[int]:
+    """How often data=counting has each value, the most frequent first.
+
+    The shares are those of a zeta distribution, of which filler has the first rank.
+    """
+    shares = [rank**-ZETA for rank in range(1, data.values + 2)]
+    tokens = max(0, context_length(data))
+    return [int(tokens * share / sum(shares)) for share in shares[1:]]
+
 
 def image_side(data: DataConfig) -> int | None:
     """Height and width of a set's images: data.size, or fixed ones; None: unknown."""

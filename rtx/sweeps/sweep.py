@@ -23,7 +23,6 @@ from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
 from rtx.errors import RunFailed, UserError, nearest, plural, refuse, shorten
 from rtx.progress import say
-from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import SWEEPS, outputs_root, shown, unwritable
 from rtx.runs.records import SweepRow
 from rtx.runs.signals import EXIT_CODES
@@ -50,6 +49,7 @@ from rtx.sweeps.cells import (
 from rtx.sweeps.launcher import Launcher
 from rtx.sweeps.outcomes import NO_CODE, Outcome, has_score
 from rtx.sweeps.slurm import submitter
+from rtx.tables import aligned, room_for, shortened
 from rtx.terminal import terminal_width
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ class Sweep:
             return
         if not self.stopped_by:
             # It imports matplotlib, which takes a third of a second.
-            from rtx.report.contents import save_plots
+            from rtx.report.formats import save_plots
 
             say(save_plots(self.folders))
         cells = list(self.cells.values())
@@ -397,12 +397,13 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
         status = read_status(cell.folder) if outcome.is_done else None
         rows.append((cell, outcome, bits_of(status)))
     rows.sort(key=lambda row: float(row[2].lstrip("~") or "inf"))
-    heads = ["state", "bits", "run"]
-    columns = [[outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
-    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *columns, strict=True))
-    titles = shortened([cell.title for cell, _, _ in rows], width - taken)
-    texts = [[title, *row] for title, row in zip(titles, columns, strict=True)]
-    head, *lines = aligned([["cell", *heads], *texts], right={2})
+    heads = ["cell", "state", "bits", "run"]
+    texts = [[cell.title, outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
+    room = room_for(0, [heads, *texts], width)
+    titles = shortened([cell.title for cell, _, _ in rows], room)
+    for text, title in zip(texts, titles, strict=True):
+        text[0] = title
+    head, *lines = aligned([heads, *texts], right={2})
     page = ["", head]
     for line, (_, outcome, _) in zip(lines, rows, strict=True):
         page.append(line)

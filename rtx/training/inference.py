@@ -14,6 +14,7 @@ import torch
 from rtx.data.catalog import data_root, open_data, store_folder
 from rtx.data.sets import Report
 from rtx.data.store import Store
+from rtx.data.synthetic import is_same_task
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.data.windows import sample_windows, windows
 from rtx.disk import read_file
@@ -119,7 +120,11 @@ class LoadedRun:
         return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
 
     def has_data(self, store: Store) -> bool:
-        return self.checkpoint["data"]["fingerprint"] == store.fingerprint
+        """Whether it was trained on these data, or on the same task with another length."""
+        trained = self.checkpoint["data"]
+        if trained["fingerprint"] == store.fingerprint:
+            return True
+        return is_same_task(trained, store.describe())
 
 
 def run_tokenizer(folder: Path, described: dict[str, Any]) -> Tokenizer:

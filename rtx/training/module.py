@@ -14,7 +14,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from rtx.attention.centroids import after_step
-from rtx.evaluation.scores import Answers, joined, score_batch
+from rtx.data.store import Answers
+from rtx.evaluation.scores import joined, score_batch
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
 from rtx.settings.derived import local_reach

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
 from rtx.attention.room import make_room
+from rtx.data.store import Answers
 from rtx.errors import UserError, shorten
-from rtx.evaluation.scores import Answers
 from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
@@ -139,7 +139,7 @@ class Passes:
         All sequences have the same weight, whatever their number of answers: otherwise the gradient
         of a step would depend on how micro-batches divide it.
         """
-        at_BA, _ = answers(tokens_BN)
+        at_BA = answers(tokens_BN).position_BA
         nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
         weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
         nats = (nats_BA * weight_B1).mean()

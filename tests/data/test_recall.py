@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
+from rtx.data.recall import RecallStore
+from rtx.data.synthetic import TEST, TRAIN, VALID
 from rtx.errors import UserError
 from rtx.settings.schema import DataConfig, all_fields
 
@@ -30,8 +31,8 @@ def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray,
     """Return sequences `[count, N]`, positions of answers and distances to pairs `[count, A]`."""
     store = RecallStore(task)
     tokens = np.stack([store.sequence(0, index) for index in range(count)]).astype(np.int64)
-    at, back = store.answers(torch.from_numpy(tokens))
-    return tokens, at.numpy(), back.numpy()
+    found = store.answers(torch.from_numpy(tokens))
+    return tokens, found.position_BA.numpy(), found.distance_BA.numpy()
 
 
 def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:

@@ -24,14 +24,15 @@ import torch
 from rtx import load
 from rtx.data.store import open_store
 from rtx.errors import RunFailed, UserError
-from rtx.report.contents import build, comma_separated, html, markdown
+from rtx.report.contents import build
+from rtx.report.formats import comma_separated, html, markdown
 from rtx.report.run_records import collect
-from rtx.report.tables import Column, Table
 from rtx.runs.checksum import COMMENT_BYTES, TAG
 from rtx.runs.folder import shown
 from rtx.runs.status import read_status, run_state
 from rtx.settings.run_config import load_run_config
 from rtx.sweeps.launcher import start
+from rtx.tables import Column, Table
 from rtx.training.checkpoint import FORMAT, CheckpointFiles, read_checkpoint
 from tests.helpers.disturbances import asked, deadline
 from tests.helpers.small_runs import SIZES, Workshop, after

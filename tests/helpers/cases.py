@@ -148,7 +148,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
             **chosen,
         ),
         "indexer": lambda: attention.Indexer(
-            H, D, window=W, units=3, warmup=2 if keys else 0, **chosen
+            H, D, window=W, width=3, warmup=2 if keys else 0, **chosen
         ),
     }
     if how in made:

@@ -13,10 +13,10 @@ from rtx.data.windows import Window, sample_windows
 from rtx.errors import plural
 from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
 from rtx.progress import progress_bar
-from rtx.report.tables import Column, print_table
 from rtx.runs.records import DataRecord
 from rtx.settings.data_sets import SETS
 from rtx.settings.schema import flat, to_dict, with_values
+from rtx.tables import Column, print_table
 from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun
 

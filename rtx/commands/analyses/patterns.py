@@ -14,7 +14,7 @@ from rtx.data.store import Store
 from rtx.data.windows import read_windows
 from rtx.model.transformer import Transformer
 from rtx.report.divergences import heads_name
-from rtx.report.tables import Column, print_table
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 MAX_ROWS = 512
