@@ -58,6 +58,9 @@ def train(*overrides: str) -> LoadedRun:
     leave this one alone whatever becomes of them. A first signal, such as Ctrl-C, saves at the end
     of the step; a second one does not wait for that. Handlers of signals are put back.
 
+    On one device the lines that it prints go through the logger `rtx`:
+    `logging.getLogger("rtx").setLevel("WARNING")` silences all but warnings.
+
     Raises:
         UserError: an override, or what it asks for, is wrong.
         RunFailed: the run fails, loses a process, or is stopped.

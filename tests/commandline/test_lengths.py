@@ -1,4 +1,4 @@
-"""Option `length` of `rtx eval`: the lengths that a text names, and the configuration of each."""
+"""Option `length` of `rtx eval`: the lengths that a text names, and their configurations."""
 
 import pytest
 
