@@ -368,6 +368,17 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
             "model.embedding=adaptive model.cutoffs=2x5 model.band_factor=99",
             "at least model.band_factor=99^2 = 9801",
         ),
+        (
+            f"{RECURRENT} data.documents=true",
+            "data.documents=true is not for model.base=recurrent, which goes on from segment to",
+        ),
+        *(
+            (
+                f"data.documents=true hardware.{key}=true",
+                f"hardware.{key}=true is not for data.documents=true",
+            )
+            for key in ("compile", "graphs")
+        ),
         ("name=a/b", "name='a/b' must be a folder's name"),
         (f"name={'x' * 201}", "must be a folder's name, of at most 200 bytes"),
     ],
@@ -443,6 +454,10 @@ def test_what_fits() -> None:
         (
             "model.max_distance=8",
             "model.max_distance=8 has no effect with model.positions=rotary; it is for shaw",
+        ),
+        (
+            "data=mqar data.documents=true",
+            "data.documents=true has no effect with data.name=mqar; it is for stdlib, text,",
         ),
         (
             "logger=jsonl logger.project=x",

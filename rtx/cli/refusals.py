@@ -16,21 +16,33 @@ from rtx.settings.data_sets import MADE, SETS
 from rtx.settings.derived import full_group
 from rtx.settings.schema import Config
 
+LEFT_TO_RIGHT = ("sample", "audit", "analyze coverage")
+"""Commands on models that read earlier units alone."""
+
 
 def refuse(command: str, config: Config, options: Any) -> None:
     """Raise `UserError` where a command, by its name, has no answer for such a run."""
+    if command in LEFT_TO_RIGHT and not config.model.causal:
+        reason = "an encoder reads both sides, so it has no streams and no causal score"
+        raise UserError(f"model.causal=false: {reason}; rtx {command} is for model.causal=true")
     check = CHECKS.get(command)
     if check:
         check(config, options)
 
 
 def check_eval(config: Config, options: EvalOptions) -> None:
+    if options.mode == "streaming" and not config.model.causal:
+        reason = "an encoder reads both sides, so it has no streams; take mode=parallel"
+        raise UserError(f"mode=streaming is not for model.causal=false: {reason}")
     ablation = options.ablate
     routes = config.routing.heads and config.routing.layers
     if ablation != "none" and not routes:
         raise UserError(f"ablate={ablation}: the model has no routing heads to take away")
     if ablation == "random" and config.routing.selection == "random":
         raise UserError("ablate=random: the heads of selection=random read random members already")
+    if config.data.documents and options.protocol == "released":
+        reason = "it leaves out units, so that documents would start elsewhere"
+        raise UserError(f"protocol=released is not for data.documents=true: {reason}; take whole")
 
 
 def check_sample(config: Config, options: SampleOptions) -> None:
@@ -69,6 +81,9 @@ def check_context(config: Config, options: ContextOptions) -> None:
 def check_coverage(config: Config, options: CoverageOptions) -> None:
     model = config.model
     length = config.data.length
+    if config.data.documents:
+        reason = "coverage fits selections to sequences that are read whole"
+        raise UserError(f"data.documents=true: {reason}; take a run with data.documents=false")
     if not any(full_group(config, layer)[1] for layer in range(model.layers)):
         reason = "no layer has full heads, whose attention could be covered"
         instead = "train one with experiment=far_text heads=full, or model.base=local+full"
