@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rtx.report.contents import as_json, build
+from rtx.report.contents import build
+from rtx.report.formats import as_json
 from rtx.report.run_records import collect
 from rtx.runs.records import StudyLine
 from rtx.runs.status import utc_now
