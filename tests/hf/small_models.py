@@ -1,0 +1,65 @@
+"""Small random models of the families that `rtx.hf` is tested on."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+}
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gpt2")
+
+
+def small_model(family: str) -> PreTrainedModel:
+    """Return a random model of two layers, in evaluation mode, the same in every call."""
+    torch.manual_seed(0)
+    match family:
+        case "llama":
+            model = LlamaForCausalLM(LlamaConfig(**GROUPED))
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**GROUPED))
+        case "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(head_dim=8, **GROUPED))
+        case "mistral":
+            model = MistralForCausalLM(MistralConfig(**GROUPED))
+        case "gpt_neox":
+            model = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+        case "gpt2":
+            names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "eos_token_id": None}
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **names))
+        case _:
+            raise AssertionError(family)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            # Larger than at the start of training, so that attention is not nearly uniform.
+            torch.nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def random_tokens(sequences: int, length: int) -> torch.Tensor:
+    """Return random tokens, `[B, N]`, the same in every call."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, VOCABULARY, (sequences, length), generator=generator)
