@@ -6,9 +6,8 @@ Shapes: H heads, D head size.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from rtx.attention import (
     Blocks,
@@ -160,57 +159,89 @@ def make_pattern(choice: Choice, heads: int, size: int, layer: int) -> Pattern:
         heads, size: H and D.
         layer: the number of the layer, which changes what is drawn.
     """
-    keys = choice.keys
     seed = choice.seed * 1_000 + layer
-    blocks: dict[str, Any] = {"window": keys, "block": choice.block_size}
-    match choice.selection:
-        case "exact":
-            return Exact(window=keys)
-        case "probed":
-            candidates = choice.candidate_count
-            clusters = choice.cluster_count
-            # With a decay of 0, every step is one of Lloyd's iterations.
-            return Probed(
-                heads,
-                size,
-                clusters=clusters,
-                decay=0.0,
-                candidates=candidates,
-                window=keys,
-            )
-        case "causal":
-            return Thresholds(make_centroids(choice, heads, size, THRESHOLD_RATE))
-        case "nearest":
-            return Nearest(make_centroids(choice, heads, size, 0.0))
-        case "topk":
-            return TopK(make_centroids(choice, heads, size, 0.0))
-        case "blocks":
-            return Blocks(heads, size, **blocks)
-        case "blocks_random":
-            return RandomBlocks(heads, size, seed=seed, **blocks)
-        case "drawn":
-            return RandomBlocks(heads, size, seed=seed, window=keys, block=1)
-        case "random":
-            return Random(
-                heads,
-                choice.cluster_count,
-                length=choice.length,
-                seed=seed,
-                has_keys=True,
-                window=keys,
-            )
-        case "lsh":
-            return HashedKeys(
-                heads,
-                size,
-                rounds=choice.rounds,
-                buckets=choice.buckets,
-                seed=seed,
-                window=max(1, keys // choice.rounds),
-            )
-        case "next":
-            return Local(window=keys)
-    raise AssertionError(choice.selection)
+    return MAKERS[choice.selection](choice, heads, size, seed)
+
+
+def make_exact(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Exact(window=choice.keys)
+
+
+def make_next(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Local(window=choice.keys)
+
+
+def make_probed(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Probed(
+        heads,
+        size,
+        clusters=choice.cluster_count,
+        decay=0.0,  # every step is one of Lloyd's iterations
+        candidates=choice.candidate_count,
+        window=choice.keys,
+    )
+
+
+def make_causal(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Thresholds(make_centroids(choice, heads, size, THRESHOLD_RATE))
+
+
+def make_nearest(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Nearest(make_centroids(choice, heads, size, 0.0))
+
+
+def make_topk(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return TopK(make_centroids(choice, heads, size, 0.0))
+
+
+def make_blocks(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Blocks(heads, size, block=choice.block_size, window=choice.keys)
+
+
+def make_random_blocks(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return RandomBlocks(heads, size, seed=seed, block=choice.block_size, window=choice.keys)
+
+
+def make_drawn(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return RandomBlocks(heads, size, seed=seed, block=1, window=choice.keys)
+
+
+def make_random(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return Random(
+        heads,
+        choice.cluster_count,
+        length=choice.length,
+        seed=seed,
+        has_keys=True,
+        window=choice.keys,
+    )
+
+
+def make_lsh(choice: Choice, heads: int, size: int, seed: int) -> Pattern:
+    return HashedKeys(
+        heads,
+        size,
+        rounds=choice.rounds,
+        buckets=choice.buckets,
+        seed=seed,
+        window=max(1, choice.keys // choice.rounds),
+    )
+
+
+MAKERS: dict[str, Callable[[Choice, int, int, int], Pattern]] = {
+    "exact": make_exact,
+    "probed": make_probed,
+    "causal": make_causal,
+    "nearest": make_nearest,
+    "topk": make_topk,
+    "blocks": make_blocks,
+    "blocks_random": make_random_blocks,
+    "lsh": make_lsh,
+    "random": make_random,
+    "drawn": make_drawn,
+    "next": make_next,
+}
+"""The function that makes each selection, with the seed of its draws."""
 
 
 def make_centroids(choice: Choice, heads: int, size: int, threshold_rate: float) -> Centroids:

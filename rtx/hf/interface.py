@@ -125,10 +125,7 @@ def attention(
     mask_BHQK = None
     if not is_dense:
         mask_BHQK = chosen_mask(module, choice, query, key)
-    if attention_mask is not None and mask_BHQK is not None:
-        mask_BHQK = mask_BHQK & attention_mask
-    elif attention_mask is not None:
-        mask_BHQK = attention_mask
+    mask_BHQK = joined_masks(mask_BHQK, attention_mask)
     out_BHQD = masked_attention(query, key, value, mask_BHQK, scaling, dropout)
     return out_BHQD.transpose(1, 2).contiguous(), None
 
@@ -189,6 +186,15 @@ def check_mask(
     if not is_bool or not bool((mask_B1QK == causal_QK).all()):
         rule = "takes sequences of equal length, one in each row"
         raise ValueError(f"rtx attention {rule}; without padding and without a static cache")
+
+
+def joined_masks(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return which keys two masks allow; None allows all."""
+    if mask is None:
+        return other
+    if other is None:
+        return mask
+    return mask & other
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -1,8 +1,10 @@
 """Small random models of the families that `rtx.hf` is tested on."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -13,6 +15,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -20,8 +23,8 @@ from transformers import (
 )
 
 VOCABULARY = 64
+BYTES = 256
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -29,27 +32,28 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": None,
 }
-GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gpt2")
 
 
-def small_model(family: str) -> PreTrainedModel:
+def small_model(family: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """Return a random model of two layers, in evaluation mode, the same in every call."""
     torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": vocabulary}
+    grouped = {**sizes, "num_key_value_heads": 2}
     match family:
         case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**GROUPED))
+            model = LlamaForCausalLM(LlamaConfig(**grouped))
         case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**GROUPED))
+            model = Qwen2ForCausalLM(Qwen2Config(**grouped))
         case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(head_dim=8, **GROUPED))
+            model = Qwen3ForCausalLM(Qwen3Config(head_dim=8, **grouped))
         case "mistral":
-            model = MistralForCausalLM(MistralConfig(**GROUPED))
+            model = MistralForCausalLM(MistralConfig(**grouped))
         case "gpt_neox":
-            model = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+            model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes))
         case "gpt2":
             names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "eos_token_id": None}
-            model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **names))
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **names))
         case _:
             raise AssertionError(family)
     for weight in model.parameters():
@@ -63,3 +67,16 @@ def random_tokens(sequences: int, length: int) -> torch.Tensor:
     """Return random tokens, `[B, N]`, the same in every call."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(1, VOCABULARY, (sequences, length), generator=generator)
+
+
+def save_small_model(family: str, folder: Path) -> Path:
+    """Write a small model and a tokenizer of bytes to a folder, and return the folder."""
+    model = small_model(family, vocabulary=BYTES)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    numbers = {letter: number for number, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
