@@ -127,8 +127,15 @@ def load_tokenizer(origin: Origin) -> Any:
         raise UserError(f"model={origin.name}: no tokenizer can be read: {problem}") from error
 
 
-def load_model(origin: Origin, device: torch.device) -> PreTrainedModel:
-    """Return a model in float32 and in evaluation mode.
+def load_model(
+    origin: Origin,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Return a model in evaluation mode.
+
+    Args:
+        dtype: the type of its weights.
 
     Raises:
         UserError: its weights are missing, pickled or damaged.
@@ -137,7 +144,7 @@ def load_model(origin: Origin, device: torch.device) -> PreTrainedModel:
     if not origin.gguf:
         options["use_safetensors"] = True
     try:
-        model = AutoModelForCausalLM.from_pretrained(origin.name, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(origin.name, dtype=dtype, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"model={origin.name}: {reason(origin, error)}") from error
     return model.to(device).eval()

@@ -39,8 +39,10 @@ from rtx.report import plots
 from rtx.report.tables import Column, print_table
 from rtx.runs.folder import outputs_root, save
 from rtx.runs.status import utc_now
+from rtx.settings.devices import precision_on
 from rtx.settings.identity import short_hash
 from rtx.training.inference import prepare_device
+from rtx.training.precision import WEIGHT_TYPES
 
 SPLITS = ("train", "valid", "test")
 """The order in which the splits of a data set make its text."""
@@ -78,20 +80,23 @@ def main(request: Request) -> int:
     options: PretrainedOptions = request.options
     choices = choices_of(options)
     device = prepare_device(request.config)
+    precision = precision_on(request.config.hardware, device.type == "cuda")
     origin = origin_of(options.model)
     cost = cost_before_loading(origin, device, options, choices)
     tokenizer = load_tokenizer(origin)
     store = open_data(request.config.data, data_root())
     tokens_BN = measured_windows(store, tokenizer, options).to(device)
     fit_BN = fitted_windows(store, tokenizer, options, choices)
-    compared = Compared(load_model(origin, device), choices)
-    say_cost(compared, tokens_BN, cost)
-    if fit_BN is not None:
-        compared.fit(fit_BN.to(device), options.fit_steps)
-    measured = measure(compared, tokens_BN)
+    model = load_model(origin, device, WEIGHT_TYPES.get(precision, torch.float32))
+    compared = Compared(model, choices)
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        say_cost(compared, tokens_BN, cost)
+        if fit_BN is not None:
+            compared.fit(fit_BN.to(device), options.fit_steps)
+        measured = measure(compared, tokens_BN)
     result = result_of(measured, choices, options, bytes_of(tokens_BN, tokenizer))
     print_result(result)
-    write_result({**result, **cost}, request, origin, store)
+    write_result({**result, **cost, "precision": precision}, request, origin, store)
     return 0
 
 
