@@ -35,7 +35,6 @@ GOOD = [
         f"audit {RUN} windows=4 prefixes=4",
         f"analyze context {RUN} split=valid windows=2",
         f"analyze coverage {RUN} keys=16 block=8 steps=5",
-        "analyze pretrained model=nowhere.gguf data=text data.path=book.txt keys=32,64",
         f"export {RUN} checkpoint=last output=there",
         f"report {RUN} output=there",
         f"sweep {SWEEP}",
