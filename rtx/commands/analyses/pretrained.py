@@ -37,7 +37,7 @@ from rtx.machine import memory_bytes
 from rtx.progress import clock, progress_bar, say
 from rtx.report import plots
 from rtx.report.tables import Column, print_table
-from rtx.runs.folder import outputs_root, save
+from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.runs.status import utc_now
 from rtx.settings.devices import precision_on
 from rtx.settings.identity import short_hash
@@ -82,6 +82,7 @@ def main(request: Request) -> int:
     device = prepare_device(request.config)
     precision = precision_on(request.config.hardware, device.type == "cuda")
     origin = origin_of(options.model)
+    folder = result_folder(origin)
     cost = cost_before_loading(origin, device, options, choices)
     tokenizer = load_tokenizer(origin)
     store = open_data(request.config.data, data_root())
@@ -96,7 +97,7 @@ def main(request: Request) -> int:
         measured = measure(compared, tokens_BN)
     result = result_of(measured, choices, options, bytes_of(tokens_BN, tokenizer))
     print_result(result)
-    write_result({**result, **cost, "precision": precision}, request, origin, store)
+    write_result({**result, **cost, "precision": precision}, request, store, folder)
     return 0
 
 
@@ -492,20 +493,27 @@ def print_result(result: Result) -> None:
     print(f"measured in {clock(result['seconds'])}")
 
 
-def write_result(
-    result: Result,
-    request: Request,
-    origin: Origin,
-    store: Store,
-) -> None:
-    """Write the record and the plot into a folder of the model below the folder of runs."""
+def result_folder(origin: Origin) -> Path:
+    """Return the folder for results of a model, which exists then, below the folder of runs.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    name = Path(origin.gguf or origin.name).name
+    folder = outputs_root() / "pretrained" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(unwritable(folder, error)) from error
+    return folder
+
+
+def write_result(result: Result, request: Request, store: Store, folder: Path) -> None:
+    """Write the record and the plot into a folder."""
     settings = {
         "analyze": dataclasses.asdict(request.options),
         "data": store.fingerprint,
     }
-    name = Path(origin.gguf or origin.name).name
-    folder = outputs_root() / "pretrained" / name
-    folder.mkdir(parents=True, exist_ok=True)
     file_name = f"{store.name}-N{request.options.length}-{short_hash(settings)}"
     save(folder / f"{file_name}.png", draw(result))
     record = {
