@@ -18,7 +18,7 @@ from rtx.data.catalog import check_source, data_root
 from rtx.data.sets import MADE, SETS
 from rtx.errors import UserError
 from rtx.settings.derived import full_group
-from rtx.settings.schema import Config
+from rtx.settings.schema import SPREAD, Config
 
 
 def refuse(command: str, config: Config, options: Any) -> None:
@@ -95,6 +95,9 @@ def check_pretrained(config: Config, options: PretrainedOptions) -> None:
     if not options.model:
         kinds = "an id of the hub, a folder or a .gguf file"
         raise UserError(f"rtx analyze pretrained needs model=<model>: {kinds}")
+    hardware = config.hardware.name
+    if hardware in SPREAD:
+        raise UserError(f"hardware={hardware}: rtx analyze pretrained takes one device")
     if options.window + options.sinks >= options.length:
         near = f"window={options.window} and sinks={options.sinks}"
         raise UserError(f"length={options.length}: must be more than {near} together")

@@ -147,4 +147,6 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(origin.name, dtype=dtype, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"model={origin.name}: {reason(origin, error)}") from error
-    return model.to(device).eval()
+    assert isinstance(model, nn.Module)
+    model.to(device)
+    return model.eval()

@@ -17,6 +17,7 @@ import rtx.hf
 from rtx.attention.routing import Routing
 from rtx.hf.choice import Choice
 from rtx.hf.far_keys import FarKeys
+from rtx.hf.interface import attention as attention_function
 from rtx.hf.rotary import turned_back, watch
 from tests.hf.small_models import FAMILIES, random_tokens, small_model
 
@@ -98,7 +99,7 @@ def test_every_query_reads_its_window_the_sinks_and_at_most_the_keys_in_between(
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_decoding_with_a_cache_gives_the_scores_of_one_pass(name: str) -> None:
-    model = configured("llama", selection=name)
+    model: Any = configured("llama", selection=name)
     tokens_BN = random_tokens(2, 24)
     expected = logits(model, tokens_BN)
     with torch.no_grad():
@@ -113,7 +114,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_one_pass(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_takes_the_best_token_of_each_pass(family: str) -> None:
-    model = configured(family, selection="probed")
+    model: Any = configured(family, selection="probed")
     tokens_1N = random_tokens(1, 16)
     generated = model.generate(tokens_1N, max_new_tokens=4, do_sample=False, pad_token_id=0)
     for _ in range(4):
@@ -182,7 +183,7 @@ def test_choosing_before_rotary_angles_compares_the_projected_queries_and_keys()
             if module.layer_idx == 0:
                 seen["vectors"] = turned_back(module, query, key)
                 seen["module"] = module
-            return rtx.hf.interface.attention(module, query, key, *args, **options)
+            return attention_function(module, query, key, *args, **options)
 
         from transformers import AttentionInterface
 
@@ -243,5 +244,6 @@ def test_bad_input_is_refused_with_the_option_or_the_reason() -> None:
         logits(configured("llama"), tokens_BN, attention_mask=real_BN)
     with pytest.raises(ValueError, match="GPT2Attention has no rotary angles"):
         logits(configured("gpt2", rotary="before"), tokens_BN)
+    topk: Any = configured("llama", selection="topk")
     with pytest.raises(ValueError, match="selection=topk: a cache has no queries"):
-        configured("llama", selection="topk").generate(tokens_BN, max_new_tokens=2)
+        topk.generate(tokens_BN, max_new_tokens=2)

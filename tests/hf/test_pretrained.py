@@ -143,7 +143,12 @@ def test_scores_are_those_of_the_attention_implementation() -> None:
 
 
 def test_models_that_cannot_be_compared_are_refused() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     bert = BertLMHeadModel(BertConfig(intermediate_size=32, **sizes)).eval()
     with pytest.raises(UserError, match="BertLMHeadModel is no causal decoder"):
         Compared(bert, [Choice()])
@@ -173,6 +178,7 @@ def test_bad_input_is_refused_in_one_line(
     cases = {
         text: "rtx analyze pretrained needs model=<model>",
         (model, "data=cifar10"): "data=cifar10: has no text",
+        (model, *text, "hardware=ddp"): "hardware=ddp: rtx analyze pretrained takes one device",
         (model, *text, "selection=exakt"): "did you mean 'exact'",
         (model, *text, "keys=4,x"): "keys=4,x: must be numbers from 1 on",
         (model, *text, "length=64"): "length=64: must be more than window=64",
