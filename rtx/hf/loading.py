@@ -147,6 +147,6 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(origin.name, dtype=dtype, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"model={origin.name}: {reason(origin, error)}") from error
-    assert isinstance(model, nn.Module)
-    model.to(device)
+    assert isinstance(model, PreTrainedModel)
+    nn.Module.to(model, device)
     return model.eval()
