@@ -184,7 +184,8 @@ class Compared:
         if self.choice is not None and layer >= self.choice.dense_layers:
             far_keys = self.far_keys(self.choice, layer, query, key)
             mask_BHNN = far_keys.mask(*compared_vectors(self.choice, module, query, key))
-            keys = float(mask_BHNN.sum(-1, dtype=torch.float32).mean())
+            queries = mask_BHNN.shape[:3].numel()
+            keys = int(mask_BHNN.count_nonzero()) / queries
         self.keys_read.append(keys)
         mask_BHNN = joined_masks(mask_BHNN, attention_mask)
         out_BHND = masked_attention(query, key, value, mask_BHNN, scaling, dropout)
@@ -247,7 +248,7 @@ class Compared:
         coverage.far.append(sum_of_heads(far_HPN) / positions)
 
         def add_kept(far_keys: FarKeys, query: Tensor, key: Tensor) -> None:
-            mask_HPN = far_keys.far_mask(query, key)[0][:, position_P]
+            mask_HPN = far_keys.far_mask_at(query, key, position_P)[0]
             kept_H = sum_of_heads(far_HPN * mask_HPN) / positions
             coverage.kept.setdefault(far_keys.choice, []).append(kept_H)
 

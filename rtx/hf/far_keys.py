@@ -15,10 +15,14 @@ size, N positions of the pattern, R = B * H * N rows, P query members, J pairs o
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import Pattern, Probed, TopK, after_step
+from rtx.attention import Exact, Pattern, Probed, TopK, after_step
+from rtx.attention.members import products
 from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.attention.top_keys import GrowingCache, TopKeys
 from rtx.hf.choice import Choice, make_pattern
@@ -53,9 +57,17 @@ class FarKeys:
         """
         B, H, Q, _ = q_BHQD.shape
         near_QK = self.near_mask(Q, k_BGKD.shape[2], k_BGKD.device)
-        if self.pattern is None:
-            return near_QK.expand(B, H, -1, -1)
-        return self.far_mask(q_BHQD, k_BGKD) | near_QK
+        mask_BHQK = near_QK.repeat(B, H, 1, 1)
+        self.add_far(mask_BHQK, q_BHQD, k_BGKD)
+        return mask_BHQK
+
+    @torch.no_grad()
+    def far_mask(self, q_BHQD: Tensor, k_BGKD: Tensor) -> Tensor:
+        """Return which far keys the last Q queries read, `[B, H, Q, K]`, bool; see `mask`."""
+        shape = (*q_BHQD.shape[:3], k_BGKD.shape[2])
+        mask_BHQK = torch.zeros(shape, dtype=torch.bool, device=q_BHQD.device)
+        self.add_far(mask_BHQK, q_BHQD, k_BGKD)
+        return mask_BHQK
 
     def near_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return which keys are in the window of each query or are sinks, `[Q, K]`."""
@@ -67,14 +79,32 @@ class FarKeys:
         return is_past_QK & (is_in_window_QK | is_sink_K)
 
     @torch.no_grad()
-    def far_mask(self, q_BHQD: Tensor, k_BGKD: Tensor) -> Tensor:
-        """Return which far keys the last Q queries read, `[B, H, Q, K]`, bool; see `mask`."""
-        B, H, Q, _ = q_BHQD.shape
-        K = k_BGKD.shape[2]
-        mask_BHQK = torch.zeros(B, H, Q, K, dtype=torch.bool, device=q_BHQD.device)
-        choosing = min(Q, K - self.choice.near)
+    def far_mask_at(self, q_BHKD: Tensor, k_BGKD: Tensor, position_P: Tensor) -> Tensor:
+        """Return which far keys the queries at some positions read, `[B, H, P, K]`, bool.
+
+        Of the best keys of all, only those of these queries are sought.
+        """
+        pattern = self.pattern
+        if not isinstance(pattern, Exact) or bool((position_P < self.choice.near).any()):
+            return self.far_mask(q_BHKD, k_BGKD)[:, :, position_P]
+        q_BHPD, k_BHND = self.far_vectors(q_BHKD[:, :, position_P], k_BGKD)
+        last_P1 = position_P[:, None] - self.choice.near
+        is_later_PN = torch.arange(k_BHND.shape[2], device=k_BHND.device) > last_P1
+        score_BHPN = products(q_BHPD, k_BHND).masked_fill(is_later_PN, -math.inf)
+        most = pattern.max_keys(k_BHND.shape[2])
+        key_BHPW = pattern.best_of_keys(score_BHPN, q_BHPD, k_BHND, most)
+        far_BHPN = torch.zeros_like(score_BHPN, dtype=torch.bool)
+        far_BHPN = far_BHPN.scatter_(-1, key_BHPW, True) & ~is_later_PN
+        if self.choice.per == "group":
+            far_BHPN = far_BHPN.repeat_interleave(self.group_size, dim=1)
+        return F.pad(far_BHPN, (self.choice.sinks, self.choice.window))
+
+    def add_far(self, mask_BHQK: Tensor, q_BHQD: Tensor, k_BGKD: Tensor) -> None:
+        """Add the far keys that the last Q queries read to a mask."""
+        Q = q_BHQD.shape[2]
+        choosing = min(Q, k_BGKD.shape[2] - self.choice.near)
         if self.pattern is None or choosing < 1:
-            return mask_BHQK
+            return
         if not self.fitted:
             name = self.choice.selection
             raise ValueError(f"selection={name}: its centroids are not fitted; call rtx.hf.fit")
@@ -84,8 +114,7 @@ class FarKeys:
             far_BHQN = far_BHQN.repeat_interleave(self.group_size, dim=1)
         first = self.choice.sinks
         last = first + far_BHQN.shape[-1]
-        mask_BHQK[:, :, Q - choosing :, first:last] = far_BHQN
-        return mask_BHQK
+        mask_BHQK[:, :, Q - choosing :, first:last] |= far_BHQN
 
     def far_vectors(self, q_BHQD: Tensor, k_BGKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries and the far keys that the pattern compares.
@@ -122,7 +151,11 @@ class FarKeys:
             start_at_keys(pattern, k_BHND, k_BHND.shape[1] // k_BGKD.shape[1])
         qk = pattern.inputs(q_BHND, k_BHND, None)
         for _ in range(steps):
-            pattern.observe(qk, streaming=False)
+            if isinstance(pattern, Probed):
+                # Of these, `observe` would also choose keys.
+                pattern.gather(qk)
+            else:
+                pattern.observe(qk, streaming=False)
             after_step(pattern)
         pattern.eval()
         self.fitted = True
@@ -168,31 +201,25 @@ def next_query(pattern: TopKeys, q_BH1D: Tensor, k_BHND: Tensor) -> Tensor:
     qk = QueriesKeys(q_BH1D, k_BHND, q_BH1D, k_BHND)
     cache.put_choice(qk, 0)
     slot_BH1K = cache.chosen_slots(qk, N - 1)
-    return mask_at(slot_BH1K, N)
-
-
-def mask_at(key_BHQK: Tensor, length: int) -> Tensor:
-    """Return the mask `[B, H, Q, N]` of the keys at some positions; -1 names no key."""
-    B, H, Q, _ = key_BHQK.shape
-    # One more column, for -1.
-    mask = torch.zeros(B, H, Q, length + 1, dtype=torch.bool, device=key_BHQK.device)
-    column_BHQK = torch.where(key_BHQK < 0, length, key_BHQK)
-    return mask.scatter_(-1, column_BHQK, True)[..., :length]
+    # One more column, for -1, which names no slot.
+    mask = torch.zeros(*slot_BH1K.shape[:3], N + 1, dtype=torch.bool, device=k_BHND.device)
+    column_BH1K = torch.where(slot_BH1K < 0, N, slot_BH1K)
+    return mask.scatter_(-1, column_BH1K, True)[..., :N]
 
 
 def mask_of(parts: list[Reads], shape_BHN: tuple[int, int, int]) -> Tensor:
     """Return which query reads which key in any part, `[B, H, N, N]`, bool."""
     B, H, N = shape_BHN
-    mask_BHNN = torch.zeros(B, H, N, N, dtype=torch.bool, device=device_of(parts[0]))
-    mask_RN = mask_BHNN.view(B * H * N, N)
+    # One more column, for entries of an index that name no key.
+    mask = torch.zeros(B * H * N, N + 1, dtype=torch.bool, device=device_of(parts[0]))
     for part in parts:
         if isinstance(part, IndexReads):
-            key_RK = torch.where(part.index_RK < 0, -1, part.index_RK % N)
-            mask_RN |= mask_at(key_RK[None, None], N)[0, 0]
+            key_RK = torch.where(part.index_RK < 0, N, part.index_RK % N)
+            mask.scatter_(1, key_RK, True)
         else:
             row_J, key_J = pairs(part)
-            mask_RN[row_J, key_J % N] = True
-    return mask_BHNN
+            mask[row_J, key_J % N] = True
+    return mask.view(B, H, N, N + 1)[..., :N]
 
 
 def device_of(part: Reads) -> torch.device:

@@ -82,6 +82,9 @@ def test_the_mask_is_the_rule_of_rtx_on_the_far_queries_and_keys(name: str, per:
             assert torch.equal(mask_BHNN[b, h], expected_NN)
     if not isinstance(pattern, Routing):
         assert mask_BHNN.any(), "something is read"
+    position_P = torch.tensor([near, 17, 31])
+    some_BHPN = far_keys.far_mask_at(q_BHND, k_BGND, position_P)
+    assert torch.equal(some_BHPN, mask_BHNN[:, :, position_P])
 
 
 def test_every_query_reads_its_window_the_sinks_and_at_most_the_keys_in_between() -> None:
