@@ -73,7 +73,7 @@ def test_the_command_compares_selections_on_a_text(
     assert exact["pairs"] == pytest.approx((64 + 1) / 2), "all keys are compared"
     above = sum(exact["above_of_windows"]) / 3
     assert exact["above"] == pytest.approx(above)
-    assert "about 00:" in printed and "GiB" in printed, "what it takes is said"
+    assert "at least about 00:" in printed and "GiB" in printed, "what it takes is said"
     (picture,) = [line for line in printed.splitlines() if line.endswith(".png")]
     with Image.open(picture) as image:
         assert image.size[0] > 300
