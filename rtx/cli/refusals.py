@@ -1,6 +1,8 @@
 """What a command refuses by a run's configuration and its own options, before torch is loaded."""
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rtx.cli.options import (
@@ -9,12 +11,14 @@ from rtx.cli.options import (
     DivergenceOptions,
     EvalOptions,
     PatternsOptions,
+    PretrainedOptions,
     SampleOptions,
 )
+from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError
 from rtx.settings.data_sets import MADE, SETS
 from rtx.settings.derived import full_group
-from rtx.settings.schema import Config
+from rtx.settings.schema import SPREAD, Config
 
 LEFT_TO_RIGHT = ("sample", "audit", "analyze coverage")
 """Commands on models that read earlier units alone."""
@@ -99,6 +103,27 @@ def check_coverage(config: Config, options: CoverageOptions) -> None:
         raise UserError(f"{key}: {limit}; give window=<less>, or window=0")
 
 
+def check_pretrained(config: Config, options: PretrainedOptions) -> None:
+    name = config.data.name
+    if SETS[name].image or name in MADE:
+        raise UserError(f"data={name}: has no text; say data=text data.path=<file>")
+    if not options.model:
+        kinds = "an id of the hub, a folder or a .gguf file"
+        raise UserError(f"rtx analyze pretrained needs model=<model>: {kinds}")
+    hardware = config.hardware.name
+    if hardware in SPREAD:
+        raise UserError(f"hardware={hardware}: rtx analyze pretrained takes one device")
+    if options.window + options.sinks >= options.length:
+        near = f"window={options.window} and sinks={options.sinks}"
+        raise UserError(f"length={options.length}: must be more than {near} together")
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("rtx analyze pretrained needs transformers: pip install 'rtx[hf]'")
+    fit = options.fit
+    if fit is not None and not Path(fit).expanduser().is_file():
+        raise UserError(f"fit={fit}: no such file")
+    check_source(config.data, data_root())
+
+
 CHECKS: dict[str, Callable[[Config, Any], None]] = {
     "eval": check_eval,
     "sample": check_sample,
@@ -106,4 +131,5 @@ CHECKS: dict[str, Callable[[Config, Any], None]] = {
     "analyze patterns": check_patterns,
     "analyze context": check_context,
     "analyze coverage": check_coverage,
+    "analyze pretrained": check_pretrained,
 }
