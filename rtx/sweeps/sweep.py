@@ -139,7 +139,7 @@ def refuse_unknown_sweeper(name: str) -> None:
     # Plug-ins store their options when they are first discovered.
     Plugins.instance()
     files = ConfigStore.instance().list("hydra/sweeper")
-    names = [file.removesuffix(".yaml") for file in files]
+    names = [file.removesuffix(".yaml") for file in files if file.endswith(".yaml")]
     if name in names or preset("hydra/sweeper", name):
         return
     near = nearest(name, [*names, *SWEEPERS])
