@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rtx.data import preparation, store
 from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
+from rtx.data.sampler import ShuffledWindows
 from rtx.data.store import DamagedStore, TokenStore, is_verified
 from rtx.data.windows import Window, read_windows, tokens_and_documents
 from rtx.errors import RunFailed, UserError
@@ -329,6 +330,7 @@ def test_sequences_and_windows_have_the_documents_of_their_units(data, root):
     assert opened(data, root).folder == found.folder
     config = Config(data=apart)
     sampler = found.training_sampler(config)
+    assert isinstance(sampler, ShuffledWindows)
     plain = found.training_sampler(dataclasses.replace(config, data=data))
     crossing = 0
     for number in range(2 * len(units) // data.length):

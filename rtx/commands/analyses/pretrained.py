@@ -35,14 +35,14 @@ from rtx.hf.loading import (
 )
 from rtx.machine import memory_bytes
 from rtx.progress import clock, progress_bar, say
-from rtx.report import plots
-from rtx.report.tables import Column, print_table
+from rtx.report import drawing
 from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.runs.status import utc_now
-from rtx.settings.devices import precision_on
 from rtx.settings.identity import short_hash
+from rtx.settings.requirements import precision_on
+from rtx.tables import Column, print_table
 from rtx.training.inference import prepare_device
-from rtx.training.precision import WEIGHT_TYPES
+from rtx.training.passes import WEIGHT_TYPES
 
 SPLITS = ("train", "valid", "test")
 """The order in which the splits of a data set make its text."""
@@ -532,7 +532,7 @@ def write_result(result: Result, request: Request, store: Store, folder: Path) -
 
 def draw(result: Result) -> bytes:
     """Return a PNG of the loss beside the keys read, and beside the pairs scored."""
-    figure, panels = plots.axes("keys that a query reads", "bits/token above dense", 2)
+    figure, panels = drawing.axes("keys that a query reads", "bits/token above dense", 2)
     panels[1].set_xlabel("pairs scored for a query")
     by_label: dict[str, list[Result]] = {}
     for row in result["rows"]:
@@ -540,11 +540,11 @@ def draw(result: Result) -> bytes:
     for panel, key in zip(panels, ("keys", "pairs"), strict=True):
         for label, rows in by_label.items():
             draw_line(panel, label, rows, key)
-        panel.axhline(0, color=plots.GREY, linewidth=0.8)
+        panel.axhline(0, color=drawing.GREY, linewidth=0.8)
         panel.set_xscale("log")
         panel.set_yscale("symlog", linthresh=0.01)
     panels[0].legend(fontsize="x-small")
-    return plots.finished("pretrained", "", figure).png
+    return drawing.plot_of("pretrained", "", figure).png
 
 
 def draw_line(panel: Any, label: str, rows: Sequence[Result], key: str) -> None:
@@ -553,7 +553,7 @@ def draw_line(panel: Any, label: str, rows: Sequence[Result], key: str) -> None:
     x = [row[key] for row in rows]
     y = [row["above"] for row in rows]
     errors = [row["error"] or math.nan for row in rows]
-    style: dict[str, Any] = {"color": COLOURS.get(selection, plots.GREY), "marker": "."}
+    style: dict[str, Any] = {"color": COLOURS.get(selection, drawing.GREY), "marker": "."}
     if label != selection and selection not in ("none", "next"):
         style["linestyle"] = "--"
     panel.errorbar(x, y, errors, label=label, **style)
