@@ -89,7 +89,7 @@ def section_of(name: str, page: str) -> str:
 def test_the_code_of_the_page_on_models_of_your_own_runs() -> None:
     page = (DOCS / "library.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(code) == 5
+    assert len(code) == 7
     names: dict[str, object] = {"__name__": "library"}
     for block in code:
         exec(compile(block, "library.md", "exec"), names)
