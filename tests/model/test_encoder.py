@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rtx.model.transformer import Transformer, are_among
-from rtx.training.first_weights import initialise_from_data
+from rtx.training.start import initialise_from_data
 from tests.helpers.tiny_models import VOCABULARY, Kind, each_kind, tiny_model, tokens
 
 AT_BA = torch.tensor([[3, 20, 11], [7, -1, -1]])
