@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.model.block import Block
+from rtx.model.norm import without_gradient
 from rtx.settings.schema import Config, ModelConfig
 
 
@@ -92,10 +93,7 @@ class MemoryBlock(Block):
     def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
         """Return the vectors projected by a matrix, `[B, H, K, D]`; the norm gets no gradient."""
         if self.pre:
-            norm = self.attention_norm
-            weight_E = norm.weight.detach()
-            bias_E = norm.bias.detach()
-            x_BKE = F.layer_norm(x_BKE, norm.normalized_shape, weight_E, bias_E, norm.eps)
+            x_BKE = without_gradient(self.attention_norm, x_BKE)
         columns = F.linear(x_BKE, weight_FE)
         return columns.unflatten(-1, (-1, self.attention.size)).transpose(1, 2)
 

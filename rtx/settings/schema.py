@@ -53,6 +53,8 @@ CENTROIDS = (*BY_CENTROIDS, "probed")
 """Selections by centroids that k-means moves."""
 ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
 """Keys of routing that are sizes, not rules."""
+GATED = ("geglu", "swiglu")
+"""Values of model.ffn with a third matrix."""
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name with one process per device."""
 
@@ -66,7 +68,7 @@ IF_LSH = {"model.base": ("lsh",)}
 IF_SPAN = {"model.base": ("adaptive_span",)}
 IF_XL = {"model.positions": ("xl",)}
 IF_BANDS = {"model.embedding": ("adaptive",)}
-IF_ADAM = {"optimizer.name": ("adam", "adamw")}
+IF_ADAM = {"optimizer.name": ("adam", "adamw", "muon")}
 IF_WANDB = {"logger.wandb": ("true",)}
 
 
@@ -295,9 +297,14 @@ class ModelConfig:
     max_distance: int = key(256, low=1, high=2**30, read_with={"model.positions": ("shaw",)})
     """Largest distance that positions=shaw tells apart."""
     norm: Literal["pre", "post"] = "pre"
-    """LayerNorm before each sub-layer, or after its residual sum."""
-    ffn: Literal["gelu", "relu", "geglu"] = "gelu"
-    """Activation of the feed-forward layer; geglu gates with a third matrix."""
+    """Norm before each sub-layer, or after its residual sum."""
+    norm_kind: Literal["layernorm", "rmsnorm"] = key("layernorm", since=Since("0.4.0", "layernorm"))
+    """Kind of all norms of the blocks: LayerNorm, or RMSNorm, which has no mean and no bias."""
+    norm_eps: float = key(1e-5, above=0.0, high=1.0, since=Since("0.4.0", 1e-5))
+    """Number that these norms add to the mean square before its root."""
+    ffn: Literal["gelu", "relu", "geglu", "swiglu"] = "gelu"
+    """Activation of the feed-forward layer; geglu and swiglu gate with a third matrix, without
+    biases."""
     ffn_hidden: int = key(1024, low=1, high=2**20)
     """Hidden width of the feed-forward layer."""
     dropout: float = key(0.0, low=0.0, high=0.95)
@@ -352,15 +359,23 @@ class ModelConfig:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "adafactor"] = "adam"
+    name: Literal["adam", "adamw", "adafactor", "muon"] = "adam"
     """Optimizer: adam (the paper's), adamw (decoupled weight decay), adafactor (the paper's for
-    PG-19)."""
+    PG-19), muon (with adamw)."""
     lr: float = key(2e-4, above=0.0)
     """Peak learning rate."""
     beta1: float = key(0.9, low=0.0, high=0.9999, read_with=IF_ADAM)
-    """Decay of the first moment (adam, adamw)."""
+    """Decay of the first moment (adam, adamw, and muon for what adamw updates)."""
     beta2: float = key(0.98, low=0.0, high=0.99999, read_with=IF_ADAM)
-    """Decay of the second moment (adam, adamw)."""
+    """Decay of the second moment (adam, adamw, and muon for what adamw updates)."""
+    momentum: float = key(
+        0.95,
+        low=0.0,
+        high=0.9999,
+        read_with={"optimizer.name": ("muon",)},
+        since=Since("0.4.0", 0.95),
+    )
+    """Momentum of the matrices that muon updates."""
     weight_decay: float = key(0.0, low=0.0)
     """Weight decay of linear layers and of an untied output matrix; biases, norms and tables have
     none."""

@@ -54,6 +54,7 @@ ROUGHLY = [
 CASES = [
     (*LOCAL, "model.positions=none", "model.norm=pre", "model.ffn=relu"),
     (*LOCAL, "model.norm=pre", "model.ffn=gelu", *PLAIN),
+    (*LOCAL, "model.norm=pre", "model.norm_kind=rmsnorm", "model.ffn=swiglu", *PLAIN),
     LOCAL,
     (*LOCAL, "trainer.batch_size=1"),
     (*LOCAL, "model.base=full", *PLAIN),
