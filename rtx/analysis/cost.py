@@ -16,7 +16,13 @@ from torch import nn
 from rtx.attention import indexer
 from rtx.model.heads import head_size
 from rtx.model.transformer import Transformer
-from rtx.settings.derived import ROUTED, hash_buckets, layer_patterns, memory_slots
+from rtx.settings.derived import (
+    ROUTED,
+    hash_buckets,
+    layer_patterns,
+    memory_slots,
+    queries_of_key_head,
+)
 from rtx.settings.schema import Config
 
 
@@ -71,7 +77,10 @@ def cost(config: Config, vocabulary: int) -> Cost:
         for name, heads in layer_patterns(config, layer).items():
             head = head_cost(name, config)
             attention += operations_of_pair * heads * head.pairs
-            selection += heads * head.choice
+            choosing = heads
+            if name == ROUTED and config.routing.group == "shared":
+                choosing = heads // queries_of_key_head(config.model)
+            selection += choosing * head.choice
     all_heads = config.model.heads * config.model.layers
     N = config.data.length
     return Cost(

@@ -36,7 +36,7 @@ from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size, make_pattern
-from rtx.settings.derived import ROUTED, layer_patterns, memory_slots
+from rtx.settings.derived import ROUTED, layer_patterns, memory_slots, queries_of_key_head
 from rtx.settings.devices import precision_on
 from rtx.settings.schema import Config
 
@@ -84,9 +84,10 @@ def projection_bytes(config: Config, groups: Mapping[str, int]) -> int:
         has_keys = name != "lsh"
         if name == ROUTED:
             has_keys = config.routing.keys in ("separate", "projected")
-        tensors += 2 * count
+        kv_count = count // queries_of_key_head(config.model)
+        tensors += count + kv_count
         if has_keys:
-            tensors += count
+            tensors += kv_count
     return tensors * head_size(config) * widths_of(config).narrow
 
 

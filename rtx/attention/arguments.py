@@ -21,8 +21,13 @@ def check_call(
     v_BHND: Tensor,
     real_BN: Tensor | None,
     relative: RelativeTables | None,
+    queries: int = 1,
 ) -> None:
-    """Refuse tensors that are no valid arguments of `Pattern.forward`."""
+    """Refuse tensors that are no valid arguments of `Pattern.forward`.
+
+    Args:
+        queries: the number of query heads of each key-value head.
+    """
     if has_keys and k_BHND is None:
         raise ValueError("k_BHND=None: this pattern needs keys")
     if not has_keys and k_BHND is not None:
@@ -33,9 +38,12 @@ def check_call(
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
     check_tensor("v_BHND", v_BHND)
     B, H, N, D = q_BHND.shape
+    if H % queries:
+        allowed = f"a multiple of {queries}, the query heads of a key-value head"
+        raise ValueError(f"q_BHND has {H} heads: must have {allowed}")
     width = v_BHND.shape[-1] if v_BHND.dim() else D
-    check_shape("k_BHND", k_BHND, (B, H, N, D), q_BHND, q_BHND.dtype)
-    check_shape("v_BHND", v_BHND, (B, H, N, width), q_BHND, q_BHND.dtype)
+    check_shape("k_BHND", k_BHND, (B, H // queries, N, D), q_BHND, q_BHND.dtype)
+    check_shape("v_BHND", v_BHND, (B, H // queries, N, width), q_BHND, q_BHND.dtype)
     check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)
     check_relative(relative, q_BHND, v_BHND)
 

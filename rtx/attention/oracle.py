@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.pattern import Pattern, Rotate
+from rtx.attention.reads import QueriesKeys
 
 
 def attend(
@@ -27,24 +28,44 @@ def attend(
     streaming: bool = False,
 ) -> Tensor:
     """Return the outputs `[B, H, N, D]` of a pattern by its rule, without padding and dropout."""
-    B, H, _, D = q_BHND.shape
+    B, H, N, D = q_BHND.shape
     terms = pattern.terms(D, relative)
+    shape = (B, H, N, v_BHND.shape[-1])
     outs = []
     for b in range(B):
         k_1HND = None if k_BHND is None else k_BHND[b : b + 1]
-        qk = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
+        chosen_by = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
         for h in range(H):
-            mask_CNN = pattern.rule(qk, h, streaming)
+            v_ND = v_BHND[b, h // pattern.queries]
+            head = h
+            qk = chosen_by
+            if pattern.chooses_together:
+                head = h // pattern.queries
+                qk = of_query_head(chosen_by, h % pattern.queries)
+            mask_CNN = pattern.rule(chosen_by, head, streaming)
             if not pattern.attend_self:
                 mask_CNN = others_if_any(mask_CNN)
-            q_ND = qk.rotated_q_BHND[0, h]
-            k_ND = qk.rotated_k_BHND[0, h]
-            v_ND = v_BHND[b, h]
-            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, h, pattern.merge)
-            outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, h, terms))
+            q_ND = qk.rotated_q_BHND[0, head]
+            k_ND = qk.rotated_k_BHND[0, head]
+            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, head, pattern.merge)
+            outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, head, terms))
     if not outs:
-        return torch.zeros_like(v_BHND)
-    return torch.stack(outs).view(v_BHND.shape)
+        return v_BHND.new_zeros(shape)
+    return torch.stack(outs).view(shape)
+
+
+def of_query_head(qk: QueriesKeys, number: int) -> QueriesKeys:
+    """Return the queries of one of the query heads that choose together, with the keys.
+
+    Args:
+        qk: of one sequence.
+        number: of the query head among those of its key-value head.
+    """
+    assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
+    return qk._replace(
+        q_BHND=qk.each_q_XHND[number : number + 1],
+        rotated_q_BHND=qk.rotated_each_q_XHND[number : number + 1],
+    )
 
 
 def others_if_any(mask_CNN: Tensor) -> Tensor:

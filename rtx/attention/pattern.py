@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rtx.attention import grouped
 from rtx.attention.arguments import (
     check_call,
     check_choice,
@@ -21,6 +22,7 @@ from rtx.attention.arguments import (
     check_heads,
     check_memory,
     check_number,
+    check_positive,
     check_shape,
 )
 from rtx.attention.cache import Cache
@@ -29,6 +31,7 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV, attend_padded
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
+from rtx.attention.static import is_static
 from rtx.attention.stream import Stream
 
 Rotate = Callable[..., Tensor]
@@ -75,6 +78,8 @@ class Pattern(nn.Module, ABC):
     attend_self = True
     """Whether a query that reads other keys of a list reads its own key, too. `rule` ignores it; the
     oracle applies it to the mask that `rule` returns."""
+    normalises = False
+    """Whether `prepare` normalises the queries and the keys."""
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
@@ -83,6 +88,10 @@ class Pattern(nn.Module, ABC):
     """H, if a tensor of the pattern fixes it."""
     size: int | None = None
     """D, if a tensor of the pattern fixes it."""
+    queries = 1
+    """The number of query heads of each key-value head, see `group_queries`."""
+    chooses_together = False
+    """Whether the query heads of a key-value head choose together."""
 
     def __init__(
         self,
@@ -104,6 +113,30 @@ class Pattern(nn.Module, ABC):
         if attend_self is None:
             attend_self = self.attend_self
         self.attend_self = attend_self
+
+    def group_queries(self, queries: int, *, together: bool = False) -> None:
+        """Let `queries` query heads share each key-value head; see `rtx.attention.grouped`.
+
+        Keys and values then have that many times fewer heads than queries.
+
+        Args:
+            together: the query heads of a key-value head read the same keys, by the mean of their
+                queries. The pattern must have been made for as many heads as there are key-value
+                heads; otherwise for as many as there are query heads.
+
+        Raises:
+            ValueError: a number below 1.
+        """
+        check_positive(queries=queries)
+        self.queries = queries
+        self.chooses_together = together and queries > 1
+
+    @property
+    def key_copies(self) -> int:
+        """How many heads of the prepared keys are the same, one after the other."""
+        if self.chooses_together or not self.has_keys:
+            return 1
+        return self.queries
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -189,10 +222,10 @@ class Pattern(nn.Module, ABC):
 
         Every selection is made from the prefix, as in a stream.
         """
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative, self.queries)
         qk = self.inputs(q_BHND, k_BHND, rotate)
-        parts = self.observe(qk, streaming=True)
-        return self.attend(qk, v_BHND, parts, relative), qk
+        out_BHND, _ = self.choose_and_attend(qk, v_BHND, relative, streaming=True)
+        return out_BHND, qk
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms of logits and weights besides queries, keys and values.
@@ -221,6 +254,7 @@ class Pattern(nn.Module, ABC):
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
+                After `group_queries`, keys and values have fewer heads.
             rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers
                 select by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
@@ -237,7 +271,7 @@ class Pattern(nn.Module, ABC):
         Raises:
             ValueError: tensors that do not fit together. The message names the argument.
         """
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, self.queries)
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
         check_memory(memory, q_BHND.shape[2], self.takes_memory)
@@ -263,10 +297,55 @@ class Pattern(nn.Module, ABC):
         """Return the result of `forward` for sequences without padding."""
         q_BHND, k_BHND, v_BHND = qkv
         qk = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
+        out_BHND, loss = self.choose_and_attend(qk, v_BHND, relative, streaming)
+        return out_BHND[:, :, memory:], loss
+
+    def choose_and_attend(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        relative: RelativeTables | None,
+        streaming: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of all query heads, `[B, H, N, D]`, and the auxiliary loss."""
+        if self.chooses_together:
+            return self.attend_together(qk, v_BHND, relative, streaming)
         with torch.no_grad():
             parts = self.observe(qk, streaming)
+        v_BHND = grouped.expanded(v_BHND, self.queries)
         out_BHND = self.attend(qk, v_BHND, parts, relative)
-        return out_BHND[:, :, memory:], self.loss(qk, parts)
+        return out_BHND, self.loss(qk, parts)
+
+    def attend_together(
+        self,
+        qk: QueriesKeys,
+        v_BGND: Tensor,
+        relative: RelativeTables | None,
+        streaming: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of `choose_and_attend` for query heads that choose together."""
+        # Static lists have room behind their last member, so that they cannot follow one another.
+        is_in_copies = is_static(qk.q_BHND, self.backend)
+        if is_in_copies:
+            qk = grouped.repeated(qk, self.queries)._replace(
+                each_q_XHND=qk.each_q_XHND,
+                rotated_each_q_XHND=qk.rotated_each_q_XHND,
+            )
+        with torch.no_grad():
+            parts = self.observe(qk, streaming)
+        loss = self.loss(qk, parts)
+        copies = 1
+        if not is_in_copies:
+            copies = self.queries
+            rows = qk.q_BHND.shape[:3].numel()
+            parts = [grouped.repeated_reads(part, copies, rows) for part in parts]
+        out_XGND = self.attend(
+            grouped.for_attention(qk, copies),
+            v_BGND.repeat(self.queries, 1, 1, 1),
+            parts,
+            relative,
+        )
+        return grouped.together(out_XGND, self.queries), loss
 
     def inputs(
         self,
@@ -275,7 +354,45 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         first: int = 0,
     ) -> QueriesKeys:
-        """Return the queries and keys of the positions from `first` on, prepared and rotated."""
+        """Return the queries and keys of the positions from `first` on, prepared and rotated.
+
+        Of query heads that choose together they are those by which they choose.
+        """
+        if self.chooses_together:
+            return self.inputs_together(q_BHND, k_BHND, rotate, first)
+        if k_BHND is not None:
+            k_BHND = grouped.expanded(k_BHND, self.queries)
+        return self.inputs_of_heads(q_BHND, k_BHND, rotate, first)
+
+    def inputs_together(
+        self,
+        q_BHND: Tensor,
+        k_BGND: Tensor | None,
+        rotate: Rotate | None,
+        first: int,
+    ) -> QueriesKeys:
+        """Return the result of `inputs` for query heads that choose together."""
+        mean_BGND = grouped.group_mean(q_BHND, self.queries)
+        qk = self.inputs_of_heads(mean_BGND, k_BGND, rotate, first)
+        q_XGND = grouped.apart(q_BHND, self.queries)
+        k_XGND = None
+        if self.has_keys:
+            # Queries alone are prepared here, but `prepare` needs some keys.
+            k_XGND = q_XGND
+        prepared_XGND = self.prepare(q_XGND, k_XGND).q_BHND
+        return qk._replace(
+            each_q_XHND=prepared_XGND,
+            rotated_each_q_XHND=rotated(prepared_XGND, rotate, first),
+        )
+
+    def inputs_of_heads(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        rotate: Rotate | None,
+        first: int,
+    ) -> QueriesKeys:
+        """Return the result of `inputs` for as many keys as queries."""
         check_heads(q_BHND, self.heads, self.size)
         prepared = self.prepare(q_BHND, k_BHND)
         rotated_q_BHND = rotated(prepared.q_BHND, rotate, first)

@@ -22,6 +22,7 @@ from torch import Tensor
 from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.grouped import gathered
 from rtx.attention.once import made_once
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import (
@@ -458,12 +459,14 @@ class PositionCache(RowCache):
         relative: RelativeTables | None = None,
         ring: int | None = None,
     ) -> None:
-        super().__init__(partial(pattern.terms, relative=relative), ring)
+        terms = partial(pattern.terms, relative=relative)
+        super().__init__(terms, ring, pattern.key_copies)
         self.pattern = pattern
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
-        H, slots = k_BHSD.shape[1:3]
+        H = qk.q_BHND.shape[1]
+        slots = k_BHSD.shape[2]
         filled = min(slots, position + 1)
         k_BHSD = k_BHSD[:, :, :filled]
         v_BHSD = v_BHSD[:, :, :filled]
@@ -478,8 +481,8 @@ class PositionCache(RowCache):
             # Most slots are not read: copy the others, and attend over the copies.
             slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
             slot_1HK1 = slot_HK[None, :, :, None]
-            k_BHKD = k_BHSD.take_along_dim(slot_1HK1, 2)
-            v_BHKD = v_BHSD.take_along_dim(slot_1HK1, 2)
+            k_BHKD = gathered(k_BHSD, slot_1HK1)
+            v_BHKD = gathered(v_BHSD, slot_1HK1)
             distance_1H1K = distance_S[slot_HK][None, :, None]
             return self.attend(qk, k_BHKD, v_BHKD, None, distance_1H1K)
         read_1H1S = read_HS[None, :, None]

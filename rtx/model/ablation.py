@@ -37,6 +37,7 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
             if group.name != ROUTED:
                 continue
             substitute = substitute_for(group, config, layer, how)
+            substitute.group_queries(group.queries, together=group.pattern.chooses_together)
             group.pattern = substitute.to(model.device).train(model.training)
             if how == "routing":
                 silence(group, attention)
@@ -65,7 +66,7 @@ def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pa
         reseeded = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)
         return RandomSubstitute(
             routed,
-            group.heads,
+            group.choosing_heads,
             clusters(config),
             length=config.data.length,
             seed=layer_seed(reseeded, layer),

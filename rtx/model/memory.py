@@ -81,12 +81,18 @@ class MemoryBlock(Block):
         """
         weights = self.attention.qkv.weight.detach().split(self.attention.widths)
         query_FE, key_FE, value_FE = weights
+        (group,) = self.attention.head_groups()
         q_BHND = self.heads_of(x_BNE.detach(), query_FE)
+        if group.query_norm is not None:
+            q_BHND = without_gradient(group.query_norm, q_BHND)
 
         def attend(x_BKE: Tensor) -> Tensor:
             k_BHKD = self.heads_of(x_BKE, key_FE)
             v_BHKD = self.heads_of(x_BKE, value_FE)
-            return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD)
+            if group.key_norm is not None:
+                k_BHKD = without_gradient(group.key_norm, k_BHKD)
+            has_groups = group.queries > 1
+            return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD, enable_gqa=has_groups)
 
         return F.mse_loss(attend(compressed_BCE), attend(old_BOE.detach()))
 

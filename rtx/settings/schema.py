@@ -175,8 +175,11 @@ class RoutingConfig:
     """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as
     its comment has)."""
     qk_norm: bool = key(False, read_with={"routing.selection": CHOSEN}, since=Since("0.4.0", False))
-    """Normalise queries and keys before all else, as heads of clusters do (exact, probed, indexer,
-    blocks)."""
+    """Normalise queries and keys as heads of clusters do, by LayerNorm without a scale (exact,
+    probed, indexer, blocks)."""
+    group: Literal["shared", "own"] = key("shared", since=Since("0.4.0", "shared"))
+    """With model.kv_heads: query heads that share keys choose together by their mean query
+    (shared), or each by itself (own)."""
     attend_self: bool | None = None
     """Whether a position may always read itself; false: only where there is no other key; unset:
     not where queries are keys."""
@@ -230,6 +233,9 @@ class ModelConfig:
     """Decoder blocks."""
     heads: int = key(8, low=1, high=2**20)
     """Attention heads in each block."""
+    kv_heads: int | None = key(None, low=1, high=2**20, since=Since("0.4.0", None))
+    """Heads of keys and values in each block, each shared by heads / kv_heads query heads (grouped
+    queries); unset: as many as heads."""
     hidden: int = key(256, low=1, high=2**20)
     """Width of the residual stream; a head has the size hidden / heads."""
     base: str = key("local", names=BASES, joined=True)
@@ -302,6 +308,9 @@ class ModelConfig:
     """Kind of all norms of the blocks: LayerNorm, or RMSNorm, which has no mean and no bias."""
     norm_eps: float = key(1e-5, above=0.0, high=1.0, since=Since("0.4.0", 1e-5))
     """Number that these norms add to the mean square before its root."""
+    qk_norm: bool = key(False, since=Since("0.4.0", False))
+    """Normalise queries and keys by norms that learn a scale, in all heads but those that Algorithm
+    1 or routing.qk_norm normalises."""
     ffn: Literal["gelu", "relu", "geglu", "swiglu"] = "gelu"
     """Activation of the feed-forward layer; geglu and swiglu gate with a third matrix, without
     biases."""

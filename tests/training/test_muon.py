@@ -69,9 +69,7 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
 
     matrices = hidden_matrices(theirs)
     exempt = parameter_groups(theirs, "muon")[2]
-    muon = torch.optim.Muon(
-        [*matrices.values()], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = torch.optim.Muon([*matrices.values()], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [
             {"params": [weight], "weight_decay": 0.0 if name in exempt else 0.1}
