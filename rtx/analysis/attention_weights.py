@@ -138,7 +138,8 @@ def outputs(heads: Heads, parts: list[Reads], v_1HNK: Tensor) -> Tensor:
     with no_autocast(v_1HNK):
         q_1HND = qk.rotated_q_BHND.to(v_1HNK.dtype)
         k_1HND = qk.rotated_k_BHND.to(v_1HNK.dtype)
-        terms = heads.pattern.terms(q_1HND.shape[-1], relative)
+        # Without sinks the weights on keys add up to 1.
+        terms = heads.pattern.terms(q_1HND.shape[-1], relative)._replace(sink_IH=None)
         return attend(q_1HND, k_1HND, v_1HNK, parts, terms, "torch", merge)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rtx.analysis.cost import Cost
 from rtx.analysis.gpu_memory import INDEX, SHORT_INDEX
-from rtx.analysis.head_memory import attention_bytes
+from rtx.analysis.head_memory import attention_bytes, saves_result
 from rtx.analysis.planned_device import devices, on_gpu, widths_of
 from rtx.attention.routing import ROOM
 from rtx.model.likelihood import most_logits
@@ -178,6 +178,8 @@ def saved(config: Config, micro_batch: int) -> float:
     if model.norm == "pre":
         # The input of the last norm.
         saved_of_row += wide * model.hidden
+        if saves_result(config):
+            saved_of_row += wide * model.hidden
     if model.dropout:
         # The factors on the embedding.
         saved_of_row += wide * model.hidden
@@ -250,6 +252,9 @@ def block_memory(config: Config, layer: int, micro_batch: int) -> BlockMemory:
         feed_forward += hidden_units(config)
     # The stream, the attention's norm, and its joined heads.
     rest = (wide + 2 * narrow) * E + dropout
+    if saves_result(config):
+        # The norms of both branches.
+        rest += 2 * wide * E
     # Of a memory: besides the stream, what the norm and the product after it read, and the queries
     # that are not used.
     rest += memory_slots(model) / config.data.length * (wide + 2 * narrow) * E

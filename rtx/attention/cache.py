@@ -167,7 +167,7 @@ def attend_step(
         distance_BH1K: distances of the query from the keys, which broadcast likewise; terms by
             distance need them.
     """
-    if not terms.by_distance:
+    if not terms.by_distance and terms.sink_IH is None:
         return F.scaled_dot_product_attention(
             q_BHQD,
             k_BHKD,
@@ -176,22 +176,27 @@ def attend_step(
             scale=terms.scale,
             enable_gqa=q_BHQD.shape[1] != k_BHKD.shape[1],
         )
-    assert distance_BH1K is not None
     B, H, Q, _ = q_BHQD.shape
     sharing = H // k_BHKD.shape[1]
     K = k_BHKD.shape[2]
     device = k_BHKD.device
     if mask_BH1K is None:
         mask_BH1K = torch.ones(1, 1, 1, K, dtype=torch.bool, device=device)
-    out_XQD, _ = soft_attend(
+    distance_XQK = None
+    if distance_BH1K is not None:
+        distance_XQK = distance_BH1K.expand(B, H, Q, K).flatten(0, 1)
+    out_XQD, sum_XQ = soft_attend(
         q_BHQD.flatten(0, 1),
         expanded(k_BHKD, sharing).flatten(0, 1),
         expanded(v_BHKD, sharing).flatten(0, 1),
         mask_BH1K.expand(B, H, 1, K).flatten(0, 1),
-        distance_BH1K.expand(B, H, Q, K).flatten(0, 1),
+        distance_XQK,
         torch.arange(H, device=device).repeat(B),
         terms,
     )
+    if terms.sink_IH is not None:
+        sink_XQ = terms.sink_IH.T.repeat(B, 1)
+        out_XQD = out_XQD * (sum_XQ - sink_XQ).sigmoid()[..., None]
     return out_XQD.to(v_BHKD.dtype).unflatten(0, (B, H))
 
 

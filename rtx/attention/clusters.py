@@ -26,7 +26,7 @@ from rtx.attention.cache import (
     mask_without_self,
     rotated_queries,
 )
-from rtx.attention.engine import MERGES
+from rtx.attention.engine import MERGES, with_sink
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
 from rtx.attention.grouped import expanded
@@ -365,9 +365,19 @@ class ClusterCache(Cache):
         rows = q_BHQD.shape[:3]
         if not len(list_J):
             return as_heads(v_BH1D.new_zeros(*rows, v_BH1D.shape[-1]))
-        partial_J = self.attend_lists(q_BHQD, list_J, position)
-        out_RD = combine([partial_J], rows.numel())
+        partials = [self.attend_lists(q_BHQD, list_J, position)]
+        sink_HQ = self.sinks()
+        if sink_HQ is not None and self.pattern.merge == "lse":
+            partials.append(sinks_alone(sink_HQ, partials[0], len(q_BHQD)))
+        out_RD = combine(partials, rows.numel())
         return as_heads(out_RD.to(v_BH1D.dtype).view(*rows, -1))
+
+    def sinks(self) -> Tensor | None:
+        """Return the sink of each query of the newest position, `[H, Q]`; None: there are none."""
+        sink_IH = self.pattern.sinks()
+        if sink_IH is None:
+            return None
+        return sink_IH.T
 
     def attend_lists(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Partial:
         """Return the outputs of the newest position in each of J lists; `combine` merges them.
@@ -388,7 +398,8 @@ class ClusterCache(Cache):
         v_JSD = self.value_LSD[list_J]
         mask_J1S = self.seen(position_JS, list_J, position)[:, None]
         terms = self.pattern.terms(D, self.relative)
-        if terms.by_distance or self.pattern.merge == "lse":
+        sink_HQ = self.sinks()
+        if terms.by_distance or self.pattern.merge == "lse" or sink_HQ is not None:
             distance_J1S = (position - position_JS)[:, None]
             distance_JQS = distance_J1S.expand(-1, Q, -1)
             inputs = (q_JQD, k_JSD, v_JSD, mask_J1S, distance_JQS)
@@ -404,9 +415,12 @@ class ClusterCache(Cache):
             )
             out_JQD = out_J1QD[:, 0]
             sum_JQ = row_JQ.new_zeros(row_JQ.shape, dtype=wide_type(q_JQD.dtype))
-        if self.pattern.merge == "mean":
-            sum_JQ = torch.zeros_like(sum_JQ)
-        return Partial(row_JQ.flatten(), out_JQD.flatten(0, 1), sum_JQ.flatten())
+        partial = Partial(row_JQ.flatten(), out_JQD.flatten(0, 1), sum_JQ.flatten())
+        if self.pattern.merge == "lse":
+            return partial
+        if sink_HQ is not None:
+            return with_sink(partial, sink_HQ[head_J % H].flatten())
+        return partial._replace(sum_S=torch.zeros_like(partial.sum_S))
 
     def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
@@ -418,3 +432,15 @@ class ClusterCache(Cache):
         if self.pattern.attend_self:
             return is_filled_JS
         return mask_without_self(is_filled_JS, at_JS == position)
+
+
+def sinks_alone(sink_HQ: Tensor, partial: Partial, streams: int) -> Partial:
+    """Return the sinks of all queries of the newest position as members without a value.
+
+    Args:
+        partial: outputs and log-sums of the same rows.
+    """
+    sink_R = sink_HQ.repeat(streams, 1).flatten()
+    row_R = torch.arange(len(sink_R), device=sink_R.device)
+    no_value_RD = partial.out_SD.new_zeros(len(sink_R), partial.out_SD.shape[1])
+    return Partial(row_R, no_value_RD, sink_R.to(partial.sum_S.dtype))

@@ -47,7 +47,8 @@ def attend(
                 mask_CNN = others_if_any(mask_CNN)
             q_ND = qk.rotated_q_BHND[0, head]
             k_ND = qk.rotated_k_BHND[0, head]
-            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, head, pattern.merge)
+            sink = None if pattern.sink_H is None else pattern.sink_H[h]
+            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, head, pattern.merge, sink)
             outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, head, terms))
     if not outs:
         return v_BHND.new_zeros(shape)
@@ -85,6 +86,7 @@ def dense(
     terms: LogitTerms,
     head: int = 0,
     merge: str = "mean",
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[N, D]` of one head of one sequence, and its weights `[C, N, N]`.
 
@@ -94,12 +96,13 @@ def dense(
         head: the number of the head, which selects its terms.
         merge: "mean": a position gets the mean over the lists in which it reads something. "lse":
             one softmax over all its lists.
+        sink: a logit without a value in every softmax, a scalar; None: there is none.
     """
     N = len(q_ND)
     position_N = torch.arange(N, device=q_ND.device)
     distance_NN = (position_N[:, None] - position_N).clamp(min=0)
     logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
-    weight_CNN = weights(logits_NN, mask_CNN, merge)
+    weight_CNN = weights(logits_NN, mask_CNN, merge, sink)
     out_ND = weight_CNN.sum(0) @ v_ND
     relative = terms.relative
     if relative is not None and relative.values_MD is not None:
@@ -125,10 +128,10 @@ def logits(q_ND: Tensor, k_ND: Tensor, distance_NN: Tensor, terms: LogitTerms, h
     return logits_NN
 
 
-def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str) -> Tensor:
+def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str, sink: Tensor | None = None) -> Tensor:
     """Return the weight of each key in each list for each query, `[C, N, N]`.
 
-    The weights of a query sum to 1, or to 0 where it reads nothing.
+    The weights of a query sum to 1 without a sink, or to 0 where it reads nothing.
     """
     mask_CNN = mask_CNN & (logits_NN > -inf)
     over: tuple[int, ...] = (-1,)
@@ -140,6 +143,8 @@ def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str) -> Tensor:
     logits_CNN = torch.where(mask_CNN | ~reads_some_CN1, logits_NN, -inf)
     logits_CNN = logits_CNN.nan_to_num(0.0, neginf=-inf)
     log_sum_CN1 = logits_CNN.logsumexp(over, keepdim=True)
+    if sink is not None:
+        log_sum_CN1 = torch.logaddexp(log_sum_CN1, sink)
     softmax_CNN = (logits_CNN - log_sum_CN1).exp()
     lists_N1 = reads_some_CN1.sum(0).clamp(min=1)
     return softmax_CNN * mask_CNN / lists_N1

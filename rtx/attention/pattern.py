@@ -110,6 +110,8 @@ class Pattern(nn.Module, ABC):
         self.scale = scale
         self.dropout = dropout
         self.backend = backend
+        self.register_parameter("sink_H", None)
+        self.sink_H: nn.Parameter | None
         if attend_self is None:
             attend_self = self.attend_self
         self.attend_self = attend_self
@@ -130,6 +132,22 @@ class Pattern(nn.Module, ABC):
         check_positive(queries=queries)
         self.queries = queries
         self.chooses_together = together and queries > 1
+
+    def add_sinks(self, heads: int) -> None:
+        """Give each query head a learned sink, a logit in its softmaxes that has no value.
+
+        A query can then attend to nothing (OpenAI 2025, gpt-oss). Sinks start at 0.
+        """
+        check_positive(0, heads=heads)
+        self.sink_H = nn.Parameter(torch.zeros(heads))
+
+    def sinks(self) -> Tensor | None:
+        """Return the sinks as `LogitTerms.sink_IH` has them; None: there are none."""
+        if self.sink_H is None:
+            return None
+        if not self.chooses_together:
+            return self.sink_H[None]
+        return self.sink_H.unflatten(0, (-1, self.queries)).T
 
     @property
     def key_copies(self) -> int:
@@ -235,7 +253,7 @@ class Pattern(nn.Module, ABC):
         """
         scale = 1 / math.sqrt(size) if self.scale is None else self.scale
         dropout = self.dropout if self.training else 0.0
-        return LogitTerms(scale, dropout, relative)
+        return LogitTerms(scale, dropout, relative, sink_IH=self.sinks())
 
     def forward(
         self,

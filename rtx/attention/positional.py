@@ -141,7 +141,8 @@ class PositionPattern(Pattern):
 
     def form_of_attributes(self) -> Hashable | None:
         """Return the names and values of all attributes; None: an attribute is not `PLAIN`."""
-        if [*self.parameters()] or [*self.buffers()]:
+        learned = [name for name, _ in self.named_parameters() if name != "sink_H"]
+        if learned or [*self.buffers()]:
             return None
         attributes = {}
         for name, value in vars(self).items():

@@ -38,6 +38,7 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
                 continue
             substitute = substitute_for(group, config, layer, how)
             substitute.group_queries(group.queries, together=group.pattern.chooses_together)
+            substitute.sink_H = group.pattern.sink_H
             group.pattern = substitute.to(model.device).train(model.training)
             if how == "routing":
                 silence(group, attention)

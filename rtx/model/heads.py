@@ -6,6 +6,7 @@ Shapes: B sequences, H heads of a group, N positions, D head size, S earlier key
 reads.
 """
 
+import functools
 import traceback
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ from rtx.attention.reads import QueriesKeys
 from rtx.errors import UserError
 from rtx.model.key_mix import KeyMix
 from rtx.model.norm import make_norm
-from rtx.model.positions import Shaw, SinusoidKeys, rotate
+from rtx.model.positions import ROTARY_BASE, Shaw, SinusoidKeys, rotate
 from rtx.settings.derived import (
     ROUTED,
     clusters,
@@ -94,6 +95,8 @@ class HeadGroup(nn.Module):
         """Rotates queries and keys by their positions."""
         if config.model.positions == "rotary":
             self.rotate = rotate
+            if config.model.rotary_base != ROTARY_BASE:
+                self.rotate = functools.partial(rotate, base=config.model.rotary_base)
         self.tables: Shaw | SinusoidKeys | None = None
         """Terms of the logits by distance."""
         if name == ROUTED:
@@ -111,6 +114,8 @@ class HeadGroup(nn.Module):
             self.choosing_heads = self.kv_heads
         pattern = make_pattern(self.name, self.choosing_heads, config, layer)
         pattern.group_queries(self.queries, together=together)
+        if config.model.sinks:
+            pattern.add_sinks(self.heads)
         return pattern
 
     def apply_routing(self, routing: RoutingConfig) -> None:

@@ -292,6 +292,14 @@ class ModelConfig:
     positions: Literal["rotary", "shaw", "xl", "learned", "axial", "none"] = "rotary"
     """Position terms: rotary angles, Shaw's tables, Transformer-XL's sinusoids, a learned table,
     one an axis, none."""
+    rotary_base: float = key(
+        10_000.0,
+        above=1.0,
+        read_with={"model.positions": ("rotary",)},
+        since=Since("0.4.0", 10_000.0),
+    )
+    """Base of rotary angles: the slowest pair of columns turns by about one radian in as many
+    positions."""
     clamp: int | None = key(None, low=1, read_with=IF_XL, since=Since("0.2.0", None))
     """Largest distance that positions=xl tells apart; unset: any."""
     tie_biases: bool = key(True, read_with=IF_XL, since=Since("0.2.0", True))
@@ -311,6 +319,9 @@ class ModelConfig:
     qk_norm: bool = key(False, since=Since("0.4.0", False))
     """Normalise queries and keys by norms that learn a scale, in all heads but those that Algorithm
     1 or routing.qk_norm normalises."""
+    sinks: bool = key(False, since=Since("0.4.0", False))
+    """Give every head a learned logit without a value, so that its softmaxes may attend to
+    nothing."""
     ffn: Literal["gelu", "relu", "geglu", "swiglu"] = "gelu"
     """Activation of the feed-forward layer; geglu and swiglu gate with a third matrix, without
     biases."""

@@ -229,7 +229,7 @@ def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str,
     named |= {
         name: parameter
         for name, parameter in pattern.named_parameters()
-        if name in ("share_H", "gate_H2D")
+        if name in ("share_H", "gate_H2D", "sink_H")
     }
     weight = torch.randn(
         out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64

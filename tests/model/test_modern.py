@@ -21,7 +21,7 @@ from tests.helpers.tiny_models import (
     tokens,
 )
 
-MODERN: Kind = {"norm_kind": "rmsnorm", "ffn": "swiglu", "qk_norm": True}
+MODERN: Kind = {"norm_kind": "rmsnorm", "ffn": "swiglu", "qk_norm": True, "sinks": True}
 GROUPED: list[Kind] = [
     {"kv_heads": 2, "selection": selection, "routing_keys": "separate", "routing_group": group}
     for selection in ("causal", "topk", "random", "exact", "blocks", "indexer", "probed")
