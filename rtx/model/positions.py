@@ -21,7 +21,7 @@ TABLE_DEVIATION = 0.02
 """Standard deviation of position tables at the start."""
 
 ROTARY_BASE = 10_000.0
-"""The base of `rotate` by default: pair f of D / 2 turns by base ** (-2 f / D) radians a position."""
+"""Pair f of D / 2 turns by base ** (-2 f / D) radians a position, by default with this base."""
 
 
 def rotate(x_BHND: Tensor, first: int = 0, base: float = ROTARY_BASE) -> Tensor:
