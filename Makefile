@@ -4,14 +4,26 @@ VENV := .venv
 SOURCES := rtx hydra_plugins tests $(wildcard benchmarks)
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Test files that are fast, and find most mistakes.
-QUICK := tests/test_style.py tests/test_config.py tests/settings tests/commandline \
+QUICK := tests/test_style.py tests/test_tables.py tests/test_config.py tests/settings tests/commandline \
   tests/evaluation tests/sweep/test_grids.py tests/report/test_formats.py \
   tests/data/test_sampler.py tests/data/test_recall.py tests/attention/test_bad_input.py
 # Options of the campaigns.
 MINUTES ?= 20
 KILLS ?= 100
+# `make lock UPGRADE=--upgrade` takes newer releases; else versions stay where they can.
+UPGRADE ?=
+# Versions and hashes of what is installed: "Locked versions" in .github/CONTRIBUTING.md.
+# LOCKED=no takes the newest releases that pyproject.toml allows.
+LOCKED ?= yes
+REQUIREMENTS := .ci/requirements
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet
+COMPILE := $(VENV)/bin/uv pip compile --quiet --config-file $(REQUIREMENTS)/uv.toml --universal \
+  --python-version 3.11 --fork-strategy fewest --generate-hashes --no-annotate --no-emit-package rtx \
+  --no-emit-package torch --constraint $(REQUIREMENTS)/torch.txt --no-emit-index-url \
+  --custom-compile-command "make lock" $(UPGRADE)
 
-.PHONY: help train test lint types quick presets fuzz faults docs format
+.PHONY: help train test lint types quick coverage presets fuzz faults docs format lock clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
@@ -36,6 +48,9 @@ types: $(VENV)/.installed-dev ## check types
 quick: lint ## lint and fast tests, in less than a minute
 	$(PYTEST) -m "not slow" $(QUICK)
 
+coverage: $(VENV)/.installed-dev ## all tests, and which lines of rtx/ none of them runs
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html
+
 presets: $(VENV)/.installed-dev ## every preset with all commands, made small (about an hour)
 	$(VENV)/bin/python -m tests.campaigns.presets
 
@@ -53,21 +68,37 @@ format: $(VENV)/.installed-dev ## format the code and mend what ruff can
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
-# The stamps make an installation happen once, and again when pyproject.toml changes.
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+lock: | $(VENV)/bin/python ## write the lists of .ci/requirements again
+	@$(INSTALL) 'uv>=0.9,<1'
+	$(COMPILE) --output-file $(REQUIREMENTS)/dev.txt --extra dev pyproject.toml
+	$(COMPILE) --output-file $(REQUIREMENTS)/train.txt --constraint $(REQUIREMENTS)/dev.txt pyproject.toml
+
+clean: ## remove what was built; keeps .venv, data/ and outputs/
+	rm -rf site dist build .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) docs -name __pycache__ -prune -exec rm -rf {} +
+
+# $(call install,LIST,EXTRA): the list with its hashes, then rtx with torch, which no list has.
+define install
 	@echo "installing rtx and what it needs into $(VENV) (once; a few minutes)"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	@if [ "$(LOCKED)" = yes ]; then \
+	  $(INSTALL) --require-hashes --no-deps --requirement $(REQUIREMENTS)/$(1).txt && \
+	  $(INSTALL) --constraint $(REQUIREMENTS)/torch.txt --editable '.$(2)'; \
+	else $(INSTALL) --editable '.$(2)'; fi
+endef
+
+# The stamps make an installation happen once, and again when a list or pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml $(REQUIREMENTS)/train.txt | $(VENV)/bin/python
+	$(call install,train)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	@echo "installing rtx, what it needs and its test tools into $(VENV) (once; a few minutes)"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+$(VENV)/.installed-dev: pyproject.toml $(REQUIREMENTS)/dev.txt | $(VENV)/bin/python
+	$(call install,dev,[dev])
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
-	@echo "installing rtx and what its site is built with into $(VENV) (once; a few minutes)"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
-	@touch $@ $(VENV)/.installed
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed
+	@echo "installing what the site is built with into $(VENV) (once; a minute)"
+	@$(INSTALL) --editable '.[docs]'
+	@touch $@
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null || { \

@@ -1,4 +1,5 @@
-"""Compile the packed kernels for GPUs without one: registers, spilled bytes and shared memory of each form.
+"""Compile the packed kernels for GPUs without one: registers, spilled bytes and shared memory of
+each form.
 
 `python benchmarks/aot.py` prints a row a form and writes benchmarks/results/aot.txt. The forms are
 those that `rtx.attention.engine.packed_attention.attend` launches, with its tiles.
@@ -75,7 +76,9 @@ class Form:
         return "+".join(word for word, has in named.items() if has) or "-"
 
     def constants(self) -> dict[str, Any]:
-        """Return the values of the kernel's constants by name; None for pointers that it does without."""
+        """Return the values of the kernel's constants by name; None for pointers that it does
+        without.
+        """
         if self.kernel == "join":
             return {"BR": 32, "BW": self.size}
         if self.kernel == "by_row":
@@ -108,7 +111,9 @@ class Form:
 
 
 def forms() -> Iterator[Form]:
-    """Yield every form of interest: all terms with bfloat16, and the plain form with the other types."""
+    """Yield every form of interest: all terms with bfloat16, and the plain form with the other
+    types.
+    """
     kernels = ("attend", "dq", "dkv")
     shaw: dict[str, Any] = {"distances": True, "values": True}
     dropped: dict[str, Any] = shaw | {"dropout": True}
@@ -164,7 +169,7 @@ def compiled(form: Form, capability: int) -> Any:
 
 
 def resources(made: Any, capability: int) -> tuple[int, int, int]:
-    """Return registers of a thread, spilled bytes and bytes of shared memory of a compiled kernel."""
+    """Return registers of a thread, spilled bytes and shared bytes of a compiled kernel."""
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
@@ -188,7 +193,10 @@ def row(form: Form, capability: int) -> str:
     """Return a line of the table."""
     registers, spilled, shared = resources(compiled(form, capability), capability)
     tile = "32 rows" if form.kernel in BY_ROW else " ".join(map(str, form.tile_used))
-    known = f"sm_{capability} {form.kernel:<8}{TYPES[form.dtype]:<5}{form.size:>4} {form.words:<25}{tile:<13}"
+    known = (
+        f"sm_{capability} {form.kernel:<8}{TYPES[form.dtype]:<5}{form.size:>4} "
+        f"{form.words:<25}{tile:<13}"
+    )
     return f"{known}{registers:>10}{spilled:>9}{shared:>8}"
 
 
@@ -199,7 +207,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     head = f"Triton {triton.__version__}; tile: queries, keys, warps, stages\n"
-    head += f"{'for   kernel  type size terms':<43}{'tile':<13}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    head += f"{'for   kernel  type size terms':<43}{'tile':<13}"
+    head += f"{'registers':>10}{'spilled':>9}{'shared':>8}"
     print(head)
     lines = [head]
     for capability in args.targets:

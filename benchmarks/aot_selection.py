@@ -1,4 +1,5 @@
-"""Compile the kernels of selection and of norms for GPUs without one: registers and spilled bytes of each form.
+"""Compile the kernels of selection and of norms for GPUs without one: registers and spilled bytes
+of each form.
 
 `python benchmarks/aot_selection.py` prints a row a form and writes
 benchmarks/results/aot-selection.txt. The forms are those that

@@ -1,25 +1,28 @@
-"""Time attention alone: every pattern and public peers, in turn in one process, forward and forward+backward.
+"""Time attention alone: every pattern and public peers, in turn in one process, forward and
+forward+backward.
 
-Run `python benchmarks/attention.py`, with `--device cuda` on a GPU. First every row of ours is checked against the
-float64 oracle on a small shape, outputs and gradients (`--check`: nothing else); a row that fails is not timed, and the
-command ends with 1. Then it times, writes `benchmarks/results/attention-<device>.json`, and prints the same rows as a
-table last, with the exponent of the time's growth with N. Rows that `--groups` or `--patterns` leave out stay in the
-file as they were, and are not printed.
-Peers (extra `peers`) that are not installed are left out, and a line says so. A row has: the pattern, its sizes,
-milliseconds (median), how many times faster than our full attention, than torch's (`sdpa`) and than its peer, the peak
-of memory beyond inputs (allocations seen by torch's profiler on a CPU, CUDA's own count on a GPU) and what share of the
-machine's matrix-product rate its pairs reach.
-Patterns named `_shaw` have Shaw's terms, `_rotary` rotary positions; what `_native` (compiled, CPU) and `_flex`
-(FlexAttention, GPU) run is torch's kernels in the other rows. All of these say how they compare with the pattern alone.
-`lsh_rounds` joins 4 hash rounds. `sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of causal
-selection also say how many members their clusters have (fewest, mean, most).
+Run `python benchmarks/attention.py`, with `--device cuda` on a GPU. First every row of ours is
+checked against the float64 oracle on a small shape, outputs and gradients (`--check`: nothing
+else); a row that fails is not timed, and the command ends with 1. Then it times, writes
+`benchmarks/results/attention-<device>.json`, and prints the same rows as a table last, with the
+exponent of the time's growth with N. Rows that `--groups` or `--patterns` leave out stay in the
+file as they were, and are not printed. Peers (extra `peers`) that are not installed are left out,
+and a line says so. A row has: the pattern, its sizes, milliseconds (median), how many times faster
+than our full attention, than torch's (`sdpa`) and than its peer, the peak of memory beyond inputs
+(allocations seen by torch's profiler on a CPU, CUDA's own count on a GPU) and what share of the
+machine's matrix-product rate its pairs reach. Patterns named `_shaw` have Shaw's terms, `_rotary`
+rotary positions; what `_native` (compiled, CPU) and `_flex` (FlexAttention, GPU) run is torch's
+kernels in the other rows. All of these say how they compare with the pattern alone. `lsh_rounds`
+joins 4 hash rounds. `sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of
+causal selection also say how many members their clusters have (fewest, mean, most).
 
-On a CPU the peers are timed twice, a process for each group of sizes: with the memory settings of `rtx train`
-("kept": freed memory kept), and with the system's own ("system"), which is what users of an attention
-module get who know nothing of allocators.
+On a CPU the peers are timed twice, a process for each group of sizes: with the memory settings of
+`rtx train` ("kept": freed memory kept), and with the system's own ("system"), which is what users
+of an attention module get who know nothing of allocators.
 
-Times on a shared machine drift, so only the ratios of one run mean anything. Inputs are N(0, 1); modules are in
-training mode, so that statistics of centroids are part of the time, here and at the peer.
+Times on a shared machine drift, so only the ratios of one run mean anything. Inputs are N(0, 1);
+modules are in training mode, so that statistics of centroids are part of the time, here and at the
+peer.
 """
 
 from __future__ import annotations
@@ -83,7 +86,9 @@ RIVAL = {
     **dict.fromkeys(("lsh", "lsh_reformer"), "peer_lsh"),
 }
 BOTH = ["full", "local", "routing_topk", "routing_causal"]
-"""Rows of every table of the main sizes; with the system's memory only these and the peers are timed."""
+"""Rows of every table of the main sizes; with the system's memory only these and the peers are
+timed.
+"""
 OTHERS = [
     "random",
     "routing_nearest",
@@ -96,12 +101,15 @@ OTHERS = [
 SHAW = ["local_shaw", "routing_topk_shaw", "routing_causal_shaw"]
 ROTARY = ["local_rotary", "routing_topk_rotary", "routing_causal_rotary"]
 KINDS = ["routing_projected", "lsh_reformer", "lsh_rounds", "exact", "blocks", "indexer"]
-"""Further kinds of the patterns; they and rotary positions are timed at the first of the main sizes only, and kinds by
+"""Further kinds of the patterns; they and rotary positions are timed at the first of the main sizes
+only, and kinds by
 the faster backend alone."""
 TOLERANCE = 1e-4
 """Largest difference from the oracle, in float32."""
 NARROW = 0.02
-"""Largest norm of differences from the oracle in bfloat16 or float16, relative to the norm of what is right."""
+"""Largest norm of differences from the oracle in bfloat16 or float16, relative to the norm of what
+is right.
+"""
 
 
 def names_of(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
@@ -195,7 +203,9 @@ def timed(run: Callable[[], object], device: str) -> float:
 
 
 def peak_bytes(run: Callable[[], None], device: str) -> int:
-    """Return the largest sum of what was allocated at one time while it ran, gradients of inputs included."""
+    """Return the largest sum of what was allocated at one time while it ran, gradients of inputs
+    included.
+    """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -249,7 +259,9 @@ def measure(size: Size, args: argparse.Namespace, memory: str) -> list[dict[str,
 
 
 def runs_through(name: str, runs: dict[str, Callable[[], None]], args: argparse.Namespace) -> bool:
-    """Run a row once, and tell whether it could; what fails, for want of memory say, costs no other row its time."""
+    """Run a row once, and tell whether it could; what fails, for want of memory say, costs no other
+    row its time.
+    """
     try:
         runs[name]()
     except Exception as error:
@@ -320,7 +332,9 @@ def label(row: dict[str, Any]) -> str:
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the slope of log time over log N for each pattern of the growth group, forward+backward."""
+    """Return the slope of log time over log N for each pattern of the growth group,
+    forward+backward.
+    """
     slopes = {}
     for name in dict.fromkeys(label(row) for row in rows):
         points = [
@@ -365,7 +379,9 @@ def table(memory: str, groups: list[str], args: argparse.Namespace) -> list[dict
 def rows_to_keep(
     recorded: list[dict[str, Any]], measured: list[dict[str, Any]], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return the recorded rows that stay: ratios are taken inside one group, and each row has the commit it is of."""
+    """Return the recorded rows that stay: ratios are taken inside one group, and each row has the
+    commit it is of.
+    """
     anew = {(row["group"], label(row)) for row in measured}
     if not args.patterns:
         return [row for row in recorded if row["group"] not in args.groups]

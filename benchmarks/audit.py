@@ -1,12 +1,14 @@
-"""What is the future worth? The price of top-w's leak in bits per byte, over seeds, with random members as control.
+"""What is the future worth? The price of top-w's leak in bits per byte, over seeds, with random
+members as control.
 
-Run `python benchmarks/audit.py`. It trains small models on the Python standard library with `rtx train`, for each
-selection and seed, lets `rtx audit` price the runs of a selection on the same positions of the same windows, and writes
-`benchmarks/results/audit-<device>.json`: a row for each run, and one for each selection with the means over its seeds
-and their standard errors. Differences are those of `rtx audit`, in bits per byte: `leak_gives` is prefix rerun minus
-teacher-forced, `competing_costs` streaming minus prefix rerun, `together` streaming minus teacher-forced. Runs are kept
-in `--folder`, and a run that is done there is not trained again. Whatever stands behind `--` is set on top of the
-configuration: `python benchmarks/audit.py --seeds 0 -- model.layers=2`.
+Run `python benchmarks/audit.py`. It trains small models on the Python standard library with `rtx
+train`, for each selection and seed, lets `rtx audit` price the runs of a selection on the same
+positions of the same windows, and writes `benchmarks/results/audit-<device>.json`: a row for each
+run, and one for each selection with the means over its seeds and their standard errors. Differences
+are those of `rtx audit`, in bits per byte: `leak_gives` is prefix rerun minus teacher-forced,
+`competing_costs` streaming minus prefix rerun, `together` streaming minus teacher-forced. Runs are
+kept in `--folder`, and a run that is done there is not trained again. Whatever stands behind `--`
+is set on top of the configuration: `python benchmarks/audit.py --seeds 0 -- model.layers=2`.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def train(args: argparse.Namespace, selection: str, seed: int) -> Path:
 
 
 def audit(args: argparse.Namespace, runs: list[Path]) -> list[dict[str, Any]]:
-    """Price runs that differ by their seed alone, unless they are, and return what `rtx audit` writes beside each."""
+    """Price runs that differ by their seed alone, unless they are, and return what `rtx audit`
+    writes beside each.
+    """
     results = [run / "audit.json" for run in runs]
     if all(path.exists() for path in results):
         found = [json.loads(path.read_text()) for path in results]
@@ -103,7 +107,7 @@ def is_wanted(result: dict[str, Any], args: argparse.Namespace) -> bool:
     """Tell whether an audit was of as many windows and positions."""
     return (
         result["price"]["windows"] == args.windows
-        and len(result["price"]["positions"]) == args.positions
+        and len(result["price"]["positions"][0]) == args.positions
     )
 
 
@@ -146,7 +150,9 @@ def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each run and each mean, in bits per byte; errors are over windows, and over seeds."""
+    """Return a line for each run and each mean, in bits per byte; errors are over windows, and over
+    seeds.
+    """
     lines = [
         f"{'pattern':<16}{'seed':>6}{'split':>9}" + "".join(f"{name:>21}" for name in DIFFERENCES)
     ]

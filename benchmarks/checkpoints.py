@@ -1,7 +1,9 @@
-"""What checkpoints cost: train as `rtx train` does, and time every one that is written beside the steps between them.
+"""What checkpoints cost: train as `rtx train` does, and time every one that is written beside the
+steps between them.
 
-Run `python benchmarks/checkpoints.py [overrides]`; it adds a row to `benchmarks/results/checkpoints-cpu.json`. Few
-steps will do with a small trainer.checkpoint_every: the share is worked out for the default one.
+Run `python benchmarks/checkpoints.py [overrides]`; it adds a row to
+`benchmarks/results/checkpoints-cpu.json`. Few steps will do with a small trainer.checkpoint_every:
+the share is worked out for the default one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """How fast data become stores, and batches: every figure promised for preparation, on this machine.
 
-Run `python benchmarks/data.py` on a quiet machine; it writes `benchmarks/results/data-cpu.json`, a row for each figure
-(the median of `--runs`), and prints a table. Needs 12 GB below the folder for temporary files (TMPDIR) and no network.
-Text is Python's standard library, or `--text FILE` (lines, or a parquet file with a column `text`), repeated as often
-as the sizes ask for but in the case `subwords`, which encodes it once: each row says which text it was. `--scale 0.01`
-tries everything on a hundredth of the sizes.
+Run `python benchmarks/data.py` on a quiet machine; it writes `benchmarks/results/data-cpu.json`, a
+row for each figure (the median of `--runs`), and prints a table. Needs 12 GB below the folder for
+temporary files (TMPDIR) and no network. Text is Python's standard library, or `--text FILE` (lines,
+or a parquet file with a column `text`), repeated as often as the sizes ask for but in the case
+`subwords`, which encodes it once: each row says which text it was. `--scale 0.01` tries everything
+on a hundredth of the sizes.
 
-The loader's share of a training step is in `benchmarks/results/newcomer-cpu.json` (`python benchmarks/newcomer.py`).
+The loader's share of a training step is in `benchmarks/results/newcomer-cpu.json` (`python
+benchmarks/newcomer.py`).
 """
 
 from __future__ import annotations
@@ -154,7 +156,9 @@ def case_words(folder: Path, args: argparse.Namespace) -> list[Row]:
 
 
 def case_subwords(folder: Path, args: argparse.Namespace) -> list[Row]:
-    """Subwords learned from half of a text, then 30 MB of its other half encoded by one process, never seen before."""
+    """Subwords learned from half of a text, then 30 MB of its other half encoded by one process,
+    never seen before.
+    """
     from rtx.data.tokenizers import learn_subwords
 
     text = text_of(args)
@@ -179,7 +183,10 @@ def case_books(folder: Path, args: argparse.Namespace) -> list[Row]:
     """Books in parquet files to a store of bytes; its memory is what counts."""
     from rtx.data.catalog import prepare_data
 
-    code = "import sys, pathlib; sys.path[:0] = sys.argv[1:3]; import data; data.write_books(*sys.argv[3:])"
+    code = (
+        "import sys, pathlib; sys.path[:0] = sys.argv[1:3]; import data; "
+        "data.write_books(*sys.argv[3:])"
+    )
     here = Path(__file__).parent
     size = str(int(args.gigabytes * args.scale * 1e9))
     place = [str(here), str(here.parent), str(folder / "books"), size, str(args.text or "")]
@@ -201,7 +208,9 @@ def case_books(folder: Path, args: argparse.Namespace) -> list[Row]:
 
 
 def write_books(folder: str, size: str, text: str) -> None:
-    """Write parquet files with PG-19's columns: a row group of 1,000 books a file, and two of one book."""
+    """Write parquet files with PG-19's columns: a row group of 1,000 books a file, and two of one
+    book.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -251,7 +260,9 @@ def case_images(folder: Path, args: argparse.Namespace) -> list[Row]:
 
 
 def write_images(path: Path, count: int, seed: int) -> None:
-    """Write PNGs of 32 x 32 in the hub's schema that compress about as well as photographs (2.4 kB each)."""
+    """Write PNGs of 32 x 32 in the hub's schema that compress about as well as photographs (2.4 kB
+    each).
+    """
     import pyarrow as pa
     from PIL import Image
     from pyarrow import parquet
@@ -287,7 +298,8 @@ CASES = {
 class Memory(threading.Thread):
     """Watches a process and all below it: the largest sum of their anonymous memory.
 
-    Pages of memory-mapped files do not count: the system takes them back as soon as somebody needs the room.
+    Pages of memory-mapped files do not count: the system takes them back as soon as somebody needs
+    the room.
     """
 
     def __init__(self, process: int) -> None:
@@ -316,7 +328,9 @@ def family(process: int) -> list[int]:
 
 
 def own_bytes(process: int) -> int:
-    """Return the anonymous bytes of a process, pages that several share shared out among them; 0: it is gone."""
+    """Return the anonymous bytes of a process, pages that several share shared out among them; 0:
+    it is gone.
+    """
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
@@ -325,7 +339,7 @@ def own_bytes(process: int) -> int:
 
 
 def measured(name: str, words: list[str], full: bool) -> list[Row]:
-    """Run a case in a process of its own; return its rows, each with the memory that the case took."""
+    """Run a case in another process; return its rows, each with the memory that it took."""
     command = [sys.executable, __file__, *words, "--child", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         memory = Memory(child.pid)
@@ -379,8 +393,9 @@ def main() -> None:
         str(args.scale),
     ]
     words += ["--text", str(args.text)] if args.text else []
+    named = args.text.name if args.text else "standard library"
     common: Row = {
-        "text": f"{args.text.name if args.text else 'standard library'}, {len(text_of(args)):,} bytes",
+        "text": f"{named}, {len(text_of(args)):,} bytes",
         "scale": args.scale,
         "cores": len(os.sched_getaffinity(0)),
         "machine": f"{platform.machine()}, {platform.system()}",

@@ -12,7 +12,8 @@ from pathlib import Path
 def end_with_children(at_once: bool = False) -> None:
     """Let SIGTERM and SIGHUP end this process with 143, and all that it has started with it.
 
-    `at_once`: without the way out of what is under way, where a thread would start the next process.
+    `at_once`: without the way out of what is under way, where a thread would start the next
+    process.
     """
 
     def end(number: int, frame: object) -> None:
@@ -28,6 +29,8 @@ def end_with_children(at_once: bool = False) -> None:
 
 
 def children(process: int) -> list[int]:
-    """Return the numbers of the processes that a process has started, as Linux knows them; elsewhere none."""
+    """Return the numbers of the processes that a process has started, as Linux knows them;
+    elsewhere none.
+    """
     lists = Path(f"/proc/{process}/task").glob("*/children")
     return [int(number) for path in lists for number in path.read_text().split()]

@@ -1,10 +1,12 @@
-"""Measure the peak memory of real training steps, beside what `rtx plan` predicts for the same words.
+"""Measure the peak memory of real training steps, beside what `rtx plan` predicts for the same
+words.
 
-Run `python benchmarks/footprint.py`; it writes `benchmarks/results/footprint-<device>.json` and prints the same rows.
-Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps as `steps.py`
-does: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
-process less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train`
-says). Bytes are those of Python's standard library, read from disk; other units are drawn at random.
+Run `python benchmarks/footprint.py`; it writes `benchmarks/results/footprint-<device>.json` and
+prints the same rows. Each row is a process of its own that imports what `rtx train` imports, and
+then takes a few steps as `steps.py` does: forward, backward, clipping, optimizer, centroids. On a
+CPU its peak is the largest resident size of the process less what it was after the imports; on a
+GPU it is what torch's allocator held at the most (as `rtx train` says). Bytes are those of Python's
+standard library, read from disk; other units are drawn at random.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def drawn_store(vocabulary: int) -> Any:
-    """Return data to train on: bytes of the standard library, or where units are no bytes ids drawn at random."""
+    """Return data to train on: bytes of the standard library, or where units are no bytes ids drawn
+    at random.
+    """
     from rtx.data.text import library_files
 
     text = np.frombuffer(
@@ -128,7 +132,9 @@ def drawn_store(vocabulary: int) -> Any:
 
 
 def measure(overrides: list[str], steps: int) -> dict[str, Any]:
-    """Take the steps in this process; returns the peak, what the imports alone took, and the prediction, in bytes."""
+    """Take the steps in this process; returns the peak, what the imports alone took, and the
+    prediction, in bytes.
+    """
     import torch
     from steps import training_step
 

@@ -1,7 +1,8 @@
-"""What benchmarks/attention.py times: our patterns and public peers, each a call on queries, keys and values.
+"""What benchmarks/attention.py times: our patterns and public peers, each a call on queries, keys
+and values.
 
-`Size` and the command's arguments (heads H, size of a head, device) say how large; peers are PyPI packages (extra
-`peers`).
+`Size` and the command's arguments (heads H, size of a head, device) say how large; peers are PyPI
+packages (extra `peers`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.analysis.cost import finished_blocks, fixed_pairs, strided_pairs, triangle, window_pairs
 from rtx.attention import (
     ROUTING_CLASSES,
     AdaptiveSpan,
@@ -38,6 +38,7 @@ from rtx.attention import (
     oracle,
 )
 from rtx.attention.engine import native
+from rtx.attention.pairs import triangle, window_pairs
 from rtx.model.positions import rotate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
@@ -54,13 +55,16 @@ class Size(NamedTuple):
 
 
 INDEXED = ("exact", "blocks", "indexer")
-"""Patterns whose queries name their keys one by one, chosen in their own type: not for FlexAttention."""
+"""Patterns whose queries name their keys one by one, chosen in their own type: not for
+FlexAttention.
+"""
 
 BLOCK, SUMMARY = 16, 8
 """Positions of a block of `blocks`, and of the summary of a block of `fixed`."""
 
 SETTLING = 30
-"""Steps after which thresholds have brought the counts of causal selection near W, as in training."""
+"""Steps after which thresholds have brought the counts of causal selection near W, as in training.
+"""
 
 ROUNDS = 4
 """Hash rounds of `lsh_rounds`."""
@@ -70,7 +74,9 @@ PEERS = {
     "peer_local": "local-attention",
     "peer_lsh": "reformer_pytorch",
 }
-"""The distribution behind each peer; `sdpa`, torch's own attention over the whole sequence, is always there."""
+"""The distribution behind each peer; `sdpa`, torch's own attention over the whole sequence, is
+always there.
+"""
 
 
 def installed(name: str) -> str | None:
@@ -121,11 +127,13 @@ class Ours:
 
 
 def cluster_sizes(attention: Attention) -> dict[str, float]:
-    """Return the fewest, mean and most members of a cluster in the last call; nothing but for causal selection."""
+    """Return the fewest, mean and most members of a cluster in the last call; nothing but for
+    causal selection.
+    """
     pattern = attention.pattern if isinstance(attention, Ours) else None
-    if not isinstance(pattern, Thresholds) or pattern.seen is None:
+    if not isinstance(pattern, Thresholds) or pattern.last_members is None:
         return {}
-    count_L = pattern.seen[0][0].count_L.double()
+    count_L = pattern.last_members[0][0].count_L.double()
     return {
         "min": int(count_L.min()),
         "mean": round(float(count_L.mean()), 1),
@@ -134,7 +142,9 @@ def cluster_sizes(attention: Attention) -> dict[str, float]:
 
 
 def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Routing:
-    """Return routing heads whose thresholds have seen one batch; separate, projected: top-w with keys of their own."""
+    """Return routing heads whose thresholds have seen one batch; separate, projected: top-w with
+    keys of their own.
+    """
     keys = kind if kind in ("separate", "projected") else "shared"
     selection = "topk" if keys == kind else kind
     own: dict[str, Any] = {
@@ -161,7 +171,9 @@ def shaw(args: argparse.Namespace) -> RelativeTables:
 
 
 def sdpa_blocks(size: Size, args: argparse.Namespace) -> Attention:
-    """Return the floor of top-w: torch's attention on blocks that are already gathered, causal inside each."""
+    """Return the floor of top-w: torch's attention on blocks that are already gathered, causal
+    inside each.
+    """
 
     def call(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
         blocks = (
@@ -242,7 +254,9 @@ def without_positions(pattern: str) -> str:
 
 
 def faster(name: str, args: argparse.Namespace) -> list[str]:
-    """Return the row of the same pattern by the backend that a device has beside torch's kernels, where it can run."""
+    """Return the row of the same pattern by the backend that a device has beside torch's kernels,
+    where it can run.
+    """
     if name.endswith("_shaw") or without_positions(name) == "adaptive_span":
         return []
     if args.device == "cuda":
@@ -251,7 +265,7 @@ def faster(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Pattern:
-    """Return the heads of one of our patterns; strides and buckets so that about W keys are read."""
+    """Return heads of one of our patterns, with strides and buckets that make about W keys."""
     shape, window = (args.heads, args.dim), size.W
     if kind.startswith("lsh"):
         rounds, variant = (
@@ -284,7 +298,8 @@ def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) 
 def differences(name: str, args: argparse.Namespace, dtype: str) -> tuple[float, float]:
     """Return how far a row's output and gradients are from the oracle's, on a small shape.
 
-    The largest difference of numbers, and the largest norm of differences relative to the norm of what is right.
+    The largest difference of numbers, and the largest norm of differences relative to the norm of
+    what is right.
     """
     torch.manual_seed(0)
     small = argparse.Namespace(batch=2, heads=2, dim=16, device=args.device, dtype=dtype)
@@ -296,27 +311,33 @@ def differences(name: str, args: argparse.Namespace, dtype: str) -> tuple[float,
     found = []
     for call in (ours, ours.oracle):
         out, _ = call(*inputs)
-        gradients = torch.autograd.grad(out, inputs, gradient_BHND.to(out.dtype), allow_unused=True)
-        found.append(
-            [out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)]
+        gradients = torch.autograd.grad(
+            out,
+            inputs,
+            gradient_BHND.to(out.dtype),
+            allow_unused=True,
+            materialize_grads=True,
         )
+        found.append([out.detach(), *gradients])
     gaps = [(mine.double() - right, right.double()) for mine, right in zip(*found, strict=True)]
     most = max(float(gap.abs().max()) for gap, _ in gaps)
     return most, max(float(gap.norm() / right.norm().clamp(min=1e-9)) for gap, right in gaps)
 
 
 def pairs(name: str, size: Size) -> float:
-    """Return how many pairs a head reads (routing and hashing heads: with clusters and buckets evenly filled)."""
+    """Return how many pairs a head reads (routing and hashing heads: with clusters and buckets
+    evenly filled).
+    """
     N, W = size.N, size.W
     kind = without_positions(pattern_and_backend(name)[0])
     if kind in ("full", "sdpa"):
         return triangle(N)
     if kind == "strided":
-        return strided_pairs(N, size.C)
+        return Strided(stride=size.C).pairs_of_head(N)
     if kind == "fixed":
-        return fixed_pairs(N, W, SUMMARY)
+        return Fixed(block=W, summary=SUMMARY).pairs_of_head(N)
     if kind == "blocks":
-        return fixed_pairs(N, BLOCK, 0) + BLOCK * finished_blocks(N, BLOCK, W // BLOCK)
+        return Blocks(1, 1, window=W, block=BLOCK).pairs_of_head(N)
     if kind in ("local", "peer_local", "adaptive_span", "exact", "indexer"):
         return window_pairs(N, W)
     return size.C * triangle(W) * (ROUNDS if kind == "lsh_rounds" else 1)

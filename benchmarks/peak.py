@@ -1,8 +1,10 @@
-"""What lowers the peak memory of training: each switch on its own, by the run's own record of its largest size.
+"""What lowers the peak memory of training: each switch on its own, by the run's own record of its
+largest size.
 
-Run `python benchmarks/peak.py`; it writes `benchmarks/results/peak-cpu.json`. Every row is `rtx train` in processes
-of its own; what the imports alone take is measured the same way and told apart. Two models: one whose activations and
-logits outweigh all else, and one whose weights do (for hardware=fsdp, two processes against hardware=ddp with two).
+Run `python benchmarks/peak.py`; it writes `benchmarks/results/peak-cpu.json`. Every row is `rtx
+train` in processes of its own; what the imports alone take is measured the same way and told apart.
+Two models: one whose activations and logits outweigh all else, and one whose weights do (for
+hardware=fsdp, two processes against hardware=ddp with two).
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Does a head find what is out of a local head's reach? Associative recall, every pattern over several seeds.
+"""Does a head find what is out of a local head's reach? Associative recall, every pattern over
+several seeds.
 
-Run `python benchmarks/recall.py`; it runs `rtx train experiment=recall` for each pattern and seed, one after the other,
-and writes `benchmarks/results/recall-<device>.json`: a row for each run with the accuracy on the held-out answers every
-100 steps. A run that is already in the file is not repeated (`--anew` forgets it). Longer sequences, with the pairs out
-of the reach of a window of 256: `--length 2048 --window 256`, `--length 8192 --window 256`. Whatever stands behind `--`
-is set on top: `python benchmarks/recall.py --patterns full -- optimizer.lr=0.001`.
+Run `python benchmarks/recall.py`; it runs `rtx train experiment=recall` for each pattern and seed,
+one after the other, and writes `benchmarks/results/recall-<device>.json`: a row for each run with
+the accuracy on the held-out answers every 100 steps. A run that is already in the file is not
+repeated (`--anew` forgets it). Longer sequences, with the pairs out of the reach of a window of
+256: `--length 2048 --window 256`, `--length 8192 --window 256`. Whatever stands behind `--` is set
+on top: `python benchmarks/recall.py --patterns full -- optimizer.lr=0.001`.
 """
 
 from __future__ import annotations
@@ -132,19 +134,23 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a line for each run, with when it was measured."""
     lines = [
-        f"{'pattern':<16}{'N':>6}{'W':>5}{'C':>4}{'seed':>6}{'final':>9}{'steps to 99%':>14}{'seconds':>9}  measured"
+        f"{'pattern':<16}{'N':>6}{'W':>5}{'C':>4}{'seed':>6}"
+        f"{'final':>9}{'steps to 99%':>14}{'seconds':>9}  measured"
     ]
     for row in rows:
         reached = row["steps_to_99"] or "-"
         sizes = f"{row['N']:>6}{row['W']:>5}{row['C']:>4}{row['seed']:>6}"
         lines.append(
-            f"{row['pattern']:<16}{sizes}{row['final']:>9.2%}{reached:>14}{row['seconds']:>9}  {row['measured']}"
+            f"{row['pattern']:<16}{sizes}{row['final']:>9.2%}{reached:>14}{row['seconds']:>9}  "
+            f"{row['measured']}"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Train what the file does not hold yet, keeping it after every run, and print what was asked for."""
+    """Train what the file does not hold yet, keeping it after every run, and print what was asked
+    for.
+    """
     args = arguments()
     end_with_children()
     path = Path(__file__).parent / "results" / f"recall-{args.hardware}.json"

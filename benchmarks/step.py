@@ -1,14 +1,17 @@
-"""Time one training step of whole models, in turn, each in its own process: ours, full attention, and a public peer.
+"""Time one training step of whole models, in turn, each in its own process: ours, full attention,
+and a public peer.
 
-Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.json` and prints the same rows as a table.
-The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
-Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept), the
-peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
-Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
-Ours take the step of `rtx train` (`TrainingModule.take_step`), all others a plain loop with Adam.
-Ours take products with weights from oneDNN, as hardware.products does unless told otherwise, the peer from torch.
-The rows `weights` and `weights_torch` are floors: these products of our top-w model by either, and nothing else.
-Times on a shared machine drift, so only the ratios of one run mean anything.
+Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.json` and prints the
+same rows as a table. The peer is the PyPI package routing_transformer (extra `peers`); without it
+the row is left out and the table says so. Every model runs as its users run it: ours with the
+memory settings of `rtx train` (freed memory kept), the peer with the system's own; the row
+`peer_routing_kept` is the peer with ours, which its users would have to find. Full attention is
+timed twice, too: `full` as we compute it, `full_torch` by torch's kernels
+(hardware.attention=torch). Ours take the step of `rtx train` (`TrainingModule.take_step`), all
+others a plain loop with Adam. Ours take products with weights from oneDNN, as hardware.products
+does unless told otherwise, the peer from torch. The rows `weights` and `weights_torch` are floors:
+these products of our top-w model by either, and nothing else. Times on a shared machine drift, so
+only the ratios of one run mean anything.
 """
 
 from __future__ import annotations
@@ -139,7 +142,9 @@ def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
 
 
 def weights_step(args: argparse.Namespace, products: str) -> Step:
-    """Return the products of every linear layer of our top-w model with activations, forward and backward."""
+    """Return the products of every linear layer of our top-w model with activations, forward and
+    backward.
+    """
     device, model = (
         args.device,
         Transformer(ours(args, "topk", products=products), 256).to(args.device),
@@ -192,7 +197,8 @@ def work(name: str, args: argparse.Namespace, door: Connection) -> None:
 
 
 def measure(names: list[str], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return milliseconds of each row's steps: `turns` times a process of its own for each row, one after the other.
+    """Return milliseconds of each row's steps: `turns` times a process of its own for each row, one
+    after the other.
 
     One process at a time, since each holds gigabytes.
     """

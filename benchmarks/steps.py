@@ -1,11 +1,13 @@
 """The training steps of several rows, timed in turn on this machine, beside the paper's.
 
-Run `python benchmarks/steps.py [turns=5] [per_turn=2] [warmup=2] [overrides]`. Overrides are those of `rtx train -m`:
-lists of values, and what an experiment lays out, are rows. It writes outputs/<name>/bench/steps-<key>.json, which
-`rtx report` shows beside the scores. After Ctrl-C, too, what was measured is printed and kept.
+Run `python benchmarks/steps.py [turns=5] [per_turn=2] [warmup=2] [overrides]`. Overrides are those
+of `rtx train -m`: lists of values, and what an experiment lays out, are rows. It writes
+outputs/<name>/bench/steps-<key>.json, which `rtx report` shows beside the scores. After Ctrl-C,
+too, what was measured is printed and kept.
 
-Times on a shared machine drift; where every row steps in every turn, drift reaches all alike, and their ratios mean
-something. Exit codes: 0 if every row was timed, 1 if some failed, 2 a mistake of the user, 130 after Ctrl-C.
+Times on a shared machine drift; where every row steps in every turn, drift reaches all alike, and
+their ratios mean something. Exit codes: 0 if every row was timed, 1 if some failed, 2 a mistake of
+the user, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory
 from rtx.progress import progress_bar
 from rtx.report.steps import timed_records, views
-from rtx.report.tables import terminal
 from rtx.runs.environment import environment
 from rtx.runs.folder import outputs_root, save, unwritable
 from rtx.runs.records import TIMED_STEPS, StepsRecord
@@ -37,14 +38,17 @@ from rtx.settings.identity import config_hash, short_hash
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.schema import SPREAD, Config, to_dict
 from rtx.sweeps.cells import lay_out
-from rtx.training.first_weights import build_model
+from rtx.tables import table_text
 from rtx.training.hardware import device_memory, resolve_hardware
 from rtx.training.inference import prepare_device
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer
+from rtx.training.start import build_model
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
-"""Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""
+"""Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its
+first turn.
+"""
 
 
 @dataclasses.dataclass
@@ -70,7 +74,8 @@ def main(words: Sequence[str]) -> int:
         raise UserError(unwritable(folder, error)) from None
     stores = [open_data(row.config.data, data_root()) for row in rows]
     print(
-        f"{plural(len(rows), 'row')}, {plural(asked['turns'], 'turn')} of {plural(asked['per_turn'], 'step')}"
+        f"{plural(len(rows), 'row')}, {plural(asked['turns'], 'turn')} of "
+        f"{plural(asked['per_turn'], 'step')}"
     )
     try:
         measure(rows, stores, asked)
@@ -97,7 +102,9 @@ def options_of(words: Sequence[str]) -> tuple[dict[str, int], list[str]]:
 
 
 def lay_out_rows(overrides: Sequence[str]) -> list[Row]:
-    """Return the rows that overrides lay out, composed and checked; of those that differ by their seed the first."""
+    """Return the rows that overrides lay out, composed and checked; of those that differ by their
+    seed the first.
+    """
     checked = check_overrides(overrides, sweep=True)
     for entry in checked:
         many = entry.key in ("hardware", "hardware.name") and {*entry.values} & {*SPREAD, *LAUNCHED}
@@ -127,7 +134,9 @@ def measure(rows: Sequence[Row], stores: Sequence[Store], asked: Mapping[str, in
 
 
 def turns_of(row: Row, store: Store, asked: Mapping[str, int]) -> Iterator[float]:
-    """Take the steps of a turn, behind a warm-up in the first, whenever asked to, and yield the milliseconds of one."""
+    """Take the steps of a turn, behind a warm-up in the first, whenever asked to, and yield the
+    milliseconds of one.
+    """
     device = prepare_device(row.config)
     # What `rtx train` would choose here for `auto`: a report compares the row with runs.
     fitted, _ = fit_to_device(row.config, store.vocabulary, device_memory(row.config) or 0)
@@ -187,7 +196,7 @@ def finish(
     facts |= {"bench": dict(asked), "device": gpu or f"CPU, {plural(facts['threads'], 'thread')}"}
     record = {**facts, "rows": [{**vars(row), "config": to_dict(row.config)} for row in rows]}
     for view in views(timed_records([StepsRecord.model_validate(record)])[0]):
-        print("\n" + terminal(view))
+        print("\n" + table_text(view))
     key = short_hash(
         {"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12
     )

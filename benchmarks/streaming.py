@@ -1,12 +1,14 @@
-"""Time streaming on a CPU: generation per token, early and late in a stream, and scoring in streaming mode.
+"""Time streaming on a CPU: generation per token, early and late in a stream, and scoring in
+streaming mode.
 
-A token's cost is taken at positions 1,000 to 11,000 and 50,000 to 60,000, in turn: five times a stream that has taken
-in its prefix at once makes 400 steps. Beside it stands a fresh pass over 8,000 positions. A second table has the same
-of attention alone: 8 heads of size 64, W=256, C=32.
+A token's cost is taken at positions 1,000 to 11,000 and 50,000 to 60,000, in turn: five times a
+stream that has taken in its prefix at once makes 400 steps. Beside it stands a fresh pass over
+8,000 positions. A second table has the same of attention alone: 8 heads of size 64, W=256, C=32.
 
-Run `python benchmarks/streaming.py`; it writes `benchmarks/results/streaming-cpu.json` and prints the same rows. The
-model is 4 layers of width 160 with untrained weights: the cost of a step does not depend on what was learned, but for
-the cluster sizes of causal selection, which are those of random directions here.
+Run `python benchmarks/streaming.py`; it writes `benchmarks/results/streaming-cpu.json` and prints
+the same rows. The model is 4 layers of width 160 with untrained weights: the cost of a step does
+not depend on what was learned, but for the cluster sizes of causal selection, which are those of
+random directions here.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from torch import Tensor
 
 from rtx.attention import ROUTING_CLASSES, AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random
 from rtx.attention.reads import QueriesKeys
+from rtx.data.windows import windows
 from rtx.evaluation.scores import score_windows
-from rtx.evaluation.windows import windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
 from rtx.settings.rules import resolve
@@ -109,7 +111,9 @@ def attention_stream(pattern: Pattern, position: int) -> Callable[[], object]:
 def token_times(
     stream_at: Callable[[int], Callable[[], object]], args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Return milliseconds of steps early and late in a stream, in turn, at places spread over each span."""
+    """Return milliseconds of steps early and late in a stream, in turn, at places spread over each
+    span.
+    """
     times: dict[str, list[float]] = {"early": [], "late": []}
     for repeat in range(args.repeats):
         for when, first in (("early", args.early), ("late", args.late)):

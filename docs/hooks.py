@@ -1,4 +1,6 @@
-"""What MkDocs does besides for this site: README.md is its first page, and nothing in it comes from another host."""
+"""What MkDocs does besides for this site: README.md and the guide for contributors are pages of it,
+and nothing in it comes from another host.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,19 @@ ELSEWHERE = re.compile(
     r"""<(?:script|img|iframe|link(?![^>]*rel="?canonical))[^>]*(?:src|href)=["']?(?:https?:)?//"""
 )
 
+PAGES_ELSEWHERE = {"README.md": "index.md", ".github/CONTRIBUTING.md": "contributing.md"}
+"""Files outside of docs/, by their names on the site."""
+
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add README.md, its links as they are seen from docs/."""
-    text = (Path(config.config_file_path).parent / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=text.replace("](docs/", "](")))
+    """Add README.md and the guide for contributors, their links as they are seen from docs/."""
+    root = Path(config.config_file_path).parent
+    for path, name in PAGES_ELSEWHERE.items():
+        text = (root / path).read_text(encoding="utf-8")
+        for other, other_name in PAGES_ELSEWHERE.items():
+            text = text.replace(f"]({other}", f"]({other_name}")
+        text = re.sub(r"\]\((?:\.\./)?docs/", "](", text)
+        files.append(File.generated(config, name, content=text))
     return files
 
 

@@ -52,7 +52,7 @@ class GridSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Launch all combinations; `arguments` are those of the command, which the sweep has read."""
+        """Launch all combinations; the sweep has read `arguments`, those of the command."""
         assert self.launcher is not None
         return self.launcher.launch(self.sweep_of_runs.grid(), initial_job_idx=0)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtx.settings.extensions import add_pattern, load_extensions, register_data
+from rtx.version import __version__
 
 if TYPE_CHECKING:
     from rtx.training.inference import LoadedRun
 
-__all__ = ["load", "register_data", "register_pattern", "train"]
-__version__ = "0.4.0"
+__all__ = ["__version__", "load", "register_data", "register_pattern", "train"]
 
 
 def load(
@@ -57,6 +57,9 @@ def train(*overrides: str) -> LoadedRun:
     One device is that of this process. Several (hardware=ddp or fsdp) have a process each, which
     leave this one alone whatever becomes of them. A first signal, such as Ctrl-C, saves at the end
     of the step; a second one does not wait for that. Handlers of signals are put back.
+
+    On one device the lines that it prints go through the logger `rtx`:
+    `logging.getLogger("rtx").setLevel("WARNING")` silences all but warnings.
 
     Raises:
         UserError: an override, or what it asks for, is wrong.

@@ -1,6 +1,12 @@
-"""Lines and progress of a command: tqdm's bar on a terminal or in a notebook, else plain lines."""
+"""Messages and progress of a command: tqdm's bar on a terminal or in a notebook, else plain lines.
+
+Messages go through the logger `rtx`: `logging.getLogger("rtx").setLevel(logging.WARNING)` silences
+all but warnings. Of several processes of a run the first alone prints them. What a command was run
+for, such as a table, is printed and no message.
+"""
 
 import contextlib
+import logging
 import os
 import resource
 import sys
@@ -11,6 +17,7 @@ from collections.abc import Callable, Iterator
 from tqdm import TqdmWarning
 
 from rtx.errors import printable
+from rtx.processes import launch
 
 # A notebook without ipywidgets gets a plain bar; tqdm would warn of that.
 with warnings.catch_warnings():
@@ -25,17 +32,42 @@ clock = tqdm.format_interval
 """Writes seconds as 03:21, 1:03:21 or 49:03:21."""
 
 
-def say(line: str) -> None:
-    """Print a line, above a bar if there is one.
+class Printer(logging.Handler):
+    """Prints messages on stdout, above a bar if there is one.
 
     If stdout cannot be written to, later lines go to os.devnull: the run goes on.
     """
-    try:
-        tqdm.write(printable(line))
-        sys.stdout.flush()
-    except OSError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(printable(record.getMessage()))
+            sys.stdout.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_first_rank(record: logging.LogRecord) -> bool:
+    """Whether this process is the first of its run: a filter of messages."""
+    return launch().rank == 0
+
+
+LOGGER = logging.getLogger("rtx")
+if not LOGGER.handlers:
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    LOGGER.addFilter(is_first_rank)
+    LOGGER.addHandler(Printer())
+
+
+def say(line: str) -> None:
+    """Log a line that says what happens."""
+    LOGGER.info("%s", line)
+
+
+def warn(line: str) -> None:
+    """Log a line on something that is not as the user may expect."""
+    LOGGER.warning("%s", line)
 
 
 class WholeLines:

@@ -1,4 +1,6 @@
-"""`benchmarks/`: what is ended from outside ends whole, and what was not measured is neither lost nor printed."""
+"""`benchmarks/`: what is ended from outside ends whole, and what was not measured is neither lost
+nor printed.
+"""
 
 import importlib
 import json
@@ -19,7 +21,8 @@ import subprocess, sys
 sys.path.insert(0, {benchmarks!r})
 from ending import end_with_children
 end_with_children()
-with subprocess.Popen([sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(600)"]) as child:
+program = "print('begun', flush=True); import time; time.sleep(600)"
+with subprocess.Popen([sys.executable, "-c", program]) as child:
     child.wait()
 """
 

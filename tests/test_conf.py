@@ -1,4 +1,6 @@
-"""The files of `conf/`: each composes, says where its values come from, writes only what it may, and takes a step."""
+"""The files of `conf/`: each composes, says where its values come from, writes only what it may,
+and takes a step.
+"""
 
 import json
 from collections.abc import Iterator
@@ -14,11 +16,11 @@ from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.indexer import Indexer
 from rtx.cli import help
 from rtx.cli.help import candidates
-from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
 from rtx.settings.compose import NAMED_BY_FILE, compose
+from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options
@@ -28,35 +30,70 @@ from rtx.sweeps.cells import lay_out
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 MODELS = options("model")
-XL = "model.base=recurrent model.positions=xl model.ffn=relu model.norm=post model.tie_embeddings=true"
+XL = (
+    "model.base=recurrent model.positions=xl model.ffn=relu model.norm=post "
+    "model.tie_embeddings=true"
+)
 SAID = {
     **{f"rt{layers}": f"routing.layers={layers}" for layers in (10, 12)},
-    "rt24": "model.layers=24 routing.layers=24 model.heads=8 data.length=8192 routing.heads=4 routing.clusters=32 "
-    "routing.window=256 model.positions=shaw model.attention_dropout=0.4 model.ffn_dropout=0.4 optimizer.name=adam "
-    "optimizer.lr=2e-4 optimizer.beta1=0.9 optimizer.beta2=0.98 optimizer.schedule=rsqrt",
-    "reformer": "model.heads=8 model.hidden=1024 model.ffn_hidden=4096 model.base=lsh model.window=256 "
-    "model.hash_rounds=2 model.hash_buckets=192 model.lsh=causal",
-    "adaptive_span": "model.layers=24 model.heads=8 model.hidden=768 model.ffn_hidden=4096 model.base=adaptive_span "
-    "model.window=8192 model.span_ramp=32 model.span_cost=5e-7 model.ffn=relu",
-    "transformer_xl": f"model.layers=18 model.heads=16 model.hidden=1024 model.ffn_hidden=4096 data.length=384 "
-    f"model.memory=384 model.dropout=0.2 model.attention_dropout=0.2 model.tie_biases=false {XL}",
-    "transformer_xl-base": f"model.layers=16 model.heads=10 model.hidden=410 model.ffn_hidden=2100 data.length=150 "
-    f"model.memory=150 model.dropout=0.1 model.attention_dropout=0 model.tie_biases=true {XL}",
-    "transformer_xl-enwik8": f"model.layers=24 model.heads=8 model.hidden=1024 model.ffn_hidden=3072 data.length=768 "
-    f"model.memory=768 model.dropout=0.15 model.attention_dropout=0.15 model.tie_biases=true {XL}",
-    "adaptive_input": "model.layers=16 model.heads=16 model.hidden=1024 model.base=full model.embedding=adaptive "
-    "model.cutoffs=20000x60000 model.band_factor=4 model.tie_embeddings=true model.dropout=0.3",
-    "compressive_transformer": "model.layers=36 data.length=512 model.memory=512 model.compressed=512 "
-    "model.compression_rate=2 model.compression=conv",
-    "compressive_transformer-enwik8": "model.layers=24 data.length=768 model.memory=768 model.compressed=1152 "
-    "model.compression_rate=3 model.hidden=1024",
-    "sparse_transformer": "model.layers=30 model.heads=8 model.hidden=512 data.length=12288 model.base=fixed "
-    "model.stride=128 model.summary=32 model.dropout=0.4 model.init=depth_scaled model.positions=axial",
-    "sparse_transformer-cifar10": "model.layers=128 model.heads=2 model.hidden=256 data.length=3072",
-    "sparse_transformer-imagenet64": "model.layers=48 model.heads=16 model.hidden=512 data.length=12288 "
-    "model.recompute=true",
+    "rt24": (
+        "model.layers=24 routing.layers=24 model.heads=8 data.length=8192 routing.heads=4 "
+        "routing.clusters=32 routing.window=256 model.positions=shaw "
+        "model.attention_dropout=0.4 model.ffn_dropout=0.4 optimizer.name=adam "
+        "optimizer.lr=2e-4 optimizer.beta1=0.9 optimizer.beta2=0.98 optimizer.schedule=rsqrt"
+    ),
+    "reformer": (
+        "model.heads=8 model.hidden=1024 model.ffn_hidden=4096 model.base=lsh "
+        "model.window=256 model.hash_rounds=2 model.hash_buckets=192 model.lsh=causal"
+    ),
+    "adaptive_span": (
+        "model.layers=24 model.heads=8 model.hidden=768 model.ffn_hidden=4096 "
+        "model.base=adaptive_span model.window=8192 model.span_ramp=32 model.span_cost=5e-7 "
+        "model.ffn=relu"
+    ),
+    "transformer_xl": (
+        "model.layers=18 model.heads=16 model.hidden=1024 model.ffn_hidden=4096 "
+        "data.length=384 model.memory=384 model.dropout=0.2 model.attention_dropout=0.2 "
+        f"model.tie_biases=false {XL}"
+    ),
+    "transformer_xl-base": (
+        "model.layers=16 model.heads=10 model.hidden=410 model.ffn_hidden=2100 "
+        "data.length=150 model.memory=150 model.dropout=0.1 model.attention_dropout=0 "
+        f"model.tie_biases=true {XL}"
+    ),
+    "transformer_xl-enwik8": (
+        "model.layers=24 model.heads=8 model.hidden=1024 model.ffn_hidden=3072 "
+        "data.length=768 model.memory=768 model.dropout=0.15 model.attention_dropout=0.15 "
+        f"model.tie_biases=true {XL}"
+    ),
+    "adaptive_input": (
+        "model.layers=16 model.heads=16 model.hidden=1024 model.base=full "
+        "model.embedding=adaptive model.cutoffs=20000x60000 model.band_factor=4 "
+        "model.tie_embeddings=true model.dropout=0.3"
+    ),
+    "compressive_transformer": (
+        "model.layers=36 data.length=512 model.memory=512 model.compressed=512 "
+        "model.compression_rate=2 model.compression=conv"
+    ),
+    "compressive_transformer-enwik8": (
+        "model.layers=24 data.length=768 model.memory=768 model.compressed=1152 "
+        "model.compression_rate=3 model.hidden=1024"
+    ),
+    "sparse_transformer": (
+        "model.layers=30 model.heads=8 model.hidden=512 data.length=12288 model.base=fixed "
+        "model.stride=128 model.summary=32 model.dropout=0.4 model.init=depth_scaled "
+        "model.positions=axial"
+    ),
+    "sparse_transformer-cifar10": (
+        "model.layers=128 model.heads=2 model.hidden=256 data.length=3072"
+    ),
+    "sparse_transformer-imagenet64": (
+        "model.layers=48 model.heads=16 model.hidden=512 data.length=12288 model.recompute=true"
+    ),
 }
-"""What papers say of models that are no row of ours in tests/report/test_paper.py: naming it changes nothing."""
+"""What papers say of models that are no row of ours in tests/report/test_paper.py: naming it
+changes nothing.
+"""
 SPARSE = {
     "sparse_transformer": 95e6,
     "sparse_transformer-cifar10": 67e6,
@@ -67,7 +104,9 @@ BASELINES = {model for model in SAID if not model.startswith("rt")}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = ("text", "images", "hub")
 HASHES = json.loads(Path(__file__).with_name("preset_hashes.json").read_text())
-"""Both names that the folder of a cell may have, by the words of presets that runs were recorded with."""
+"""Both names that the folder of a cell may have, by the words of presets that runs were recorded
+with.
+"""
 
 
 def header(group: str, option: str) -> list[str]:
@@ -80,7 +119,7 @@ def header(group: str, option: str) -> list[str]:
 
 
 def keys_of(group: str, option: str) -> set[str]:
-    """Return the dotted keys that an option's file sets, its defaults list and Hydra's own apart."""
+    """Return the dotted keys that an option's file sets, but for its defaults and Hydra's keys."""
     node = OmegaConf.load(conf_dir() / group / f"{option}.yaml")
     assert isinstance(node, DictConfig)
     keys = {
@@ -191,30 +230,46 @@ def test_an_option_of_trainer_wins_over_an_experiment_and_the_command_line_over_
     assert compose(["trainer=profile"]).trainer.profile == 10
 
 
+def command_in(lines: list[str]) -> list[str]:
+    """Return the overrides of the command in the header of a preset."""
+    (line,) = (line for line in lines if line.startswith("# Command: rtx "))
+    words = line.replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()
+    overrides = []
+    for word in words:
+        is_remark = word.startswith("(") or word.endswith(":")
+        if "=" in word and not is_remark:
+            overrides.append(word)
+    return overrides
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(model: str) -> None:
-    assert (compose([f"model={model}"]).routing.heads == 0) == (model in BASELINES)
+def test_a_model_writes_its_own_keys(model: str) -> None:
+    has_baseline = compose([f"model={model}"]).routing.heads == 0
+    assert has_baseline == (model in BASELINES)
     keys = keys_of("model", model)
     sizes = {"data.length"}
     if model not in BASELINES:
         sizes |= {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
     assert "model.window" in keys
     assert {key for key in keys if not key.startswith("model.")} == sizes
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_names_its_source_and_how_to_train_it(model: str) -> None:
     lines = header("model", model)
-    published = () if model in ("tiny", "recall") else ("# Score: ", "# The released code differs")
-    for title in ("# Source: ", *published):
+    titles = ["# Source: "]
+    if model not in ("tiny", "recall"):
+        titles += ["# Score: ", "# The released code differs"]
+    for title in titles:
         assert any(line.startswith(title) for line in lines), title
-    (line,) = (line for line in lines if line.startswith("# Command: rtx "))
-    words = line.replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()
-    overrides = [
-        word
-        for word in words
-        if "=" in word and not word.startswith("(") and not word.endswith(":")
-    ]
-    config = with_values(
-        compose(overrides), {"hardware.name": "gpu"}
-    )  # whatever is here, of 40 GiB
-    assert choose_micro_batch(config, 267_735 if config.model.cutoffs else 256, 40 * 2**30).fits
+    # Whatever is here, of 40 GiB.
+    config = with_values(compose(command_in(lines)), {"hardware.name": "gpu"})
+    vocabulary = 267_735 if config.model.cutoffs else 256
+    assert choose_micro_batch(config, vocabulary, 40 * 2**30).fits
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_as_published(model: str) -> None:
     config = compose([f"model={model}"])
     assert config == compose([f"model={model}", *SAID.get(model, "").split()])
     if model in SPARSE:
@@ -311,7 +366,9 @@ def test_a_table_of_the_paper_says_its_command_score_cost_and_source(experiment:
 
 
 def reduced(*overrides: str) -> Config:
-    """The composed configuration with a small model and short sequences; all else stays as the preset has it."""
+    """The composed configuration with a small model and short sequences; all else stays as the
+    preset has it.
+    """
     config = compose(overrides)
     assert (config.routing.clusters or 0) * config.routing.window >= config.data.length
     images = config.data.name in IMAGE_SETS
@@ -342,14 +399,17 @@ def reduced(*overrides: str) -> Config:
         "trainer.batch_size": 2,
     }
     values |= {f"model.{key}": value for key, value in model.items()}
-    values |= {"data.pairs": 4, "data.distance": 0} if config.data.name in MADE else {}
+    if config.data.name in MADE:
+        values |= {"data.pairs": 4, "data.distance": 0, "data.queries": 1}
     return resolve(
         with_values(config, values | {f"routing.{key}": value for key, value in routing.items()})
     )
 
 
 def take_step(config: Config) -> None:
-    """Take one step and check that it changes weights and centroids, and that everything stays finite."""
+    """Take one step and check that it changes weights and centroids, and that everything stays
+    finite.
+    """
     torch.manual_seed(0)
     model = Transformer(config, 256).train()
     optimizer = build_optimizer(model, config.optimizer)

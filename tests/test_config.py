@@ -1,4 +1,6 @@
-"""From overrides to a checked configuration: what fits with what, keys that nothing reads, plain values and back."""
+"""From overrides to a checked configuration: what fits with what, keys that nothing reads, plain
+values and back.
+"""
 
 import re
 from pathlib import Path
@@ -21,8 +23,11 @@ HASHES = {
     "experiment=recall routing=blocks routing.block=4": ("bb24b843b735", "ee225e69f875"),
     "model=rt22 optimizer.lr=1e-2 data=pg19": ("b8d4a1d95bb1", "b8d4a1d95bb1"),
 }
-"""The hash, and the former hash, by which cells that were trained before must be found again by the same words."""
+"""The hash, and the former hash, by which cells that were trained before must be found again by the
+same words.
+"""
 
+ENCODER = "data.name=masked data.keys=99 model.causal=false"
 RECURRENT = "model.base=recurrent routing.heads=0"
 COMPRESSIVE = f"{RECURRENT} model.memory=32 model.compressed=24 model.compression_rate=4"
 
@@ -144,7 +149,10 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
     reference = config_hash(default := compose([]))
     assert len(reference) == 12
     same = "name=other logger.group=g hardware.workers=2 model.name=mine data.verify=never"
-    same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true trainer.profile=3"
+    same += (
+        " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true "
+        "trainer.profile=3"
+    )
     same += " hardware.compile=false"
     assert config_hash(compose(same.split())) == reference
     others = (
@@ -361,6 +369,41 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
             "model.embedding=adaptive model.cutoffs=2x5 model.band_factor=99",
             "at least model.band_factor=99^2 = 9801",
         ),
+        (
+            f"{RECURRENT} data.documents=true",
+            "data.documents=true is not for model.base=recurrent, which goes on from segment to",
+        ),
+        *(
+            (
+                f"data.documents=true hardware.{key}=true",
+                f"hardware.{key}=true is not for data.documents=true",
+            )
+            for key in ("compile", "graphs")
+        ),
+        (
+            "model.causal=false",
+            "model.causal=false needs data=masked, not stdlib, of which an encoder",
+        ),
+        (
+            "data.name=masked data.keys=99",
+            "data=masked, whose units are predicted from both sides,",
+        ),
+        *(
+            (f"{ENCODER} {words}", said)
+            for words, said in (
+                ("model.base=lsh", "is for model.base of full, local, strided, not lsh"),
+                (
+                    "model.positions=shaw",
+                    "model.positions=shaw needs model.causal=true; take rotary",
+                ),
+                (
+                    "routing.selection=exact routing.keys=separate",
+                    "is for routing.selection of causal, topk, nearest, random, not exact",
+                ),
+                ("model.attend_self=false", "model.attend_self=false needs model.causal=true"),
+                ("routing.attend_self=false", "routing.attend_self=false needs model.causal=true"),
+            )
+        ),
         ("name=a/b", "name='a/b' must be a folder's name"),
         (f"name={'x' * 201}", "must be a folder's name, of at most 200 bytes"),
     ],
@@ -394,7 +437,8 @@ def test_what_fits() -> None:
         ),
         (
             "data.size=16",
-            "data.size=16 has no effect with data.name=stdlib; it is for cifar10, imagenet64, images",
+            "data.size=16 has no effect with data.name=stdlib; it is for cifar10, imagenet64, "
+            "images",
         ),
         (
             "data=cifar10 data.tokenizer=words",
@@ -435,6 +479,10 @@ def test_what_fits() -> None:
         (
             "model.max_distance=8",
             "model.max_distance=8 has no effect with model.positions=rotary; it is for shaw",
+        ),
+        (
+            "data=mqar data.documents=true",
+            "data.documents=true has no effect with data.name=mqar; it is for stdlib, text,",
         ),
         (
             "logger=jsonl logger.project=x",

@@ -1,4 +1,4 @@
-"""README and docs/: schemas and pictures as committed, the notebook runs, the page on reliability names tests."""
+"""README and docs/: what scripts write is current, examples run, and named files exist."""
 
 import inspect
 import json
@@ -10,18 +10,25 @@ from typing import Any
 import pytest
 
 import rtx.attention
-from rtx.settings.schema import GROUPS
+from rtx.settings.fields import fields_of
+from rtx.settings.schema import GROUPS, Config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-text_of = runpy.run_path(str(DOCS / "schema" / "make.py"))["text_of"]
+files = runpy.run_path(str(DOCS / "schema" / "make.py"))["files"]
 
 
-@pytest.mark.parametrize("group", [*GROUPS, "config"])
-def test_the_schema_is_the_committed_one(group: str) -> None:
-    assert (DOCS / "schema" / f"{group}.json").read_text() == text_of(group), (
-        "run python docs/schema/make.py"
-    )
+def test_schemas_and_the_page_of_all_keys_are_the_committed_ones() -> None:
+    written = files()
+    assert {path.stem for path in written} == {*GROUPS, "config", "configuration"}
+    for path, text in written.items():
+        assert path.read_text(encoding="utf-8") == text, "run python docs/schema/make.py"
+
+
+def test_the_page_of_all_keys_has_a_row_for_each() -> None:
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    for key in fields_of(Config):
+        assert page.count(f"\n| `{key}` |") == 1
 
 
 def test_the_notebook_trains_and_shows_what_heads_read(
@@ -82,10 +89,21 @@ def section_of(name: str, page: str) -> str:
 def test_the_code_of_the_page_on_models_of_your_own_runs() -> None:
     page = (DOCS / "library.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(code) == 5
+    assert len(code) == 7
     names: dict[str, object] = {"__name__": "library"}
     for block in code:
         exec(compile(block, "library.md", "exec"), names)
+
+
+def test_the_code_of_the_page_on_pretrained_models_runs() -> None:
+    pytest.importorskip("transformers", reason="the extra rtx[hf] is not installed")
+    page = (DOCS / "pretrained.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(code) == 3
+    names: dict[str, Any] = {"__name__": "pretrained"}
+    for block in code:
+        exec(compile(block, "pretrained.md", "exec"), names)
+    assert names["loss"].isfinite() and names["written"].shape == (1, 72)
 
 
 def test_every_test_that_the_page_on_reliability_names_exists() -> None:
@@ -101,3 +119,16 @@ def test_the_readme_is_short_and_fits_a_terminal_of_80_columns() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert any("rtx train --help" in line for line in lines)
     assert len(lines) <= 120 and max(map(len, lines)) <= 80
+
+
+def test_every_file_that_the_page_on_extending_names_exists() -> None:
+    page = (DOCS / "extending.md").read_text(encoding="utf-8")
+    _, _, steps = page.partition("## How to add a key")
+    named = re.findall(r"`((?:rtx|tests|docs|conf)/[\w./]+)`", steps)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_tables_of_the_page_on_speed_are_those_of_the_records() -> None:
+    text = runpy.run_path(str(DOCS / "speed.py"))["text"]
+    assert (DOCS / "speed.md").read_text(encoding="utf-8") == text(), "run python docs/speed.py"

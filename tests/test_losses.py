@@ -1,12 +1,14 @@
-"""Whole models must train as recorded: the losses of twelve steps, in float64, from drawn weights, on a fixed text.
+"""Whole models must train as recorded: the losses of twelve steps, in float64, from drawn weights,
+on a fixed text.
 
-losses/curves.json is held against the earlier implementation of every pattern, which made it: routing by top-w, by the
-nearest centroid and at random, with shared and own keys, both of its rules for centroids, and all base patterns. No
-change may move it, so nothing here writes it.
+losses/curves.json is held against the earlier implementation of every pattern, which made it:
+routing by top-w, by the nearest centroid and at random, with shared and own keys, both of its rules
+for centroids, and all base patterns. No change may move it, so nothing here writes it.
 
-losses/changed.json is our own, made by this code, of what the earlier implementation had not or had otherwise:
-thresholds that follow counts (causal), centroids that follow their members, selections by query, keys that look back.
-`python tests/test_losses.py` records its cases anew, for a change that is meant to move them.
+losses/changed.json is our own, made by this code, of what the earlier implementation had not or had
+otherwise: thresholds that follow counts (causal), centroids that follow their members, selections
+by query, keys that look back. `python tests/test_losses.py` records its cases anew, for a change
+that is meant to move them.
 """
 
 import json
@@ -57,7 +59,9 @@ RECORDED_NAMES = (
     (r"\.groups\.(\w+)\.tables\.", r".shaw.\1."),
     (r"\.groups\.(\w+)\.key_mix\.", r".mix.\1."),
 )
-"""What in the names of weights replaced which part of the names that they had when curves.json was recorded."""
+"""What in the names of weights replaced which part of the names that they had when curves.json was
+recorded.
+"""
 
 
 def recorded_name(name: str) -> str:
@@ -68,7 +72,9 @@ def recorded_name(name: str) -> str:
 
 
 def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
-    """Return a model whose weights are drawn by python's generator: torch's differs between versions."""
+    """Return a model whose weights are drawn by python's generator: torch's differs between
+    versions.
+    """
     model, draw = Transformer(config, 256).to(dtype), random.Random(1)
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(DRAWN)]
     for name, value in sorted(
@@ -101,7 +107,8 @@ def losses(
         )
     )
     model = drawn_model(config, dtype)
-    # Letters whose order never repeats itself for long: no two positions are alike but for rounding.
+    # Letters whose order never repeats itself for long: no two positions are alike but for
+    # rounding.
     text = "".join(random.Random(0).choices("abcdefghijkl", k=7_500)).encode()
     batches = MicroBatches(ShuffledWindows(encode_text(Tokenizer(), text), 64, 0, 2), 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []

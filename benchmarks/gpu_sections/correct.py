@@ -190,7 +190,7 @@ def expected(kind: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> dict[st
 
 
 def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> dict[str, Tensor]:
-    """Return the outputs, and every leaf's gradient for fixed weights of the outputs, on the CPU."""
+    """Return on the CPU the outputs, and every leaf's gradient for fixed weights of them."""
     relative_terms = None
     if "keys" in leaves:
         relative_terms = RelativeTables(leaves["keys"], leaves["values"])
@@ -200,13 +200,11 @@ def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> 
     weight = (torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)) / 8).to(
         out
     )
-    gradients = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
-    whole = [
-        torch.zeros_like(x) if g is None else g
-        for x, g in zip(leaves.values(), gradients, strict=True)
-    ]
+    gradients = torch.autograd.grad(
+        (out * weight).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
     return {"out": out.detach().cpu()} | {
-        name: x.cpu() for name, x in zip(leaves, whole, strict=True)
+        name: x.cpu() for name, x in zip(leaves, gradients, strict=True)
     }
 
 

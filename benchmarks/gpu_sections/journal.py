@@ -92,7 +92,9 @@ class Journal:
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Hold the GPU's clock: of several processes on a machine one at a time measures, while others compile."""
+    """Hold the GPU's clock: of several processes on a machine one at a time measures, while others
+    compile.
+    """
     with (Path(tempfile.gettempdir()) / "rtx-gpu-turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rtx.analysis.cost import cost, triangle, window_pairs
+from rtx.analysis.cost import cost
 from rtx.analysis.speed import expected_step, meter, rates
+from rtx.attention.pairs import triangle, window_pairs
 
 from .goals import Rows, goals
 from .journal import Found

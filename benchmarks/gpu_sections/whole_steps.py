@@ -21,12 +21,12 @@ from rtx.analysis.footprint import footprint
 from rtx.analysis.micro_batch import with_choice
 from rtx.analysis.speed import meter
 from rtx.settings.compose import compose
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
-from rtx.training.first_weights import build_model
 from rtx.training.hardware import resolve_hardware
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer
+from rtx.training.start import build_model
 
 from .journal import Found, Row, turn
 
@@ -208,7 +208,7 @@ def measure_steps(variant: Variant, how: str, dry: bool) -> Found:
 
 
 def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
-    """Return the median of the mean milliseconds of a few steps, taken without a wait, and losses."""
+    """Return losses, and the median of mean milliseconds of a few steps without a wait."""
     losses = []
     times = []
     with turn():
@@ -238,7 +238,8 @@ def rates(stepper: Stepper, ms: float) -> Found:
 def memory(stepper: Stepper, how: str) -> Found:
     """Return the bytes that the plan counts, and the peak of the GPU's allocations.
 
-    Recorded passes have no such peak: their tensors lie in a pool that no longer counts as allocated.
+    Recorded passes have no such peak: their tensors lie in a pool that no longer counts as
+    allocated.
     """
     config, batch = stepper.config, stepper.variant.batch
     planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())

@@ -14,6 +14,7 @@ from typing import Any
 
 from rtx.runs.folder import run_folders
 from rtx.runs.records import StudyLine
+from rtx.runs.status import changed, state_of
 from rtx.runs.study import read_run, read_steps, read_sweeps, write_study
 
 PRIVATE = {"host", "pid", "folder"}
@@ -24,7 +25,13 @@ PROGRAM = re.compile(r"^\S*/rtx/__main__\.py ")
 def main(runs: Path, study: Path) -> None:
     """Write the records of `runs`, a folder of runs or one of them, to a study file."""
     problems: list[str] = []
-    lines = [read_run(run, problems) for run in run_folders(runs)]
+    lines = []
+    for run in run_folders(runs):
+        line = read_run(run, problems)
+        if state_of(line.status) == "running":
+            problems.append(f"{run}: is left out, because it is running")
+        else:
+            lines.append(with_end(line))
     lines += [StudyLine(sweep=sweep) for sweep in read_sweeps(runs, problems)]
     lines += [StudyLine(steps=steps) for steps in read_steps(runs, problems)]
     for problem in problems:
@@ -37,6 +44,14 @@ def main(runs: Path, study: Path) -> None:
         values = without_places(line.model_dump(exclude_defaults=True), places)
         kept.append(StudyLine.model_validate(values))
     write_study(study, kept)
+
+
+def with_end(line: StudyLine) -> StudyLine:
+    """Return the records of a run that has ended; the status of a killed one says so."""
+    status = line.status
+    if status is None or status.state != "running":
+        return line
+    return line.model_copy(update={"status": changed(status, state="failed", reason="killed")})
 
 
 def without_places(value: Any, places: set[str]) -> Any:

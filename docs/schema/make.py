@@ -1,13 +1,16 @@
-"""Writes the JSON schemas beside this file: editors complete and check `conf/` and runs by them.
+"""Writes the JSON schemas beside this file, and the page docs/configuration.md.
 
-Run `python docs/schema/make.py` after a change of a key, its range or its docstring in
-rtx/settings/schema.py.
+Editors complete and check `conf/` and runs by the schemas. Run `python docs/schema/make.py` after a
+change of a key, its range or its docstring in rtx/settings/schema.py, or of a file in conf/. With
+`--check` nothing is written: it lists the files that are not current, and ends with 1.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import runpy
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,29 @@ def of_field(field: Field) -> dict[str, Any]:
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
 
 
+def files() -> dict[Path, str]:
+    """Return every file that follows from the schema, with its text."""
+    here = Path(__file__).parent
+    texts = {here / f"{name}.json": text_of(name) for name in (*GROUPS, "config")}
+    page = runpy.run_path(str(here.with_name("configuration.py")))
+    return {**texts, page["PAGE"]: page["text"]()}
+
+
+def main(words: list[str]) -> int:
+    """Write the files that are not current, or only list them; return the exit code."""
+    is_check = "--check" in words
+    changed = False
+    for path, text in files().items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        changed = True
+        if is_check:
+            print(f"{path.name} is not current: run python docs/schema/make.py")
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.name}")
+    return int(is_check and changed)
+
+
 if __name__ == "__main__":
-    for name in (*GROUPS, "config"):
-        Path(__file__).with_name(f"{name}.json").write_text(text_of(name))
+    sys.exit(main(sys.argv[1:]))

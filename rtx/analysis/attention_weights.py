@@ -92,9 +92,9 @@ def read_by(part: Reads, reads_R: Tensor) -> Reads:
     reads_P = reads_R[part.query.row_M]
     holes = None
     if part.holes is not None:
-        low_XP = part.holes.low_XP[:, reads_P]
-        high_XP = part.holes.high_XP[:, reads_P]
-        holes = Holes(part.holes.value_XM, low_XP, high_XP)
+        low_IP = part.holes.low_IP[:, reads_P]
+        high_IP = part.holes.high_IP[:, reads_P]
+        holes = Holes(part.holes.value_IM, low_IP, high_IP)
     return RangeReads(
         part.query.keep(reads_R),
         part.key,

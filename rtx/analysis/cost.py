@@ -1,28 +1,19 @@
 """What a run costs, from its configuration alone: parameters, and operations.
 
 Multiplications and additions count as one operation each. Attention is counted by the pairs of
-positions that patterns read, not by what a kernel computes and discards.
-
-Letters: N positions, C clusters.
+positions that patterns read, not by what a kernel computes and discards. Each pattern has its own
+numbers (`Pattern.pairs_of_head`, `Pattern.choice_operations`).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from rtx.attention import indexer
+from rtx.attention.pairs import triangle
 from rtx.model.heads import head_size
 from rtx.model.transformer import Transformer
-from rtx.settings.derived import (
-    ROUTED,
-    hash_buckets,
-    layer_patterns,
-    memory_slots,
-    queries_of_key_head,
-)
+from rtx.settings.derived import memory_slots
 from rtx.settings.schema import Config
 
 
@@ -73,16 +64,13 @@ def cost(config: Config, vocabulary: int) -> Cost:
     attention = 0.0
     selection = 0.0
     operations_of_pair = products_of_pair(config) * 2.0 * head_size(config)
-    for layer in range(config.model.layers):
-        for name, heads in layer_patterns(config, layer).items():
-            head = head_cost(name, config)
-            attention += operations_of_pair * heads * head.pairs
-            choosing = heads
-            if name == ROUTED and config.routing.group == "shared":
-                choosing = heads // queries_of_key_head(config.model)
-            selection += choosing * head.choice
-    all_heads = config.model.heads * config.model.layers
     N = config.data.length
+    for layer in model.attentions():
+        for group in layer.head_groups():
+            pattern = group.pattern
+            attention += operations_of_pair * group.heads * pattern.pairs_of_head(N)
+            selection += group.choosing_heads * pattern.choice_operations(N, group.size)
+    all_heads = config.model.heads * config.model.layers
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=sum(parameter.numel() for parameter in vocabulary_parameters(model)),
@@ -138,150 +126,3 @@ def dense_operations(model: Transformer, config: Config) -> float:
     for attention in model.attentions():
         projections += attention.qkv.weight.numel()
     return 2.0 * (config.data.length * weights + memory_slots(config.model) * projections)
-
-
-class HeadCost(NamedTuple):
-    """The cost of one head in one sequence."""
-
-    pairs: float
-    """Pairs of positions that it reads."""
-    choice: float = 0.0
-    """Operations by which it chooses them."""
-
-
-def head_cost(name: str, config: Config) -> HeadCost:
-    """Return the cost of a head of a group.
-
-    Clusters and buckets are taken as equally filled, and no pair as read in two rounds of hashing.
-    """
-    if name == ROUTED:
-        return selection_cost(config)
-    model = config.model
-    N = config.data.length
-    match name:
-        case "full":
-            return HeadCost(triangle(N))
-        case "lsh":
-            return hashing_cost(config)
-        case "strided":
-            return HeadCost(strided_pairs(N, model.stride))
-        case "fixed":
-            return HeadCost(fixed_pairs(N, model.stride, model.summary))
-        case "fixed_block":
-            return HeadCost(fixed_pairs(N, model.stride, 0))
-        case "fixed_summary":
-            # Its summary columns are those of earlier blocks.
-            all_pairs = fixed_pairs(N, model.stride, model.summary)
-            return HeadCost(all_pairs - fixed_pairs(N, model.stride, 0))
-        case "recurrent":
-            pairs = float(N * memory_slots(model))
-            if not model.same_length:
-                pairs += triangle(N)
-            return HeadCost(pairs)
-    return HeadCost(window_pairs(N, model.window))
-
-
-def hashing_cost(config: Config) -> HeadCost:
-    """Return the cost of a head of LSH attention: one product for a bucket and its opposite."""
-    N = config.data.length
-    size = config.model.hidden / config.model.heads
-    buckets_of_round = hash_buckets(config)
-    buckets = config.model.hash_rounds * buckets_of_round
-    pairs = buckets * window_pairs(N / buckets_of_round, config.model.window)
-    return HeadCost(pairs, buckets * size * N)
-
-
-def selection_cost(config: Config) -> HeadCost:
-    """Return the cost of a routing head."""
-    routing = config.routing
-    N = config.data.length
-    size = config.model.hidden / config.model.heads
-    match routing.selection:
-        case "exact":
-            return HeadCost(window_pairs(N, routing.window), 2 * size * triangle(N))
-        case "indexer":
-            # Scores of all pairs, and the matrices of its queries and keys.
-            choice = 2 * indexer.WIDTH * (triangle(N) + 2 * size * N)
-            return HeadCost(window_pairs(N, routing.window), choice)
-        case "blocks" | "blocks_random":
-            return block_cost(config)
-        case "probed":
-            return probed_cost(config)
-    return cluster_cost(config)
-
-
-def block_cost(config: Config) -> HeadCost:
-    """Return the cost of a head that chooses among finished blocks, and reads its own so far."""
-    routing = config.routing
-    N = config.data.length
-    size = config.model.hidden / config.model.heads
-    finished = finished_blocks(N, routing.block, N)
-    chosen = finished_blocks(N, routing.block, routing.window // routing.block)
-    pairs = fixed_pairs(N, routing.block, 0) + routing.block * chosen
-    if routing.compressed:
-        # Each finished block is one more key, its mean.
-        pairs += finished
-    choice = 0.0
-    if routing.selection == "blocks":
-        choice = 2 * size * finished
-    return HeadCost(pairs, choice)
-
-
-def probed_cost(config: Config) -> HeadCost:
-    """Return the cost of a head of probed clusters, which are taken as equally filled."""
-    routing = config.routing
-    N = config.data.length
-    C = routing.clusters or 0
-    size = config.model.hidden / config.model.heads
-    # The cluster of each key, and the clusters of each query.
-    choice = 2 * size * 2 * N * C
-    if routing.candidates:
-        choice += 2 * size * window_pairs(N, routing.candidates)
-    return HeadCost(window_pairs(N, routing.window), choice)
-
-
-def cluster_cost(config: Config) -> HeadCost:
-    """Return the cost of a head whose queries and keys belong to clusters."""
-    routing = config.routing
-    N = config.data.length
-    C = routing.clusters or 0
-    size = config.model.hidden / config.model.heads
-    pairs_of_cluster = triangle(min(routing.window, N))
-    if routing.selection == "nearest":
-        pairs_of_cluster = window_pairs(N / C, routing.window)
-    choice = 0.0
-    if routing.selection != "random":
-        vectors = {"shared": C, "separate": 2 * C, "tied": 2 * C, "projected": C + size}
-        choice = 2 * size * N * vectors[routing.keys]
-    return HeadCost(C * pairs_of_cluster, choice)
-
-
-def triangle(n: float) -> float:
-    """Pairs j <= i among n positions."""
-    return n * (n + 1) / 2
-
-
-def window_pairs(n: float, window: float) -> float:
-    """Pairs i - window < j <= i among n positions."""
-    window = min(window, n)
-    return triangle(window) + (n - window) * window
-
-
-def strided_pairs(n: int, stride: int) -> float:
-    """Pairs j <= i among n positions with a distance that is a multiple of the stride."""
-    return float((np.arange(n) // stride + 1).sum())
-
-
-def fixed_pairs(n: int, block: int, summary: int) -> float:
-    """Pairs j <= i among n positions in one block, or with j in a summary column of an earlier one.
-
-    Args:
-        summary: number of summary columns of a block.
-    """
-    i = np.arange(n)
-    return float((i % block + 1 + i // block * summary).sum())
-
-
-def finished_blocks(n: int, block: int, most: int) -> float:
-    """Blocks that end before a position, at most `most` of them, summed over n positions."""
-    return float((np.arange(n) // block).clip(max=most).sum())

@@ -36,7 +36,7 @@ from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size, make_pattern
 from rtx.settings.derived import ROUTED, layer_patterns, memory_slots
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
 
 META = torch.device("meta")
@@ -120,7 +120,7 @@ def joined_phrases(pattern: Pattern, config: Config, device: torch.device) -> st
 
 
 def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
-    """Return who reads whom in a sequence of random vectors, by a pattern of one head.
+    """Return what a pattern of one head reads in a sequence of random vectors, see `Pattern.reads`.
 
     For a GPU, lists of clusters have the room that they have there, and no numbers.
     """
@@ -130,7 +130,8 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     if isinstance(pattern, TopKeys) and pattern.has_index:
         index_NK = torch.zeros(N, pattern.max_keys(N), dtype=torch.int8)
         return [IndexReads(index_NK, N)]
-    if gpu and isinstance(pattern, Routing | Probed):
+    # Lists that read both sides have the lengths that their scores give them, on a GPU, too.
+    if gpu and isinstance(pattern, Routing | Probed) and pattern.causal:
         return static_parts(pattern.to(META).train(), N, size)
     if gpu and isinstance(pattern, AdaptiveSpan):
         # On a GPU spans reach as far as the window: their true reach would make the CPU wait.

@@ -37,7 +37,7 @@ from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size, make_pattern
 from rtx.settings.derived import ROUTED, layer_patterns, memory_slots, queries_of_key_head
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import CLUSTERED, Config
 
 

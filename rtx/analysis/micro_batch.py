@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint
 from rtx.analysis.planned_device import on_gpu
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config, with_values
 
 FILLED = 0.85

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rtx.analysis.cost import Cost, passes_of_step
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
 
 RATES = Path(__file__).with_name("rates.json")

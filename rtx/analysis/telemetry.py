@@ -16,10 +16,10 @@ from rtx.sharded import whole
 def read_telemetry(model: nn.Module) -> dict[str, float]:
     """Return means over layers for the last training batch; empty if no head has any.
 
-    `routing/*` are from `Routing.seen`. `empty_share` is the share of clusters without members.
-    `member_share` and `member_most` are the mean and the largest number of members of a cluster
-    over W; if heads have keys of their own, of key members. `in_none`, `in_one` and `in_many` are
-    the shares of positions whose queries belong to 0, 1 or more clusters.
+    `routing/*` are from `Routing.last_members`. `empty_share` is the share of clusters without
+    members. `member_share` and `member_most` are the mean and the largest number of members of a
+    cluster, divided by W; of key members if keys have separate memberships. `in_none`, `in_one` and
+    `in_many` are the shares of positions whose queries belong to 0, 1 or more clusters.
 
     `span/*` are the learned spans of heads in positions, without the ramp.
     """
@@ -42,8 +42,8 @@ def routing_telemetry(model: nn.Module) -> dict[str, float]:
     """Return how clusters were filled, as means over layers."""
     layers = []
     for heads in model.modules():
-        if isinstance(heads, Routing) and heads.seen:
-            lists, rows = heads.seen
+        if isinstance(heads, Routing) and heads.last_members:
+            lists, rows = heads.last_members
             layers.append(layer_telemetry(lists, rows, heads.window))
     if not layers:
         return {}

@@ -3,50 +3,61 @@
 A query *reads* a key if it attends to it. The library imports nothing else of rtx. To know one
 pattern, open its file:
 
-    positional.py  Full, Local, Recurrent, Strided, Fixed, FixedBlock, FixedSummary
-    adaptive_span.py, lsh.py, probed.py, indexer.py, blocks.py: one pattern and its variants each
-    top_keys.py    Exact, and the base class of Probed, Indexer and Blocks
-    clusters.py    Random, and the base class of patterns with clusters
-    routing.py     TopK, Thresholds, Nearest
+    positional.py      Full, Local, Recurrent, Strided, Fixed, FixedBlock, FixedSummary
+    adaptive_span.py   AdaptiveSpan
+    lsh.py             Lsh
+    clusters.py        Random, and the base class of patterns with clusters
+    routing.py         TopK, Thresholds, Nearest
+    top_keys.py        Exact, and the base class of Probed, Indexer and Blocks
+    probed.py          Probed
+    indexer.py         Indexer
+    blocks.py          Blocks, RandomBlocks
 
 It has the rule in plain Python, then the batch form (whole sequences on tensors), then the stream.
-To go on from there:
+The other files, in the order in which they help to read on:
 
-    pattern.py     the base class of all patterns, with the forward pass
-    reads.py       how a pattern describes which query reads which keys: packed lists, or an index
-    engine/        attention over the keys that are read
-    cache.py       the KV caches of streams
-    oracle.py      slow attention by the rules, which tests compare everything with
-    members.py     selection of the members of clusters by their scores
+    pattern.py         the base class of all patterns, with the forward pass
+    reads.py           how a pattern describes which query reads which keys: lists, or an index
+    engine/            attention over the keys that are read
+    cache.py, stream.py: the KV caches of streams, and a stream that counts its positions
+    padding.py         attention over padded sequences
+    documents.py       sequences of several documents, which read nothing of each other
+    oracle.py          slow attention by the rules, with which tests compare everything
+    ties.py            which scores count as equal
+    members.py         selection of the members of clusters by their scores
     centroids.py, centroid_update.py: the centroids of clusters, and how a training step moves them
-    ties.py        which scores count as equal
+    key_centroids.py, inverted_file.py, probed_lists.py, candidates.py: the parts of Probed
     static.py, room.py: selection in static shapes for GPUs, and lists of limited length for it
+    once.py            caches of lists that follow from shapes
+    pairs.py           numbers of pairs, for plans
 
 Names of tensors end with the letters of their dimensions: `q_BHND` is `[B, H, N, D]`, and 1 is a
-dimension of size 1. All files of this folder use these letters:
+dimension of size 1. All files of this folder use these letters; those of engine/ have a few more,
+which each file explains:
 
-    A  keys that a query chooses among      N  positions of a sequence
-    B  sequences, or streams                O  hash rounds of all heads
-    C  clusters (or lists) of a head        P  query members of lists
-    D  head size                            Q  queries, or positions, of a piece of work
-    E  size of what a choice compares       R  rows: positions of all heads, B * H * N
-    F  columns of a random matrix           S  slots of a cache
-    G  blocks of a sequence                 T  hash rounds
-    H  heads                                U  groups of sequences that are padded alike
-    I  repeats                              V  sides with thresholds
-    J  some lists, members or blocks        W  attention window: keys that a query reads at most
-    K  keys of a query                      X  heads of all sequences, B * H, or some of them
-    L  lists of all heads, B * H * C        Y  layers
-    M  key members of lists
-
-Three kinds of names differ: M is distances in tables by distance (`keys_MD`, `bias_HM`), X is
-conditions in `Holes`, and T is the numbers in a row of statistics (`total_T`).
+    A  keys that a query chooses among      O  hash rounds of all heads
+    B  sequences, or streams                P  query members of lists
+    b  positions of a block                 Q  queries, or positions, of a piece of work
+    C  clusters (or lists) of a head        R  rows: positions of all heads, B * H * N
+    D  head size                            S  slots of a cache
+    E  size of what a choice compares       T  hash rounds
+    F  columns of a random matrix           U  groups of sequences that are padded alike
+    G  blocks of a sequence                 V  sides with thresholds
+    H  heads                                W  attention window: keys that a query reads at most
+    I  conditions of `Holes`                X  heads of all sequences, B * H, or some of them
+    J  some lists, members or blocks        Y  layers
+    K  keys of a query                      Z  numbers in a row of statistics
+    L  lists of all heads, B * H * C
+    M  key members of lists; in tables by distance (`keys_MD`, `bias_HM`), which checkpoints and
+       users name so, distances
+    N  positions of a sequence
 """
 
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.clusters import ClusterPattern, Random
+from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
@@ -75,6 +86,7 @@ __all__ = [
     "Centroids",
     "ClusterPattern",
     "ContiguousPattern",
+    "Documents",
     "Exact",
     "Fixed",
     "FixedBlock",

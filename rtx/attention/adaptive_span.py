@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_number, check_positive
 from rtx.attention.cache import Cache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.pairs import window_pairs
 from rtx.attention.positional import ContiguousPattern, PositionCache
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
@@ -75,7 +76,7 @@ class AdaptiveSpan(ContiguousPattern):
 
     @torch.no_grad()
     def reach(self) -> int:
-        """Return how many positions a query reads in the head with the longest span, itself included.
+        """Return how many positions a query of the longest span reads, itself included.
 
         On a GPU it is the window, an upper bound, so that the CPU need not wait for the spans.
         """
@@ -120,9 +121,16 @@ class AdaptiveSpan(ContiguousPattern):
         weighted = self.cost * total
         return weighted / heads
 
+    def pairs_of_head(self, length: int) -> float:
+        """Return the number of pairs of a head with the longest span, an upper bound."""
+        return window_pairs(length, self.window)
+
     @torch.no_grad()
     def after_step(self) -> None:
-        """Clamp the spans to [0, window], as the released code does: outside, they get no gradient."""
+        """Clamp the spans to [0, window], as the released code does.
+
+        Outside of that range they have no gradient.
+        """
         self.share_H.clamp_(0, 1)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:

@@ -35,7 +35,7 @@ from rtx.attention.members import products
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.recompute import recomputed
-from rtx.attention.ties import best
+from rtx.attention.ties import best, tie_margin
 from rtx.attention.top_keys import GrowingCache, TopKeys, last_readable, numbers_in, readable_count
 
 POSITION_FACTOR = 0x9E3779B1
@@ -48,31 +48,17 @@ MASK_32 = 0xFFFFFFFF
 """The lowest 32 bits."""
 
 
-def best_blocks(
-    score_NG: Tensor,
-    margin_NG: Tensor,
-    block: int,
-    count: int,
-    attend_self: bool,
-) -> Tensor:
-    """Return which keys each query reads, `[1, N, N]`, bool: its own block and the best others.
+def block_means(x_ND: Tensor, block: int) -> list[Tensor]:
+    """Return the mean of each whole block of b positions, `[D]` each.
 
     Args:
-        score_NG: the score of each finished block for each query.
-        margin_NG: scores within the margin of the lowest selected score count as equal to it.
         block: b.
-        count: the number of finished blocks that a query reads at most.
-        attend_self: see `readable_count`.
     """
-    N = len(score_NG)
-    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
-    margins = margin_NG.tolist()
-    for i, score_G in enumerate(score_NG.tolist()):
-        finished = i // block
-        mask_NN[i, finished * block : readable_count(i, attend_self)] = True
-        for g in best(score_G[:finished], margins[i][:finished], count):
-            mask_NN[i, g * block : (g + 1) * block] = True
-    return mask_NN[None]
+    means = []
+    for stop in range(block, len(x_ND) + 1, block):
+        total_D = x_ND[stop - block : stop].sum(0)
+        means.append(total_D / block)
+    return means
 
 
 def compressed(
@@ -96,11 +82,12 @@ def compressed(
     both_ND = torch.zeros_like(out_ND)
     for i, q_D in enumerate(q_ND):
         finished = i // block
-        mean_k_GD = k_ND[: finished * block].unflatten(0, (finished, block)).mean(1)
-        mean_v_GD = v_ND[: finished * block].unflatten(0, (finished, block)).mean(1)
-        weight_G = (scale * mean_k_GD @ q_D).softmax(0)
-        gate_2 = (gate_2D @ q_D).sigmoid()
-        both_ND[i] = gate_2[0] * out_ND[i] + gate_2[1] * (weight_G @ mean_v_GD)
+        k_GbD = k_ND[: finished * block].unflatten(0, (finished, block))
+        v_GbD = v_ND[: finished * block].unflatten(0, (finished, block))
+        weight_G = (scale * k_GbD.mean(1) @ q_D).softmax(0)
+        other_D = weight_G @ v_GbD.mean(1)
+        gate, other_gate = (gate_2D @ q_D).sigmoid()
+        both_ND[i] = gate * out_ND[i] + other_gate * other_D
     return both_ND
 
 
@@ -136,7 +123,9 @@ class Blocks(TopKeys):
         self.size = size
         self.block = block
         self.count = self.window // block
-        self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None
+        self.gate_H2D: nn.Parameter | None = None
+        if compressed:
+            self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size))
 
     def max_keys(self, length: int) -> int:
         finished = min(self.count, length // self.block)
@@ -154,7 +143,8 @@ class Blocks(TopKeys):
         """Return the mean of each finished block, `[B, H, G, D]`."""
         finished = x_BHND.shape[2] // self.block
         stop = finished * self.block
-        x_BHGbD = x_BHND[:, :, :stop].unflatten(2, (finished, self.block))
+        finished_BHND = x_BHND[:, :, :stop]
+        x_BHGbD = finished_BHND.unflatten(2, (finished, self.block))
         return x_BHGbD.mean(3)
 
     def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
@@ -170,21 +160,41 @@ class Blocks(TopKeys):
         own_block_Q = position_Q // self.block
         return block_G >= own_block_Q[:, None]
 
+    @torch.no_grad()
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """Return the mask of the branch that chooses; `finish_by_rule` adds the other branch."""
-        N = qk.q_BHND.shape[2]
-        position_N = torch.arange(N, device=qk.q_BHND.device)
-        mean_BHGD = self.means(qk.k_BHND)
-        score_BHNG = self.scores(qk.q_BHND, mean_BHGD, position_N)
-        q_N1D = qk.q_BHND[0, head, :, None]
-        margin_NG = self.tie_margins(q_N1D, mean_BHGD[0, head])
-        return best_blocks(
-            score_BHNG[0, head],
-            margin_NG,
-            self.block,
-            self.count,
-            self.attend_self,
-        )
+        q_ND = qk.q_BHND[0, head]
+        means = block_means(qk.k_BHND[0, head], self.block)
+        N = len(q_ND)
+        mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
+        for i, q_D in enumerate(q_ND):
+            open_block = i // self.block
+            first = open_block * self.block
+            stop = readable_count(i, self.attend_self)
+            mask_NN[i, first:stop] = True
+            scores = []
+            margins = []
+            for g in range(open_block):
+                place = (head, i, g)
+                scores.append(self.score_by_rule(q_D, means[g], place))
+                margins.append(self.margin_by_rule(q_D, means[g]))
+            for g in best(scores, margins, self.count):
+                first = g * self.block
+                mask_NN[i, first : first + self.block] = True
+        return mask_NN[None]
+
+    def score_by_rule(self, q_D: Tensor, mean_D: Tensor, place: tuple[int, int, int]) -> float:
+        """Return the score of a finished block for a query.
+
+        Args:
+            place: the head, the position of the query, and the block.
+        """
+        return float(q_D @ mean_D)
+
+    def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
+        """Return the margin within which other scores count as equal to `score_by_rule`."""
+        margin = tie_margin(q_D.norm(), mean_D.norm(), q_D.dtype)
+        return float(margin)
 
     def finish_by_rule(
         self,
@@ -213,13 +223,15 @@ class Blocks(TopKeys):
         column_b = torch.arange(self.block, device=device)
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
-        finished_BHQJb = block_BHQJ[..., None] * self.block + column_b
+        first_BHQJ1 = block_BHQJ[..., None] * self.block
+        finished_BHQJb = first_BHQJ1 + column_b
+        finished_BHQK = finished_BHQJb.flatten(-2)
         open_block_Q1 = position_Q[:, None] // self.block
         open_Qb = open_block_Q1 * self.block + column_b
         open_BHQb = open_Qb.expand(B, H, -1, -1)
-        key_BHQK = torch.cat([finished_BHQJb.flatten(-2), open_BHQb], dim=-1)
-        # A query after at most `count` finished blocks reads all keys up to its position. For such a
-        # query, some of `block_BHQJ` are not finished.
+        key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
+        # A query after at most `count` finished blocks reads all keys up to its position. Some of
+        # its `block_BHQJ` are not finished.
         number_K = torch.arange(key_BHQK.shape[-1], device=device)
         key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)
@@ -275,11 +287,33 @@ class Blocks(TopKeys):
         other_BHQD = weight_BHQG.to(mean_v_BHGD.dtype) @ mean_v_BHGD
         gate_H2D = self.gate_H2D.to(q_BHQD.dtype)
         gate_BHQ2 = (q_BHQD @ gate_H2D.mT).sigmoid()
-        gate_BHQ2 = gate_BHQ2.to(out_BHQD.dtype)
-        return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * other_BHQD
+        gate_BHQ1, other_gate_BHQ1 = gate_BHQ2.to(out_BHQD.dtype).split(1, dim=-1)
+        return gate_BHQ1 * out_BHQD + other_gate_BHQ1 * other_BHQD
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the pairs in open blocks and in chosen ones; a mean of a block is one more key."""
+        positions_of_open_block = torch.arange(length) % self.block + 1
+        pairs = int(positions_of_open_block.sum())
+        pairs += self.block * finished_blocks(length, self.block, self.count)
+        if self.gate_H2D is not None:
+            pairs += finished_blocks(length, self.block, length)
+        return float(pairs)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        return 2.0 * size * finished_blocks(length, self.block, length)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return BlockCache(self, relative)
+
+
+def finished_blocks(length: int, block: int, most: int) -> int:
+    """Return the number of finished blocks of each position, at most `most`, summed over all N.
+
+    Args:
+        length, block: N and b.
+    """
+    finished_N = torch.arange(length) // block
+    return int(finished_N.clamp(max=most).sum())
 
 
 class RandomBlocks(Blocks):
@@ -316,6 +350,21 @@ class RandomBlocks(Blocks):
         """Return zeros: the scores are not rounded."""
         return torch.zeros_like(super().tie_margins(query, key))
 
+    def score_by_rule(self, q_D: Tensor, mean_D: Tensor, place: tuple[int, int, int]) -> float:
+        """Return the hash of `scores`, by Python's integers."""
+        head, i, g = place
+        number = i * POSITION_FACTOR + g * BLOCK_FACTOR + head * HEAD_FACTOR
+        number = as_int64(number + self.seed * SEED_FACTOR)
+        for factor in MIXING_FACTORS:
+            number = ((number ^ (number >> 15)) * factor) & MASK_32
+        return float(number)
+
+    def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
+        return 0.0
+
+    def choice_operations(self, length: int, size: int) -> float:
+        return 0.0
+
 
 def as_int64(number: int) -> int:
     """Return the int64 whose bits are the lowest 64 of the number."""
@@ -339,7 +388,8 @@ class BlockCache(GrowingCache):
         mean_BHGD = self.pattern.means(k_BHND)
         block = self.pattern.block
         self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
-        self.open_k_BHND = k_BHND[:, :, mean_BHGD.shape[2] * block :]
+        finished = mean_BHGD.shape[2] * block
+        self.open_k_BHND = k_BHND[:, :, finished:]
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)

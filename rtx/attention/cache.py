@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, soft_attend
 from rtx.attention.grouped import expanded, first_of_each
-from rtx.attention.reads import QueriesKeys
+from rtx.attention.reads import QueriesKeys, Reads
 
 FIRST_SLOTS = 256
 """The number of slots that a growing cache starts with; it doubles when they are full."""
@@ -29,13 +29,22 @@ class Cache(ABC):
     """The KV cache of a batch of streams, for the heads of one pattern."""
 
     @abstractmethod
-    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
         """Store the positions 0 to N - 1 of each stream, before any step.
 
         Of grouped queries, the values have as many heads as there are key-value heads.
 
         The cache then has the same contents as after N calls of `decode`. The outputs of these
         positions come from the pattern's forward pass with `streaming`.
+
+        Args:
+            parts: the result of `Pattern.reads` with `streaming`, so that a selection need not be
+                computed twice; None: not available.
         """
 
     @abstractmethod
@@ -65,7 +74,12 @@ class RowCache(Cache):
         """As many heads as the values have."""
         self.value_BHSD: Tensor | None = None
 
-    def prefill(self, qk: QueriesKeys, v_BHND: Tensor) -> None:
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
         self.put(qk, v_BHND, 0)
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -134,18 +148,21 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
     """
     B, H, N, D = new_BHND.shape
     if x_BHSD is None:
-        x_BHSD = new_BHND.new_zeros(B, H, ring or max(FIRST_SLOTS, N), D)
+        slots = ring or max(FIRST_SLOTS, N)
+        x_BHSD = new_BHND.new_zeros(B, H, slots, D)
     slots = x_BHSD.shape[2]
     missing = first + N - slots
     if not ring and missing > 0:
-        x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(missing, slots)))
-        slots = x_BHSD.shape[2]
+        added = max(missing, slots)
+        x_BHSD = F.pad(x_BHSD, (0, 0, 0, added))
+        slots += added
     if N == 1:
         x_BHSD[:, :, first % slots] = new_BHND[:, :, 0]
         return x_BHSD
     # If there are more positions than slots, only the last ones remain.
     skipped = max(0, N - slots)
-    slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % slots
+    position_N = torch.arange(first + skipped, first + N, device=x_BHSD.device)
+    slot_N = position_N % slots
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
 
 

@@ -1,7 +1,7 @@
 """Candidates: the keys that a query probes, of which it reads the W with the largest logits.
 
-The compiled kernel makes `native_index`. Torch's operations make `candidate_index`, for some queries
-of some heads at a time.
+The compiled kernel makes `native_index`. Torch's operations make `candidate_index`, for some
+queries of some heads at a time.
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head
 size, R = B * H * N rows, Q queries of a piece, A candidates of a query, W keys that it reads.
@@ -170,7 +170,8 @@ def best_candidates(
     """
     is_none_XQA = position_XQA >= length
     logit_XQ1A = products(q_XQD[:, :, None], k_XQAD)
-    logit_XQA = logit_XQ1A[:, :, 0].masked_fill(is_none_XQA, -math.inf)
+    logit_XQA = logit_XQ1A[:, :, 0]
+    logit_XQA = logit_XQA.masked_fill(is_none_XQA, -math.inf)
 
     def margin(slot_XQ1: Tensor) -> Tensor:
         k_XQ1D = k_XQAD.take_along_dim(slot_XQ1[..., None], dim=2)

@@ -22,7 +22,7 @@ Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster
 scores is 8. At a rate of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
 Shapes: Y layers with the same rule, H heads, C clusters, D head size; V sides with thresholds: 2 if
-queries and keys have separate memberships, else 1, or 0 without thresholds; T numbers in a layer's
+queries and keys have separate memberships, else 1, or 0 without thresholds; Z numbers in a layer's
 row of statistics.
 """
 
@@ -96,12 +96,12 @@ class Statistics(NamedTuple):
     """The number of sequences."""
 
 
-def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistics:
-    """Return the statistics as views of one vector `[T]`, or of one vector a layer `[Y, T]`."""
+def statistics_in(total_Z: Tensor, shape_HCD: tuple[int, int, int]) -> Statistics:
+    """Return the statistics as views of one vector `[Z]`, or of one vector a layer `[Y, Z]`."""
     H, C, D = shape_HCD
-    layers = total_T.shape[:-1]
+    layers = total_Z.shape[:-1]
     sizes = statistics_sizes(shape_HCD)
-    sums, counts, scores, positions, sequences = total_T.split(sizes, dim=-1)
+    sums, counts, scores, positions, sequences = total_Z.split(sizes, dim=-1)
     return Statistics(
         sum_HCD=sums.unflatten(-1, (H, C, D)),
         count_HC=counts.unflatten(-1, (H, C)),
@@ -112,7 +112,7 @@ def statistics_in(total_T: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
 
 
 def statistics_sizes(shape_HCD: tuple[int, int, int]) -> list[int]:
-    """Return how many numbers each field of `Statistics` has; their sum is T."""
+    """Return how many numbers each field of `Statistics` has; their sum is Z."""
     H, C, D = shape_HCD
     clusters = H * C
     return [clusters * D, clusters, 2 * 3 * clusters, 1, 1]
@@ -124,16 +124,16 @@ def to_sphere(x_HCD: Tensor) -> Tensor:
     return F.normalize(x_HCD, dim=-1) * math.sqrt(D)
 
 
-def moved(rule: Rule, state: State, total_YT: Tensor) -> State:
+def moved(rule: Rule, state: State, total_YZ: Tensor) -> State:
     """Return the centroids, thresholds and numbers of steps after a step.
 
     A layer without statistics keeps its state. A head with a NaN or infinity in its statistics
     keeps its centroids and thresholds, because NaN would stay in the running means for ever.
 
     Args:
-        total_YT: the statistics of each layer, see `statistics_in`.
+        total_YZ: the statistics of each layer, see `statistics_in`.
     """
-    statistics = statistics_in(total_YT, rule.shape_HCD)
+    statistics = statistics_in(total_YZ, rule.shape_HCD)
     gathered_Y = statistics.sequences > 0
     moves_YH = gathered_Y[:, None] & all_finite(statistics)
     old_YHCD = state.centroid_YHCD.double()
@@ -293,7 +293,8 @@ def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH:
     """
     old_YVHC = state.threshold_YVHC
     scores = moments_of(statistics, old_YVHC.shape[1])
-    wanted_Y111 = rule.window * statistics.positions[:, None, None, None] / rule.length
+    positions_Y111 = statistics.positions[:, None, None, None]
+    wanted_Y111 = rule.window * positions_Y111 / rule.length
     excess_YVHC = scores.count_YVHC / wanted_Y111 - 1
     excess_YVHC = excess_YVHC.clamp(max=MAX_EXCESS)
     rise_YVHC = rule.threshold_rate * excess_YVHC * scores.deviation_YVHC

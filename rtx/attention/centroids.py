@@ -6,7 +6,7 @@ centroid_update.py has the formulas.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists of members,
 Y layers with the same rule; V sides with thresholds: 2 if queries and keys have separate
-memberships, else 1, or 0 without thresholds; T numbers in a layer's row of statistics.
+memberships, else 1, or 0 without thresholds; Z numbers in a layer's row of statistics.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class Centroids(nn.Module):
         self.reset_statistics()
 
     def quantile(self) -> float:
-        """Return the value that a standard normal variable exceeds with probability window / length.
+        """Return the value that a standard normal variable exceeds with probability window / N.
 
-        -inf if the probability is 1.
+        N is `length`. If the probability is 1, the value is -inf.
         """
         share = self.window / self.length
         if share >= 1:
@@ -187,10 +187,10 @@ class Centroids(nn.Module):
         H, C, D = self.centroid_HCD.shape
         numbers = sum(statistics_sizes((H, C, D)))
         device = self.centroid_HCD.device
-        self.total_T = torch.zeros(numbers, dtype=torch.float64, device=device)
-        """All statistics since the last step in one vector, which one all-reduce sums over ranks."""
-        self.statistics = statistics_in(self.total_T, (H, C, D))
-        """Views of `total_T`."""
+        self.total_Z = torch.zeros(numbers, dtype=torch.float64, device=device)
+        """All statistics since the last step in one vector; one all-reduce sums it over ranks."""
+        self.statistics = statistics_in(self.total_Z, (H, C, D))
+        """Views of `total_Z`."""
 
     @torch.no_grad()
     def observe(
@@ -209,18 +209,21 @@ class Centroids(nn.Module):
             side: `QUERIES` or `KEYS`.
             member_count_L: the number of members of each list.
             sum_LD, count_L: the sums and numbers of the vectors that each centroid moves towards.
-            moment_2BHC: for each centroid the sum of all scores, and the sum of their squares. None:
-                not needed, because members are not selected by thresholds.
+            moment_2BHC: for each centroid the sum of all scores, and the sum of their squares.
+                None: members are not selected by thresholds, so they are not needed.
         """
         B, H, N, D = x_BHND.shape
         C = self.centroid_HCD.shape[1]
         if not B * N:
             return
         statistics = self.statistics
-        statistics.sum_HCD.add_(sum_LD.view(B, H, C, D).sum(0))
-        statistics.count_HC.add_(count_L.view(B, H, C).sum(0))
+        sum_BHCD = sum_LD.view(B, H, C, D)
+        count_BHC = count_L.view(B, H, C)
+        member_count_BHC = member_count_L.view(B, H, C)
+        statistics.sum_HCD.add_(sum_BHCD.sum(0))
+        statistics.count_HC.add_(count_BHC.sum(0))
         seen_3HC = statistics.seen_2_3_HC[side]
-        seen_3HC[0].add_(member_count_L.view(B, H, C).sum(0))
+        seen_3HC[0].add_(member_count_BHC.sum(0))
         if moment_2BHC is not None:
             seen_3HC[1:].add_(moment_2BHC.sum(1))
         if side == QUERIES:
@@ -229,7 +232,7 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
-        """Initialise centroids and thresholds with the first sequence of a batch, if it is not empty.
+        """Initialise centroids and thresholds with the first sequence of a batch that is not empty.
 
         Each centroid gets the direction of a query, as k-means commonly starts at data; the paper
         starts at random. Thresholds are set so that `window` of `length` positions of the sequence
@@ -322,27 +325,34 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
 
     The CPU reads no number back from a GPU.
     """
-    state, total_YT = stacked(layers)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total_YT)
-    after = move(rule, state, total_YT)
+    state, total_YZ = stacked(layers)
+    if is_distributed():
+        dist.all_reduce(total_YZ)
+    after = move(rule, state, total_YZ)
     copy_rows(after.centroid_YHCD, [layer.centroid_HCD for layer in layers])
     thresholds = thresholds_of(layers)
     if thresholds:
         copy_rows(after.threshold_YVHC.flatten(0, 1), thresholds)
     copy_rows(after.steps_Y, [layer.steps for layer in layers])
     # One kernel for a list of tensors; torch has no public name for it.
-    torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
+    torch._foreach_zero_([layer.total_Z for layer in layers])  # type: ignore[attr-defined]
+
+
+def is_distributed() -> bool:
+    """Return whether there are several ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return dist.get_world_size() > 1
 
 
 def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:
-    """Return copies of the state of layers with one rule, and of their statistics, `[Y, T]`."""
+    """Return copies of the state of layers with one rule, and of their statistics, `[Y, Z]`."""
     state = State(
         centroid_YHCD=torch.stack([layer.centroid_HCD for layer in layers]),
         threshold_YVHC=stacked_thresholds(layers),
         steps_Y=torch.stack([layer.steps for layer in layers]),
     )
-    return state, torch.stack([layer.total_T for layer in layers])
+    return state, torch.stack([layer.total_Z for layer in layers])
 
 
 def stacked_thresholds(layers: list[Centroids]) -> Tensor:

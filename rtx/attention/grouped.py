@@ -1,7 +1,7 @@
 """Grouped queries: several query heads share the keys and values of one head (Ainslie et al. 2023).
 
-With H query heads and G key-value heads, I = H / G query heads share each key-value head: head g has
-the query heads g I to g I + I - 1. A pattern chooses in one of two ways which keys they read:
+With H query heads and G key-value heads, I = H / G query heads share each key-value head: head g
+has the query heads g I to g I + I - 1. A pattern chooses in one of two ways which keys they read:
 
     own      every query head chooses by its query. Keys and values count once for each query head.
     shared   the query heads of a key-value head read the same keys, chosen by the mean of their
@@ -68,7 +68,18 @@ def repeated(qk: QueriesKeys, queries: int) -> QueriesKeys:
     if qk.k_BHND is qk.q_BHND:
         k_XGND = q_XGND
         rotated_k_XGND = rotated_q_XGND
-    return QueriesKeys(q_XGND, k_XGND, rotated_q_XGND, rotated_k_XGND, qk.memory)
+    documents = qk.documents
+    if documents is not None:
+        documents = documents.repeated(queries)
+    return QueriesKeys(
+        q_XGND,
+        k_XGND,
+        rotated_q_XGND,
+        rotated_k_XGND,
+        memory=qk.memory,
+        documents=documents,
+        counts=qk.counts,
+    )
 
 
 def for_attention(qk: QueriesKeys, queries: int) -> QueriesKeys:

@@ -19,6 +19,7 @@ piece, K keys of a query.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive
+from rtx.attention.pairs import triangle
 from rtx.attention.precision import widened
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
 from rtx.attention.recompute import recomputed
@@ -45,7 +47,7 @@ class Indexer(TopKeys):
 
     Args:
         heads, size: H and D.
-        units: E.
+        width: E.
         warmup: the number of training steps for which the heads are dense.
 
     Raises:
@@ -57,20 +59,20 @@ class Indexer(TopKeys):
         heads: int,
         size: int,
         *,
-        units: int = WIDTH,
+        width: int = WIDTH,
         warmup: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        check_positive(size=size, units=units)
+        check_positive(size=size, width=width)
         check_positive(0, heads=heads, warmup=warmup)
         self.heads = heads
         self.size = size
         self.warmup = warmup
         deviation = size**-0.5
-        self.query_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
+        self.query_HDE = nn.Parameter(torch.randn(heads, size, width) * deviation)
         """P_q."""
-        self.key_HDE = nn.Parameter(torch.randn(heads, size, units) * deviation)
+        self.key_HDE = nn.Parameter(torch.randn(heads, size, width) * deviation)
         """P_k."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
@@ -78,6 +80,20 @@ class Indexer(TopKeys):
         """The number in `steps`, so that the CPU need not wait for a GPU to learn it; None: not
         yet copied from there."""
         self.register_load_state_dict_post_hook(Indexer.forget_step_count)
+
+    def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
+        """Return q_i P_q / sqrt(E) and k_j P_k, one position after the other."""
+        query_DE = self.query_HDE[head]
+        key_DE = self.key_HDE[head]
+        E = query_DE.shape[1]
+        queries = []
+        keys = []
+        for q_D in qk.q_BHND[0, head]:
+            query_E = query_DE.T @ q_D
+            queries.append(query_E / math.sqrt(E))
+        for k_D in qk.k_BHND[0, head]:
+            keys.append(key_DE.T @ k_D)
+        return torch.stack(queries), torch.stack(keys)
 
     def choice_queries(self, qk: QueriesKeys) -> Tensor:
         q_BHND = qk.q_BHND.detach()
@@ -124,6 +140,12 @@ class Indexer(TopKeys):
         if self.dense:
             return length
         return min(self.window, length)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of the projections of queries and keys, and of all scores."""
+        E = self.query_HDE.shape[-1]
+        projections = 2 * size * length
+        return 2.0 * E * (triangle(length) + projections)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         if not self.dense:

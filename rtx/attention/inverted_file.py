@@ -45,10 +45,11 @@ def largest_norm(centroid_XCD: Tensor) -> Tensor:
     return norm_XC1.amax(1, keepdim=True)
 
 
-def nearest_clusters(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
-    """Return the cluster whose centroid is nearest to each key, `[X, N]`; the first of equal ones.
+def clusters_by_distance(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
+    """Return the cluster whose centroid is closest to each key, `[X, N]`; the first of equal ones.
 
-    The nearest centroid c has the largest k . c - |c|^2 / 2. Scores are equal to the largest within
+    The closest centroid c has the largest k . c - |c|^2 / 2. (For routing heads, the *nearest*
+    cluster is the one with the largest product k . c.) Scores are equal to the largest within
     64 units in the last place of (|k| + r) r, where r is the largest norm of a centroid.
     """
     square_XC = centroid_XCD.square().sum(-1)
@@ -80,7 +81,7 @@ def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
     for heads in pieces(B * H, scores_of_head):
         some_centroid_XCD = centroid_XCD[heads]
         some_k_XND = k_XND[heads]
-        clusters.append(nearest_clusters(some_centroid_XCD, some_k_XND))
+        clusters.append(clusters_by_distance(some_centroid_XCD, some_k_XND))
     return torch.cat(clusters).view(B, H, N)
 
 
@@ -173,7 +174,7 @@ def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self:
     C = centroid_XCD.shape[1]
     position_N = torch.arange(N, device=q_XND.device)
     last_N = last_readable(position_N, attend_self)
-    cluster_XN = nearest_clusters(centroid_XCD, k_XND)
+    cluster_XN = clusters_by_distance(centroid_XCD, k_XND)
     cluster_C = torch.arange(C, device=q_XND.device)
     is_member_XNC = cluster_XN[..., None] == cluster_C
     count_XNC = is_member_XNC.cumsum(1, dtype=torch.int32)

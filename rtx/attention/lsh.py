@@ -41,6 +41,7 @@ from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.pairs import window_pairs
 from rtx.attention.pattern import Prepared
 from rtx.attention.pieces import piece_size, pieces
 from rtx.attention.precision import no_autocast, wide_type, widened
@@ -217,13 +218,13 @@ class Lsh(ClusterPattern):
                 reads_itself_M = reads_itself_R[row_M]
                 stop_M = stop_M + reads_itself_M.long()
             # In an earlier round a row reads the members from its first one to the one before it.
-            first_XM = first_TR[:t, row_M]
-            member_XM = member_TR[:t, row_M]
-            holes = Holes(value_XM=member_XM, low_XP=first_XM, high_XP=member_XM)
+            first_IM = first_TR[:t, row_M]
+            member_IM = member_TR[:t, row_M]
+            holes = Holes(value_IM=member_IM, low_IP=first_IM, high_IP=member_IM)
             if streaming and self.variant == REFORMER:
                 start_M, holes = with_ascending_starts(start_M, holes)
             part = RangeReads(lists, lists, start_M, stop_M, N)
-            if len(holes.value_XM):
+            if len(holes.value_IM):
                 part = part._replace(holes=holes)
             parts.append(part)
         return parts
@@ -259,6 +260,15 @@ class Lsh(ClusterPattern):
         first_of_head_M = head_M * N
         chunk_M = (number_M - first_of_head_M) // chunk
         return first_of_head_M + (chunk_M - 1) * chunk
+
+    def pairs_of_head(self, length: int) -> float:
+        """Return the pairs of all rounds, as if no pair were read in two of them."""
+        pairs_of_bucket = window_pairs(length / self.buckets, self.window)
+        return self.rounds * self.buckets * pairs_of_bucket
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of one product for each bucket and its opposite together."""
+        return float(self.rounds * self.buckets * size * length)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)
@@ -346,10 +356,10 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
     from_last_M = start_M.flip(0).cummin(0).values
     least_M = from_last_M.flip(0)
     number_M = torch.arange(len(start_M), device=start_M.device)
-    value_XM = torch.cat([holes.value_XM, number_M[None]])
-    low_XM = torch.cat([holes.low_XP, least_M[None]])
-    high_XM = torch.cat([holes.high_XP, start_M[None]])
-    return least_M, Holes(value_XM, low_XM, high_XM)
+    value_IM = torch.cat([holes.value_IM, number_M[None]])
+    low_IM = torch.cat([holes.low_IP, least_M[None]])
+    high_IM = torch.cat([holes.high_IP, start_M[None]])
+    return least_M, Holes(value_IM, low_IM, high_IM)
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
@@ -382,22 +392,22 @@ class LshCache(ClusterCache):
 
     pattern: Lsh
 
-    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+    def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
         newest_J = self.joined_L[list_J] - 1
         members_since_JS = (newest_J[:, None] - slot_S) % self.slots
         reach_J = self.reach(list_J)
         is_in_reach_JS = members_since_JS < reach_J[:, None]
-        is_filled_JS = at_JS >= 0
-        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, at_JS, -1)
+        is_filled_JS = position_JS >= 0
+        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, position_JS, -1)
         # The query is in one list of each round; the rounds of a head follow one another.
         slots_of_head = self.pattern.rounds * self.slots
         readable_XA = readable_JS.view(-1, slots_of_head)
         position_XA = without_repeats(readable_XA)
         is_self_XA = position_XA == position
         is_read_XA = mask_without_self(position_XA >= 0, is_self_XA)
-        return is_read_XA.view_as(at_JS)
+        return is_read_XA.view_as(position_JS)
 
     def reach(self, list_J: Tensor) -> Tensor:
         """Return how many of a list's last members the query may read, its own key included."""
@@ -414,8 +424,8 @@ class LshCache(ClusterCache):
 def without_repeats(position_XA: Tensor) -> Tensor:
     """Return the positions, with -1 for all repeats of an earlier item."""
     sorted_XA, slot_XA = position_XA.sort(dim=-1, stable=True)
-    later_XI = sorted_XA[:, 1:]
-    is_repeated_XI = later_XI == sorted_XA[:, :-1]
-    later_XI.masked_fill_(is_repeated_XI, -1)
+    later_XA = sorted_XA[:, 1:]
+    is_repeated_XA = later_XA == sorted_XA[:, :-1]
+    later_XA.masked_fill_(is_repeated_XA, -1)
     first_XA = torch.empty_like(sorted_XA)
     return first_XA.scatter_(-1, slot_XA, sorted_XA)

@@ -186,7 +186,7 @@ def moments(score_XCN: Tensor) -> Tensor:
 
 
 def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
-    """Return the places in the flat scores of the `window` best positions of each cluster, ascending.
+    """Return the `window` best positions of each cluster, as places in the flat scores, ascending.
 
     NaN counts as the lowest score.
     """
@@ -198,8 +198,9 @@ def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     score_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
     position_XCW = best_places(score_XCN, window, margin)
     position_XCW = position_XCW.sort(dim=-1).values
-    cluster_XC1 = torch.arange(X * C, device=score_XCN.device).view(X, C, 1)
-    place_XCW = cluster_XC1 * N + position_XCW
+    list_L = torch.arange(X * C, device=score_XCN.device)
+    list_XC1 = list_L.view(X, C, 1)
+    place_XCW = list_XC1 * N + position_XCW
     return place_XCW.flatten()
 
 

@@ -12,12 +12,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention import grouped
 from rtx.attention.arguments import (
+    check_across,
+    check_both_sides,
     check_call,
+    check_causal,
     check_choice,
+    check_documents,
     check_finite_call,
     check_heads,
     check_memory,
@@ -26,9 +31,11 @@ from rtx.attention.arguments import (
     check_shape,
 )
 from rtx.attention.cache import Cache
+from rtx.attention.documents import Documents, groups_of_documents
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.padding import QKV, attend_padded
+from rtx.attention.padding import QKV, attend_groups, attend_padded
+from rtx.attention.pairs import triangle
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.static import is_static
@@ -62,13 +69,16 @@ class Pattern(nn.Module, ABC):
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: probability, on attention weights, in training.
-        attend_self: False: a position reads itself only if it reads nothing else. None: what the
+        attend_self: False: a position reads itself only if it reads nothing else. None: the
             default of the class.
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
             give the same results, up to rounding.
+        causal: False: without a left-to-right mask, as in an encoder. A position then reads later
+            positions, too, always its own, and there are no streams and no tables by distance.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or causal=False of a pattern that is always causal
+            (`takes_both_sides`).
     """
 
     has_keys = True
@@ -76,14 +86,24 @@ class Pattern(nn.Module, ABC):
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `streaming`."""
     attend_self = True
-    """Whether a query that reads other keys of a list reads its own key, too. `rule` ignores it; the
-    oracle applies it to the mask that `rule` returns."""
+    """Whether a query that reads other keys of a list reads its own key, too.
+
+    `rule` ignores it; the oracle applies it to the mask that `rule` returns.
+    """
+    takes_both_sides = False
+    """Whether the pattern can be made with causal=False."""
+    takes_other_keys = False
+    """Whether, with causal=False, there may be another number of keys than of queries
+    (cross-attention). Otherwise positions decide what is read."""
     normalises = False
     """Whether `prepare` normalises the queries and the keys."""
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
     """How the outputs of several lists are merged, see `rtx.attention.engine.attend`."""
+    bounds_documents = False
+    """Whether `reads` keeps to `QueriesKeys.documents`. Otherwise `forward` attends documents of
+    equal length together, as sequences."""
     heads: int | None = None
     """H, if a tensor of the pattern fixes it."""
     size: int | None = None
@@ -100,6 +120,7 @@ class Pattern(nn.Module, ABC):
         dropout: float = 0.0,
         attend_self: bool | None = None,
         backend: str = "auto",
+        causal: bool = True,
     ) -> None:
         super().__init__()
         if scale is not None:
@@ -113,8 +134,12 @@ class Pattern(nn.Module, ABC):
         self.register_parameter("sink_H", None)
         self.sink_H: nn.Parameter | None
         if attend_self is None:
-            attend_self = self.attend_self
+            attend_self = self.attend_self or not causal
         self.attend_self = attend_self
+        self.causal = causal
+        if not causal:
+            check_both_sides(self)
+            self.strictly_causal = False
 
     def group_queries(self, queries: int, *, together: bool = False) -> None:
         """Let `queries` query heads share each key-value head; see `rtx.attention.grouped`.
@@ -206,6 +231,24 @@ class Pattern(nn.Module, ABC):
         """Return the auxiliary loss, zero for most patterns; `parts` is the result of `reads`."""
         return qk.q_BHND.new_zeros((), dtype=wide_type(qk.q_BHND.dtype))
 
+    def pairs_of_head(self, length: int) -> float:
+        """Return how many pairs (query, key) a head reads in a sequence of N = `length` positions.
+
+        Plans count operations by it. Where it depends on content it is an estimate; clusters count
+        as equally filled. This default is an upper bound, all pairs of full attention.
+        """
+        return triangle(length)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations by which a head chooses the keys of a sequence; 0: by position.
+
+        Multiplications and additions count as one operation each, for plans.
+
+        Args:
+            length, size: N and D.
+        """
+        return 0.0
+
     def after_step(self) -> None:
         """Update tensors that the optimizer does not train, after each step, on every rank."""
 
@@ -219,7 +262,12 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None = None,
         relative: RelativeTables | None = None,
     ) -> Stream:
-        """Return a new stream, at position 0; the arguments are those of `forward`."""
+        """Return a new stream, at position 0; the arguments are those of `forward`.
+
+        Raises:
+            ValueError: the pattern has causal=False.
+        """
+        check_causal(self.causal, "stream()")
 
         def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
@@ -235,15 +283,15 @@ class Pattern(nn.Module, ABC):
         *,
         rotate: Rotate | None,
         relative: RelativeTables | None,
-    ) -> tuple[Tensor, QueriesKeys]:
-        """Return the outputs of a prompt, and its prepared queries and keys.
+    ) -> tuple[Tensor, QueriesKeys, list[Reads]]:
+        """Return the outputs of a prompt, its prepared queries and keys, and what it reads.
 
         Every selection is made from the prefix, as in a stream.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative, self.queries)
         qk = self.inputs(q_BHND, k_BHND, rotate)
-        out_BHND, _ = self.choose_and_attend(qk, v_BHND, relative, streaming=True)
-        return out_BHND, qk
+        out_BHND, _, parts = self.choose_and_attend(qk, v_BHND, relative, streaming=True)
+        return out_BHND, qk, parts
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms of logits and weights besides queries, keys and values.
@@ -251,8 +299,12 @@ class Pattern(nn.Module, ABC):
         Args:
             size: D.
         """
-        scale = 1 / math.sqrt(size) if self.scale is None else self.scale
-        dropout = self.dropout if self.training else 0.0
+        scale = self.scale
+        if scale is None:
+            scale = 1 / math.sqrt(size)
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout
         return LogitTerms(scale, dropout, relative, sink_IH=self.sinks())
 
     def forward(
@@ -267,12 +319,15 @@ class Pattern(nn.Module, ABC):
         real_BN: Tensor | None = None,
         check_finite: bool = False,
         memory: int = 0,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs `[B, H, N, D]` of positions after a memory, and the auxiliary loss.
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
-                After `group_queries`, keys and values have fewer heads.
+                After `group_queries`, keys and values have fewer heads. With `takes_other_keys` and
+                causal=False the number of keys and values may be another than that of queries
+                (cross-attention, without padding, documents and rotation).
             rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers
                 select by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
@@ -285,24 +340,74 @@ class Pattern(nn.Module, ABC):
                 spread, even to earlier positions.
             memory: the number of positions at the start that serve as keys and values alone, for
                 patterns that take a memory. They have no outputs.
+            documents: the documents of the sequences. Positions get the outputs that they would get
+                if each document were a sequence by itself, see `rtx.attention.documents`. None:
+                each sequence is one document.
 
         Raises:
             ValueError: tensors that do not fit together. The message names the argument.
         """
+        if not self.causal:
+            check_causal(relative is None, "relative")
+            check_causal(not streaming, "streaming=True")
+            check_causal(not memory, "memory")
+            if k_BHND is not None and k_BHND.shape[2:3] != q_BHND.shape[2:3]:
+                is_plain = rotate is None and real_BN is None and documents is None
+                return self.forward_across(q_BHND, k_BHND, v_BHND, is_plain, check_finite)
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, self.queries)
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
         check_memory(memory, q_BHND.shape[2], self.takes_memory)
+        check_documents(documents, q_BHND, memory)
         qkv = (q_BHND, k_BHND, v_BHND)
-        if real_BN is None or bool(real_BN.all()):
-            return self.forward_unpadded(qkv, memory, rotate, relative, streaming)
+        if real_BN is not None and bool(real_BN.all()):
+            real_BN = None
         attend_unpadded = partial(
             self.forward_unpadded,
             rotate=rotate,
             relative=relative,
             streaming=streaming,
         )
-        return attend_padded(attend_unpadded, qkv, real_BN, memory)
+        # With tables by distance, logits depend on the angles of rotated queries, which must then
+        # begin anew with each document.
+        is_turned_anew = rotate is not None and relative is not None
+        is_bounded = self.bounds_documents and self.causal
+        is_bounded = is_bounded and not is_turned_anew and real_BN is None
+        if documents is not None and not is_bounded:
+            groups, row_J = groups_of_documents(documents, real_BN)
+            return attend_groups(attend_unpadded, qkv, groups, row_J)
+        if real_BN is not None:
+            return attend_padded(attend_unpadded, qkv, real_BN, memory)
+        return attend_unpadded(qkv, memory, documents=documents)
+
+    def forward_across(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor,
+        v_BHND: Tensor,
+        is_plain: bool,
+        check_finite: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of `forward` for another number of keys than of queries.
+
+        The shorter ones are filled up with zeros, which no query reads and no list contains.
+
+        Args:
+            is_plain: whether there are neither padding nor documents nor rotation.
+        """
+        check_across(self, q_BHND, k_BHND, v_BHND, is_plain)
+        if check_finite:
+            check_finite_call(q_BHND, k_BHND, v_BHND, None, None)
+        queries = q_BHND.shape[2]
+        keys = k_BHND.shape[2]
+        fill_queries = (0, 0, 0, max(0, keys - queries))
+        fill_keys = (0, 0, 0, max(0, queries - keys))
+        k_BHND = F.pad(k_BHND, fill_keys)
+        v_BHND = F.pad(v_BHND, fill_keys)
+        qk = self.inputs(F.pad(q_BHND, fill_queries), k_BHND, None)
+        qk = qk._replace(counts=(queries, keys))
+        out_BHND, loss, _ = self.choose_and_attend(qk, v_BHND, None, streaming=False)
+        return out_BHND[:, :, :queries], loss
 
     def forward_unpadded(
         self,
@@ -311,11 +416,17 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         relative: RelativeTables | None,
         streaming: bool,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `forward` for sequences without padding."""
+        """Return the result of `forward` for sequences without padding.
+
+        Args:
+            documents: None unless `bounds_documents`.
+        """
         q_BHND, k_BHND, v_BHND = qkv
-        qk = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
-        out_BHND, loss = self.choose_and_attend(qk, v_BHND, relative, streaming)
+        qk = self.inputs(q_BHND, k_BHND, rotate)
+        qk = qk._replace(memory=memory, documents=documents)
+        out_BHND, loss, _ = self.choose_and_attend(qk, v_BHND, relative, streaming)
         return out_BHND[:, :, memory:], loss
 
     def choose_and_attend(
@@ -324,15 +435,18 @@ class Pattern(nn.Module, ABC):
         v_BHND: Tensor,
         relative: RelativeTables | None,
         streaming: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of all query heads, `[B, H, N, D]`, and the auxiliary loss."""
+    ) -> tuple[Tensor, Tensor, list[Reads] | None]:
+        """Return the outputs of all query heads, `[B, H, N, D]`, and the auxiliary loss.
+
+        The third result is what the heads of `qk` read; None: there are lists for copies alone.
+        """
         if self.chooses_together:
             return self.attend_together(qk, v_BHND, relative, streaming)
         with torch.no_grad():
             parts = self.observe(qk, streaming)
         v_BHND = grouped.expanded(v_BHND, self.queries)
         out_BHND = self.attend(qk, v_BHND, parts, relative)
-        return out_BHND, self.loss(qk, parts)
+        return out_BHND, self.loss(qk, parts), parts
 
     def attend_together(
         self,
@@ -340,7 +454,7 @@ class Pattern(nn.Module, ABC):
         v_BGND: Tensor,
         relative: RelativeTables | None,
         streaming: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, list[Reads] | None]:
         """Return the result of `choose_and_attend` for query heads that choose together."""
         # Static lists have room behind their last member, so that they cannot follow one another.
         is_in_copies = is_static(qk.q_BHND, self.backend)
@@ -352,8 +466,10 @@ class Pattern(nn.Module, ABC):
         with torch.no_grad():
             parts = self.observe(qk, streaming)
         loss = self.loss(qk, parts)
+        parts_of_choice = None
         copies = 1
         if not is_in_copies:
+            parts_of_choice = parts
             copies = self.queries
             rows = qk.q_BHND.shape[:3].numel()
             parts = [grouped.repeated_reads(part, copies, rows) for part in parts]
@@ -363,7 +479,7 @@ class Pattern(nn.Module, ABC):
             parts,
             relative,
         )
-        return grouped.together(out_XGND, self.queries), loss
+        return grouped.together(out_XGND, self.queries), loss, parts_of_choice
 
     def inputs(
         self,

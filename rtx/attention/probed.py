@@ -8,7 +8,7 @@ clusters, and the file lists the members of each. A search compares a query with
 alone, chooses some clusters by that, and looks at their lists: it *probes* these clusters. Here the
 vectors are the keys of a head, and its queries search.
 
-1. A key k belongs to the cluster c with the nearest centroid mu_c: that with the largest
+1. A key k belongs to the cluster c with the closest centroid mu_c: that with the largest
    k . mu_c - |mu_c|^2 / 2, which orders centroids as their distances do.
 2. A query q at position i takes the clusters in the order of q . mu_c, the largest first, until
    they hold at least m keys at positions j <= i, or no cluster is left. The order is by products
@@ -71,12 +71,12 @@ from rtx.attention.inverted_file import (
     clusters_of,
     early_count,
     max_probed,
-    nearest_clusters,
     probed_clusters,
     query_margins,
 )
 from rtx.attention.key_centroids import KeyCentroids
 from rtx.attention.members import products, sums_of_lists
+from rtx.attention.pairs import window_pairs
 from rtx.attention.precision import widened
 from rtx.attention.probed_lists import (
     collect_members,
@@ -88,7 +88,7 @@ from rtx.attention.probed_lists import (
 )
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, RangeReads, Reads, pack
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best
+from rtx.attention.ties import best, highest, tie_margin
 from rtx.attention.top_keys import GrowingCache, TopKeys, readable_count
 
 LARGEST = sys.float_info.max
@@ -118,6 +118,28 @@ def probed_positions(
                 positions += members[c][-target:]
         remaining = [c for c in remaining if c not in equal]
     return sorted(positions)
+
+
+def cluster_of_key(k_D: Tensor, centroid_CD: Tensor, largest_norm: Tensor) -> int:
+    """Return the cluster whose centroid is closest to a key; the first of equal ones.
+
+    Args:
+        largest_norm: of the centroids.
+    """
+    scores = []
+    for mu_D in centroid_CD:
+        score = float(k_D @ mu_D - mu_D @ mu_D / 2)
+        scores.append(finite_number(score))
+    margin = finite_margin(k_D.norm() + largest_norm, largest_norm)
+    return highest(scores, [margin for _ in scores])
+
+
+def finite_margin(norm: Tensor, other_norm: Tensor) -> float:
+    """Return the margin of products of vectors with these norms; 0 if it is no finite number."""
+    margin = float(tie_margin(norm, other_norm, norm.dtype))
+    if math.isfinite(margin):
+        return margin
+    return 0.0
 
 
 def positions_by_cluster(cluster_N: list[int]) -> dict[int, list[int]]:
@@ -228,15 +250,15 @@ class Probed(TopKeys):
 
     # The rule.
 
+    @torch.no_grad()
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         q_ND = qk.rotated_q_BHND[0, head]
         k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)
         centroid_CD = self.centroids.centroid_HCD[head].to(q_ND.dtype)
-        cluster_1N = nearest_clusters(centroid_CD[None], k_ND[None])
-        margin_1N1 = query_margins(centroid_CD[None], q_ND[None])
-        cluster_N = cluster_1N[0].tolist()
-        margin_N = margin_1N1[0, :, 0].tolist()
+        largest_norm = max(mu_D.norm() for mu_D in centroid_CD)
+        cluster_N = [cluster_of_key(k_D, centroid_CD, largest_norm) for k_D in k_ND]
+        margin_N = [finite_margin(q_D.norm(), largest_norm) for q_D in q_ND]
         score_NC = (q_ND @ centroid_CD.T).tolist()
         target = self.reach(N).target
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
@@ -362,7 +384,8 @@ class Probed(TopKeys):
         m = max(1, self.reach(length).target)
         N = max(1, length)
         rows = heads * length
-        probed = 1 + m * self.clusters / N * math.log(N / m)
+        clusters_of_m_keys = m * self.clusters / N
+        probed = 1 + clusters_of_m_keys * math.log(N / m)
         probed = min(probed, self.clusters)
         room = self.room_factor * math.ceil(rows * probed)
         return min(room, rows * self.clusters)
@@ -391,7 +414,10 @@ class Probed(TopKeys):
         return self.reads(qk, streaming)
 
     def gather(self, qk: QueriesKeys) -> None:
-        """In training, add up the keys of each cluster; the first batch initialises the centroids."""
+        """Add up the keys of each cluster in training.
+
+        The first batch initialises the centroids.
+        """
         self.files = None
         k_BHND = widened(qk.rotated_k_BHND.detach())
         if self.centroids.seed_with_next and self.centroids.training:
@@ -418,6 +444,18 @@ class Probed(TopKeys):
             return self.files.packed()
         cluster_BHN = clusters_of(self.centroids.centroid_HCD, k_BHND)
         return pack(cluster_BHN, self.clusters, complete=True)
+
+    # Costs.
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of products with centroids, and with candidates.
+
+        Keys and queries are both multiplied with all centroids.
+        """
+        products_of_head = 2.0 * length * self.clusters
+        if self.candidates is not None:
+            products_of_head += window_pairs(length, self.candidates)
+        return 2 * size * products_of_head
 
     # The stream.
 

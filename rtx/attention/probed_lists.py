@@ -42,7 +42,8 @@ def early_lists(shape: torch.Size, reach: Reach, device: torch.device) -> list[R
     B, H, N, _ = shape
     early = early_count(reach, N)
     make = partial(make_early_lists, B * H, N, early, reach.attend_self)
-    return made_once(("early", B, H, N, early, reach.attend_self), device, make)
+    form = ("early", B, H, N, early, reach.attend_self)
+    return made_once(form, device, make)
 
 
 def make_early_lists(
@@ -58,7 +59,8 @@ def make_early_lists(
         heads: X.
         length: N.
     """
-    row_XN = torch.arange(heads * length, device=device).view(heads, length)
+    row_R = torch.arange(heads * length, device=device)
+    row_XN = row_R.view(heads, length)
     count_X = torch.full((heads,), early, device=device)
     lists = MemberLists(row_XN[:, :early].flatten(), count_X)
     return [members_read(lists, lists, length, max(1, early), attend_self)]
@@ -118,11 +120,13 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     numbers = []
     clusters = []
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
-        number_S = late_probes(search, reach).flatten().nonzero()[:, 0]
-        numbers.append(number_S + heads.start * C * N)
+        is_probed_XCN = late_probes(search, reach)
+        number_J = is_probed_XCN.flatten().nonzero()[:, 0]
+        numbers.append(number_J + heads.start * C * N)
         clusters.append(search.cluster_XN)
     number_P = torch.cat(numbers)
-    keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
+    cluster_BHN = torch.cat(clusters).view(B, H, N)
+    keys = pack(cluster_BHN, C, complete=True)
     list_P = number_P // N
     count_L = torch.bincount(list_P, minlength=len(keys.count_L))
     queries = MemberLists(rows_of(number_P, C, N), count_L)
@@ -133,7 +137,9 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
 def late_probes(search: Search, reach: Reach) -> Tensor:
     """Return which queries that are not early probe which clusters, `[X, C, N]`, bool."""
     is_probed_XNC = search.probed_XNC(reach.target)
-    is_probed_XNC[:, : early_count(reach, is_probed_XNC.shape[1])] = False
+    N = is_probed_XNC.shape[1]
+    early = early_count(reach, N)
+    is_probed_XNC[:, :early] = False
     return is_probed_XNC.mT
 
 
@@ -207,7 +213,8 @@ def collect_members(
         count_1 = static_selection.collect(is_probed, offset, number_P1, count_1)
         counts.append(is_probed_XCN.sum(-1).flatten())
         clusters.append(search.cluster_XN)
-    keys = pack(torch.cat(clusters).view(B, H, N), C, complete=True)
+    cluster_BHN = torch.cat(clusters).view(B, H, N)
+    keys = pack(cluster_BHN, C, complete=True)
     return Members(number_P1[:room], torch.cat(counts), count_1, keys)
 
 

@@ -19,16 +19,19 @@ it reads the *key members* 1 and 2 (start_P[2] to stop_P[2] - 1), which are the 
 in two lists is two members.
 
 Shapes: B sequences, H heads, X = B * H, C lists of a head, N positions, R = B * H * N rows, L lists
-of all heads, P query members and M key members of all lists together, K keys of a query at the
-most.
+of all heads, P query members and M key members of all lists together, K keys of a query at most, I
+conditions of holes.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rtx.attention.documents import Documents
 
 
 class QueriesKeys(NamedTuple):
@@ -50,6 +53,10 @@ class QueriesKeys(NamedTuple):
     """If several query heads choose together (`rtx.attention.grouped`), by the mean in `q_BHND`:
     the queries of each, as `grouped.apart` returns them; else None."""
     rotated_each_q_XHND: Tensor | None = None
+    documents: Documents | None = None
+    """Documents that reads must keep to; None: each sequence is one document."""
+    counts: tuple[int, int] | None = None
+    """In cross-attention the number of queries and of keys; what follows is filled up. None: N."""
 
 
 class MemberLists(NamedTuple):
@@ -80,16 +87,16 @@ class MemberLists(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """Exceptions from ranges, by X conditions x.
+    """Exceptions from ranges, by I conditions.
 
-    Query member p does not read key member m, although it is in its range, if for any condition x
+    Query member p does not read key member m, although it is in its range, if for any condition i
 
-        low_XP[x, p] <= value_XM[x, m] < high_XP[x, p].
+        low_IP[i, p] <= value_IM[i, m] < high_IP[i, p].
     """
 
-    value_XM: Tensor
-    low_XP: Tensor
-    high_XP: Tensor
+    value_IM: Tensor
+    low_IP: Tensor
+    high_IP: Tensor
 
 
 class Window(NamedTuple):
@@ -139,6 +146,10 @@ class RangeReads(NamedTuple):
         times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
         return times_R.index_add_(0, self.query.row_M, reads_some_P.long())
 
+    def lists_read_P(self, rows: int) -> Tensor:
+        """Return in how many lists the row of each query member reads something; at least 1."""
+        return self.times_R(rows).clamp(min=1)[self.query.row_M]
+
 
 class IndexReads(NamedTuple):
     """An index: row r reads the rows index_RK[r].
@@ -153,6 +164,13 @@ class IndexReads(NamedTuple):
 
 
 Reads = RangeReads | IndexReads
+
+
+def first_rows(B: int, H: int, N: int, device: torch.device) -> Tensor:
+    """Return the row of position 0 of each sequence and head, `[B, H, 1, 1]`."""
+    head_X = torch.arange(B * H, device=device)
+    row_X = head_X * N
+    return row_X.view(B, H, 1, 1)
 
 
 def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
@@ -225,10 +243,37 @@ def members_read(
     first_of_list_P = keys.first_L()[queries.list_M()]
     start_P = first_of_list_P.maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
+    most = min(window, length)
     if not attend_self and len(keys.row_M):
         is_self_P = last_is_self(queries, keys, stop_P)
         has_others_P = stop_P - start_P > 1
         stop_P = stop_P - (is_self_P & has_others_P).long()
+    return RangeReads(queries, keys, start_P, stop_P, length, most=most)
+
+
+def members_around(
+    queries: MemberLists,
+    keys: MemberLists,
+    length: int,
+    window: int,
+) -> RangeReads:
+    """Return ranges: every query reads the `window` keys of its list that are around its position.
+
+    Half of them are before it, and those that a list lacks on one side are taken from the other. A
+    list with at most `window` keys is read whole.
+
+    Args:
+        length: N.
+    """
+    key_order_M = order(keys, length)
+    query_order_P = order(queries, length)
+    list_P = queries.list_M()
+    first_P = keys.first_L()[list_P]
+    stop_of_list_P = first_P + keys.count_L[list_P]
+    start_P = torch.searchsorted(key_order_M, query_order_P) - window // 2
+    last_start_P = (stop_of_list_P - window).maximum(first_P)
+    start_P = start_P.maximum(first_P).minimum(last_start_P)
+    stop_P = (start_P + window).minimum(stop_of_list_P)
     return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
 
 
@@ -245,7 +290,8 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
         parts: a range that contains the query's own key must end with it.
         rows: R.
     """
-    read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
+    device = parts[0].query.row_M.device
+    read_R = torch.zeros(rows, dtype=torch.int64, device=device)
     for part in parts:
         count_P = part.stop_P - part.start_P
         read_R.index_add_(0, part.query.row_M, count_P)
@@ -261,6 +307,30 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     return others
 
 
+def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
+    """Return ranges without the keys of other documents than that of the query.
+
+    A query whose own key was left out, as it reads others, reads it if no other key remains.
+
+    Args:
+        part: ranges of keys up to the position of the query, without holes.
+        first_R: the row of the first token of the document of each row.
+    """
+    assert part.holes is None
+    N = part.length
+    key_order_M = order(part.key, N)
+    first_P = first_R[part.query.row_M] % max(1, N)
+    first_order_P = part.query.list_M() * N + first_P
+    start_P = part.start_P.maximum(torch.searchsorted(key_order_M, first_order_P))
+    stop_P = part.stop_P.maximum(start_P)
+    if len(key_order_M):
+        # The key after the range is the query's own if that was left out.
+        next_order_P = key_order_M[stop_P.clamp(max=len(key_order_M) - 1)]
+        is_self_P = next_order_P == order(part.query, N)
+        stop_P = stop_P + (is_self_P & (stop_P == start_P)).long()
+    return RangeReads(part.query, part.key, start_P, stop_P, N, most=part.most)
+
+
 def bounded_read(
     queries: MemberLists,
     keys: MemberLists,
@@ -274,10 +344,13 @@ def bounded_read(
 
     Args:
         length: N.
+        since_N, until_N: `[N]`, or `[R]` for bounds that depend on the sequence.
     """
     key_order_M = order(keys, length)
     first_order_P = queries.list_M() * length
     position_P = positions(queries, length)
+    if len(since_N) != length:
+        position_P = queries.row_M
     since_P = since_N[position_P].clamp(0, length)
     until_P = until_N[position_P].clamp(0, length)
     start_P = torch.searchsorted(key_order_M, first_order_P + since_P)

@@ -1,9 +1,10 @@
 """Routing heads: a position reads (attends to) positions that are in the same clusters.
 
 Each head has C clusters, with one centroid each. The *score* of a vector in a cluster is its dot
-product with the centroid. Scores decide which positions are members of a cluster. In each of its
-clusters a position reads the last W members up to itself (`ClusterPattern`). Three classes have
-different rules of membership:
+product with the centroid. The *nearest* cluster of a vector is the one that scores it highest; of
+centroids of equal norm its centroid is also the closest one. Scores decide which positions are
+members of a cluster. In each of its clusters a position reads the last W members up to itself
+(`ClusterPattern`). Three classes have different rules of membership:
 
     TopK         the W positions of the whole sequence that score highest (Algorithm 1 of the paper)
     Thresholds   all positions whose score reaches the threshold of the cluster
@@ -18,6 +19,19 @@ The batch form processes whole sequences at once. It has two implementations. On
 of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`),
 so that in training the CPU does not wait for the GPU. Static lists have room for a fixed number of
 members (room.py).
+
+Names from other files that this one uses:
+
+    ClusterPattern     the base class: a query reads the last W members of a cluster (clusters.py)
+    Centroids          the centroids and thresholds, and the statistics that move them
+    choose_members     selects members by the scores of whole sequences (members.py)
+    PrefixTopK         the W best of the positions so far; `arrivals` applies it to whole sequences
+    MemberLists        packed lists of members; `members_read` returns which member reads which
+                       (reads.py has a picture)
+    best, highest      the best of some scores; scores within a margin are equal, and of equal ones
+                       the first is taken (ties.py)
+    selection_functions, Selected, separate_lists, LISTS
+                       the same selection in static shapes: functions and results for GPUs
 
 Statistics. `reads` has no side effects. The forward pass calls `observe`. In training, `observe`
 also gathers the statistics that move the centroids after the step (centroids.py).
@@ -39,7 +53,7 @@ from rtx.attention.arguments import check_number
 from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
-from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins, last_members
+from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.engine.static_selection import Selected, memberships, separate_lists
@@ -85,6 +99,8 @@ class SideMembers(NamedTuple):
 class Routing(ClusterPattern):
     """H routing heads. Subclasses decide who is a member of a cluster.
 
+    With causal=False a whole sequence decides, whatever the subclass: the encoder of the paper.
+
     `ClusterPattern` documents the other options. The window is that of the centroids.
 
     Args:
@@ -99,6 +115,8 @@ class Routing(ClusterPattern):
             1e-4; Roy et al. 2021 does not mention it.
     """
 
+    takes_both_sides = True
+
     def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
         has_keys = centroids.keys != "shared"
         super().__init__(has_keys=has_keys, window=centroids.window, **options)
@@ -108,13 +126,17 @@ class Routing(ClusterPattern):
         self.size = D
         self.centroids = centroids
         self.commitment = commitment
-        self.seen: tuple[list[MemberLists], int] | None = None
-        """For telemetry: the lists of each side, and B * H * N, both of the last training batch."""
+        self.last_members: tuple[list[MemberLists], int] | None = None
+        """For telemetry: the lists of each side, and B * H * N, both of the last training batch;
+        None: there was none."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
         """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
         q_BHND = qk.q_BHND
         k_BHND = qk.k_BHND
+        if qk.counts is not None:
+            queries, keys = qk.counts
+            return [q_BHND[:, :, :queries], k_BHND[:, :, :keys]]
         if self.centroids.keys == "separate":
             return [q_BHND, k_BHND]
         if self.centroids.projection_HDD is None:
@@ -142,7 +164,7 @@ class Routing(ClusterPattern):
             members.append(member_CN)
         query_CN = members[0]
         key_CN = members[-1]
-        return last_members(query_CN, key_CN, self.window)
+        return self.read_by_rule(query_CN, key_CN)
 
     def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
         """Return the scores of the first sequence in one head, `[C, N]` for each side."""
@@ -161,26 +183,35 @@ class Routing(ClusterPattern):
     # The batch form.
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        N = qk.q_BHND.shape[2]
-        members = self.select(self.clustered(qk))
-        return [self.reads_of(members, N)]
+        members = self.select(self.clustered(qk), is_dynamic=self.needs_dynamic(qk))
+        return [self.reads_of(members, qk)]
 
     @torch.no_grad()
-    def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[SideMembers]:
+    def select(
+        self,
+        vectors: list[Tensor],
+        with_nearest: bool = False,
+        is_dynamic: bool = False,
+    ) -> list[SideMembers]:
         """Return the members of each side.
 
         Args:
             vectors: the vectors of each side, `[B, H, N, D]`.
             with_nearest: compute `SideMembers.nearest` from the same scores (dynamic shapes only).
+            is_dynamic: in lists whose lengths depend on the scores, on a GPU, too.
         """
         members = []
         for side, x_BHND in enumerate(vectors):
-            if is_static(x_BHND, self.backend):
+            if is_static(x_BHND, self.backend) and not is_dynamic:
                 selected = self.select_static(x_BHND, side)
                 members.append(side_members(selected))
             else:
                 members.append(self.select_dynamic(x_BHND, side, with_nearest))
         return members
+
+    def needs_dynamic(self, qk: QueriesKeys) -> bool:
+        """Return whether ranges are bounded otherwise than lists in static shapes have them."""
+        return qk.documents is not None or not self.causal
 
     @abstractmethod
     def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
@@ -190,18 +221,22 @@ class Routing(ClusterPattern):
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """Return the members of one side in static shapes."""
 
-    def reads_of(self, members: list[SideMembers], length: int) -> RangeReads:
+    def reads_of(self, members: list[SideMembers], qk: QueriesKeys) -> RangeReads:
         """Return which members read which, as packed lists.
 
         Args:
             members: of each side.
-            length: N.
         """
+        length = qk.q_BHND.shape[2]
         # With one side, `queries` and `keys` are the same object.
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
-            return members_read(queries.lists, keys.lists, length, self.window, self.attend_self)
+            if qk.counts is None:
+                return self.read_of_lists(queries.lists, keys.lists, qk)
+            query_lists = longer_rows(queries.lists, qk.counts[0], length)
+            key_lists = longer_rows(keys.lists, qk.counts[1], length)
+            return self.read_of_lists(query_lists, key_lists, qk)
         lists = queries.selected.lists
         if keys is not queries:
             lists = separate_lists(
@@ -240,15 +275,14 @@ class Routing(ClusterPattern):
         if selects_from_prefixes or not self.training or gathering.is_paused:
             return self.reads(qk, streaming)
         vectors = self.clustered(qk)
-        members = self.select(vectors, self.follows_nearest)
-        B, H, N, _ = qk.q_BHND.shape
-        rows = B * H * N
+        members = self.select(vectors, self.follows_nearest, self.needs_dynamic(qk))
+        rows = vectors[0].shape[:3].numel()
         if rows:
             for side, x_BHND in enumerate(vectors):
                 self.add_statistics(members[side], x_BHND, side)
             lists = [members_of_side.lists for members_of_side in members]
-            self.seen = (lists, rows)
-        return [self.reads_of(members, N)]
+            self.last_members = (lists, rows)
+        return [self.reads_of(members, qk)]
 
     def seed(self, qk: QueriesKeys) -> None:
         """Initialise the centroids with vectors of this batch, if `seed_with_next` is set."""
@@ -384,6 +418,25 @@ class Routing(ClusterPattern):
         nearest_BHND = centroid_HCD[head_H1, nearest_BHN]
         return (x_BHND - nearest_BHND).square().mean()
 
+    # Costs.
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        return C * self.pairs_of_cluster(min(self.window, length))
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of all scores, and of the projection if there is one."""
+        C = self.centroids.centroid_HCD.shape[1]
+        products_of_position = {"shared": C, "separate": 2 * C, "projected": C + size}
+        return 2.0 * size * length * products_of_position[self.centroids.keys]
+
+
+def longer_rows(lists: MemberLists, length: int, filled: int) -> MemberLists:
+    """Return lists of rows of `length` positions a head, whose heads are filled up to `filled`."""
+    head_M = lists.row_M // max(1, length)
+    row_M = lists.row_M + head_M * (filled - length)
+    return MemberLists(row_M, lists.count_L)
+
 
 def side_members(selected: Selected) -> SideMembers:
     """Convert members that were selected in static shapes."""
@@ -420,6 +473,10 @@ def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     return member_CNN
 
 
+ARRIVALS = "arrivals"
+"""The key of the `Arrivals` of each side in `RangeReads.derived`, for the cache of a stream."""
+
+
 class TopK(Routing):
     """Algorithm 1: the members of a cluster are the W best positions of the whole sequence.
 
@@ -427,30 +484,44 @@ class TopK(Routing):
     decide which past positions are members. In streams, and with `streaming`, position i joins a
     cluster if it is among the W best of the positions 0 to i, and then reads these W positions.
 
-    The lines of Algorithm 1 (Roy et al. 2021, section 4.1), with its left-to-right mask:
+    The lines of Algorithm 1 (Roy et al. 2021, section 4.1):
 
-         4  K <- Q                            `keys="shared"`
+         4  if left to right mask then        `causal`
+         5    K <- Q                          `keys="shared"`
          7  Q <- LayerNorm(Q)                 `ClusterPattern.prepare`
          8  K <- LayerNorm(K)
          9  Q_prod <- mu Q^T                  the scores, `products`
+        10  if not left to right mask then    `causal=False`
+        11    K_prod <- mu K^T                `keys="separate"`
         12  w <- n / k                        W, the window of the centroids
         13  Q_idx <- top-k(Q_prod, w)         `select_dynamic`, `select_static`
         14  Q_idx <- sort(Q_idx)              members are in order of position
         15  K_idx <- Q_idx                    one list for queries and keys
+        16  if not left to right mask then    `causal=False`
+        17    K_idx <- top-k(K_prod, w)       `keys="separate"`: lists of keys
+        18    K_idx <- sort(K_idx)
         19  Q', K', V' <- gather(...)         `reads_of` returns which members read which;
         22  A <- Q' K'^T                      `Pattern.attend` does lines 19 to 26
-        24  A <- ltr(A)
+        23  if left to right mask then        `causal`
+        24    A <- ltr(A)
         25  A <- softmax(A)
         26  V' <- einsum(A, V')
         27  X <- scatter(K_idx, V')           outputs of several clusters: `merge`
         28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
         31  mu <- decay mu + ...
 
-    The mask compares positions in the sequence, not places in a list. With `keys="separate"`, key
-    members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
+    The mask compares positions in the sequence, not places in a list. With `keys="separate"` and
+    `causal`, key members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
+    With `causal=False` and `keys="separate"` a query reads all W keys of its clusters, and there
+    may be another number of keys than of queries.
     """
 
     strictly_causal = False
+
+    @property
+    def takes_other_keys(self) -> bool:  # type: ignore[override]
+        """Whether keys have memberships of their own."""
+        return self.centroids.keys == "separate"
 
     # The rule.
 
@@ -543,11 +614,11 @@ class TopK(Routing):
         position_1P = reads.query.row_M[None] % max(1, N)
         # A query does not read key member m if leaves_M[m] is at most the position of the query.
         holes = Holes(
-            value_XM=keys.leaves_M[None],
-            low_XP=torch.zeros_like(position_1P),
-            high_XP=position_1P + 1,
+            value_IM=keys.leaves_M[None],
+            low_IP=torch.zeros_like(position_1P),
+            high_IP=position_1P + 1,
         )
-        return reads._replace(holes=holes)
+        return reads._replace(holes=holes, derived={ARRIVALS: sides})
 
     def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
         """Return the members in every prefix, for each side."""
@@ -562,10 +633,19 @@ class TopK(Routing):
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return TopKCache(self, self.window, relative)
 
-    def lists_to_cache(self, qk: QueriesKeys, cache: TopKCache) -> MemberLists:
+    def lists_to_cache(
+        self,
+        qk: QueriesKeys,
+        parts: list[Reads] | None,
+        cache: TopKCache,
+    ) -> MemberLists:
         N = qk.q_BHND.shape[2]
         C = self.centroids.centroid_HCD.shape[1]
-        sides = self.arrivals_of_sides(qk)
+        if parts is None:
+            parts = self.reads(qk, streaming=True)
+        (part,) = parts
+        assert isinstance(part, RangeReads) and part.derived is not None
+        sides = part.derived[ARRIVALS]
         cache.best = [side.best for side in sides]
         best_keys = cache.best[-1]
         return best_keys.members(C, N)
@@ -629,6 +709,7 @@ class Thresholds(Routing):
     """
 
     may_lose_members = True
+    bounds_documents = True
 
     def __init__(self, centroids: Centroids, **options: Any) -> None:
         super().__init__(centroids, **options)
@@ -708,6 +789,8 @@ class Thresholds(Routing):
 class Nearest(Routing):
     """A position joins its highest-scoring cluster alone. This is a baseline, strictly causal."""
 
+    bounds_documents = True
+
     # The rule.
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
@@ -733,6 +816,10 @@ class Nearest(Routing):
     def follows_nearest(self) -> bool:
         """False: the members of a cluster already are its nearest positions."""
         return False
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        return C * self.pairs_of_cluster(length / C)
 
     # The stream.
 

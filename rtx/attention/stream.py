@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.cache import Cache
-from rtx.attention.reads import QueriesKeys
+from rtx.attention.reads import QueriesKeys, Reads
 
 
 class Stream:
@@ -21,15 +21,17 @@ class Stream:
     Args:
         cache: an empty cache of the pattern.
         inputs: prepares queries and keys; its third argument is the position of the first.
-        read_prompt: returns the outputs of a prompt, and its prepared queries and keys. Every
-            selection is made from the prefix.
+        read_prompt: see `Pattern.read_prompt`.
     """
 
     def __init__(
         self,
         cache: Cache,
         inputs: Callable[[Tensor, Tensor | None, int], QueriesKeys],
-        read_prompt: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, QueriesKeys]],
+        read_prompt: Callable[
+            [Tensor, Tensor | None, Tensor],
+            tuple[Tensor, QueriesKeys, list[Reads]],
+        ],
     ) -> None:
         self.cache = cache
         self.inputs = inputs
@@ -51,8 +53,8 @@ class Stream:
                 f"prefill reads the first positions of a stream, and this one is at position"
                 f" {self.position}: use decode for the next one, or begin a new stream"
             )
-        out_BHND, qk = self.read_prompt(q_BHND, k_BHND, v_BHND)
-        self.cache.prefill(qk, v_BHND)
+        out_BHND, qk, parts = self.read_prompt(q_BHND, k_BHND, v_BHND)
+        self.cache.prefill(qk, v_BHND, parts)
         self.position = v_BHND.shape[2]
         if self.position:
             self.shape_BH = (v_BHND.shape[0], v_BHND.shape[1])

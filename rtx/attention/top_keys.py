@@ -26,10 +26,11 @@ from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.grouped import gathered
 from rtx.attention.members import normalise_twice, products
+from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.pieces import pieces
 from rtx.attention.precision import wide_type
-from rtx.attention.reads import IndexReads, QueriesKeys, Reads
+from rtx.attention.reads import IndexReads, QueriesKeys, Reads, first_rows
 from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
 
@@ -117,12 +118,19 @@ class TopKeys(Pattern):
         return product_margins(query, key)
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        query_NE = self.choice_queries(qk)[0, head]
-        key_NE = self.choice_keys(qk)[0, head]
+        query_NE, key_NE = self.vectors_by_rule(qk, head)
         score_NN = query_NE @ key_NE.T
-        margin_NN = self.tie_margins(query_NE[:, None], key_NE)
+        margin_NN = product_margins(query_NE[:, None], key_NE)
         most = self.max_keys(len(key_NE))
         return best_keys(score_NN, margin_NN, most, self.attend_self)
+
+    def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
+        """Return what the rule compares for the queries and keys of a head, `[N, E]` each.
+
+        A subclass that compares other vectors computes them here in the plainest way, without
+        `choice_queries` and `choice_keys`. Then tests compare two computations.
+        """
+        return qk.rotated_q_BHND[0, head], qk.rotated_k_BHND[0, head]
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
@@ -130,8 +138,7 @@ class TopKeys(Pattern):
         key_BHNE = self.choice_keys(qk)
         most = self.max_keys(N)
         device = qk.q_BHND.device
-        head_BH11 = torch.arange(B * H, device=device).view(B, H, 1, 1)
-        first_row_BH11 = head_BH11 * N
+        first_row_BH11 = first_rows(B, H, N, device)
         index_BHNK = torch.full((B, H, N, most), -1, device=device)
         # An entry of the index is wider than a score, and several copies of it exist at once.
         scores = key_BHNE.shape[2] + 8 * most
@@ -192,6 +199,13 @@ class TopKeys(Pattern):
             return margin_BHQ[..., None]
 
         return best_places(score_BHQN, count, margin, self.backend)
+
+    def pairs_of_head(self, length: int) -> float:
+        return window_pairs(length, self.window)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of the products of all queries with all readable keys."""
+        return 2.0 * size * triangle(length)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return GrowingCache(self, relative)

@@ -3,7 +3,6 @@
 The scripts of completion call `rtx completion words` with the line so far.
 """
 
-import shutil
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,9 +13,8 @@ from rtx.settings.fields import Field
 from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import about, preset
 from rtx.settings.schema import GROUPS, SECTIONS, all_fields, flat, settings, to_dict
+from rtx.terminal import terminal_width
 
-MOST_PROSE = 120
-"""Columns beyond which lines of text are hard to read."""
 FRONT = """rtx: Routing Transformer experiments
 
 usage: rtx <command> [group=option ...] [key=value ...]
@@ -66,7 +64,10 @@ def command_page(word: str, words: Sequence[str]) -> str:
     """
     commands = [command for command in COMMANDS if command.name.split()[0] == word]
     first = commands[0]
-    known = first.known()
+    known: set[str] = set()
+    for command in commands:
+        # An option may have the name of a group, such as model.
+        known |= {*command.known()} - {*command.own}
     values: dict[str, Any] = {}
     topics: list[str] = []
     if first.composes:
@@ -175,19 +176,6 @@ def entry(left: str, right: str, column: int = 30) -> str:
         subsequent_indent=" " * (column + 4),
         break_on_hyphens=False,
     )
-
-
-def terminal_width() -> int:
-    """Return COLUMNS where it is set, else the columns of the terminal, else 100."""
-    return shutil.get_terminal_size(fallback=(100, 24)).columns
-
-
-def prose_width() -> int:
-    """Return how long a line of text may be: as the terminal is wide, at most 120 columns.
-
-    Without a terminal it is 80.
-    """
-    return min(MOST_PROSE, shutil.get_terminal_size(fallback=(80, 24)).columns)
 
 
 def completion(words: Sequence[str]) -> str:

@@ -6,24 +6,26 @@ starts its other ranks with it.
 """
 
 import atexit
+import dataclasses
 import errno
 import importlib
 import io
 import os
 import select
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.machine import out_of_memory
+from rtx.processes import started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
-from rtx.variables import started_by_another
+from rtx.version import __version__
 
 if TYPE_CHECKING:
     from rtx.cli.commands import Command
@@ -33,6 +35,9 @@ LONGEST_LINE = 1000
 """Characters of the longest line of an error message that is printed whole."""
 LINE_END = 250
 """Characters at the start and at the end that are printed of a longer line."""
+FLAGS_WITH_VALUE = ("--cfg", "--config-dir")
+SHORT_FLAGS = {"-c": "--cfg", "-cd": "--config-dir"}
+"""The short forms of Hydra's flags that rtx takes, too."""
 
 
 def entry() -> None:
@@ -154,7 +159,9 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
     if command.prefix == "sweep.":
         from rtx.sweeps.sweep import sweep
 
-        return sweep(request, preview=preview)
+        command_line = shlex.join(["rtx", "train", "-m", *request.words])
+        options = dataclasses.asdict(request.options)
+        return sweep(request.overrides, command_line, **options, preview=preview)
     if not command.loads_torch:
         return importlib.import_module(f"rtx.commands.{word}").main(request)
     request = with_configuration(request)
@@ -185,24 +192,33 @@ def split_flags(word: str, words: Sequence[str]) -> tuple[set[str], list[str]]:
     values: dict[str, str] = {}
     rest = iter(words)
     for text in rest:
-        flag, equals, value = text.partition("=")
         if not text.startswith("-"):
             remaining.append(text)
-        elif text in known and text in ("--cfg", "--config-dir"):
-            values[text] = next(rest, "")
-        elif equals and flag in known and flag == "--config-dir":
-            values[flag] = value
-        elif text in known:
-            values[text] = ""
-        else:
+            continue
+        name, equals, value = text.partition("=")
+        flag = SHORT_FLAGS.get(name, name)
+        has_value = flag in FLAGS_WITH_VALUE
+        if flag not in known or (equals and not has_value):
             refuse_flag(word, text, known)
-    if values.get("--cfg", "job") != "job":
-        raise UserError("--cfg: say --cfg job")
+        if has_value and not equals:
+            value = next(rest, "")
+        values[flag] = value
+    check_preview(values)
     if "--config-dir" in values:
         from rtx.settings.extensions import add_config_dir
 
         add_config_dir(values["--config-dir"])
     return set(values), remaining
+
+
+def check_preview(values: Mapping[str, str]) -> None:
+    """Raise `UserError` for a part of the configuration that cannot be printed alone."""
+    part = values.get("--cfg")
+    if part is None and "--resolve" in values:
+        raise UserError("--resolve: goes with --cfg job, which prints the configuration")
+    if part not in (None, "job"):
+        instead = "say --cfg job; --help <group> prints one group"
+        raise UserError(f"{shorten(f'--cfg {part}'.strip())}: {instead}")
 
 
 def refuse_flag(word: str, flag: str, known: Iterable[str]) -> NoReturn:
@@ -238,8 +254,10 @@ def only_prints(words: Sequence[str]) -> bool:
     """Whether a command may end without an error when its output is read no further."""
     from rtx.cli.commands import BY_NAME, HELP_FLAGS
 
+    if {*words} & {*HELP_FLAGS, "--cfg", "-c"}:
+        return True
     command = BY_NAME.get(words[0]) if words else None
-    return bool({*words} & {*HELP_FLAGS}) or (command is not None and command.only_prints)
+    return command is not None and command.only_prints
 
 
 def reader_is_gone() -> bool:

@@ -18,7 +18,7 @@ from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import unknown, unquoted
 from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides, is_unset, split_words
-from rtx.settings.schema import SPREAD, all_fields, settings
+from rtx.settings.schema import GROUPS, SPREAD, all_fields, settings
 
 if TYPE_CHECKING:
     from rtx.settings.schema import Config
@@ -41,7 +41,12 @@ class Request:
     """The options that were written."""
     overrides: tuple[Override, ...]
     configs: tuple["Config", ...] = ()
-    """For train and plan: the composed configuration; else the one of each run, with overrides."""
+    """For train and plan: the composed configuration; else the one of each run, with overrides.
+
+    For eval: one for each length.
+    """
+    trained_length: int | None = None
+    """For eval: `data.length` of the run."""
     state: str = ""
     """For train and resume: the state of the run before it goes on; empty for a new run."""
 
@@ -146,7 +151,9 @@ def refuse_foreign(command: Command, key: str) -> None:
     refused_later = refused_later or "@" in key or is_hydra_key(key)
     if key in known or refused_later:
         return
-    if not any(name.endswith(f".{key}") for name in known):
+    # `model` is a group, and an option of rtx analyze pretrained.
+    is_other = key not in GROUPS and not any(name.endswith(f".{key}") for name in known)
+    if is_other:
         refuse_option_of_another(command, key)
     if key in settings():
         raise UserError(f"rtx {command.name} does not read {key}; it reads {listed(known, 300)}")
@@ -175,36 +182,58 @@ def with_configuration(request: Request) -> Request:
         refuse_sweep(request.overrides)
         return replace(request, configs=(config,))
     if command.name == "resume":
-        from rtx.commands.resume import changed
+        from rtx.runs.resumption import changed_config
 
         folder = request.run.absolute()
-        config = changed(load_run_config(folder), request.overrides)
+        config = changed_config(load_run_config(folder), request.overrides)
         return replace(request, runs=(folder,), configs=(config,))
     if command.name == "export":
         configs = [load_run_config(run) for run in request.runs]
         return replace(request, configs=tuple(configs))
-    overrides = [*request.overrides, *key_overrides(request)]
-    configs = []
-    for run in request.runs:
-        try:
-            configs.append(on_one_device(load_run_config(run), overrides))
-        except UserError as error:
-            if command.name != "eval":
-                raise
-            raise UserError(in_words_of_options(str(error))) from error
+    if command.name == "eval":
+        return with_lengths(request)
+    configs = [on_one_device(load_run_config(run), request.overrides) for run in request.runs]
     return replace(request, configs=tuple(configs))
 
 
+def with_lengths(request: Request) -> Request:
+    """As `with_configuration`, of `rtx eval`: a configuration for each of its lengths."""
+    from rtx.settings.run_config import load_run_config, on_one_device
+
+    trained = load_run_config(request.run)
+    overrides = [*request.overrides, *key_overrides(request)]
+    configs = []
+    try:
+        for of_length in overrides_of_lengths(request, trained):
+            configs.append(on_one_device(trained, [*of_length, *overrides]))
+    except UserError as error:
+        raise UserError(in_words_of_options(str(error))) from error
+    return replace(request, configs=tuple(configs), trained_length=trained.data.length)
+
+
+def overrides_of_lengths(request: Request, trained: "Config") -> list[list[Override]]:
+    """Return the overrides for each value of option `length`; none of them for a run's own."""
+    from rtx.cli.lengths import LENGTH, overrides_of_length, read_lengths, refuse_length
+
+    text = request.options.length
+    if text is None:
+        return [[]]
+    lengths = read_lengths(text)
+    if any(override.key == LENGTH for override in request.overrides):
+        raise UserError(f"length={shorten(text)} is {LENGTH}; give one of them")
+    for length in lengths:
+        refuse_length(trained, length)
+    return [overrides_of_length(trained, length) for length in lengths]
+
+
 def key_overrides(request: Request) -> list[Override]:
-    """Return the overrides that the options of rtx eval in `KEY_OPTIONS` mean."""
-    if request.command.name != "eval":
-        return []
-    values = {name: written(getattr(request.options, name)) for name in KEY_OPTIONS}
-    return [
-        Override(KEY_OPTIONS[name], (value,))
-        for name, value in values.items()
-        if name in request.named
-    ]
+    """Return the overrides that the other options of rtx eval in `KEY_OPTIONS` mean."""
+    overrides = []
+    for name, key in KEY_OPTIONS.items():
+        if name in request.named and name != "length":
+            value = written(getattr(request.options, name))
+            overrides.append(Override(key, (value,)))
+    return overrides
 
 
 def in_words_of_options(message: str) -> str:
@@ -220,7 +249,7 @@ def startable(request: Request) -> Request | None:
     Returns None where nothing is left to do; then a line has been printed.
     """
     from rtx.cli.refusals import refuse
-    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.requirements import refuse_without_driver
 
     name = request.command.name
     if name == "plan":
@@ -242,8 +271,8 @@ def startable_training(request: Request) -> Request | None:
     from rtx.runs.folder import requested_folder
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import place_of
-    from rtx.settings.devices import refuse_without_driver
     from rtx.settings.identity import with_absolute_path
+    from rtx.settings.requirements import refuse_without_driver
 
     check_source(request.config.data, data_root())
     config, folder, state = place_of(with_absolute_path(request.config))
@@ -261,7 +290,7 @@ def startable_resumption(request: Request) -> Request | None:
     """As `startable`, of `rtx resume`."""
     from rtx.runs.lock import refuse_busy
     from rtx.runs.resumption import plan_resumption
-    from rtx.settings.devices import refuse_without_driver
+    from rtx.settings.requirements import refuse_without_driver
 
     state = plan_resumption(request.run, request.config)
     if not state:

@@ -12,16 +12,17 @@ from rtx.analysis.causality import Audit, audit_model
 from rtx.analysis.choice_gradients import choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.attention import Pattern
-from rtx.cli.help import prose_width
 from rtx.cli.options import AuditOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
+from rtx.data.windows import read_windows, sample_windows, windows
 from rtx.errors import plural
-from rtx.evaluation.windows import read_windows, sample_windows, windows
 from rtx.progress import progress_bar
-from rtx.report.tables import Column, print_table
 from rtx.runs.folder import save
+from rtx.runs.records import AuditRecord, ChangesRecord, CheckpointRecord, ChoiceRow, PriceRecord
 from rtx.runs.status import utc_now
+from rtx.tables import Column, print_table
+from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun, open_run
 from rtx.training.loggers import add_to_wandb
 
@@ -46,28 +47,31 @@ def main(request: Request) -> int:
     options = request.options
     for folder, config in zip(request.runs, request.configs, strict=True):
         run, store = open_run(folder, config, options.checkpoint)
-        facts = {
-            "run": str(folder),
-            "checkpoint": run.facts(),
-            "seed": config.seed,
-            "time": utc_now(),
-        }
-        moves = what_moves(run, options)
+        changes, choices = what_moves(run, options)
         paid = price_run(run, options, store)
-        path = save(folder / "audit.json", {**facts, **moves, "price": paid})
-        figures = {
-            f"audit/sees_future/{mode}": moves["changes"][mode]["sees_future"]
-            for mode in (TEACHER_FORCED, STREAMING)
+        record = AuditRecord(
+            run=str(folder),
+            checkpoint=CheckpointRecord.model_validate(run.facts()),
+            seed=config.seed,
+            time=utc_now(),
+            changes=changes,
+            choices=choices,
+            price=paid,
+        )
+        path = save(folder / "audit.json", record.to_json_with_none())
+        figures: dict[str, float] = {
+            f"audit/sees_future/{TEACHER_FORCED}": changes.teacher_forced.sees_future,
+            f"audit/sees_future/{STREAMING}": changes.streaming.sees_future,
         }
-        figures |= {f"audit/bits/{reading}": mean for reading, mean in paid["bits"].items()}
+        figures |= {f"audit/bits/{reading}": mean for reading, mean in paid.bits.items()}
         add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
 
 
-def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
+def what_moves(run: LoadedRun, options: AuditOptions) -> tuple[ChangesRecord, list[ChoiceRow]]:
     """Audit a model in both modes on random units, and find what trains its choices of keys.
 
-    Prints both, and returns the record.
+    Prints and returns both.
     """
     B = options.sequences
     N = run.config.data.length
@@ -112,7 +116,10 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
     if choices := choice_gradients(run.model, ids_BN[:1].roll(-1, dims=1)):
         print("\nwhat trains each choice of keys")
         print("\n".join(choice_lines(choices)))
-    return {"changes": changes, "choices": choices}
+    return (
+        ChangesRecord.model_validate(changes),
+        [ChoiceRow.model_validate(row) for row in choices],
+    )
 
 
 def shown_move(row: Result) -> Result:
@@ -149,9 +156,10 @@ def verdict(audit: Audit) -> str:
     return f"sees the future; arises in {', '.join(places)}"
 
 
-def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
+def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> PriceRecord:
     """Price a run on its data, print the table and return the record."""
     tokens = store.split(options.split)
+    starts = store.document_starts(options.split, run.config.data)
     all_windows = windows(len(tokens), run.config.data.length)
     chosen = [
         window._replace(first=window.start)
@@ -160,12 +168,12 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     length = chosen[0].stop - chosen[0].start
     candidates: list[Sequence[int]] = [range(length)]
     if store.answers is not None:
-        at_KA, _ = store.answers(read_windows(tokens, chosen)[0])
+        at_KA = store.answers(read_windows(tokens, chosen)[0]).position_BA
         candidates = [at_A[at_A >= 0].tolist() for at_A in at_KA]
     most = min(options.positions, *map(len, candidates))
     positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])
     with run.autocast(), progress_bar("prefixes") as show:
-        bits = price(run.model, tokens, chosen, positions_KP, show)
+        bits = price(run.model, tokens, chosen, positions_KP, show, starts)
     means = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}
     paired = differences(bits)
     places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
@@ -180,7 +188,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
         "positions": positions_KP.tolist(),
     }
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}
-    return {**facts, **paired}
+    return PriceRecord.model_validate({**facts, **paired})
 
 
 def said_of(name: str) -> str:

@@ -3,29 +3,35 @@
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rtx.cli.help import terminal_width
 from rtx.cli.options import EvalOptions
 from rtx.cli.request import Request
 from rtx.data.store import Store
-from rtx.errors import printable
+from rtx.errors import UserError, printable
 from rtx.evaluation.measures import baselines, measures, read_as_released
 from rtx.evaluation.protocol import (
+    DOCUMENTS,
     Reading,
     further_lines,
     memory_phrases,
     protocol_of,
+    routes,
     score_record,
 )
 from rtx.evaluation.scores import Score
 from rtx.model.ablation import ablate
 from rtx.progress import clock, say
+from rtx.report.lengths import tables_of_run
 from rtx.runs.folder import is_export, save, shown
 from rtx.runs.records import CheckpointRecord, DataRecord, EvaluationRecord
 from rtx.runs.status import read_status, state_of, utc_now
 from rtx.settings.identity import short_hash
-from rtx.settings.schema import flat, to_dict
+from rtx.settings.schema import Config, flat, to_dict
+from rtx.tables import print_table
+from rtx.terminal import terminal_width
 from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 
@@ -41,21 +47,39 @@ LOGGED = (
 
 
 def main(request: Request) -> int:
-    """Score a run on a split, print the score, and record it in `eval/`."""
-    folder = request.run
+    """Score a run on a split, print the score, and record it in `eval/`.
+
+    Several lengths of a window make a record each, and a table.
+    """
+    if note := note_on_end(request.run):
+        say(note)
+    records = []
+    for config in request.configs:
+        for note in notes_on_windows(config, request.trained_length):
+            say(note)
+        record = evaluate(request, config)
+        keep(request.run, record)
+        records.append(record)
+    if len(records) > 1:
+        print_lengths(records)
+    return 0
+
+
+def evaluate(request: Request, config: Config) -> EvaluationRecord:
+    """Score a run by a configuration, and return the record."""
     options = request.options
     began = time.monotonic()
-    config = request.config
     if "stride" in request.named or config.model.memory:
         config = with_stride(config, options.stride)
-    if note := note_on_end(folder):
-        say(note)
-    run, store = open_run(folder, config, options.checkpoint)
+    run, store = open_run(request.run, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
     tokens = store.split(options.split)
     habits = ""
     if options.protocol == "released":
         tokens, habits = read_as_released(store, options.split, config.data.length)
+    if options.length is not None and len(tokens) < config.data.length:
+        most = f"at most {len(tokens):,}, the units of split {options.split}"
+        raise UserError(f"length={config.data.length} must be {most}")
     is_streaming = options.mode == "streaming"
     score, all_windows = score_split(
         run,
@@ -72,9 +96,18 @@ def main(request: Request) -> int:
     record = evaluation_of(run, store, score, options, habits, is_sample)
     if store.unit == "byte" and not is_sample and not habits and options.split != "train":
         record = record.model_copy(update={"baselines": baselines(tokens)})
-    ending = {"split_units": units, "seconds": time.monotonic() - began, "time": utc_now()}
-    keep(folder, record.model_copy(update=ending))
-    return 0
+    ending: dict[str, Any] = {"split_units": units, "seconds": time.monotonic() - began}
+    if config.data.length != request.trained_length:
+        ending["trained_length"] = request.trained_length
+    return record.model_copy(update={**ending, "time": utc_now()})
+
+
+def print_lengths(records: Sequence[EvaluationRecord]) -> None:
+    """Print the scores of a run at several lengths in one table, and accuracies by depth below."""
+    for table in tables_of_run(records):
+        print()
+        print(*textwrap.wrap(table.title, terminal_width()), sep="\n")
+        print_table(table.rows, table.columns)
 
 
 def note_on_end(folder: Path) -> str:
@@ -88,6 +121,18 @@ def note_on_end(folder: Path) -> str:
     if state == "running":
         return f"note: the run is still running, {place}"
     return f"note: the run is not done: {state} {place}; rtx resume {shown(folder)} goes on"
+
+
+def notes_on_windows(config: Config, trained_length: int | None) -> list[str]:
+    """Return a line for each window that is as wide as sequences of another length than trained."""
+    length = config.data.length
+    if length == trained_length:
+        return []
+    widths = {"model.window": config.model.window}
+    if routes(flat(to_dict(config))):
+        widths["routing.window"] = config.routing.window
+    same = f"as wide as a sequence, as it was in training ({trained_length})"
+    return [f"note: {key}={width}: {same}" for key, width in widths.items() if width == length]
 
 
 def evaluation_of(
@@ -157,6 +202,8 @@ def file_name(record: EvaluationRecord) -> str:
     parts = [how.split, how.mode, f"N{how.length}", f"stride{how.stride}", sample]
     if record.memory:
         parts.append(f"memory_{short_hash({'': list(record.memory)})}")
+    if DOCUMENTS in how.stamps:
+        parts.append("documents")
     parts += [record.precision, record.read_as, f"ablate_{how.ablate}", how.fingerprint[:8]]
     return "-".join([*parts, record.checkpoint.name, f"step{record.checkpoint.step}"])
 

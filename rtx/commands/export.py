@@ -12,7 +12,8 @@ from rtx.settings.extensions import copies
 from rtx.settings.run_config import RUN_CONFIG, to_yaml
 from rtx.settings.schema import to_dict
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
-from rtx.training.inference import run_tokenizer, write_export
+from rtx.training.export import write_export
+from rtx.training.inference import run_tokenizer
 
 ROUTING_STATE = ("centroid_HCD", "threshold_HC")
 """What the names of the tensors end with that routing keeps beside the weights."""

@@ -10,14 +10,14 @@ from rtx.analysis.footprint import footprint
 from rtx.analysis.micro_batch import choose_micro_batch, with_choice
 from rtx.analysis.planned_device import devices, on_gpu
 from rtx.analysis.speed import expected_step, rates
-from rtx.cli.help import prose_width
 from rtx.cli.request import Request
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.evaluation.protocol import sees_future
 from rtx.report.summary import heads_phrase
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config, flat, to_dict, with_values
+from rtx.terminal import prose_width
 from rtx.training.hardware import device_memory
 
 GIB = 2**30

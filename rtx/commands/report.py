@@ -1,114 +1,145 @@
-"""`rtx report RUN ... [output=folder]`: a page on what runs allow to say, tables beside the paper's, plots."""
+"""`rtx report RUN ... [output=folder]`: what runs allow to conclude, with tables and plots."""
 
 import textwrap
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rtx.cli.help import terminal_width
 from rtx.cli.request import Request
 from rtx.errors import RunFailed, UserError, plural, printable
-from rtx.report.contents import build, list_of_tables, printed_view, write
+from rtx.report.contents import Report, build
+from rtx.report.formats import write
 from rtx.report.paper import paper_tables
-from rtx.report.run_records import collect
-from rtx.report.tables import aligned, terminal
+from rtx.report.paper_views import list_of_tables, printed_view
+from rtx.report.run_records import Cell, collect
 from rtx.runs.folder import last_active, outputs_root, run_folders, shown
 from rtx.runs.study import is_study, steps_files
+from rtx.tables import aligned, table_text
+from rtx.terminal import terminal_width
+
+LONGEST_NAME = 100
+"""Letters of the names of further runs in the name of a report's folder."""
 
 
 def main(request: Request) -> int:
-    """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
+    """Write and print the report of runs; without runs, print the paper's tables."""
     width = terminal_width()
     runs = list(request.runs)
     output = request.options.output
-    if output and not runs:
-        raise UserError(f"output={output}: which runs? usage: {request.command.usage()}")
-    for folder in runs:
-        if not is_study(folder) and not run_folders(folder) and not steps_files(folder):
-            why = "no such folder"
-            if folder.is_dir():
-                why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
-            raise UserError(f"{folder}: {why}")
     if not runs:
-        print("\n".join(offered(width)))
+        if output:
+            raise UserError(f"output={output}: which runs? usage: {request.command.usage()}")
+        print("\n".join(overview(width)))
         return 0
-    found = collect(runs)
-    report = build(found, "rtx report: " + ", ".join(map(shown, runs)))
-    # A report of one run has no name of others.
-    others = "-".join(["", *(run.absolute().name for run in runs[1:])])[:100]
-    output = Path(output or beside(runs[0]) / f"report{others}").expanduser()
+    for run in runs:
+        check_has_records(run)
+    title = f"rtx report: {', '.join(map(shown, runs))}"
+    report = build(collect(runs), title)
+    folder = Path(output or default_folder(runs)).expanduser()
     try:
-        files = write(report, output)
+        files = write(report, folder)
     except OSError as error:
-        raise RunFailed(
-            f"cannot write to {output}: {error.strerror}; output=<folder> names another"
-        ) from error
-    if report.answer:
-        print(
-            *(printable(textwrap.fill(line, width)) for line in [report.headline, *report.lines]),
-            "",
-            sep="\n",
-        )
-        print(terminal(replace(report.answer, lines=[]), width, strip=True), "", sep="\n")
-        print(
-            *(
-                printable(textwrap.fill(line, width))
-                for line in [report.noise, *report.answer.lines]
-            ),
-            sep="\n",
-        )
-    else:
-        print(printable(textwrap.fill(report.opening, width)))
-    for table in (table for table in report.tables if table.shown(brief=True)):
-        print(f"\n{terminal(table, width)}")
-    print(
-        *(printable(f"note: {problem}") for problem in report.problems),
-        "",
-        *map(shown, files),
-        sep="\n",
-    )
-    for folder in (run for run in runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]):
-        from rtx.training.loggers import (
-            add_to_wandb,
-        )  # imports Lightning, which most reports need not
-
-        add_to_wandb(folder, "report", {}, files)
+        reason = f"{error.strerror}; output=<folder> names another"
+        raise RunFailed(f"cannot write to {folder}: {reason}") from error
+    print("\n".join([*report_lines(report, width), "", *map(shown, files)]))
+    send_to_wandb(runs, files)
     return 0
 
 
-def beside(place: Path) -> Path:
-    """Return the folder for the report of a folder, or of a study file."""
-    return place.with_suffix("") if is_study(place) else place
+def check_has_records(place: Path) -> None:
+    """Raise UserError unless a path has runs or timed steps."""
+    if is_study(place) or run_folders(place) or steps_files(place):
+        return
+    if not place.is_dir():
+        raise UserError(f"{place}: no such folder")
+    hint = "(rtx report alone prints the paper's tables)"
+    raise UserError(f"{place}: holds no run; a run has a config.yaml {hint}")
 
 
-def offered(width: int) -> list[str]:
-    """Return what a report could be made of, in lines: the user's folders with runs, then the paper's tables."""
+def default_folder(runs: Sequence[Path]) -> Path:
+    """Return the folder of a report that names none: beside its first run.
+
+    A report of several runs has the names of the others in its own.
+    """
+    first = runs[0]
+    root = first.with_suffix("") if is_study(first) else first
+    others = "".join(f"-{run.absolute().name}" for run in runs[1:])
+    return root / f"report{others[:LONGEST_NAME]}"
+
+
+def report_lines(report: Report, width: int) -> list[str]:
+    """Return a report for a terminal of `width` columns."""
+    if report.answer:
+        lines = wrapped([report.headline, *report.lines], width)
+        ranking = replace(report.answer, lines=[])
+        lines += ["", table_text(ranking, width, intervals=True), ""]
+        lines += wrapped([report.noise, *report.answer.lines], width)
+    else:
+        lines = wrapped([report.opening], width)
+    for table in report.tables:
+        if table.shown(brief=True):
+            lines += ["", table_text(table, width)]
+    lines += [printable(f"note: {problem}") for problem in report.problems]
+    return lines
+
+
+def wrapped(texts: Sequence[str], width: int) -> list[str]:
+    """Return texts as lines of at most `width` characters."""
+    return [printable(textwrap.fill(text, width)) for text in texts]
+
+
+def send_to_wandb(runs: Sequence[Path], files: Sequence[Path]) -> None:
+    """Add the files of a report to runs that were logged to Weights & Biases."""
+    for run in runs:
+        if any(run.glob("wandb.json")) or any(run.glob("*/wandb.json")):
+            # It imports Lightning, which most reports do not need.
+            from rtx.training.loggers import add_to_wandb
+
+            add_to_wandb(run, "report", {}, files)
+
+
+@dataclass(frozen=True)
+class RunsFolder:
+    """A folder in outputs/ with runs; `latest`: when one of them was last active."""
+
+    path: Path
+    latest: str
+    runs: int
+    scored: int
+
+
+def overview(width: int) -> list[str]:
+    """Return what a report could be made of: folders with runs, then the paper's tables."""
     root = outputs_root()
     folders = sorted(root.glob("*"))
-    found = collect(folders)
-    rows = []
+    cells = collect(folders).cells
+    return [*folder_lines(root, folders, cells), *paper_lines(cells, width)]
+
+
+def folder_lines(root: Path, folders: Sequence[Path], cells: Sequence[Cell]) -> list[str]:
+    """Return a command for each folder with runs, the last active first."""
+    with_runs = []
     for folder in folders:
-        mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
-        if mine:
-            scored = sum(bool(cell.final or cell.scores) for cell in mine)
-            latest = max(last_active(cell.folder) for cell in mine)
-            rows.append(
-                (
-                    latest,
-                    f"rtx report {shown(folder)}",
-                    f"{plural(len(mine), 'run')}, {scored} with a score",
-                )
-            )
-    rows.sort(reverse=True)  # the newest first
-    lines = [
-        f"Runs in {shown(root)}:"
-        if rows
-        else f"No runs in {shown(root)} yet; rtx train makes one.",
-        "",
-    ]
-    lines += [f"    {line}" for line in aligned([row[1:] for row in rows])] if rows else []
-    lines += ["", "The paper's tables:", ""] if rows else ["The paper's tables:", ""]
-    for row, table in zip(list_of_tables(found.cells).rows, paper_tables(), strict=True):
-        lines += textwrap.wrap(f"{row['table']}  {row['about']}: {row['run']}", width)
+        inside = [cell for cell in cells if folder in (cell.folder, *cell.folder.parents)]
+        if inside:
+            latest = max(last_active(cell.folder) for cell in inside)
+            scored = sum(bool(cell.final or cell.scores) for cell in inside)
+            with_runs.append(RunsFolder(folder, latest, len(inside), scored))
+    if not with_runs:
+        return [f"No runs in {shown(root)} yet; rtx train makes one.", ""]
+    with_runs.sort(key=lambda one: one.latest, reverse=True)
+    rows = []
+    for one in with_runs:
+        counts = f"{plural(one.runs, 'run')}, {one.scored} with a score"
+        rows.append([f"rtx report {shown(one.path)}", counts])
+    return [f"Runs in {shown(root)}:", "", *(f"    {line}" for line in aligned(rows)), ""]
+
+
+def paper_lines(cells: Sequence[Cell], width: int) -> list[str]:
+    """Return the paper's tables, and how many of their rows have been run."""
+    lines = ["The paper's tables:", ""]
+    for entry, table in zip(list_of_tables(cells).rows, paper_tables(), strict=True):
+        lines += textwrap.wrap(f"{entry['table']}  {entry['about']}: {entry['run']}", width)
         lines += [f"    {command}" for command in table.commands]
-        lines += [terminal(printed_view(table), width), ""]
+        lines += [table_text(printed_view(table), width), ""]
     return lines

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from rtx.cli.help import terminal_width
 from rtx.cli.request import Request
 from rtx.errors import UserError, printable
-from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import ENVIRONMENT, outputs_root, runs_below, shown
 from rtx.runs.records import Record, read_record
 from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
+from rtx.tables import aligned, room_for, shortened
+from rtx.terminal import terminal_width
 
 HEADS = ["run", "what differs", "step", "bits", "state"]
 DIFFERS = 1
@@ -79,8 +79,7 @@ def listed(rows: list[list[str]], width: int | None) -> list[str]:
     table = [HEADS, *rows]
     right = set(RIGHT)
     if width:
-        widths = [max(map(len, column)) + GAP for column in zip(*table, strict=True)]
-        room = width - sum(widths) + widths[DIFFERS]
+        room = room_for(DIFFERS, table, width)
         if room < LEAST_DIFFERS:
             table = [[*row[:DIFFERS], *row[DIFFERS + 1 :]] for row in table]
             right = {column - 1 for column in RIGHT}

@@ -16,12 +16,12 @@ import torch
 from rtx.cli.options import SampleOptions
 from rtx.cli.request import Request
 from rtx.data.images import png
-from rtx.data.sets import SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
 from rtx.runs.folder import save
 from rtx.runs.signals import INTERRUPTED, Stopped
+from rtx.settings.data_sets import SETS
 from rtx.training.inference import LoadedRun, load_run, prepare_device
 
 TEXT_LENGTH = 1000

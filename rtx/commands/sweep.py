@@ -17,11 +17,11 @@ from rich.text import Text
 from rtx.cli.request import Request
 from rtx.errors import UserError, printable
 from rtx.progress import clock
-from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import METRICS, outputs_root, shown
 from rtx.runs.records import MetricsRow, StatusRecord, read_rows
 from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
 from rtx.runs.study import read_sweeps
+from rtx.tables import aligned, room_for, shortened
 
 LONGEST_SECONDS = 1e9
 """The longest time left that is shown."""
@@ -99,12 +99,15 @@ def board(root: Path, width: int = 80) -> tuple[Group, bool]:
 
 def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
     """Return a line for each cell, below a failed one its reason."""
-    heads = ["state", "step", "bits", "left"]
-    columns = [[cell.state, cell.step, cell.bits, cell.left] for cell in cells]
-    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *columns, strict=True))
-    titles = shortened([printable(cell.title) for cell in cells], width - taken)
-    rows = [[title, *row] for title, row in zip(titles, columns, strict=True)]
-    head, *texts = aligned([["cell", *heads], *rows], right={2, 3, 4})
+    heads = ["cell", "state", "step", "bits", "left"]
+    rows = []
+    for cell in cells:
+        rows.append([printable(cell.title), cell.state, cell.step, cell.bits, cell.left])
+    room = room_for(0, [heads, *rows], width)
+    titles = shortened([row[0] for row in rows], room)
+    for row, title in zip(rows, titles, strict=True):
+        row[0] = title
+    head, *texts = aligned([heads, *rows], right={2, 3, 4})
     lines = [head]
     for cell, text in zip(cells, texts, strict=True):
         lines.append(text)

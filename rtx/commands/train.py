@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import Logger
 
-from rtx import __version__
 from rtx.analysis.cost import cost
 from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.micro_batch import fit_to_device, with_less_memory
@@ -36,7 +35,8 @@ from rtx.evaluation.measures import (
 )
 from rtx.evaluation.protocol import further_lines, protocol_of, score_record
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
-from rtx.progress import say
+from rtx.processes import started_by_another
+from rtx.progress import say, warn
 from rtx.report.summary import closing_lines, routing_lines
 from rtx.runs.environment import code_commit
 from rtx.runs.folder import new_run_folder, shown
@@ -47,23 +47,22 @@ from rtx.runs.signals import Signals, Stopped, ignore_signals, state_after
 from rtx.runs.status import Status, run_state
 from rtx.settings.compose import compose_checked
 from rtx.settings.identity import with_absolute_path
-from rtx.settings.logger import check_logger
 from rtx.settings.overrides import check_overrides
+from rtx.settings.requirements import check_logger
 from rtx.settings.run_config import RUN_CONFIG
 from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart
 from rtx.training.distributed import Ranks
-from rtx.training.first_weights import build_model
 from rtx.training.hardware import Hardware, device_memory, prepare_torch, resolve_hardware
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import learning_rate
 from rtx.training.session import Session
-from rtx.training.start import find_start, record_beginning, write_config
+from rtx.training.start import build_model, find_start, record_beginning, write_config
 from rtx.training.trainer import Outcome, fit
-from rtx.variables import started_by_another
+from rtx.version import __version__
 
 SAMPLE_LENGTH = 240
 SAMPLE_TEMPERATURE = 0.8
@@ -142,11 +141,11 @@ def check_attention(config: Config, hardware: Hardware) -> None:
         return
     if kernels == "triton":
         raise UserError(f"hardware.attention=triton: {problem}; take hardware.attention=auto")
-    if kernels == "auto" and hardware.on_gpu and hardware.rank == 0:
+    if kernels == "auto" and hardware.on_gpu:
         slower = (
             "torch's operations compute sparse attention, in several times the time of our kernels"
         )
-        say(f"{problem}: {slower}")
+        warn(f"{problem}: {slower}")
 
 
 def run_first_rank(
@@ -189,7 +188,7 @@ def run_other_rank(config: Config, hardware: Hardware, folder: Path, reason: str
     ranks = Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
-            store = open_data(config.data, stores_of(folder, config.data), lambda line: None)
+            store = open_data(config.data, stores_of(folder, config.data), say)
             fitted, _ = fitted_to_device(config, hardware, store)
             session = Session(
                 config=fitted,
@@ -250,7 +249,7 @@ def train_within_memory(session: Session) -> None:
             reason = out_of_memory(error)
             if isinstance(error, RunFailed) or less is None or not reason:
                 raise
-        say(reason)
+        warn(reason)
         session = dataclasses.replace(
             session,
             config=less,
@@ -276,13 +275,13 @@ def train(session: Session) -> None:
         parameters = model.count_parameters()
         record_beginning(session, parameters, changed)
         for line in opening_lines(session, parameters):
-            session.say(line)
+            say(line)
     metadata = {"config": to_dict(config), "data": session.store.describe()}
     answers = session.store.answers
     module = TrainingModule(model, config, session.hardware, answers, session.ranks, metadata)
     folder = session.folder if session.status else None
     logged = {**metadata["config"], "facts": logged_facts(session)}
-    with logging_to(folder, config, logged, session.say, session.first_step) as loggers:
+    with logging_to(folder, config, logged, say, session.first_step) as loggers:
         outcome = fit(session, module, data, loggers, run_meter(session))
         if session.status:
             record_end(session, session.status, outcome)
@@ -332,7 +331,7 @@ def run_meter(session: Session) -> Meter:
     result = meter(config, total, name, hardware.precision, hardware.world)
     if name and result.peak is None:
         lack = f"rtx does not know that of {name} in {hardware.precision}"
-        session.say(f"no share of the peak is told: {lack}")
+        say(f"no share of the peak is told: {lack}")
     return result
 
 
@@ -375,7 +374,7 @@ def finish(session: Session, status: Status, outcome: Outcome, loggers: list[Log
         reason = str(error) if has_reason else out_of_memory(error)
         if not reason:
             raise
-        say(f"no sample: {reason}")
+        warn(f"no sample: {reason}")
 
 
 def print_score(

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from rtx.data.files import disk_errors, disk_size, text_sha256
+from rtx.data.long_context import LongContextStore
 from rtx.data.preparation import build_store
-from rtx.data.recall import RecallStore
-from rtx.data.sets import MADE, SETS, Report, Source
+from rtx.data.sets import KINDS, Report, Source
 from rtx.data.store import (
     FORMAT,
     DamagedStore,
@@ -25,11 +25,14 @@ from rtx.data.store import (
     open_store,
     read_record,
 )
+from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
+from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
 from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
+from rtx.tables import aligned
 
 STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
 """Names of stores; nothing else is ever removed."""
@@ -49,7 +52,7 @@ def data_root() -> Path:
 
 
 def check_source(data: DataConfig, root: Path, report: Report = print) -> Source | None:
-    """Return what a store is made from; None for recall tasks.
+    """Return what a store is made from; None for a set that is made on the fly.
 
     UserError where the source is missing or unreadable.
     """
@@ -66,6 +69,11 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> Source
             rule = "for one image is one sequence"
             raise UserError(f"data.length={data.length}: expected {length}, {rule}")
     return source
+
+
+def made_store(data: DataConfig) -> SyntheticStore:
+    """Return the store of a set that is made on the fly."""
+    return imported(MADE[data.name])(data)
 
 
 def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:
@@ -107,7 +115,7 @@ def options_of(data: DataConfig) -> str:
     path = preset("data", data.name)
     defaults = yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults
     default = DataConfig(**(defaults or {}))
-    hidden = {"name", "verify", "processes"}
+    hidden = {"name", "verify", "processes", "documents"}
     if data.tokenizer != "sentencepiece":
         hidden.add("vocabulary")
     if not SETS[data.name].image:
@@ -129,7 +137,7 @@ def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     """
     source = check_source(data, root, report)
     if source is None:
-        return RecallStore(data)
+        return made_store(data)
     folder = store_folder(data, root, source)
     if not folder.exists():
         return prepare_data(data, root, report, source)
@@ -148,7 +156,7 @@ def prepare_data(
     """
     source = source or check_source(data, root, report)
     if source is None:
-        return RecallStore(data)
+        return made_store(data)
     folder = store_folder(data, root, source)
     options = options_of(data)
     with disk_errors(root):
@@ -175,22 +183,37 @@ def reason_to_build(folder: Path, options: str) -> str:
 def find_data(data: DataConfig, root: Path) -> Store:
     """Return the store of `data`, which must exist; UserError where it does not."""
     if data.name in MADE:
-        return RecallStore(data)
+        return made_store(data)
     return open_store(store_folder(data, root), options_of(data))
 
 
 def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Compare every byte of a store with its recorded checksums; UserError for a missing store."""
+    """Compare every byte of a store with its recorded checksums; UserError for a missing store.
+
+    Of a long-context task every answer is derived from its prompt instead.
+    """
+    if data.name in LONG_CONTEXT:
+        return verify_answers(data, report)
     store = open_store(store_folder(data, root), options_of(data), verify=True)
     report(f"{store.folder}: every byte as recorded; fingerprint {store.fingerprint}")
     return store
 
 
+def verify_answers(data: DataConfig, report: Report) -> Store:
+    """Derive every held-out answer of a long-context task from its prompt, and return its store."""
+    store = made_store(data)
+    assert isinstance(store, LongContextStore)
+    for split in HELD_OUT:
+        answers = store.solved(split)
+        report(f"data={data.name}: all {answers:,} answers of {split} follow from their prompts")
+    return store
+
+
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different tokens; UserError for words of a text without a store."""
-    kinds = SETS[data.name].kinds
+    kinds = KINDS.get(data.name)
     if data.name in MADE:
-        return RecallStore(data).vocabulary
+        return made_store(data).vocabulary
     if data.tokenizer == "bytes":
         return 256
     if data.tokenizer == "sentencepiece":
@@ -234,11 +257,13 @@ def listing(root: Path) -> list[str]:
     for path in root.glob("*-*"):
         if STORE_NAME.fullmatch(path.name):
             notes[path] = store_note(path)
-    lines = []
+    if not notes:
+        return [f"{root}: no data yet"]
+    rows = []
     for path in sorted(notes):
-        line = f"{disk_size(path):>9}  {path.relative_to(root)}  {notes[path]}"
-        lines.append(printable(line))
-    return lines or [f"{root}: no data yet"]
+        texts = (disk_size(path), str(path.relative_to(root)), notes[path])
+        rows.append([printable(text) for text in texts])
+    return aligned(rows, right={0})
 
 
 def store_note(folder: Path) -> str:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from rtx import __version__
 from rtx.data.files import disk_errors, file_sha256, reason_of
 from rtx.data.sets import Report
 from rtx.disk import is_full, open_regular, refuse_link
 from rtx.errors import RunFailed, UserError
 from rtx.progress import progress_bar
+from rtx.version import __version__
 
 ANSWER_WITHIN = 4.0
 """Seconds for a name look-up, a connection and the first line of an answer."""

@@ -20,8 +20,9 @@ from rtx.data.download import Remote
 from rtx.data.files import column_of, identity_of, table_rows, walk
 from rtx.data.origins import Files, Origin, origin_of, row_count
 from rtx.data.sampler import permuted
-from rtx.data.sets import FACTS, SETS, SPLITS, Report, Source
+from rtx.data.sets import FACTS, SPLITS, Report, Source
 from rtx.errors import UserError
+from rtx.settings.data_sets import SETS
 from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:

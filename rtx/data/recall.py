@@ -10,36 +10,25 @@ mqar: pairs at the start; questions at positions drawn without replacement after
 tokens (Arora et al. 2024).
 induction: pairs, too, at positions drawn evenly, each question at least D tokens after its pair.
 copy: one key, the marker, before a string of values; the string again at a position as in mqar.
+masked: sequences of induction, for encoders. Of each key one of its two values is hidden, so that
+the other one may be on either side: the first value if half the sum of the positions of both keys
+is odd, else the second.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from struct import pack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtx.data.sampler import Sampler, SyntheticSampler
-from rtx.data.store import Store
-from rtx.errors import UserError
-from rtx.settings.schema import Config, DataConfig
+from rtx.data.store import FoundAnswers
+from rtx.data.synthetic import TRAIN, SyntheticStore, hashed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rtx.data.store import Answers
-
-FORMAT = 1
-"""Version of how a sequence is made from its number."""
-TRAIN = 0
-VALID = 1
-TEST = 2
-HELD_OUT = {"valid": VALID, "test": TEST}
 POWER = 0.01
 """The exponent a of data.gaps=power, as in Zoology's settings."""
 CANDIDATES_PER_PAIR = 64
@@ -63,40 +52,21 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class RecallStore(Store):
-    """A synthetic data set: an endless training split, and two fixed held-out ones `[S * N]`."""
-
-    task: DataConfig
-    """length (N), pairs (P), distance (D), keys, values, fillers and sequences (S)."""
-    stamps: ClassVar[Mapping[str, Any]] = {}
-    tokenizer: ClassVar[None] = None
+class RecallStore(SyntheticStore):
+    """Pairs (P) of keys and values, and questions at a distance (D) from them."""
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.task.name
+    def settings(self) -> dict[str, Any]:
+        names = ["length", "pairs", "keys", "values", "fillers", "sequences"]
+        if self.name != "recall":
+            names += ["name", "distance", "gaps"]
+        return {name: getattr(self.task, name) for name in names}
 
-    @property
-    def unit(self) -> str:
-        return "answer"
+    def find_answers(self, tokens_BN: Tensor) -> FoundAnswers:
+        """Return where answers are, and their distances to their pairs.
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of different tokens: keys first, then values, then fillers."""
-        return self.task.keys + self.task.values + self.task.fillers
-
-    @property
-    def answers(self) -> Answers:
-        return self.find_answers
-
-    @property
-    def answer_values(self) -> int:
-        return self.task.values
-
-    def find_answers(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions of answers, ascending, and distances to their pairs: int64 `[B, A]`.
-
-        An answer is a value whose nearest key before it also occurs before that. Sequences with
-        fewer than A answers end with positions -1 and distances 0.
+        An answer is a value whose nearest key before it also occurs before that. Of data=masked
+        the first value of a key may be the answer instead, and positions do not ascend.
         """
         # Reports read this module without torch.
         import torch
@@ -117,34 +87,29 @@ class RecallStore(Store):
         at_BA = at_BN[:, : self.task.pairs]
         is_missing_BA = at_BA == N
         distance_BA = distance_BN.gather(1, at_BA.clamp(max=N - 1))
-        return torch.where(is_missing_BA, -1, at_BA), distance_BA.masked_fill(is_missing_BA, 0)
-
-    def scored_tokens(self, tokens: np.ndarray) -> int:
-        """Return how many answers whole sequences `[S * N]` have."""
-        import torch
-
-        tokens_SN = torch.from_numpy(tokens.reshape(-1, self.task.length)).long()
-        at_SA, _ = self.find_answers(tokens_SN)
-        return int((at_SA >= 0).sum())
+        at_BA = torch.where(is_missing_BA, -1, at_BA)
+        distance_BA = distance_BA.masked_fill(is_missing_BA, 0)
+        if self.name == "masked":
+            at_BA = at_BA - distance_BA * hides_first(at_BA, distance_BA)
+        return FoundAnswers(
+            position_BA=at_BA,
+            distance_BA=distance_BA,
+            hops_BA=(~is_missing_BA).long(),
+        )
 
     def sequence(self, seed: int, index: int, split: int = TRAIN) -> np.ndarray:
-        """Return sequence `index` of a split, uint16 `[N]`, the same on every machine."""
         task = self.task
-        header = pack("<QQQQ", FORMAT, split, seed, index)
+        header = pack("<QQQQ", self.version, split, seed, index)
         draws = self.draws(header)
         entries = self.entries(draws)
         rows, width = entries.shape
-        if self.name == "induction":
+        if self.name in ("induction", "masked"):
             starts = self.scattered_starts(header, draws.pairs)
         else:
             starts = self.starts(draws.questions, rows, width)
         tokens = np.full(task.length, -1)
         tokens[starts[..., None] + np.arange(width)] = entries
-        drawn = draws.filler % task.fillers
-        filler = task.keys + task.values + drawn.astype(np.int64)
-        is_free = tokens < 0
-        tokens[is_free] = filler[: is_free.sum()]
-        return tokens.astype(np.uint16)
+        return self.filled(tokens, draws.filler)
 
     def draws(self, header: bytes) -> Draws:
         """Return the random numbers of the sequence that `header` names."""
@@ -209,60 +174,16 @@ class RecallStore(Store):
                 return 2 * np.array(chosen).T
             count *= 2
 
-    def split(self, name: str) -> np.ndarray:
-        """Return the tokens of split valid or test, uint16 `[S * N]`; UserError for any other."""
-        if name not in HELD_OUT:
-            allowed = f"one of {', '.join(HELD_OUT)}"
-            raise UserError(f"data={self.name} has no {name} split to read; {allowed}")
-        return self.held_out[name]
 
-    @cached_property
-    def held_out(self) -> dict[str, np.ndarray]:
-        """Both held-out splits, the same for every run."""
-        splits = {}
-        for name, split in HELD_OUT.items():
-            numbers = range(self.task.sequences)
-            splits[name] = np.concatenate([self.sequence(0, s, split) for s in numbers])
-        return splits
+def hides_first(at_BA: Tensor, distance_BA: Tensor) -> Tensor:
+    """Return whether the first of two values is hidden, bool `[B, A]`.
 
-    def training_sampler(self, config: Config) -> Sampler:
-        return SyntheticSampler(self.sequence, config.seed, config.trainer.batch_size)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that determine the sequences."""
-        names = ["length", "pairs", "keys", "values", "fillers", "sequences"]
-        if self.name != "recall":
-            names += ["name", "distance", "gaps"]
-        return {name: getattr(self.task, name) for name in names}
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "vocabulary": self.vocabulary,
-            "fingerprint": self.fingerprint,
-            "splits": {name: len(tokens) for name, tokens in self.held_out.items()},
-            "source": {"place": "made as it is asked for", **self.settings},
-            "stamps": self.stamps,
-            "tokenizer": None,
-            "folder": None,
-        }
-
-    def summary(self) -> list[str]:
-        counts = []
-        for name, tokens in self.held_out.items():
-            counts.append(f"{self.scored_tokens(tokens):,} answers in {name}")
-        answers = ", ".join(counts)
-        return [f"data={self.name}: made on the fly; {answers}; {self.vocabulary} ids"]
-
-    @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        """sha256 of the settings and the held-out sequences: equal means the same data."""
-        digest = hashlib.sha256(json.dumps([FORMAT, self.settings]).encode())
-        for tokens in self.held_out.values():
-            digest.update(tokens.astype("<u2").tobytes())
-        return digest.hexdigest()
+    Args:
+        at_BA: the position of the second value, one after its key; keys are at even positions.
+        distance_BA: from the first value to the second.
+    """
+    halves_BA = (2 * (at_BA - 1) - distance_BA) // 2
+    return halves_BA % 2 == 1
 
 
 def disjoint(candidates: list[list[int]], count: int) -> list[list[int]]:
@@ -276,8 +197,3 @@ def disjoint(candidates: list[list[int]], count: int) -> list[list[int]]:
             chosen.append(pair)
             taken.update(pair)
     return chosen
-
-
-def hashed(header: bytes, count: int) -> np.ndarray:
-    """Return `count` 64-bit integers that only `header` determines."""
-    return np.frombuffer(hashlib.shake_256(header).digest(8 * count), dtype="<u8")

@@ -1,4 +1,7 @@
-"""The data sets by name, and what the module of a set returns; nothing heavy is imported."""
+"""What was published about the data sets, and what the module of a set returns.
+
+Nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,9 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-    from rtx.settings.schema import DataConfig
-
 Report = Callable[[str], object]
 """Called with a line for the user."""
 SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """What is fixed for a name."""
-
-    origin: str | Callable[..., Source]
-    """The function `source(data, root, report) -> Source`, or its dotted path."""
-    image: bool = False
-    side: int | None = None
-    """Height and width of images, where they are fixed."""
-    words: Mapping[str, int] = field(default_factory=dict)
-    """Published words of each split, by which word perplexity divides the total nats."""
-    kinds: int | None = None
-    """Number of different words of the training split, with `<unk>` and `<eos>`."""
-    defaults: Mapping[str, Any] | None = None
-    """Of a registered set: what conf/data has for others."""
 
 
 # What was published about the sets: addresses, sizes, checksums, counts. The words of Wikitext-103
@@ -41,32 +25,12 @@ class DataSet:
 # of PG-19 are in the table of Rae et al. 2020; no rule reproduces them (blanks alone give about 1%
 # more).
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "published.json").read_text())
-SETS: dict[str, DataSet] = {
-    "stdlib": DataSet("rtx.data.text.own_files"),
-    "text": DataSet("rtx.data.text.own_files"),
-    "enwik8": DataSet("rtx.data.text.enwik8"),
-    "kernel": DataSet("rtx.data.kernel.source"),
-    "wikitext103": DataSet("rtx.data.text.wikitext", **FACTS["wikitext103"]["counts"]),
-    "pg19": DataSet("rtx.data.text.pg19", **FACTS["pg19"]["counts"]),
-    "hub": DataSet("rtx.data.hub.source"),
-    "cifar10": DataSet("rtx.data.images.benchmark", image=True, side=32),
-    "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
-    "images": DataSet("rtx.data.images.own_images", image=True),
+WORDS: dict[str, dict[str, int]] = {
+    name: facts["counts"]["words"] for name, facts in FACTS.items() if "counts" in facts
 }
-MADE = ("recall", "mqar", "copy", "induction")
-"""Synthetic sets (`rtx.data.recall`), which have no source."""
-SETS |= {name: DataSet("") for name in MADE}
-NAMES = tuple(SETS)
-IMAGE_SETS = tuple(name for name, data_set in SETS.items() if data_set.image)
-TWO_WAYS = ("wikitext103", "cifar10")
-"""Sets from the hub, or (data.fetch=archive) from an archive."""
-HELD_OUT = ("cifar10", "imagenet64")
-"""Sets whose split valid is held out of train (data.held_out)."""
-
-
-def image_side(data: DataConfig) -> int | None:
-    """Return the height and width of a set's images: data.size, or fixed ones; None: unknown."""
-    return data.size or SETS[data.name].side
+"""Published words of each split, by which word perplexity divides the total nats."""
+KINDS: dict[str, int] = {"wikitext103": FACTS["wikitext103"]["counts"]["kinds"]}
+"""Number of different words of the training split, with `<unk>` and `<eos>`."""
 
 
 def column_text(table: pa.Table) -> Iterable[bytes]:

@@ -13,10 +13,10 @@ import json
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,17 +25,29 @@ from rtx.data.sampler import ContiguousStreams, Sampler, ShuffledWindows
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import read_file, replace_file
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, DataConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Maps ids `[B, N]` to positions of answers, or -1, and distances to their pairs `[B, A]`."""
-
 FORMAT = 3
 """Version of what is written for the same settings; raise it whenever that changes."""
 RECORD = "store.json"
+
+
+class FoundAnswers(NamedTuple):
+    """The answers of sequences, int64 `[B, A]`; a sequence with fewer than A has them first."""
+
+    position_BA: Tensor
+    """Positions, ascending; -1: no answer."""
+    distance_BA: Tensor
+    """How far before the answer the token is that it repeats; 0: no answer, or no such token."""
+    hops_BA: Tensor
+    """How many pairs lead from the question to the answer; 0: no answer."""
+
+
+Answers = Callable[["Tensor"], FoundAnswers]
+"""Finds the answers of token ids `[B, N]`."""
 
 
 class Store(ABC):
@@ -75,8 +87,11 @@ class Store(ABC):
         return None
 
     @property
-    def answer_values(self) -> int | None:
-        """Number of values that an answer may have; None where all tokens are scored."""
+    def answer_values(self) -> Sequence[int] | None:
+        """Numbers of values that the first, second, ... answer of a sequence may have.
+
+        One number: it is that of all answers. None: all tokens are scored.
+        """
         return None
 
     def scored_tokens(self, tokens: np.ndarray) -> int:
@@ -86,6 +101,15 @@ class Store(ABC):
     @abstractmethod
     def split(self, name: str) -> np.ndarray:
         """Return the token ids of a split `[tokens]`; UserError where the store lacks it."""
+
+    def document_starts(self, name: str, data: DataConfig) -> np.ndarray | None:
+        """Return where the documents of a split start, ascending; None if they are not kept apart.
+
+        Raises UserError where the store has no documents.
+        """
+        if not data.documents:
+            return None
+        raise UserError(f"data.documents=true: data={self.name} has no documents")
 
     @abstractmethod
     def training_sampler(self, config: Config) -> Sampler:
@@ -141,6 +165,21 @@ class TokenStore(Store):
             raise UserError(f"{self.name} has no split {name!r}: {allowed}")
         return self.splits[name]
 
+    def document_starts(self, name: str, data: DataConfig) -> np.ndarray | None:
+        if not data.documents or self.image is not None:
+            return super().document_starts(name, data)
+        path = self.folder / f"{name}.starts.npy"
+        units = len(self.split(name))
+        try:
+            offsets = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, *DAMAGED) as error:
+            raise open_failure(path, f"data={self.name}", "starts of documents", error) from error
+        is_ascending = offsets.ndim == 1 and bool((np.diff(offsets) > 0).all())
+        if not is_ascending or not len(offsets) or offsets[-1] != units:
+            expected = f"ascending starts of documents, and {units:,}, the number of units"
+            raise DamagedStore(f"data={self.name}", path, expected, "other numbers")
+        return offsets[:-1]
+
     def training_sampler(self, config: Config) -> Sampler:
         tokens = self.split("train")
         length = config.data.length
@@ -148,7 +187,8 @@ class TokenStore(Store):
         is_image = self.image is not None
         # Recurrent models without a memory read streams, too: runs then differ by the memory alone.
         if is_image or config.model.base != "recurrent":
-            return ShuffledWindows(tokens, length, config.seed, batch_size, aligned=is_image)
+            starts = self.document_starts("train", config.data)
+            return ShuffledWindows(tokens, length, config.seed, batch_size, is_image, starts)
         check_streams(config, len(tokens))
         return ContiguousStreams(tokens, length, config.seed, batch_size)
 

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 from rtx.data.download import Remote, download
 from rtx.data.files import Pieces, files_of, identity_of, rows_of, table_rows, walk
 from rtx.data.origins import local_files, origin_of, row_count
-from rtx.data.sets import FACTS, SETS, Report, Source, column_text
+from rtx.data.sets import FACTS, WORDS, Report, Source, column_text
 from rtx.errors import UserError
 from rtx.settings.schema import DataConfig
 
@@ -207,7 +207,7 @@ def wikitext_text(files: Sequence[Path], split: str, cache: Path) -> Pieces:
         # The end of a line is a word, <eos>.
         counts["words"] += len(block.split()) + lines
         digest.update(block)
-    expected = {**WIKITEXT_FACTS[split], "words": SETS["wikitext103"].words[split]}
+    expected = {**WIKITEXT_FACTS[split], "words": WORDS["wikitext103"][split]}
     actual = {key: counts[key] for key in expected}
     if "md5" in expected:
         actual |= {"md5": digest.hexdigest()}

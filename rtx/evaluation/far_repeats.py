@@ -5,20 +5,8 @@ Shapes: B windows, N units of a window, S positions at which runs of units start
 
 import numpy as np
 
-from rtx.settings.schema import TEXTS, Config
-
 REPEATED = 8
 """A unit is repeated if the 8 units before it occurred together earlier."""
-
-
-def local_reach(config: Config) -> int | None:
-    """Return how many units back stacked local heads read; None for data that is no text.
-
-    It is layers times model.window, whatever the heads of this model are.
-    """
-    if config.data.name not in TEXTS:
-        return None
-    return config.model.layers * config.model.window
 
 
 def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtx.data.sets import SETS
+from rtx.data.sets import WORDS
 from rtx.data.store import Store
+from rtx.data.synthetic import chance_bits, chance_of
 from rtx.errors import UserError
 from rtx.evaluation.scores import Score
 from rtx.runs.records import Measures
@@ -96,10 +97,12 @@ def measures(
         accuracies = score.accuracies()
         return Measures(
             accuracy=score.accuracy,
-            chance=1 / values,
+            chance=chance_of(values),
             accuracy_by_distance=accuracies["distance"],
+            accuracy_by_depth=accuracies["depth"],
+            accuracy_by_hops=accuracies["hops"],
             accuracy_by_pairs=accuracies["pairs"],
-            baselines={"chance": math.log2(values)},
+            baselines={"chance": chance_bits(values)},
         )
     numbers = far_measures(score)
     if store.image is None and not is_sample:
@@ -147,9 +150,7 @@ class Words(NamedTuple):
 
 def words_scored(store: Store, split: str, units: int, released: bool) -> Words | None:
     """Return how many words a score of a whole split is over; None if it has no words."""
-    published = {}
-    if store.name in SETS:
-        published = SETS[store.name].words
+    published = WORDS.get(store.name)
     if released and store.name == "pg19":
         note = "as the released code converts its own subwords"
         return Words(units / SUBWORDS_PER_WORD, note, False)

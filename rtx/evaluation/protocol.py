@@ -9,9 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rtx.data.sets import MADE, stamp_phrases
+from rtx.data.sets import stamp_phrases
 from rtx.runs.older import FOREIGN
 from rtx.runs.records import DataRecord, Measures, OlderFinal, Protocol, ScoreRecord
+from rtx.settings.data_sets import MADE
+from rtx.settings.derived import spans
 from rtx.settings.schema import Config, flat, to_dict
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ ABLATED = {
     "random": "routing heads read random members",
 }
 """What option `ablate` does to a model, in words."""
+DOCUMENTS = "nothing read across documents"
+"""How a model with data.documents=true reads a window, in words."""
 
 
 def routes(values: Values) -> bool:
@@ -44,26 +48,13 @@ def hashes(values: Values) -> bool:
 def looks_ahead(values: Values, ablate: str = "none") -> bool:
     """Tell whether a teacher-forced score may depend on later tokens.
 
-    That is so for top-w selection of members, and for LSH as published.
+    That is so for encoders, for top-w selection of members, and for LSH as published.
     """
+    if values.get("model.causal") is False:
+        return True
     if routes(values) and ablate == "none" and values.get("routing.selection") == "topk":
         return True
     return hashes(values) and values.get("model.lsh") == "reformer"
-
-
-def spans(values: Values) -> tuple[int, int]:
-    """Return length and stride of the windows by which a model is scored.
-
-    A model with a memory reads as many tokens before those that a window scores.
-    """
-    length = values["data.length"]
-    stride = values["trainer.val_stride"] or length
-    memory = values.get("model.memory") or 0
-    rate = values.get("model.compression_rate") or 1
-    memory += (values.get("model.compressed") or 0) * rate
-    if memory:
-        length = stride + memory
-    return length, stride
 
 
 def memory_phrases(values: Values) -> list[str]:
@@ -90,6 +81,8 @@ def selection_words(values: Values, ablate: str = "none") -> str:
         words = f"ablated ({ABLATED[ablate]}; trained with {words})"
     if hashes(values):
         words += f", lsh={values['model.lsh']}"
+    if values.get("model.causal") is False:
+        words += ", an encoder"
     return words
 
 
@@ -132,6 +125,8 @@ def protocol_of(
     values = flat(to_dict(config))
     length, stride = spans(values)
     stamps = [*stamp_phrases(data.stamps, split), *memory_phrases(values)]
+    if config.data.documents:
+        stamps.append(DOCUMENTS)
     if reading.released:
         stamps.insert(0, f"protocol=released ({reading.released})")
     return Protocol(
@@ -230,6 +225,8 @@ def further_lines(score: ScoreRecord) -> list[str]:
     if score.accuracy is not None:
         lines.append(f"{score.accuracy:.2%} of the answers right (chance {score.chance:.2%})")
     lines += accuracy_lines("distance", score.accuracy_by_distance, "+")
+    lines += accuracy_lines("depth", score.accuracy_by_depth, "%")
+    lines += accuracy_lines("hops", score.accuracy_by_hops, "")
     lines += accuracy_lines("pairs", score.accuracy_by_pairs, "")
     return lines
 
@@ -239,7 +236,7 @@ def accuracy_lines(
     shares: Mapping[str, tuple[float, int]],
     after_value: str,
 ) -> list[str]:
-    """Return the line on the accuracy by distance or by pairs, where there are several values."""
+    """Return the line on the accuracy by values of a `kind`, where there are several values."""
     if len(shares) < 2:
         return []
     parts = [f"{value}{after_value}: {share:.1%}" for value, (share, _) in shares.items()]

@@ -1,26 +1,46 @@
 """Scores of a model on windows of a split.
 
 Shapes: B windows of a batch, N units of a window, at most A of them answers, K windows of the
-split, X columns of a window's score.
+split, F facts of an answer, X columns of a window's score.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rtx.data.store import Answers
+from rtx.data.windows import (
+    Window,
+    equal_batches,
+    read_windows,
+    tokens_and_documents,
+)
 from rtx.evaluation.far_repeats import far_repeated
-from rtx.evaluation.windows import Window, equal_batches, read_windows
-
-Answers = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Returns the position of each answer of sequences `[B, N]`, or -1, and the distance of its first
-mention, or 0; both `[B, A]`."""
 
 Progress = Callable[[int, int], None]
 """Is called with the number of windows scored, and of all windows."""
+
+
+TENTHS = 10
+"""Parts of a window by which depths are told apart."""
+
+
+class ScoredAnswers(NamedTuple):
+    """The answers of windows, in float64; those that a window lacks come last."""
+
+    right_KA: np.ndarray
+    """1 for an answer that was the likeliest unit."""
+    back_KA: np.ndarray
+    """Distance from each answer back to the unit that it repeats; 0: there is none."""
+    tenth_KA: np.ndarray
+    """In which tenth of the window that unit is."""
+    hops_KA: np.ndarray
+    """How many pairs lead from the question to the answer; 0: none does."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +51,8 @@ class Score:
     """Number of units scored."""
     nats_K: np.ndarray
     """Sum of their nats."""
-    right_KA: np.ndarray | None = None
-    """1 for an answer that was the likeliest unit; None: all units are scored, not only answers."""
-    back_KA: np.ndarray | None = None
-    """Distance from each answer back to its first mention, 0 for no answer."""
+    answers: ScoredAnswers | None = None
+    """None: all units are scored, not only answers."""
     far_K2: np.ndarray | None = None
     """Number of far-repeated units, and the sum of their nats, if they are counted."""
 
@@ -54,25 +72,34 @@ class Score:
     @property
     def accuracy(self) -> float | None:
         """Share of answers that were right; None if all units are scored."""
-        if self.right_KA is None:
+        if self.answers is None:
             return None
-        return float(self.right_KA.sum()) / self.units
+        return float(self.answers.right_KA.sum()) / self.units
 
     def accuracies(self) -> dict[str, dict[str, tuple[float, int]]]:
-        """Return accuracies and numbers of answers, by distance and by pairs of a window.
+        """Return accuracies and numbers of answers, by what may make an answer hard.
 
-        Distances are rounded down to a power of two.
+        distance: back to the unit that the answer repeats, rounded down to a power of two.
+        depth: where this unit is, in percent of the window, rounded down to a tenth of it.
+        hops: how many pairs lead from the question to the answer.
+        pairs: how many answers the window has.
+
+        Answers without such a unit have no distance and depth, those without a pair no hops.
         """
-        assert self.right_KA is not None
-        assert self.back_KA is not None
-        is_answer_KA = self.back_KA > 0
-        right = self.right_KA[is_answer_KA]
-        distance = 2 ** np.log2(self.back_KA[is_answer_KA]).astype(int)
+        assert self.answers is not None
+        right_KA, back_KA, tenth_KA, hops_KA = self.answers
+        number_A = np.arange(right_KA.shape[1])
+        is_answer_KA = number_A < self.units_K[:, None]
+        repeats_KA = is_answer_KA & (back_KA > 0)
+        has_hops_KA = is_answer_KA & (hops_KA > 0)
+        distance = 2 ** np.log2(back_KA[repeats_KA]).astype(int)
+        percent = tenth_KA[repeats_KA].astype(int) * (100 // TENTHS)
         pairs_KA = np.broadcast_to(self.units_K[:, None], is_answer_KA.shape)
-        pairs = pairs_KA[is_answer_KA].astype(int)
         return {
-            "distance": accuracy_by(distance, right),
-            "pairs": accuracy_by(pairs, right),
+            "distance": accuracy_by(distance, right_KA[repeats_KA]),
+            "depth": accuracy_by(percent, right_KA[repeats_KA]),
+            "hops": accuracy_by(hops_KA[has_hops_KA].astype(int), right_KA[has_hops_KA]),
+            "pairs": accuracy_by(pairs_KA[is_answer_KA].astype(int), right_KA[is_answer_KA]),
         }
 
     @property
@@ -105,6 +132,7 @@ def score_windows(
     reach: int | None = None,
     batch_size: int | None = None,
     streaming: bool = False,
+    starts: np.ndarray | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Score:
     """Score windows of a split with a model in evaluation mode.
@@ -116,13 +144,15 @@ def score_windows(
         reach: count the units that are far-repeated by it, see `far_repeated`.
         batch_size: windows scored at once.
         streaming: every selection of keys is made from the prefix alone.
+        starts: where documents start, if units are predicted from their document alone.
         on_progress: is called with the number of windows scored, and of all windows.
     """
     device = next(model.parameters()).device
     scored: list[Tensor] = []
     for numbers in equal_batches(windows, batch_size):
-        tokens_BN, skipped_B = read_windows(tokens, [windows[number] for number in numbers])
-        batch = (tokens_BN.to(device), skipped_B.to(device))
+        here = [windows[number] for number in numbers]
+        units, skipped_B = read_windows(tokens, here, starts)
+        batch = (units.to(device), skipped_B.to(device))
         scored.append(score_batch(model, batch, answers, reach, streaming))
         on_progress(numbers[-1] + 1, len(windows))
     return joined(torch.cat(scored).numpy(), answers)
@@ -134,8 +164,8 @@ def joined(scored_KX: np.ndarray, answers: Answers | None) -> Score:
     nats_K = np.ascontiguousarray(scored_KX[:, 1])
     more_KX = scored_KX[:, 2:]
     if answers is not None:
-        right_KA, back_KA = np.split(more_KX, 2, axis=1)
-        return Score(units_K, nats_K, right_KA, back_KA)
+        facts = np.split(more_KX, len(ScoredAnswers._fields), axis=1)
+        return Score(units_K, nats_K, ScoredAnswers(*facts))
     if more_KX.shape[1]:
         return Score(units_K, nats_K, far_K2=more_KX)
     return Score(units_K, nats_K)
@@ -150,17 +180,23 @@ def score_batch(
 ) -> Tensor:
     """Return the score of each window, float64 on the CPU, `[B, X]`.
 
-    Its columns are units and nats; for answers, A columns of whether each is right and A columns of
-    its distance back; else, with a `reach`, the far-repeated units and their nats.
+    Its columns are units and nats; for answers, A columns for each field of `ScoredAnswers`; else,
+    with a `reach`, the far-repeated units and their nats.
 
     Args:
-        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)` or, for answers,
+        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`, which takes `first_BN`,
+            too, if there are documents. For answers it has
             `answers(tokens_BN, position_BA, streaming=...) -> (nats_BA, right_BA, auxiliary)`.
         batch: what `read_windows` returns.
     """
-    tokens_BN, skipped_B = batch
+    units, skipped_B = batch
+    tokens_BN, first_BN = tokens_and_documents(units)
     if answers is None:
-        columns = score_units(model, tokens_BN, skipped_B, reach, streaming)
+        documents = {} if first_BN is None else {"first_BN": first_BN}
+        nats_BN, _ = model.loss(  # type: ignore[operator]
+            tokens_BN, streaming=streaming, **documents
+        )
+        columns = score_units(tokens_BN, nats_BN, skipped_B, reach)
     else:
         assert not skipped_B.any(), "answers are scored in whole windows"
         columns = score_answers(model, tokens_BN, answers, streaming)
@@ -168,14 +204,12 @@ def score_batch(
 
 
 def score_units(
-    model: nn.Module,
     tokens_BN: Tensor,
+    nats_BN: Tensor,
     skipped_B: Tensor,
     reach: int | None,
-    streaming: bool,
 ) -> list[Tensor]:
     """Return the columns of `score_batch` for windows of which all units are scored."""
-    nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
     position_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
     is_scored_BN = position_N >= skipped_B[:, None]
     columns = count_and_nats(is_scored_BN, nats_BN)
@@ -200,11 +234,15 @@ def score_answers(
     streaming: bool,
 ) -> list[Tensor]:
     """Return the columns of `score_batch` for windows of which the answers are scored."""
-    position_BA, back_BA = answers(tokens_BN)
+    found = answers(tokens_BN)
+    position_BA = found.position_BA
     nats_BA, right_BA, _ = model.answers(  # type: ignore[operator]
         tokens_BN, position_BA, streaming=streaming
     )
     is_answer_BA = position_BA >= 0
     count_B1 = is_answer_BA.sum(dim=1, keepdim=True)
     nats_B1 = nats_BA.double().sum(dim=1, keepdim=True)
-    return [count_B1, nats_B1, right_BA, back_BA]
+    N = tokens_BN.shape[1]
+    repeated_BA = position_BA - found.distance_BA
+    tenth_BA = TENTHS * repeated_BA.clamp(min=0) // N
+    return [count_B1, nats_B1, right_BA, found.distance_BA, tenth_BA, found.hops_BA]

@@ -39,7 +39,8 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
             substitute = substitute_for(group, config, layer, how)
             substitute.group_queries(group.queries, together=group.pattern.chooses_together)
             substitute.sink_H = group.pattern.sink_H
-            group.pattern = substitute.to(model.device).train(model.training)
+            substitute = substitute.to(model.device)
+            group.pattern = substitute.train(model.training)
             if how == "routing":
                 silence(group, attention)
 
@@ -62,6 +63,7 @@ def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pa
         "attend_self": routed.attend_self,
         "dropout": routed.dropout,
         "backend": routed.backend,
+        "causal": routed.causal,
     }
     if how == "random":
         reseeded = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)

@@ -25,8 +25,8 @@ class Decoder:
         self.streams = [attention.streams() for attention in model.attentions()]
         self.memory: Memory | None = None
         """For a model with compressed memory, which reads segments and does not use `streams`."""
-        if model.config.compressed:
-            self.memory = Memory(model.config)
+        if model.model_config.compressed:
+            self.memory = Memory(model.model_config)
         self.segment_BN: Tensor | None = None
         """With compressed memory: the tokens after the last whole segment; None at position 0."""
 
@@ -49,7 +49,8 @@ class Decoder:
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_BNE = block.prefill(x_BNE, streams)  # type: ignore[operator]
         self.position = x_BNE.shape[1]
-        return self.model.logits(self.model.output(x_BNE[:, -1]))
+        last_BE = x_BNE[:, -1]
+        return self.logits(last_BE)
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor | None = None) -> Tensor:
@@ -76,7 +77,12 @@ class Decoder:
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_B1E = block.decode(x_B1E, streams)  # type: ignore[operator]
         self.position += 1
-        return self.model.logits(self.model.output(x_B1E[:, 0]))
+        return self.logits(x_B1E[:, 0])
+
+    def logits(self, x_BE: Tensor) -> Tensor:
+        """Return the logits `[B, V]` from the output of the last block."""
+        hidden_BS = self.model.output(x_BE)
+        return self.model.logits(hidden_BS)
 
     def as_sequences(self, tokens_B: Tensor | None) -> Tensor:
         """Return the tokens of a step as sequences of length 1, or of length 0 for None."""
@@ -100,9 +106,10 @@ class Decoder:
             model(tokens_BN[:, : model.segment], memory=memory)
             tokens_BN = tokens_BN[:, model.segment :]
         self.segment_BN = tokens_BN
-        # The appended 0 is never read. The copy of the memory is discarded, because the segment is
-        # not complete.
-        hidden_BNS, _ = model(F.pad(tokens_BN, (0, 1)), memory=copy.copy(memory))
+        # The appended 0 is never read.
+        longer_BN = F.pad(tokens_BN, (0, 1))
+        # The copy of the memory is discarded, because the segment is not complete.
+        hidden_BNS, _ = model(longer_BN, memory=copy.copy(memory))
         return model.logits(hidden_BNS[:, -1])
 
 
@@ -165,7 +172,8 @@ def draw(
     share_BV = logits_BV.softmax(-1)
     if top_p is not None:
         share_BV = only_top_p(share_BV, top_p)
-    return torch.multinomial(share_BV, 1, generator=generator)[:, 0]
+    tokens_B1 = torch.multinomial(share_BV, 1, generator=generator)
+    return tokens_B1[:, 0]
 
 
 def only_top_k(logits_BV: Tensor, top_k: int) -> Tensor:

@@ -3,8 +3,9 @@
 The softmax is over all tokens, or adaptive (Baevski and Auli 2019): the vocabulary is cut into
 bands of decreasing frequency, and the vectors of rarer bands are narrower, in the embedding too.
 
-Shapes: B sequences, N positions, R = B * N rows, E hidden width, V vocabulary, G tokens of a band,
-S width of its vectors, K rows whose tokens are in one band.
+Shapes: B sequences, N positions, R = B * N rows, E width of the vectors that the output layer
+reads, V vocabulary, G tokens of a band, S width of the band's vectors, K rows whose tokens are in
+one band.
 """
 
 import itertools
@@ -180,7 +181,8 @@ class Bands(nn.Module):
             band = self[index]
             is_in_band = band.contains(tokens)
             narrow = F.embedding(band.row_or_any(tokens), band.table_GS)
-            vectors = torch.where(is_in_band[..., None], band.project_in(narrow), vectors)
+            wide = band.project_in(narrow)
+            vectors = torch.where(is_in_band[..., None], wide, vectors)
         return vectors.to(self.tables[0].dtype)
 
     def gathered(self, tokens: Tensor) -> Tensor:
@@ -191,7 +193,8 @@ class Bands(nn.Module):
             band = self[index]
             at = band.contains(tokens).nonzero(as_tuple=True)
             row_K = tokens[at] - band.start
-            vectors_KE = band.project_in(F.embedding(row_K, band.table_GS))
+            narrow_KS = F.embedding(row_K, band.table_GS)
+            vectors_KE = band.project_in(narrow_KS)
             vectors = vectors.index_put(at, vectors_KE.to(vectors.dtype))
         return vectors
 
@@ -222,16 +225,16 @@ def make_bands(model: ModelConfig, vocabulary: int) -> Bands:
 class AdaptiveSoftmax(nn.Module):
     """The exact likelihood of a token, over the whole vocabulary (Grave et al. 2017).
 
-    The first softmax, the *head*, is over the tokens of the first band and one entry for each other
-    band. The likelihood of a token of another band is that of its band, times that of the token in
-    a softmax over the band.
+    The first softmax is over the tokens of the first band, and one entry for each other band. The
+    likelihood of a token of another band is that of its band, times that of the token in a softmax
+    over the band.
     """
 
     def __init__(self, bands: Bands, hidden: int) -> None:
         super().__init__()
         self.bands = bands
-        self.clusters = nn.Linear(hidden, len(bands) - 1)
-        """The logits of all bands but the first."""
+        self.other_bands = nn.Linear(hidden, len(bands) - 1)
+        """The logits of the entries of all bands but the first."""
         self.bias_V = nn.Parameter(torch.zeros(self.vocabulary))
 
     @property
@@ -240,12 +243,17 @@ class AdaptiveSoftmax(nn.Module):
         return self.bands.ranges[-1][1]
 
     def logits(self, hidden_RE: Tensor, index: int) -> Tensor:
-        """Return the logits of a band, float32 or wider; of the first band, those of the head."""
+        """Return the logits of the softmax over a band, `[R, G]`, float32 or wider.
+
+        Those of the first band end with the entries of the other bands.
+        """
         band = self.bands[index]
         narrow_RS = hidden_RE @ band.project_in.weight
-        logits_RG = narrow_RS @ band.table_GS.T + self.bias_V[band.start : band.stop]
+        bias_G = self.bias_V[band.start : band.stop]
+        logits_RG = narrow_RS @ band.table_GS.T + bias_G
         if index == 0:
-            logits_RG = torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
+            entries = self.other_bands(hidden_RE)
+            logits_RG = torch.cat([logits_RG, entries], dim=-1)
         return widened(logits_RG)
 
     def token_nats(self, hidden_BNE: Tensor, target_BN: Tensor) -> Tensor:
@@ -262,31 +270,34 @@ class AdaptiveSoftmax(nn.Module):
 
     def nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
         """Return -log p(target) of rows, float32 or wider, `[R]`; a row computes only its band."""
-        nats_R = self.head_nats(hidden_RE, target_R)
-        further = range(1, len(self.bands))
-        is_in_band_R = [self.bands[index].contains(target_R) for index in further]
+        nats_R = self.first_nats(hidden_RE, target_R)
+        others = range(1, len(self.bands))
+        is_in_band_R = [self.bands[index].contains(target_R) for index in others]
         # Read together: the CPU waits for a GPU once.
-        counts = torch.stack([is_in_R.sum() for is_in_R in is_in_band_R]).tolist()
-        for index, is_in_R, count in zip(further, is_in_band_R, counts, strict=True):
+        sums = [is_in_R.sum() for is_in_R in is_in_band_R]
+        counts = torch.stack(sums).tolist()
+        for index, is_in_R, count in zip(others, is_in_band_R, counts, strict=True):
             row_K = is_in_R.nonzero_static(size=count)[:, 0]
             logits_KG = self.logits(hidden_RE[row_K], index)
             target_K = target_R[row_K] - self.bands[index].start
-            nats_R = nats_R.index_add(0, row_K, nats_of(logits_KG, target_K))
+            nats_K = nats_of(logits_KG, target_K)
+            nats_R = nats_R.index_add(0, row_K, nats_K)
         return nats_R
 
     def nats_of_all_bands(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
         """Return what `nats` does; a row computes every band, so no shape depends on the tokens."""
-        nats_R = self.head_nats(hidden_RE, target_R)
+        nats_R = self.first_nats(hidden_RE, target_R)
         for index in range(1, len(self.bands)):
             band = self.bands[index]
             logits_RG = self.logits(hidden_RE, index)
             # A row of another band gets the nats of some token of this band, which are not added.
             band_nats_R = nats_of(logits_RG, band.row_or_any(target_R))
-            nats_R = nats_R + torch.where(band.contains(target_R), band_nats_R, 0.0)
+            is_in_band_R = band.contains(target_R)
+            nats_R = nats_R + torch.where(is_in_band_R, band_nats_R, 0.0)
         return nats_R
 
-    def head_nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
-        """Return -log p by the head, `[R]`: of a token of the first band, else of its band."""
+    def first_nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
+        """Return -log p by the first softmax, `[R]`: of the token, or else of its band."""
         entry_R = target_R
         for index in range(1, len(self.bands)):
             is_beyond_R = target_R >= self.bands[index].start
@@ -294,15 +305,15 @@ class AdaptiveSoftmax(nn.Module):
         return nats_of(self.logits(hidden_RE, 0), entry_R)
 
     def entry(self, index: int) -> int:
-        """Return the entry of the head for a band that is not the first."""
+        """Return the entry of the first softmax for a band that is not the first."""
         return self.bands[0].stop + index - 1
 
     def log_shares(self, hidden_RE: Tensor) -> Tensor:
         """Return the logarithm of the likelihood of every token, `[..., V]`, for `[..., E]`."""
-        head_RG = self.logits(hidden_RE, 0).log_softmax(-1)
-        bands = [head_RG[..., : self.bands[0].stop]]
+        first_RG = self.logits(hidden_RE, 0).log_softmax(-1)
+        bands = [first_RG[..., : self.bands[0].stop]]
         for index in range(1, len(self.bands)):
             within_RG = self.logits(hidden_RE, index).log_softmax(-1)
-            of_band_R = head_RG[..., self.entry(index)]
+            of_band_R = first_RG[..., self.entry(index)]
             bands.append(of_band_R[..., None] + within_RG)
         return torch.cat(bands, dim=-1)

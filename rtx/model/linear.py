@@ -25,7 +25,8 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return F.linear(x.to_mkldnn(), weight_OI, bias_O).to_dense()
+        product = F.linear(x.to_mkldnn(), weight_OI, bias_O)
+        return product.to_dense()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -46,7 +47,7 @@ class Linear(nn.Linear):
     """`nn.Linear` that may use oneDNN for large float32 products on a CPU."""
 
     products = "torch"
-    """`hardware.products` of the configuration: "torch" or "onednn"."""
+    """"torch", or "onednn" for large products; see `use_products`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.uses_onednn(input):
@@ -62,3 +63,10 @@ class Linear(nn.Linear):
         is_large = input.numel() * self.out_features >= LARGE
         is_float32 = input.dtype == torch.float32
         return is_large and is_float32 and torch.backends.mkldnn.is_available()
+
+
+def use_products(model: nn.Module, products: str) -> None:
+    """Let all `Linear` layers of a model compute their products by "torch" or "onednn"."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.products = products

@@ -1,9 +1,9 @@
 """Memory of earlier segments, as in Transformer-XL and the Compressive Transformer.
 
-Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block keeps its inputs at
-the last M positions, its memory, and its attention reads them before the segment. What leaves the
-memory is compressed, several positions to one, and the last C compressed positions are read before
-the memory.
+Dai et al. 2019; Rae et al. 2020. A stream is read in segments. Every block stores its inputs at the
+last M positions, its *memory*; its attention reads them as positions before the segment. Positions
+that leave the memory may be compressed, several to one. The attention reads the last C compressed
+positions as positions before the memory.
 
 Shapes: B streams, N positions of a segment, E hidden width, M positions of memory, C compressed
 ones, K positions that attention reads, O positions that leave the memory, D head size.
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention.gradients import with_zero_gradients
 from rtx.model.block import Block
 from rtx.model.norm import without_gradient
 from rtx.settings.schema import Config, ModelConfig
@@ -79,8 +80,8 @@ class MemoryBlock(Block):
         It is the mean square over all heads, by content alone (Rae et al., Algorithm 2). Only
         `compressed_BCE` has a gradient.
         """
-        weights = self.attention.qkv.weight.detach().split(self.attention.widths)
-        query_FE, key_FE, value_FE = weights
+        weight_FE = self.attention.qkv.weight.detach()
+        query_FE, key_FE, value_FE = weight_FE.split(self.attention.widths)
         (group,) = self.attention.head_groups()
         q_BHND = self.heads_of(x_BNE.detach(), query_FE)
         if group.query_norm is not None:
@@ -94,14 +95,17 @@ class MemoryBlock(Block):
             has_groups = group.queries > 1
             return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD, enable_gqa=has_groups)
 
-        return F.mse_loss(attend(compressed_BCE), attend(old_BOE.detach()))
+        out_BHND = attend(compressed_BCE)
+        old_out_BHND = attend(old_BOE.detach())
+        return F.mse_loss(out_BHND, old_out_BHND)
 
     def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
         """Return the vectors projected by a matrix, `[B, H, K, D]`; the norm gets no gradient."""
         if self.pre:
             x_BKE = without_gradient(self.attention_norm, x_BKE)
         columns = F.linear(x_BKE, weight_FE)
-        return columns.unflatten(-1, (-1, self.attention.size)).transpose(1, 2)
+        x_BKHD = columns.unflatten(-1, (-1, self.attention.size))
+        return x_BKHD.transpose(1, 2)
 
 
 class Memory:
@@ -148,7 +152,8 @@ class Memory:
         With compression, O is a multiple of its rate.
         """
         longer = appended(self.layers, inputs)
-        leaving = max(0, longer[0].shape[1] - self.length)
+        positions = longer[0].shape[1]
+        leaving = max(0, positions - self.length)
         if self.compressed_length:
             leaving -= leaving % self.rate
         self.layers = [x_BKE[:, leaving:].clone() for x_BKE in longer]
@@ -158,7 +163,8 @@ class Memory:
     def append_compressed(self, compressed: list[Tensor]) -> None:
         """Append compressed positions of each block, and drop the oldest."""
         longer = appended(self.compressed, compressed)
-        first = max(0, longer[0].shape[1] - self.compressed_length)
+        positions = longer[0].shape[1]
+        first = max(0, positions - self.compressed_length)
         self.compressed = [x_BCE[:, first:].clone() for x_BCE in longer]
 
     def compress(
@@ -171,7 +177,8 @@ class Memory:
         compressions = [block.compression for block in blocks if block.compression is not None]
         loss = inputs[0].new_zeros(())
         if not leaving[0].shape[1]:
-            return loss + unused(compressions)
+            parameters = nn.ModuleList(compressions).parameters()
+            return with_zero_gradients(loss, parameters)
         compressed = []
         for compression, old_BOE in zip(compressions, leaving, strict=True):
             compressed.append(compression(old_BOE))
@@ -181,12 +188,6 @@ class Memory:
             for block, *tensors in zip(blocks, inputs, leaving, compressed, strict=True):
                 loss = loss + block.compression_loss(*tensors)
         return loss
-
-
-def unused(modules: list[Compression]) -> Tensor | int:
-    """Return 0 that depends on each parameter: DDP needs a gradient of all of them."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    return sum(0 * parameter.sum() for parameter in parameters)
 
 
 def appended(memories: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:

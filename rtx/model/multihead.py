@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from rtx.attention import Documents
 from rtx.model.heads import HeadGroup, HeadStream
 from rtx.model.linear import Linear
 from rtx.settings.derived import layer_patterns
@@ -79,7 +80,8 @@ class MultiheadAttention(nn.Module):
         With `model.kv_heads`, keys and values have fewer heads.
         """
         parts = []
-        for columns in self.qkv(x_BNE).split(self.widths, dim=-1):
+        qkv = self.qkv(x_BNE)
+        for columns in qkv.split(self.widths, dim=-1):
             x_BNHD = columns.unflatten(-1, (-1, self.size))
             parts.append(x_BNHD.transpose(1, 2))
         return self.by_group(parts)
@@ -95,19 +97,22 @@ class MultiheadAttention(nn.Module):
         x_BNE: Tensor,
         streaming: bool = False,
         memory_length: int = 0,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output `[B, N, E]` and its auxiliary loss.
 
         Args:
             streaming: every selection of keys is made from the prefix alone.
             memory_length: the number of positions at the start that serve as keys and values alone.
+            documents: the documents of the sequences; None: each sequence is one.
         """
         loss = x_BNE.new_zeros((), dtype=torch.float32)
         if self.training and self.has_key_loss:
             loss = loss + self.key_loss()
         outputs = []
-        for group, qkv in zip(self.head_groups(), self.project(x_BNE), strict=True):
-            out_BHND, group_loss = group(*qkv, streaming, memory_length)
+        projected = self.project(x_BNE)
+        for group, qkv in zip(self.head_groups(), projected, strict=True):
+            out_BHND, group_loss = group(*qkv, streaming, memory_length, documents)
             outputs.append(out_BHND)
             loss = loss + group_loss
         return self.join(outputs), loss
@@ -115,7 +120,8 @@ class MultiheadAttention(nn.Module):
     def key_loss(self) -> Tensor:
         """Return the weighted distances between the matrices of queries and of keys."""
         losses = []
-        weights = self.by_group(self.qkv.weight.split(self.widths))
+        matrices = self.qkv.weight.split(self.widths)
+        weights = self.by_group(matrices)
         for group, (query_FE, key_FE, _) in zip(self.head_groups(), weights, strict=True):
             if group.key_loss and key_FE is not None:
                 distance = matrix_distance(query_FE, key_FE, self.size)
@@ -129,14 +135,16 @@ class MultiheadAttention(nn.Module):
     def prefill(self, x_BNE: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the layer's output `[B, N, E]` at the first N positions of new streams."""
         outputs = []
-        for stream, qkv in zip(streams, self.project(x_BNE), strict=True):
+        projected = self.project(x_BNE)
+        for stream, qkv in zip(streams, projected, strict=True):
             outputs.append(stream.prefill(*qkv))
         return self.join(outputs)
 
     def decode(self, x_B1E: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the layer's output `[B, 1, E]` at the next position of each stream."""
         outputs = []
-        for stream, qkv in zip(streams, self.project(x_B1E), strict=True):
+        projected = self.project(x_B1E)
+        for stream, qkv in zip(streams, projected, strict=True):
             outputs.append(stream.decode(*qkv))
         return self.join(outputs)
 
@@ -150,6 +158,7 @@ def matrix_distance(query_FE: Tensor, key_FE: Tensor, size: int) -> Tensor:
     Args:
         query_FE, key_FE: the matrices of a group, with `size` rows (outputs) for each head.
     """
-    difference_FE = query_FE - key_FE
-    sum_HD = difference_FE.abs().sum(-1).unflatten(0, (-1, size))
+    distance_FE = (query_FE - key_FE).abs()
+    sum_F = distance_FE.sum(-1)
+    sum_HD = sum_F.unflatten(0, (-1, size))
     return sum_HD.amax(-1).mean()

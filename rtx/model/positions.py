@@ -79,7 +79,9 @@ def make_angles(
         angle_NF = position_N[:, None] * frequency_F
         cos_NF = angle_NF.cos().to(dtype)
         sin_NF = angle_NF.sin().to(dtype)
-        return torch.cat([cos_NF, cos_NF], dim=-1), torch.cat([-sin_NF, sin_NF], dim=-1)
+        cos_ND = torch.cat([cos_NF, cos_NF], dim=-1)
+        sin_ND = torch.cat([-sin_NF, sin_NF], dim=-1)
+        return cos_ND, sin_ND
 
 
 def drawn_table(rows: int, columns: int, deviation: float = TABLE_DEVIATION) -> nn.Parameter:
@@ -124,7 +126,8 @@ class SinusoidKeys(nn.Module):
 
     def with_content(self, q_BHND: Tensor) -> Tensor:
         """Return queries with u added."""
-        return q_BHND + self.content_HD[:, None].to(q_BHND.dtype)
+        content_HD = self.content_HD.to(q_BHND.dtype)
+        return q_BHND + content_HD[:, None]
 
     def forward(self, distances: int) -> RelativeTables:
         """Return keys and biases by distance, for queries to which u was added.
@@ -135,9 +138,11 @@ class SinusoidKeys(nn.Module):
         count = distances
         if self.clamp:
             count = min(distances, self.clamp + 1)
-        sinusoid_ME = F.dropout(self.sinusoids(count), self.dropout, self.training)
+        sinusoid_ME = self.sinusoids(count)
+        sinusoid_ME = F.dropout(sinusoid_ME, self.dropout, self.training)
         keys_ME = self.project(sinusoid_ME)
-        keys_HMD = keys_ME.unflatten(-1, self.place_HD.shape).transpose(0, 1)
+        keys_MHD = keys_ME.unflatten(-1, self.place_HD.shape)
+        keys_HMD = keys_MHD.transpose(0, 1)
         # The queries have u: (q + v) r = (q + u) r + (v - u) r.
         difference_HD = self.place_HD - self.content_HD
         bias_HM1 = keys_HMD @ difference_HD[..., None]
@@ -150,7 +155,10 @@ class SinusoidKeys(nn.Module):
         half = (E + 1) // 2
         cos_ME, sin_ME = angles(E, 0, count, weight_EE.dtype, weight_EE.device)
         # `angles` returns each sine and cosine twice, and the first half of the sines is negative.
-        return torch.cat([sin_ME[:, half:], cos_ME[:, :half]], dim=-1)[:, :E]
+        positive_sin = sin_ME[:, half:]
+        first_cos = cos_ME[:, :half]
+        sinusoid = torch.cat([positive_sin, first_cos], dim=-1)
+        return sinusoid[:, :E]
 
 
 class LearnedPositions(nn.Module):
@@ -181,7 +189,10 @@ class LearnedPositions(nn.Module):
             covered = f"learned positions cover 0 to {self.length - 1} (data.length)"
             raise ValueError(f"position {last}: {covered}")
         device = self.tables[0].device
-        position_N = torch.arange(first, first + count, device=device)
+        return self.at(torch.arange(first, first + count, device=device))
+
+    def at(self, position_N: Tensor) -> Tensor:
+        """Return the vectors of some positions, `[..., E]`."""
         # Positions from one entry of an axis to the next; torch.compile has no unravel_index.
         stride = self.length
         vectors = []

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from rtx.report.ranking import SEEDS, Comparison, compare, mean
+from rtx.report.ranking import SEEDS, Comparison, Error, compare, mean
 
 EARLY = 0.1
 """Times are compared at losses below what the rival has reached after this share of its time."""
@@ -30,9 +30,6 @@ BUDGETS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 NOT_REACHED = "not reached"
 TOO_EARLY = "before a first validation"
 NO_VALIDATION = "no validation yet"
-
-Error = tuple[float, float]
-"""A standard error, and its degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -232,16 +229,15 @@ def error_in_bits(
     """
     if pace_error is None:
         return None
-    log_error, freedom = pace_error
     changes = []
     for curve in curves:
         late = min(seconds, curve.total)
-        early = max(late * math.exp(-log_error), curve.seconds[0])
+        early = max(late * math.exp(-pace_error.size), curve.seconds[0])
         early_bits = curve.loss_at(early)
         late_bits = curve.loss_at(late)
         assert early_bits is not None and late_bits is not None
         changes.append(early_bits - late_bits)
-    return mean(changes), freedom
+    return Error(mean(changes), pace_error.freedom)
 
 
 def by_seed(values: Sequence[tuple[str, float]]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from rtx.errors import plural
 from rtx.report.curves import BUDGETS, NOT_REACHED, TOO_EARLY, Finding
 from rtx.report.ranking import FEW, SEEDS, Comparison, mean
 from rtx.report.score_tables import Kinds
-from rtx.report.tables import MINUS
 from rtx.report.times import (
     TimeFindings,
     duration,
@@ -22,6 +21,7 @@ from rtx.report.times import (
     ratio_from,
     ratio_number,
 )
+from rtx.tables import MINUS
 
 LONG_NAMES = {"full": "full attention", "local+full": "local+full attention"}
 """Of kinds of heads whose names are adjectives."""
@@ -288,7 +288,7 @@ def line_of(duel: Duel) -> str:
     parts = [time_part(duel)]
     if duel.gap and duel.gap.difference is not None:
         gap = difference_words(duel.gap.difference, duel.gap.comparison)
-        parts.append(f"after {duration(duel.seconds)} of each {gap}")
+        parts.append(f"after {duration(duel.seconds)} each, {gap}")
     if duel.score and duel.score.difference is not None:
         score = difference_words(duel.score.difference, duel.score)
         parts.append(f"in the closing score {score}")

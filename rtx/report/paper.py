@@ -1,19 +1,21 @@
-"""The paper's Tables 1 to 7 as data (`tables.json`), which of their rows a configuration is, and how it differs.
+"""The paper's Tables 1 to 7 as data, and how a configuration differs from their rows.
 
-`tables.json` names the source of each compared setting, one of `SOURCES`: what the paper states, what
-the released code has, what we chose. `settings` are of all rows that the paper trained, `routing` of
-those with routing or random heads, `local` of those with local heads alone; what a table prints of a
-row is the paper's, too. `every_table` holds what all tables share. A setting is one value, or
+`tables.json` names the source of each compared setting, one of `SOURCES`: what the paper states,
+what the released code has, what we chose. `settings` are of all rows that the paper trained,
+`routing` of those with routing or random heads, `local` of those with local heads alone; what a
+table prints of a row is the paper's, too. `every_table` holds what all tables share. A setting is
+one value, or
 
 - a list of the values that it may have,
 - `{"from": .., "to": ..}`: any number between these, where the paper rounds,
 - `{"as": key}`: the value of another key of the same run,
-- `{"values": [..], "said": ".."}`: values of ours for what the source says in other words.
+- `{"values": [..], "text": ".."}`: values of ours for what the source says in other words.
 
-A run departs from the paper where the paper states a setting and the run's value is that of no source.
-It differs from the released code, or from what we chose, where the paper is silent. It also differs where
-both the paper and its code are named: there the printed numbers are of the code, and either value may
-stand beside them. What has no key is not compared, such as initial weights and dropout of embeddings.
+A run departs from the paper where the paper states a setting and the run's value is that of no
+source. It differs from the released code, or from what we chose, where the paper is silent. It also
+differs where both the paper and its code are named: the printed numbers are of the code there, and
+either value is accepted. What has no key is not compared, such as initial weights and dropout of
+embeddings.
 """
 
 import functools
@@ -28,27 +30,47 @@ from rtx.evaluation.protocol import routes
 from rtx.settings.schema import SPARSE
 
 FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
-"""What the routing heads, routing layers and windows of Table 1 are out of."""
+"""The heads, layers and positions of the models of Table 1."""
 
 ROUTED = {"routing": "topk", "random": "random"}
 """What selects in the paper's rows whose heads read clusters, by the kind of their heads."""
 
 SOURCES = ("paper", "released code", "ours")
-"""Where a setting is from. The first that has one counts: what the paper states, else the code, else what we chose."""
+"""Sources of a setting, the first that states it counts."""
 
 GROUPS = ("settings", "routing", "local")
-"""The settings of all rows that the paper trained, of those with routing or random heads, of local ones."""
+"""Settings of all rows that the paper trained, of rows with routing or random heads, of local rows.
 
-Config = Mapping[str, Any]  # every value of a configuration by its dotted key
-Sources = Mapping[str, Config]  # settings by their source
+They are the names of fields of `PaperTable`.
+"""
+
+DIVERGENCE_TABLE = 6
+
+Config = Mapping[str, Any]
+"""Every value of a configuration by its dotted key."""
+Sources = Mapping[str, Config]
+"""Settings by their source."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean and the standard deviation of a divergence over pairs of heads, in nats."""
+
+    mean: float
+    deviation: float
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row as printed; what a table does not have is None."""
+    """A row as printed; None: the table does not print it.
+
+    Args:
+        kind: the kind of its heads, as of `kind_of`; empty for models that rtx does not have.
+        source: the other paper that the number is from; empty: this paper.
+    """
 
     model: str
-    kind: str = ""  # what heads it has, as `kind_of`; empty for models that rtx has not
+    kind: str = ""
     layers: int | None = None
     heads: int | None = None
     routing_heads: int | None = None
@@ -56,56 +78,73 @@ class PaperRow:
     window: int | None = None
     value: float | None = None
     steps_per_second: float | None = None
-    source: str = ""  # the other paper whose number it is
+    source: str = ""
 
     @property
     def label(self) -> str:
-        sizes = (
-            f" {self.routing_heads}x{self.routing_layers} W={self.window}"
-            if self.routing_heads
-            else ""
-        )
-        return self.model.removesuffix(" Transformer") + sizes
+        """The name of the row, such as `Routing 4x8 W=512`."""
+        name = self.model.removesuffix(" Transformer")
+        if not self.routing_heads:
+            return name
+        return f"{name} {self.routing_heads}x{self.routing_layers} W={self.window}"
 
 
 @dataclass(frozen=True)
-class Other:
-    """A setting of a run beside what the sources have, by source."""
+class Setting:
+    """A setting of a run, `config`, beside what each source states of its key."""
 
     key: str
     sources: Mapping[str, Any]
     config: Config
 
     @property
-    def holder(self) -> str:
-        """The first source that has the run's value; empty: none."""
-        able = (
-            source
-            for source, stated in self.sources.items()
-            if allowed(self.key, stated, self.config)
-        )
-        return next(able, "")
+    def matching_source(self) -> str:
+        """The first source that allows the run's value; empty: none does."""
+        for source, stated in self.sources.items():
+            if allowed(self.key, stated, self.config):
+                return source
+        return ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the run's value is not that of the first source."""
+        return self.matching_source != next(iter(self.sources))
 
     @property
     def departs(self) -> bool:
-        return "paper" in self.sources and not self.holder
+        """Whether the value contradicts the paper, and is that of no other source."""
+        return "paper" in self.sources and not self.matching_source
 
     @property
     def text(self) -> str:
-        """The setting as `key=ours (source: theirs; ...)`; the source that has our value comes without one."""
-        of_holder, others = "", []
+        """The setting as `key=ours (source: theirs; ...)`.
+
+        The source that has the run's value comes first and without one.
+        """
+        matching = []
+        others = []
         for source, stated in self.sources.items():
-            if source == self.holder and not in_words(stated):
-                of_holder = source
+            if source == self.matching_source and not has_text(stated):
+                matching.append(source)
             else:
-                others.append(f"{source}: {said(stated)}")
-        sources = [of_holder, *others] if of_holder else others
-        return f"{self.key}={written(self.config.get(self.key))} ({'; '.join(sources)})"
+                others.append(f"{source}: {stated_text(stated)}")
+        sources = "; ".join([*matching, *others])
+        return f"{self.key}={written(self.config.get(self.key))} ({sources})"
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table with what a run must have to be compared with it: `data` as data.name, `presets` as model.name."""
+    """A table of the paper, and what a run must have to be compared with it.
+
+    Args:
+        data: values of data.name of the runs that belong to the table.
+        presets: values of model.name of such runs.
+        settings: of all rows that the paper trained, by source.
+        routing: of rows with routing or random heads.
+        local: of rows with local heads.
+        speed: what steps per second were measured on; empty: the table has none.
+        divergences: of Table 6: of each layer those of the columns.
+    """
 
     number: int
     title: str
@@ -119,10 +158,8 @@ class PaperTable:
     footnotes: Sequence[str]
     routing: Sources = field(default_factory=dict)
     local: Sources = field(default_factory=dict)
-    speed: str = ""  # what its steps per second were measured on
-    divergences: Sequence[
-        Sequence[tuple[float, float]]
-    ] = ()  # Table 6: mean and deviation of columns, by layer
+    speed: str = ""
+    divergences: Sequence[Sequence[Spread]] = ()
 
     @property
     def of_paper(self) -> Config:
@@ -132,86 +169,95 @@ class PaperTable:
     def row_of(self, config: Config) -> PaperRow | None:
         """Return the row that a configuration is.
 
-        Those of Table 1 are told by the shares of heads, layers and sequence that route, so that a miniature has them.
+        In Table 1 the shares of heads, layers and positions that route count, so that a smaller
+        model has a row, too.
         """
         layers = config.get("model.layers")
-        able = [
-            row for row in self.rows if row.kind == kind_of(config) and same_shares(config, row)
-        ]
-        able = [row for row in able if not row.source or row.layers in (None, layers)]
-        return next((row for row in able if row.layers == layers), able[0] if able else None)
+        first = None
+        for row in self.rows:
+            if row.kind != kind_of(config) or not has_shares_of(config, row):
+                continue
+            if row.layers == layers:
+                return row
+            is_possible = not row.source or row.layers is None
+            if is_possible and first is None:
+                first = row
+        return first
 
     def printed(self, row: PaperRow) -> dict[str, Any]:
-        """Return what the table itself has of a row, by the keys of the configuration."""
-        found: dict[str, Any] = {"model.layers": row.layers, "model.heads": row.heads}
+        """Return what the table prints of a row, by the keys of the configuration."""
+        settings: dict[str, Any] = {"model.layers": row.layers, "model.heads": row.heads}
         if row.kind in ROUTED:
-            found["routing.selection"] = ROUTED[row.kind]
-            found["routing.heads"] = row.routing_heads
-            found["routing.layers"] = row.routing_layers
-            found["routing.window"] = row.window
-            found["model.window"] = self.local_windows(row)
+            settings["routing.selection"] = ROUTED[row.kind]
+            settings["routing.heads"] = row.routing_heads
+            settings["routing.layers"] = row.routing_layers
+            settings["routing.window"] = row.window
+            settings["model.window"] = self.local_windows(row)
         else:
-            found["model.base"] = row.kind
+            settings["model.base"] = row.kind
         if row.kind == "local":
-            found["model.window"] = row.window
-        return {key: value for key, value in found.items() if value is not None}
+            settings["model.window"] = row.window
+        return {key: value for key, value in settings.items() if value is not None}
 
     def local_windows(self, row: PaperRow) -> list[int] | None:
-        """Return what the local heads of a routing row may read: its window, or that of the row of local heads.
+        """Return the windows that the local heads of a routing row may have.
 
-        The paper does not say which of them it is.
+        They are its window and that of the local row: the paper does not say which of them it is.
         """
-        others = [other.window for other in self.rows if other.kind == "local"]
-        windows = {window for window in (row.window, *others) if window is not None}
-        return sorted(windows) or None
+        windows = {row.window}
+        windows |= {other.window for other in self.rows if other.kind == "local"}
+        return sorted(window for window in windows if window is not None) or None
 
     def stated(self, row: PaperRow) -> dict[str, dict[str, Any]]:
-        """Return all settings of a row: for each key its values by source, in the order of `SOURCES`."""
+        """Return all settings of a row: for each key its values by source, as in `SOURCES`."""
+        # The text is last: it may say more than the table prints.
         groups: list[Sources] = [self.settings, {"paper": self.printed(row)}]
         if row.kind in ROUTED:
             groups.append(self.routing)
         if row.kind == "local":
             groups.append(self.local)
-        found: dict[str, dict[str, Any]] = {}
+        stated: dict[str, dict[str, Any]] = {}
         for source in SOURCES:
-            for (
-                group
-            ) in groups:  # the text, where it gives more than the table prints, has the last word
+            for group in groups:
                 for key, value in group.get(source, {}).items():
-                    found.setdefault(key, {})[source] = value
-        return found
+                    stated.setdefault(key, {})[source] = value
+        return stated
 
     def departures(self, config: Config) -> list[str]:
-        """Return what forbids to compare a run with the paper's row, each as `key=ours (paper: theirs)`.
+        """Return why a run may not be compared with the paper's row.
 
-        That is a value which contradicts the paper, and which no other source has.
+        Each is a setting as `key=ours (paper: theirs)`, whose value contradicts the paper and is
+        that of no other source.
         """
         row = self.row_of(config)
         if row is None:
             return ["no row of the paper"]
         if row.source:
             return [f"the number is of {row.source}, with another recipe"]
-        return [setting.text for setting in self.others(row, config) if setting.departs]
+        return [setting.text for setting in self.differing(row, config) if setting.departs]
 
     def differences(self, config: Config) -> list[str]:
-        """Return what else is not as in the first source that has it, each as `key=ours (source: theirs)`.
+        """Return the other differences from a row, each as `key=ours (source: theirs)`.
 
-        The paper is silent there, or its released code has another value than the paper prints. None of
-        this forbids a comparison.
+        The paper is silent there, or its released code has another value than the paper prints.
+        None of them forbids a comparison.
         """
         row = self.row_of(config)
         if row is None or row.source:
             return []
-        return [setting.text for setting in self.others(row, config) if not setting.departs]
+        return [setting.text for setting in self.differing(row, config) if not setting.departs]
 
-    def others(self, row: PaperRow, config: Config) -> list[Other]:
-        """Return the settings in which a configuration is not as the first source of each has it.
+    def differing(self, row: PaperRow, config: Config) -> list[Setting]:
+        """Return the settings in which a configuration is not as the first source of each.
 
-        A key that the record of an old run lacks is left out: it had no choice there.
+        A key that the record of an old run lacks is left out: the run had no choice there.
         """
-        stated = self.stated(row).items()
-        found = [Other(key, sources, config) for key, sources in stated if key in config]
-        return [setting for setting in found if setting.holder != next(iter(setting.sources))]
+        settings = []
+        for key, sources in self.stated(row).items():
+            setting = Setting(key, sources, config)
+            if key in config and setting.differs:
+                settings.append(setting)
+        return settings
 
 
 def allowed(key: str, stated: Any, config: Config) -> bool:
@@ -228,11 +274,12 @@ def allowed(key: str, stated: Any, config: Config) -> bool:
     return isinstance(value, int) and stated["from"] <= value <= stated["to"]
 
 
-def in_words(stated: Any) -> bool:
-    return isinstance(stated, Mapping) and "said" in stated
+def has_text(stated: Any) -> bool:
+    """Tell whether a source states a setting in other words."""
+    return isinstance(stated, Mapping) and "text" in stated
 
 
-def said(stated: Any) -> str:
+def stated_text(stated: Any) -> str:
     """Return what a source states, in words."""
     if isinstance(stated, list):
         return " or ".join(map(written, stated))
@@ -240,73 +287,100 @@ def said(stated: Any) -> str:
         return written(stated)
     if "as" in stated:
         return f"as {stated['as']}"
-    if in_words(stated):
-        return stated["said"]
+    if has_text(stated):
+        return stated["text"]
     return f"{stated['from']:,} to {stated['to']:,}"
 
 
 def kind_of(config: Config) -> str:
-    """Return what heads a model has: full, local, random, random_blocks, routing, sparse, lsh, or its base."""
-    base, chosen = str(config.get("model.base", "")), config.get("routing.selection")
-    every_key = chosen == "exact" or (chosen == "nearest" and config.get("routing.clusters") == 1)
-    if (
-        routes(config)
-        and every_key
-        and config.get("routing.window", 0) >= config.get("data.length", 1)
-    ):
-        return f"{base}+full"  # the best of all keys are all, and so is the one cluster
+    """Return the kind of a model's heads.
+
+    One of full, local, local+full, random, random_blocks, routing, sparse, lsh, adaptive_input and
+    compressive, or its base.
+    """
+    base = str(config.get("model.base", ""))
     if routes(config):
-        return {"random": "random", "blocks_random": "random_blocks"}.get(str(chosen), "routing")
+        return kind_of_routing(base, config)
     if base == "full" and config.get("model.embedding") == "adaptive":
         return "adaptive_input"
     if base == "recurrent" and config.get("model.compressed"):
         return "compressive"
-    return "sparse" if {*SPARSE} & {*base.split("+")} else base
+    has_sparse_heads = not set(SPARSE).isdisjoint(base.split("+"))
+    return "sparse" if has_sparse_heads else base
+
+
+def kind_of_routing(base: str, config: Config) -> str:
+    """Return the kind of heads of a model with routing heads on a base.
+
+    Heads that read the best of all keys, and as many as there are, are full attention. So are
+    those of a single cluster.
+    """
+    selection = config.get("routing.selection")
+    one_cluster = selection == "nearest" and config.get("routing.clusters") == 1
+    reads_all = config.get("routing.window", 0) >= config.get("data.length", 1)
+    if reads_all and (selection == "exact" or one_cluster):
+        return f"{base}+full"
+    if selection == "random":
+        return "random"
+    return "random_blocks" if selection == "blocks_random" else "routing"
 
 
 def heads_label(config: Config) -> str:
-    """Return the kind of heads in words, with what selects."""
-    kind, chooser = kind_of(config), {"routing": "routing.selection", "lsh": "model.lsh"}
-    return (
-        f"{kind} ({config.get(chooser[kind])})"
-        if kind in chooser
-        else kind.replace("_", " ") or "unknown"
-    )
+    """Return the kind of a model's heads in words, with what selects: `routing (causal)`."""
+    kind = kind_of(config)
+    if kind == "routing":
+        return f"routing ({config.get('routing.selection')})"
+    if kind == "lsh":
+        return f"lsh ({config.get('model.lsh')})"
+    return kind.replace("_", " ") or "unknown"
 
 
-def same_shares(config: Config, row: PaperRow) -> bool:
-    """Tell whether heads, layers and window stand to the model's as in a row of Table 1, where it is one of those."""
+def has_shares_of(config: Config, row: PaperRow) -> bool:
+    """Tell whether as large a share of heads, layers and positions routes as in a row of Table 1.
+
+    True of rows of other tables.
+    """
     if not row.routing_heads:
         return True
-    ours = [config.get(key) or 0 for key in ("routing.heads", "routing.layers", "routing.window")]
-    printed = (row.routing_heads, row.routing_layers or 0, row.window or 0)
-    sizes = FULL_SIZE.items()
-    return all(
-        a * whole == b * (config.get(key) or 0)
-        for a, b, (key, whole) in zip(ours, printed, sizes, strict=True)
-    )
+    printed = {
+        "routing.heads": row.routing_heads,
+        "routing.layers": row.routing_layers or 0,
+        "routing.window": row.window or 0,
+    }
+    for (part, theirs), (whole, full_size) in zip(printed.items(), FULL_SIZE.items(), strict=True):
+        ours = config.get(part) or 0
+        size = config.get(whole) or 0
+        if ours * full_size != theirs * size:
+            return False
+    return True
 
 
 @functools.cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """Return the tables in their order."""
     content = json.loads((Path(__file__).parent / "tables.json").read_text(encoding="utf-8"))
-    common = content["every_table"]
-    tables = []
-    for table in content["tables"]:
-        own = {group: joined(common.get(group, {}), table.get(group, {})) for group in GROUPS}
-        rows = [PaperRow(**row) for row in table["rows"]]
-        tables.append(PaperTable(**{**table, **own, "rows": rows}))
-    return tuple(tables)
+    return tuple(table_from(table, content["every_table"]) for table in content["tables"])
 
 
-def joined(common: Sources, own: Sources) -> dict[str, dict[str, Any]]:
-    """Return the settings of two, those of the second where both have one of the same source."""
-    return {source: {**common.get(source, {}), **own.get(source, {})} for source in SOURCES}
+def table_from(table: Mapping[str, Any], common: Mapping[str, Sources]) -> PaperTable:
+    """Return a table from its JSON; `common`: settings of all tables, by their group."""
+    values = dict(table)
+    for group in GROUPS:
+        values[group] = joined(common.get(group, {}), table.get(group, {}))
+    values["rows"] = [PaperRow(**row) for row in table["rows"]]
+    values["divergences"] = []
+    for layer in table.get("divergences", []):
+        values["divergences"].append([Spread(*numbers) for numbers in layer])
+    return PaperTable(**values)
+
+
+def joined(common: Sources, table: Sources) -> dict[str, dict[str, Any]]:
+    """Return the settings of all tables and of one, which overrides them, by source."""
+    return {source: {**common.get(source, {}), **table.get(source, {})} for source in SOURCES}
 
 
 def setting_lines(departures: Sequence[str], differences: Sequence[str]) -> list[str]:
-    """Return the lines of a report on what runs have otherwise than the paper, and than other sources."""
+    """Return lines on the settings in which runs differ from the paper and from other sources."""
     lines = []
     if departures:
         lines.append(f"Not the paper's setting: {'; '.join(departures)}.")
@@ -316,16 +390,27 @@ def setting_lines(departures: Sequence[str], differences: Sequence[str]) -> list
 
 
 def numbered(number: int) -> PaperTable:
+    """Return a table of the paper by its number."""
     return paper_tables()[number - 1]
 
 
 def table_of(config: Config, timed: bool = False) -> PaperTable | None:
-    """Return the table of scores, or of steps per second, that a run belongs to: by its data, else by its preset."""
-    tables = [
-        table
-        for table in paper_tables()
-        if (table.speed if timed else table.split and table.number != 6)
-    ]
-    by_data = [table for table in tables if config.get("data.name") in table.data]
-    by_preset = [table for table in tables if config.get("model.name") in table.presets]
-    return next(iter(by_data or by_preset), None)
+    """Return the table that a run belongs to, by its data or else by its preset.
+
+    `timed`: of the tables with steps per second; else of those with scores.
+    """
+    tables = [table for table in paper_tables() if has_numbers(table, timed)]
+    for table in tables:
+        if config.get("data.name") in table.data:
+            return table
+    for table in tables:
+        if config.get("model.name") in table.presets:
+            return table
+    return None
+
+
+def has_numbers(table: PaperTable, timed: bool) -> bool:
+    """Tell whether a table has steps per second, if `timed`, else scores."""
+    if timed:
+        return bool(table.speed)
+    return bool(table.split) and table.number != DIVERGENCE_TABLE

@@ -1,341 +1,363 @@
-"""Plots by kind of heads, as SVG that follows the page's colours and as PNG."""
+"""Plots of scores, curves and divergences by kind of heads."""
 
 from __future__ import annotations
 
-import html
-import io
-import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rtx.report.certainty import TWO_DEVIATIONS, bits_said, numbers, standard_error
-from rtx.report.divergences import BOUND, newest_divergence, paper_spreads, spreads
+from rtx.report.certainty import below_noise, span, standard_error
+from rtx.report.divergences import (
+    BOUND,
+    MEAN,
+    Spreads,
+    kinds_in,
+    newest_divergence,
+    paper_spreads,
+    spreads,
+)
+from rtx.report.drawing import (
+    AROUND,
+    GREY,
+    SEES_FUTURE,
+    Mark,
+    Plot,
+    axes,
+    colour,
+    name_marks,
+    plot_of,
+)
 from rtx.report.paper import heads_label, kind_of
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell
 from rtx.report.score_rows import Row
-from rtx.report.tables import Table
 from rtx.runs.records import AnalysisRecord
+from rtx.tables import Entry, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
-COLOURS = {
-    "full": "#000000",
-    "local+full": "#000000",
-    "local": "#0072b2",
-    "random": "#e69f00",
-    "routing (topk)": "#d55e00",
-    "routing (causal)": "#009e73",
-    "routing (nearest)": "#cc79a7",
-    "routing (blocks)": "#7d4fa3",
-    "routing (indexer)": "#8c6a1f",
-    "routing": "#56b4e9",
-}
-"""Okabe and Ito's palette and two more; the same kind has the same colour everywhere, other kinds grey."""
-
-CELL = (0.75, 0.5)
-"""Inches of a cell of a heat map, across and down, in which its value can be read."""
+CELL_WIDTH = 0.75
+"""Inches of a cell of a heat map in which its value can be read."""
+CELL_HEIGHT = 0.5
+LEAST_CELLS = 4
+"""Of a grid that is drawn as a heat map."""
 EQUAL_CONTRAST = math.sqrt(1.05 * 0.05)
-"""Luminance (and 0.05) of a ground on which black and white are as readable."""
-AHEAD = " (sees the future)"
-GREY = "#767676"
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names are no formulas
-    "svg.hashsalt": "rtx",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+"""The luminance, plus 0.05, of a ground on which black and white are equally readable."""
+NEAR_BLACK = "#010101"
+"""Black itself follows the colours of the page."""
+NEAR_WHITE = "#fefefe"
+DIVERGENCE_INKS = ("#0072b2", "#e69f00", "#d55e00")
+"""Of the kinds of pairs of heads."""
+
+PlacedValues = Mapping[int, Sequence[float]]
+"""The values of runs by their place on the x axis."""
 
 
 @dataclass(frozen=True)
-class Plot:
+class CurvePlot:
+    """The name and the texts of a plot of curves."""
+
     name: str
     caption: str
-    svg: str
-    png: bytes
+    x_title: str
+    y_title: str
 
 
-def colour(kind: str) -> str:
-    return COLOURS.get(kind, COLOURS["routing"] if kind.startswith("routing") else GREY)
+@dataclass(frozen=True)
+class MeanCurve:
+    """The means of runs, and half their 95% intervals, by place on the x axis."""
+
+    places: Sequence[int]
+    means: Sequence[float]
+    halves: Sequence[float]
+
+    @property
+    def low(self) -> list[float]:
+        return [middle - half for middle, half in zip(self.means, self.halves, strict=True)]
+
+    @property
+    def high(self) -> list[float]:
+        return [middle + half for middle, half in zip(self.means, self.halves, strict=True)]
 
 
-def axes(caption_x: str, caption_y: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class GridName:
+    """The kind of heads and the window of a panel of a heat map."""
 
-    with rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-        found = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
-    for one in found:
-        one.set_xlabel(caption_x)
-    found[0].set_ylabel(caption_y)
-    return figure, found
+    kind: str
+    window: int
 
 
-def finished(name: str, caption: str, figure: Figure) -> Plot:
-    """Return a figure as SVG whose ink is the page's and as PNG on white."""
-    from matplotlib import rc_context
-
-    drawing, picture = io.StringIO(), io.BytesIO()
-    with rc_context(STYLE):
-        figure.savefig(
-            drawing,
-            format="svg",
-            transparent=True,
-            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
-        )
-        figure.savefig(picture, format="png", dpi=150)
-    text = drawing.getvalue()
-    text = text[text.index("<svg") :].replace("#000000", "currentColor")
-    for one in (*COLOURS.values(), GREY):
-        text = text.replace(one, f"var(--c{one[1:]}, {one})")
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(caption)}" ', 1)
-    return Plot(name, caption, text, picture.getvalue())
-
-
-RIGHT, AROUND = ((1, 0),), ((1, 0), (-1, 0), (0, 1), (0, -1))
-
-
-def direct_labels(
-    one: Axes, places: Mapping[str, tuple[float, ...]], sides: Sequence[tuple[int, int]] = RIGHT
-) -> None:
-    """Write names beside their points, given with half their error bars: x, y, and where there are such bars dx, dy.
-
-    A name takes the first place where it covers neither a bar nor another name: at one of the `sides` of its own bars,
-    then ever farther up, or farther away.
-    """
-    from matplotlib.transforms import Bbox
-
-    one.figure.canvas.draw()
-    bars = {name: (*place, 0.0, 0.0)[:4] for name, place in places.items()}
-    spans = [[(x - dx, y), (x + dx, y)] for x, y, dx, _ in bars.values()]
-    spans += [[(x, y - dy), (x, y + dy)] for x, y, _, dy in bars.values()]
-    taken = [Bbox(one.transData.transform(span)).padded(3) for span in spans]
-    for name, (x, y, dx, dy) in sorted(bars.items(), key=lambda bar: bar[1][1]):
-        for farther, (a, b) in itertools.product(range(0, 240, 3), sides):
-            style: Any = {
-                "va": "center",
-                "ha": ("center", "left", "right")[a],
-                "textcoords": "offset points",
-            }
-            style["color"] = colour(
-                name.removesuffix(AHEAD)
-            )  # where names are many they stand apart from their points
-            offset = (8 * a, b * (9 + farther) if b else farther)
-            text = one.annotate(name, (x + a * dx, y + b * dy), offset, **style)
-            box = text.get_window_extent()
-            inside = one.bbox.x0 < box.x0 and box.x1 < one.figure.bbox.x1 and box.y0 > one.bbox.y0
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-            text.remove()
-        else:
-            one.annotate(
-                name, (x, y), (8, 0), textcoords="offset points", va="center", color=colour(name)
-            )
-        taken.append(box)
-
-
-def scores_and_speed(table: Table, unit: str) -> Plot | None:
-    """Draw the kinds of heads: bits against steps a second, with the intervals of both."""
-    fair = [
-        row for row in table.rows if not row.get("seeds_remark")
-    ]  # not chosen by the very scores shown
-    rows = [row for row in fair if row["ours"] is not None and row.get("steps_per_second")]
-    if len(rows) < 2:
-        return None
-    figure, (one,) = axes("training steps per second (more is better)", f"{unit} (less is better)")
-    ends, speeds = {}, [row["steps_per_second"] for row in rows]
-    for row in rows:
-        ink, ahead = colour(row["heads"]), row["sees_future"] == "yes"
-        place = (row["steps_per_second"], row["ours"], row["half"], row["pace_half"])
-        one.errorbar(
-            *place, fmt="o", capsize=3, color=ink, markerfacecolor="none" if ahead else ink
-        )
-        name = row["heads"] + AHEAD * ahead
-        ends[name] = (
-            row["steps_per_second"],
-            row["ours"],
-            row["pace_half"] or 0.0,
-            row["half"] or 0.0,
-        )
-    one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
-    direct_labels(one, ends, AROUND)
-    return finished("speed", "Scores beside speed, with 95% intervals", figure)
-
-
-def curves(
-    kinds: Mapping[str, Mapping[int, Sequence[float]]],
-    name: str,
-    caption: str,
-    captions: tuple[str, str],
-) -> Plot | None:
-    """Draw the mean of each kind where all its runs have a value, with a band of their 95% intervals.
-
-    `kinds` are values by kind of heads and place on the x axis. The first fifth of a curve may lie above the picture:
-    losses fall far in the first steps.
-    """
-    if max(map(len, kinds.values()), default=0) < 2:
-        return None
-    figure, (one,) = axes(*captions)
-    ends, tops = {}, []
-    for kind, values in kinds.items():
-        most = max(map(len, values.values()))
-        places = sorted(place for place in values if len(values[place]) == most)
-        middle = [mean(values[place]) for place in places]
-        half = [half_interval(values[place]) or 0.0 for place in places]
-        one.plot(places, middle, color=colour(kind))
-        low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
-        one.fill_between(places, low, high, color=colour(kind), alpha=0.15, linewidth=0)
-        ends[kind] = (places[-1], middle[-1])
-        tops += [middle[len(middle) // 5], *high[len(high) // 3 :]]
-    lowest = min(y for _, y in ends.values())
-    one.set_ylim(lowest - 0.08 * (max(tops) - lowest) - 1e-6, max(tops) + 1e-6)
-    one.set_xlim(0, 1.3 * max(x for x, _ in ends.values()))
-    direct_labels(one, ends)
-    return finished(name, f"{caption}: means over seeds with 95% intervals", figure)
-
-
-def curves_of(cells: Sequence[Cell], unit: str) -> list[Plot | None]:
-    """Draw the validations of each kind over its runs, and the loss by position that `rtx analyze context` recorded."""
-    steps: dict[str, dict[int, list[float]]] = {}
-    positions: dict[str, dict[int, list[float]]] = {}
-    for cell in cells:
-        kind = heads_label(cell.config)
-        for step, (bits, _) in cell.curve.items():
-            steps.setdefault(kind, {}).setdefault(step, []).append(bits)
-        for row in (row for record in cell.analyses for row in record.positions):
-            middle = (row.first + row.last) // 2
-            positions.setdefault(kind, {}).setdefault(middle, []).append(row.bits)
-    return [
-        curves(
-            steps, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)")
-        ),
-        curves(positions, "positions", "Loss by position", ("position in the window", unit)),
-    ]
-
-
-def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
-    """Draw Table 1: mean bits of routing rows by routing heads and routing layers, a panel for each window."""
-    grids: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
-    drawn = [row for row in rows if kind_of(row.config) == "routing" and row.values()]
-    for row in drawn:
-        window, heads, layers = (
-            row.config[f"routing.{key}"] for key in ("window", "heads", "layers")
-        )
-        grids.setdefault((heads_label(row.config), window), {})[heads, layers] = mean(
-            row.values().values()
-        )
-    if max(map(len, grids.values()), default=0) < 4:
-        return None
-    across = sum(len({layers for _, layers in grid}) for grid in grids.values())
-    down = max(len({heads for heads, _ in grid}) for grid in grids.values())
-    figure, panels = axes("routing layers", "routing heads", len(grids))
-    figure.set_size_inches(max(6.4, 1.8 + CELL[0] * across), max(3.4, 1.6 + CELL[1] * down))
-    every = [value for grid in grids.values() for value in grid.values()]
-    scale = {"cmap": "cividis_r", "vmin": min(every), "vmax": max(every)}
-    for panel, ((kind, window), grid) in zip(panels, sorted(grids.items()), strict=True):
-        image = draw_grid(panel, grid, scale)
-        panel.set_title(f"{kind}\nwindow {window}", fontsize=10)
-    bar = figure.colorbar(image, ax=panels, label=f"{unit} (lighter is better)")
-    bar.ax.invert_yaxis()  # the best on top
-    figure.supxlabel(textwrap.fill(under_heat_map(drawn, unit), 70), fontsize=9)
-    return finished(
-        "heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure
-    )
-
-
-def draw_grid(panel: Axes, grid: Mapping[tuple[int, int], float], scale: Mapping[str, Any]) -> Any:
-    """Draw values by heads and layers as colours, with the values on them; returns the image."""
-    heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
-    values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
-    image: Any = panel.imshow(
-        values, aspect="auto", **scale
-    )  # the stubs know no colour of a single number
-    panel.set_xticks(range(len(layers)), map(str, layers))
-    panel.set_yticks(range(len(heads)), map(str, heads))
-    for (head, layer), value in grid.items():
-        ink = ink_on(image.to_rgba(value))
-        panel.text(
-            layers.index(layer),
-            heads.index(head),
-            f"{value:.3f}",
-            ha="center",
-            va="center",
-            color=ink,
-        )
-    return image
-
-
-def ink_on(ground: Sequence[float]) -> str:
-    """Return the colour of text on a ground of red, green and blue from 0 to 1: of near black and near white the more
-    readable one, by WCAG's contrast.
-    """
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in ground[:3]
-    ]
-    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return (
-        "#010101" if light + 0.05 > EQUAL_CONTRAST else "#fefefe"
-    )  # black itself follows the page
-
-
-def under_heat_map(rows: Sequence[Row], unit: str) -> str:
-    """Return how many seeds a cell has, and which differences are within the noise of a score."""
-    seeds = [len(row.values()) for row in rows]
-    said = f"{numbers(seeds)} {'seed' if max(seeds) == 1 else 'seeds'} a cell"
-    error = standard_error(rows)
-    if error is None:
-        return said
-    hidden = bits_said(TWO_DEVIATIONS * error)
-    return f"{said}; differences below about {hidden} {unit} are within the noise of a score"
-
-
-def divergence_by_layer(cell: Cell, record: AnalysisRecord) -> Plot:
-    """Draw the divergence of heads of a run, the paper's as dashed lines."""
-    figure, (one,) = axes("layer", "nats")
-    ours, ends = spreads(record), {}
-    inks = dict(
-        zip(
-            dict.fromkeys(kind for _, kind in ours), ("#0072b2", "#e69f00", "#d55e00"), strict=False
-        )
-    )
-    for prefix, found, line in (("", ours, "-"), ("paper ", paper_spreads(), "--")):
-        for kind in dict.fromkeys(kind for _, kind in ours):
-            points = sorted(
-                (int(n), *pair)
-                for (n, other), pair in found.items()
-                if other == kind and n != "mean"
-            )
-            if points:
-                layers, middle, wide = zip(*points, strict=True)
-                style: Any = {
-                    "linestyle": line,
-                    "color": inks.get(kind, GREY),
-                    "alpha": 0.5 if prefix else 1,
-                }
-                one.errorbar(layers, middle, yerr=wide, capsize=2, **style)
-                ends[prefix + kind] = (layers[-1], middle[-1])
-    one.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
-    one.set_xlim(right=1.45 * max(x for x, _ in ends.values()) + 0.5)
-    direct_labels(one, ends)
-    return finished(
-        f"divergence-{cell.folder.name}", f"Divergence of heads by layer: {cell.name}", figure
-    )
+Grid = dict[tuple[int, int], float]
+"""Mean bits by the numbers of routing heads and routing layers."""
 
 
 def plots_of(
     answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], unit: str
 ) -> list[Plot]:
-    """Return all plots that the records allow, that of scores beside speed first; `rows` are of one protocol."""
-    made = [scores_and_speed(answer, unit) if answer else None, heat_map(rows, unit)]
-    made += curves_of([cell for row in rows for cell in row.cells if cell.config], unit)
-    made += [
-        divergence_by_layer(cell, record) for cell in cells if (record := newest_divergence(cell))
-    ]
-    return [plot for plot in made if plot]
+    """Return all plots that the records allow, that of scores beside speed first.
+
+    `answer`: the ranking of the kinds of heads; `rows`: those of one protocol, in `unit`.
+    """
+    plots = []
+    if answer:
+        plots.append(scores_and_speed(answer, unit))
+    plots.append(heat_map(rows, unit))
+    with_config: list[Cell] = []
+    for row in rows:
+        with_config += [cell for cell in row.cells if cell.config]
+    plots.append(learning_curves(with_config, unit))
+    plots.append(loss_by_position(with_config, unit))
+    for cell in cells:
+        divergence = newest_divergence(cell)
+        if divergence:
+            plots.append(divergence_by_layer(cell, divergence))
+    return [plot for plot in plots if plot]
+
+
+def scores_and_speed(ranking: Table, unit: str) -> Plot | None:
+    """Draw the kinds of heads: bits against steps a second, with the intervals of both.
+
+    None for fewer than two kinds.
+    """
+    entries = [entry for entry in ranking.rows if has_point(entry)]
+    if len(entries) < 2:
+        return None
+    x_title = "training steps per second (more is better)"
+    figure, (plane,) = axes(x_title, f"{unit} (less is better)")
+    marks = {}
+    for entry in entries:
+        mark = draw_kind(plane, entry)
+        name = entry["heads"]
+        if entry["sees_future"] == "yes":
+            name += SEES_FUTURE
+        marks[name] = mark
+    speeds = [mark.x for mark in marks.values()]
+    plane.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
+    name_marks(plane, marks, AROUND)
+    return plot_of("speed", "Scores beside speed, with 95% intervals", figure)
+
+
+def has_point(entry: Entry) -> bool:
+    """Tell whether a kind has a score and a speed; a score by seeds that chose the row is none."""
+    is_chosen_by_score = bool(entry.get("seeds_remark"))
+    has_score = entry["ours"] is not None
+    return has_score and bool(entry.get("steps_per_second")) and not is_chosen_by_score
+
+
+def draw_kind(plane: Axes, entry: Entry) -> Mark:
+    """Draw the score and the speed of a kind; a kind that sees the future has an empty mark."""
+    ink = colour(entry["heads"])
+    plane.errorbar(
+        entry["steps_per_second"],
+        entry["ours"],
+        entry["half"],
+        entry["pace_half"],
+        fmt="o",
+        capsize=3,
+        color=ink,
+        markerfacecolor="none" if entry["sees_future"] == "yes" else ink,
+    )
+    return Mark(
+        entry["steps_per_second"],
+        entry["ours"],
+        entry["pace_half"] or 0.0,
+        entry["half"] or 0.0,
+    )
+
+
+def learning_curves(cells: Sequence[Cell], unit: str) -> Plot | None:
+    """Draw the validations of each kind of heads over its runs."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        values = kinds.setdefault(heads_label(cell.config), {})
+        for step, bits in cell.curve.items():
+            values.setdefault(step, []).append(bits)
+    y_title = f"{unit} (validation windows)"
+    texts = CurvePlot("curves", "Learning curves", "optimizer steps", y_title)
+    return curves(kinds, texts)
+
+
+def loss_by_position(cells: Sequence[Cell], unit: str) -> Plot | None:
+    """Draw the loss by position that `rtx analyze context` recorded, by kind of heads."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        values = kinds.setdefault(heads_label(cell.config), {})
+        for record in cell.analyses:
+            for row in record.positions:
+                middle = (row.first + row.last) // 2
+                values.setdefault(middle, []).append(row.bits)
+    return curves(kinds, CurvePlot("positions", "Loss by position", "position in the window", unit))
+
+
+def curves(kinds: Mapping[str, PlacedValues], texts: CurvePlot) -> Plot | None:
+    """Draw the mean of each kind, with a band of 95% intervals; None without a curve.
+
+    The first fifth of a curve may be above the picture: losses fall far in the first steps.
+    """
+    drawn = {kind: mean_curve(values) for kind, values in kinds.items() if values}
+    if max((len(values) for values in kinds.values()), default=0) < 2:
+        return None
+    figure, (plane,) = axes(texts.x_title, texts.y_title)
+    marks = {}
+    tops: list[float] = []
+    for kind, curve in drawn.items():
+        plane.plot(curve.places, curve.means, color=colour(kind))
+        plane.fill_between(
+            curve.places, curve.low, curve.high, color=colour(kind), alpha=0.15, linewidth=0
+        )
+        marks[kind] = Mark(curve.places[-1], curve.means[-1])
+        fifth = len(curve.means) // 5
+        third = len(curve.means) // 3
+        tops += [curve.means[fifth], *curve.high[third:]]
+    lowest = min(mark.y for mark in marks.values())
+    margin = 0.08 * (max(tops) - lowest)
+    plane.set_ylim(lowest - margin - 1e-6, max(tops) + 1e-6)
+    plane.set_xlim(0, 1.3 * max(mark.x for mark in marks.values()))
+    name_marks(plane, marks)
+    caption = f"{texts.caption}: means over seeds with 95% intervals"
+    return plot_of(texts.name, caption, figure)
+
+
+def mean_curve(values: PlacedValues) -> MeanCurve:
+    """Return means and intervals at the places where all runs have a value."""
+    most = max(len(numbers) for numbers in values.values())
+    places = sorted(place for place in values if len(values[place]) == most)
+    means = [mean(values[place]) for place in places]
+    halves = [half_interval(values[place]) or 0.0 for place in places]
+    return MeanCurve(places, means, halves)
+
+
+def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
+    """Draw mean bits by routing heads and routing layers, as of the paper's Table 1.
+
+    Each kind of heads and window has a panel. None without a grid of at least four cells.
+    """
+    routing_rows = [row for row in rows if kind_of(row.config) == "routing" and row.values()]
+    grids = grids_of(routing_rows)
+    if max(map(len, grids.values()), default=0) < LEAST_CELLS:
+        return None
+    figure, panels = axes("routing layers", "routing heads", len(grids))
+    set_size(figure, list(grids.values()))
+    values: list[float] = []
+    for grid in grids.values():
+        values += grid.values()
+    scale = {"cmap": "cividis_r", "vmin": min(values), "vmax": max(values)}
+    images = []
+    names = sorted(grids, key=lambda name: (name.kind, name.window))
+    for panel, name in zip(panels, names, strict=True):
+        images.append(draw_grid(panel, grids[name], scale))
+        panel.set_title(f"{name.kind}\nwindow {name.window}", fontsize=10)
+    bar = figure.colorbar(images[-1], ax=panels, label=f"{unit} (lighter is better)")
+    bar.ax.invert_yaxis()  # the best on top
+    figure.supxlabel(textwrap.fill(heat_map_note(routing_rows, unit), 70), fontsize=9)
+    caption = f"{unit} by routing heads and layers (lighter is better)"
+    return plot_of("heads-by-layers", caption, figure)
+
+
+def grids_of(rows: Sequence[Row]) -> dict[GridName, Grid]:
+    """Return the mean bits of rows by kind and window, then by routing heads and layers."""
+    grids: dict[GridName, Grid] = {}
+    for row in rows:
+        name = GridName(heads_label(row.config), row.config["routing.window"])
+        place = (row.config["routing.heads"], row.config["routing.layers"])
+        grids.setdefault(name, {})[place] = mean(row.values().values())
+    return grids
+
+
+def set_size(figure: Figure, grids: Sequence[Grid]) -> None:
+    """Make a figure large enough for the values of all cells of grids beside each other."""
+    columns = sum(len({layers for _, layers in grid}) for grid in grids)
+    rows = max(len({heads for heads, _ in grid}) for grid in grids)
+    width = max(6.4, 1.8 + CELL_WIDTH * columns)
+    height = max(3.4, 1.6 + CELL_HEIGHT * rows)
+    figure.set_size_inches(width, height)
+
+
+def draw_grid(panel: Axes, grid: Grid, scale: Mapping[str, Any]) -> AxesImage:
+    """Draw values by heads and layers as colours, with the numbers on them; return the image."""
+    heads = sorted({heads for heads, _ in grid})
+    layers = sorted({layers for _, layers in grid})
+    values = [[grid.get((head, layer), math.nan) for layer in layers] for head in heads]
+    image = panel.imshow(values, aspect="auto", **scale)
+    panel.set_xticks(range(len(layers)), map(str, layers))
+    panel.set_yticks(range(len(heads)), map(str, heads))
+    to_rgba: Any = image.to_rgba  # its stub has no single number
+    for (head, layer), value in grid.items():
+        ink = ink_on(to_rgba(value))
+        place = (layers.index(layer), heads.index(head))
+        panel.text(*place, f"{value:.3f}", ha="center", va="center", color=ink)
+    return image
+
+
+def ink_on(ground: Sequence[float]) -> str:
+    """Return black or white, which has more contrast on a ground by WCAG 2.
+
+    `ground`: red, green and blue from 0 to 1.
+    """
+    red, green, blue = [linear(part) for part in ground[:3]]
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return NEAR_BLACK if luminance + 0.05 > EQUAL_CONTRAST else NEAR_WHITE
+
+
+def linear(part: float) -> float:
+    """Return the linear value of a part of an sRGB colour."""
+    if part <= 0.04045:
+        return part / 12.92
+    return ((part + 0.055) / 1.055) ** 2.4
+
+
+def heat_map_note(rows: Sequence[Row], unit: str) -> str:
+    """Return how many seeds a cell has, and which differences are within the noise of a score."""
+    seeds = [len(row.values()) for row in rows]
+    noun = "seed" if max(seeds) == 1 else "seeds"
+    note = f"{span(seeds)} {noun} a cell"
+    error = standard_error(rows)
+    if error is None:
+        return note
+    return f"{note}; differences {below_noise(error, unit)}"
+
+
+def divergence_by_layer(cell: Cell, record: AnalysisRecord) -> Plot:
+    """Draw the divergence of the heads of a run by layer; the paper's lines are dashed."""
+    figure, (plane,) = axes("layer", "nats")
+    ours = spreads(record)
+    theirs = paper_spreads()
+    inks = dict(zip(kinds_in(ours), DIVERGENCE_INKS, strict=False))
+    marks: dict[str, Mark] = {}
+    for kind in kinds_in(ours):
+        style = {"linestyle": "-", "color": inks.get(kind, GREY), "alpha": 1}
+        marks |= draw_spreads(plane, kind, ours, kind, style)
+    for kind in kinds_in(ours):
+        style = {"linestyle": "--", "color": inks.get(kind, GREY), "alpha": 0.5}
+        marks |= draw_spreads(plane, f"paper {kind}", theirs, kind, style)
+    plane.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
+    plane.set_xlim(right=1.45 * max(mark.x for mark in marks.values()) + 0.5)
+    name_marks(plane, marks)
+    caption = f"Divergence of heads by layer: {cell.name}"
+    return plot_of(f"divergence-{cell.folder.name}", caption, figure)
+
+
+def draw_spreads(
+    plane: Axes, name: str, by_pairs: Spreads, kind: str, style: Mapping[str, Any]
+) -> dict[str, Mark]:
+    """Draw the spreads of a kind of pairs by layer; return the end of the line by `name`.
+
+    Nothing is drawn or returned where no layer has the kind.
+    """
+    by_layer = {}
+    for pairs, spread in by_pairs.items():
+        if pairs.kind == kind and pairs.layer != MEAN:
+            by_layer[int(pairs.layer)] = spread
+    if not by_layer:
+        return {}
+    layers = sorted(by_layer)
+    means = [by_layer[layer].mean for layer in layers]
+    deviations = [by_layer[layer].deviation for layer in layers]
+    plane.errorbar(layers, means, yerr=deviations, capsize=2, **style)
+    return {name: Mark(layers[-1], means[-1])}

@@ -1,7 +1,8 @@
-"""What scores allow to be said: intervals, and verdicts that stay right when many rows are compared.
+"""Intervals of scores, and verdicts on rows that hold when many rows are compared.
 
-Two rows are compared by their differences seed by seed where five seeds match, else as Welch does it; t quantiles;
-Holm's correction over all comparisons of a table. A row with fewer than five seeds gets no verdict.
+Two rows are compared by their differences seed by seed where five seeds match (a paired t-test),
+else by Welch's t-test; then Holm's correction is made over all comparisons of a table. A row of
+fewer than five seeds gets no verdict. Less is better.
 """
 
 import math
@@ -10,35 +11,82 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SEEDS = 5  # seeds from which on there is a verdict
-LEVEL = 0.05  # share of tables of equal rows that may have a false verdict
+SEEDS = 5
+"""The least number of seeds for a verdict."""
+LEVEL = 0.05
+"""The share of tables of equal rows that may have a false verdict."""
 FEW = "too few seeds"
 OPPOSITE = {"better": "behind", "behind": "better"}
-Values = Mapping[str, float]  # a score for each seed
+"""The verdict on the other of two rows."""
+
+Values = Mapping[str, float]
+"""A score by seed."""
+Names = tuple[str, str]
+"""A row, and the row that it is compared with."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """A standard error and its degrees of freedom."""
+
+    size: float
+    freedom: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row against another: less is better."""
+    """A row compared with another.
 
-    difference: float | None = None  # mean of the row less that of the other; None: too few seeds
-    half: float = 0.0  # half its interval, at the level that Holm's correction leaves it: it holds 0 where they tie
-    chance: float = (
-        1.0  # p after Holm's correction: the least level at which the difference would be told
-    )
+    Args:
+        difference: the mean of the row less that of the other; None: too few seeds.
+        half: half the interval of the difference, at the level of Holm's correction. The interval
+            includes 0 where the two rows tie.
+        chance: p after Holm's correction.
+    """
+
+    difference: float | None = None
+    half: float = 0.0
+    chance: float = 1.0
 
     @property
     def verdict(self) -> str:
         """One of better, behind, tied and too few seeds."""
         if self.difference is None:
             return FEW
-        return (
-            "tied"
-            if abs(self.difference) <= self.half
-            else "better"
-            if self.difference < 0
-            else "behind"
-        )
+        if abs(self.difference) <= self.half:
+            return "tied"
+        return "better" if self.difference < 0 else "behind"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two means."""
+
+    mean: float
+    error: Error
+
+    @property
+    def chance(self) -> float:
+        """p of Student's two-sided test, without a correction."""
+        from scipy.special import stdtr
+
+        if not self.error.size:
+            return 0.0 if self.mean else 1.0
+        return 2 * float(stdtr(self.error.freedom, -abs(self.mean) / self.error.size))
+
+    def half(self, level: float) -> float:
+        """Return half the confidence interval of the difference at a level of significance."""
+        from scipy.special import stdtrit
+
+        return float(-stdtrit(self.error.freedom, level / 2) * self.error.size)
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A comparison after Holm's correction: the level at which it is tested, and its p."""
+
+    level: float
+    chance: float
 
 
 def mean(values: Iterable[float]) -> float:
@@ -50,88 +98,97 @@ def half_interval(values: Sequence[float]) -> float | None:
     from scipy.special import stdtrit
 
     count = len(values)
-    return (
-        -float(stdtrit(count - 1, LEVEL / 2) * np.std(values, ddof=1) / math.sqrt(count))
-        if count > 1
-        else None
-    )
+    if count < 2:
+        return None
+    return -float(stdtrit(count - 1, LEVEL / 2) * np.std(values, ddof=1) / math.sqrt(count))
 
 
 def compare(
     rows: Mapping[str, Values],
-    pairs: Sequence[tuple[str, str]],
-    errors: Mapping[str, tuple[float, float]] | None = None,
-) -> dict[tuple[str, str], Comparison]:
-    """Return the comparison of each pair (a row and what it is compared with), corrected over all of them.
+    pairs: Sequence[Names],
+    errors: Mapping[str, Error] | None = None,
+) -> dict[Names, Comparison]:
+    """Return the comparison of each pair, after Holm's correction over all of them.
 
-    `errors`: standard error and degrees of freedom of what else is uncertain in a row's mean, as its pace is at equal
-    time.
+    `errors`: further errors of the means of rows, such as those of their paces at equal time.
     """
-    from scipy.special import stdtr, stdtrit  # Student's t: its distribution and its quantiles
-
-    known = errors or {}
-    found = {
-        (one, other): difference(
-            rows[one], rows[other], [known[name] for name in (one, other) if name in known]
-        )
-        for one, other in pairs
-    }
-    sure = [pair for pair in pairs if found[pair]]
-    gaps, spreads, freedoms = np.array([found[pair] for pair in sure]).reshape(-1, 3).T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        chances = 2 * stdtr(freedoms, -np.nan_to_num(abs(gaps) / spreads))
-    order, level, levels, corrected = (
-        np.argsort(chances, kind="stable"),
-        0.0,
-        np.zeros(len(sure)),
-        np.zeros(len(sure)),
-    )
-    for rank, at in enumerate(order):
-        if (
-            not rank or chances[order[rank - 1]] <= level
-        ):  # Holm's levels grow until one is not reached
-            level = LEVEL / (len(sure) - rank)
-        levels[at] = level
-        corrected[at] = min(1.0, max(corrected.max(), (len(sure) - rank) * chances[at]))
-    halves = -stdtrit(freedoms, levels / 2) * spreads
-    told = zip(gaps.tolist(), halves.tolist(), corrected.tolist(), strict=True)
-    return dict.fromkeys(pairs, Comparison()) | {
-        pair: Comparison(*one) for pair, one in zip(sure, told, strict=True)
-    }
+    known_errors = errors or {}
+    differences = {}
+    for pair in pairs:
+        further = [known_errors[name] for name in pair if name in known_errors]
+        one = difference(rows[pair[0]], rows[pair[1]], further)
+        if one is not None:
+            differences[pair] = one
+    corrections = holm([one.chance for one in differences.values()])
+    comparisons = dict.fromkeys(pairs, Comparison())
+    for (pair, one), corrected in zip(differences.items(), corrections, strict=True):
+        half = one.half(corrected.level)
+        comparisons[pair] = Comparison(one.mean, half, corrected.chance)
+    return comparisons
 
 
-def difference(
-    first: Values, second: Values, errors: Sequence[tuple[float, float]] = ()
-) -> tuple[float, float, float] | None:
-    """Return the difference of two means, its standard error and its degrees of freedom; None: too few seeds."""
-    shared = sorted(first.keys() & second.keys())
+def holm(chances: Sequence[float]) -> list[Corrected]:
+    """Return p values after Holm's correction (1979), in their order.
+
+    From the smallest p on, each is tested at `LEVEL` over the number of those left. Once one is
+    above its level, all later ones are tested at that same level.
+    """
+    corrected = [Corrected(0.0, 0.0)] * len(chances)
+    level = 0.0
+    largest = 0.0
+    before = 0.0
+    for rank, number in enumerate(np.argsort(chances, kind="stable")):
+        left = len(chances) - rank
+        if before <= level:
+            level = LEVEL / left
+        before = chances[number]
+        largest = max(largest, min(1.0, left * before))
+        corrected[number] = Corrected(level, largest)
+    return corrected
+
+
+def difference(row: Values, other: Values, errors: Sequence[Error] = ()) -> Difference | None:
+    """Return the difference of the means of two rows; None: too few seeds.
+
+    `errors`: further errors of the two means. Degrees of freedom are those of Welch and
+    Satterthwaite.
+    """
+    shared = sorted(row.keys() & other.keys())
     if len(shared) >= SEEDS:
-        gap = mean(first[seed] - second[seed] for seed in shared)
-        samples = [[first[seed] - second[seed] for seed in shared]]
-    elif min(len(first), len(second)) >= SEEDS:
-        gap = mean(first.values()) - mean(second.values())
-        samples = [list(first.values()), list(second.values())]
+        samples = [[row[seed] - other[seed] for seed in shared]]
+        middle = mean(samples[0])
+    elif min(len(row), len(other)) >= SEEDS:
+        samples = [list(row.values()), list(other.values())]
+        middle = mean(samples[0]) - mean(samples[1])
     else:
         return None
-    parts = [(float(np.var(sample, ddof=1)) / len(sample), len(sample) - 1.0) for sample in samples]
-    parts += [(error**2, degrees) for error, degrees in errors]
-    total = sum(variance for variance, _ in parts)
-    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in parts) if total else 1.0
-    return gap, math.sqrt(total), freedom
+    variances = []
+    freedoms = []
+    for sample in samples:
+        variances.append(float(np.var(sample, ddof=1)) / len(sample))
+        freedoms.append(len(sample) - 1.0)
+    for error in errors:
+        variances.append(error.size**2)
+        freedoms.append(error.freedom)
+    total = sum(variances)
+    if not total:
+        return Difference(middle, Error(0.0, 1.0))
+    parts = [variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True)]
+    return Difference(middle, Error(math.sqrt(total), total**2 / sum(parts)))
 
 
 def chosen(rows: Mapping[str, Values]) -> tuple[str, dict[str, float]]:
-    """Return the best of several rows, and its scores by seeds that did not choose it.
+    """Return the name of the best of several rows, and its scores by seeds that did not choose it.
 
-    The seeds that all rows share choose where some rows have more, else the first half of them do.
+    The seeds that all rows have choose the row. If no row has more, the first half of them does.
+    If the rows share no seed, each row's own mean counts, and no score is left.
     """
-    shared = sorted(
-        set.intersection(*(set(values) for values in rows.values())),
-        key=lambda seed: (len(seed), seed),
-    )
-    if not shared:  # nothing to choose by on equal terms: each by its own
+    seeds = set.intersection(*(set(values) for values in rows.values()))
+    if not seeds:
         return min(rows, key=lambda name: mean(rows[name].values())), {}
-    if all(len(values) == len(shared) for values in rows.values()):
-        shared = shared[: max(1, len(shared) // 2)]
-    best = min(rows, key=lambda name: mean(rows[name][seed] for seed in shared))
-    return best, {seed: value for seed, value in rows[best].items() if seed not in shared}
+    choosing = sorted(seeds, key=lambda seed: (len(seed), seed))
+    if all(len(values) == len(seeds) for values in rows.values()):
+        choosing = choosing[: max(1, len(choosing) // 2)]
+    best = min(rows, key=lambda name: mean(rows[name][seed] for seed in choosing))
+    left = {seed: value for seed, value in rows[best].items() if seed not in choosing}
+    return best, left

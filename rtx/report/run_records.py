@@ -3,6 +3,7 @@
 What is missing or damaged is left out, with a line for each in `Collection.problems`.
 """
 
+import os
 import re
 import shlex
 import statistics
@@ -102,7 +103,7 @@ class Cell:
         state: see `run_state`, or `NOT_STARTED`.
         scores: of its evaluations, the best checkpoint's last.
         baselines: bits of simple compressors, by split and name.
-        curve: bits and units of validations, by step.
+        curve: bits of validations, by step.
         trained: seconds of optimizer steps up to validations, by step.
         moved: whether it was resumed on another machine, or with other threads.
         pace: steps a second, the median over the rows of metrics.jsonl but the first.
@@ -117,7 +118,7 @@ class Cell:
     final: Score | None = None
     scores: Sequence[Score] = ()
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    curve: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    curve: Mapping[int, float] = field(default_factory=dict)
     trained: Mapping[int, float] = field(default_factory=dict)
     moved: bool = False
     pace: float | None = None
@@ -184,7 +185,10 @@ def add_study(path: Path, collection: Collection) -> None:
 
 
 def add_folder(folder: Path, collection: Collection) -> None:
-    """Add the runs, sweeps and timed steps of a folder; runs that were added before are left out."""
+    """Add the runs, sweeps and timed steps of a folder.
+
+    Runs that were added before are left out.
+    """
     collection.steps += read_steps(folder, collection.problems)
     runs = run_folders(folder)
     for run in runs:
@@ -209,7 +213,7 @@ def add_sweeps(root: Path, rows: Sequence[SweepRow], collection: Collection) -> 
 
 
 def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
-    """Return a run from its records; `problems` gets a line for each that is not as it should be."""
+    """Return a run from its records; `problems` gets a line for each that is damaged."""
     config = config_of(line.config, folder, problems)
     state = state_of(line.status)
     reason = printable(line.status.reason or "") if line.status else ""
@@ -238,7 +242,7 @@ def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
         moved=has_moved(line.resumes, line.environment),
         pace=pace,
         peak_share=peak_share,
-        analyses=line.analyses,
+        analyses=[file.root for file in line.analyses],
         environment=line.environment,
     )
 
@@ -280,10 +284,19 @@ def suspicions(line: StudyLine, folder: Path) -> list[str]:
         values = values_of(line.config)
     except (ValueError, yaml.YAMLError):
         return []
-    if folder.name in digests(values):
+    if folder.name in digests(values) or has_short_path(values):
         return []
     other = "its name is the hash of another"
     return [f"{shown(folder)}: its configuration changed under the sweep; {other}"]
+
+
+def has_short_path(values: Mapping[str, Any]) -> bool:
+    """Whether only the last name of data.path is recorded, as in study files.
+
+    The hash of the configuration covers the whole path.
+    """
+    path = values.get("data.path")
+    return path is not None and not os.path.isabs(path)
 
 
 def latest_rows(rows: Sequence[MetricsRow]) -> list[MetricsRow]:
@@ -292,18 +305,15 @@ def latest_rows(rows: Sequence[MetricsRow]) -> list[MetricsRow]:
     return [row for _, row in sorted(latest.items(), key=lambda item: item[0])]
 
 
-def validations(
-    rows: Sequence[MetricsRow],
-) -> tuple[dict[int, tuple[float, float]], dict[int, float]]:
-    """Return bits and units of validations, and seconds of optimizer steps, by step."""
+def validations(rows: Sequence[MetricsRow]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return bits of validations, and seconds of optimizer steps, by step."""
     curve = {}
     trained = {}
     for row in rows:
-        for prefix in ("valid/", "valid/final_"):
-            bits = row.get(f"{prefix}bits")
-            units = row.get(f"{prefix}units")
-            if bits is not None and units is not None:
-                curve[row.step] = (bits, units)
+        for name in ("valid/bits", "valid/final_bits"):
+            bits = row.get(name)
+            if bits is not None:
+                curve[row.step] = bits
         for name in ("train/train_seconds", "valid/train_seconds", "valid/final_train_seconds"):
             seconds = row.get(name)
             if seconds is not None:
@@ -336,7 +346,7 @@ def usual(numbers: Sequence[float]) -> float | None:
 
 
 def has_moved(rows: Sequence[ResumeRow], environment: EnvironmentRecord) -> bool:
-    """Tell whether a run was resumed on another machine, or with other threads, than it began on."""
+    """Tell whether a run was resumed on another machine than its first, or with other threads."""
     for row in rows:
         for name in row.model_fields_set & {"host", "gpu", "threads"}:
             is_recorded = name in environment.model_fields_set
@@ -389,6 +399,12 @@ def figures_of(measures: Measures) -> dict[str, float]:
             figures[name.replace("_", " ")] = value
     for value, (share, _) in measures.accuracy_by_distance.items():
         figures[f"accuracy, distance {value}"] = share
+    if len(measures.accuracy_by_depth) > 1:
+        for value, (share, _) in measures.accuracy_by_depth.items():
+            figures[f"accuracy, depth {value}%"] = share
+    if len(measures.accuracy_by_hops) > 1:
+        for value, (share, _) in measures.accuracy_by_hops.items():
+            figures[f"accuracy, hops {value}"] = share
     for value, (share, _) in measures.accuracy_by_pairs.items():
         figures[f"accuracy, pairs {value}"] = share
     return figures

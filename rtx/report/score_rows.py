@@ -1,9 +1,11 @@
-"""Rows of a table: what one protocol scored of runs that differ by their seed alone."""
+"""Rows of a table: the scores, by one protocol, of runs that differ by their seed alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rtx.errors import written
@@ -14,16 +16,41 @@ from rtx.runs.records import Protocol
 from rtx.settings.identity import tells_rows_apart
 from rtx.settings.readers import default_where_unread, unread
 
+RowKey = Hashable
+"""What runs of one row share: see `row_key`."""
+
+MOST_KEYS = 4
+"""The most keys in the name of a row."""
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    """A run and its score by the protocol of its row."""
+
+    cell: Cell
+    score: Score
+
 
 @dataclass
 class Row:
-    """Runs that differ by their seed alone, with their scores by one protocol."""
+    """Runs that differ by their seed alone, with their scores by one protocol.
 
-    cells: list[Cell]
-    scores: list[Score] = field(
-        default_factory=list
-    )  # of the first cells, one each; those without a score stand last
+    Args:
+        scored: the runs with a score by that protocol.
+        unscored: those without; a row has at least one run.
+    """
+
+    scored: list[ScoredRun] = field(default_factory=list)
+    unscored: list[Cell] = field(default_factory=list)
     name: str = ""
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [*(run.cell for run in self.scored), *self.unscored]
+
+    @property
+    def scores(self) -> list[Score]:
+        return [run.score for run in self.scored]
 
     @property
     def config(self) -> Config:
@@ -35,130 +62,231 @@ class Row:
 
     @property
     def step(self) -> int:
-        """Steps that every run with a score has done; without scores every finished run, else the farthest."""
-        counted = self.cells[: len(self.scores)] or [
-            cell for cell in self.cells if cell.state == "done"
-        ]
-        return min((cell.step for cell in counted), default=max(cell.step for cell in self.cells))
+        """The steps that every run with a score has done.
+
+        Without scores, those that every finished run has done, else the most of any run.
+        """
+        counted = [run.cell.step for run in self.scored]
+        if not counted:
+            counted = [cell.step for cell in self.cells if cell.state == "done"]
+        if not counted:
+            return max(cell.step for cell in self.cells)
+        return min(counted)
 
     def done(self) -> Row:
-        """Return its finished runs that have a score: what a run had when it was killed is no verdict's business."""
-        pairs = [
-            pair for pair in zip(self.cells, self.scores, strict=False) if pair[0].state == "done"
-        ]
-        return Row([cell for cell, _ in pairs], [score for _, score in pairs], self.name)
+        """Return the finished runs that have a score.
+
+        The score of a run that was killed before its end counts for no verdict.
+        """
+        scored = [run for run in self.scored if run.cell.state == "done"]
+        return Row(scored, name=self.name)
 
     def values(self, metric: str = "bits") -> dict[str, float]:
-        """Return a number for each seed: of one that was run more than once, say on other threads, the mean."""
-        by_seed: dict[str, list[float]] = {}
-        for cell, score in zip(self.cells, self.scores, strict=False):
-            value = score.perplexity if metric == "perplexity" else score.bits
+        """Return a score by seed; of a seed that ran more than once, the mean.
+
+        `metric`: bits or perplexity.
+        """
+        values_by_seed: dict[str, list[float]] = {}
+        for run in self.scored:
+            value = run.score.perplexity if metric == "perplexity" else run.score.bits
             if value is not None:
-                by_seed.setdefault(cell.seed, []).append(value)
-        return {seed: mean(values) for seed, values in by_seed.items()}
+                values_by_seed.setdefault(run.cell.seed, []).append(value)
+        return {seed: mean(values) for seed, values in values_by_seed.items()}
 
     def paces(self) -> list[float]:
-        """Return the steps a second of its runs as they ran; empty where they ran on several machines."""
-        found = [cell for cell in self.cells if cell.pace]
-        machines = {machine_of(cell) for cell in found}
-        return [cell.pace or 0.0 for cell in found] if len(machines) == 1 else []
+        """Return the steps a second of its runs; empty where they ran on several machines."""
+        paces = []
+        machines = set()
+        for cell in self.cells:
+            if cell.pace:
+                paces.append(cell.pace)
+                machines.add(machine_of(cell))
+        return paces if len(machines) == 1 else []
 
     def peak_share(self) -> float | None:
-        """Return the mean share of the GPU's peak of its runs, None where it is not known of all of them."""
-        shares = [cell.peak_share for cell in self.cells if cell.pace]
-        known = [share for share in shares if share is not None]
-        return mean(known) if known and len(known) == len(shares) else None
+        """Return the mean share of the GPU's peak of its runs; None: not known of all of them."""
+        shares = []
+        for cell in self.cells:
+            if cell.pace:
+                if cell.peak_share is None:
+                    return None
+                shares.append(cell.peak_share)
+        return mean(shares) if shares else None
 
 
-def machine_of(cell: Cell) -> tuple[str | None, str | None, int | None]:
-    """Return what is equal in runs whose paces may be compared: GPU, host, threads."""
+@dataclass(frozen=True)
+class ProtocolRows:
+    """The rows of a protocol; None: of runs without any score."""
+
+    protocol: Protocol | None
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is equal in runs whose paces may be compared."""
+
+    gpu: str | None = None
+    host: str | None = None
+    threads: int | None = None
+
+
+def machine_of(cell: Cell) -> Machine:
+    """Return the machine of a run."""
     record = cell.environment
-    return (record.gpu, record.host, record.threads) if record else (None, None, None)
+    if record is None:
+        return Machine()
+    return Machine(record.gpu, record.host, record.threads)
 
 
-def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[Row]]]:
-    """Return a list of rows for each protocol, that with the most scores first, then test before others.
+def rows_by_protocol(cells: Sequence[Cell]) -> list[ProtocolRows]:
+    """Return the rows of each protocol, in the order of `protocol_order`.
 
-    A run without a score stands in the first table with its data, or in the first.
+    A run without a score is in the first table with its data, or else in the first one.
     """
-    scored = [(cell, scores_of(cell, cells)) for cell in cells]
-    every = [score.protocol for _, scores in scored for score in scores]
-    order = sorted(
-        set(every),
-        key=lambda p: (
-            p.ablate != "none",
-            -every.count(p),
-            p.split != "test",
-            p.mode != "parallel",
-            repr(p),
-        ),
-    )
-    tables: dict[Protocol | None, dict[Any, Row]] = {protocol: {} for protocol in order or [None]}
-    for cell, scores in scored:
+    scores_by_cell = [scores_of(cell, cells) for cell in cells]
+    trained_lengths = {cell.final.protocol.length for cell in cells if cell.final}
+    order = protocol_order(scores_by_cell, trained_lengths)
+    tables: dict[Protocol | None, dict[RowKey, Row]] = {one: {} for one in order or [None]}
+    unscored = []
+    for cell, scores in zip(cells, scores_by_cell, strict=True):
+        key = row_key(cell.config, cell.folder)
         for score in scores:
-            row = tables[score.protocol].setdefault(row_key(cell.config, cell.folder), Row([]))
-            row.cells.append(cell)
-            row.scores.append(score)
-    for cell in (cell for cell, scores in scored if not scores):
-        mine = cell.fingerprint
-        home = next((p for p in order if p.fingerprint == mine), order[0] if order else None)
-        tables[home].setdefault(row_key(cell.config, cell.folder), Row([])).cells.append(cell)
-    for rows in tables.values():
-        name_rows(list(rows.values()))
-    return [(protocol, list(rows.values())) for protocol, rows in tables.items()]
+            row = tables[score.protocol].setdefault(key, Row())
+            row.scored.append(ScoredRun(cell, score))
+        if not scores:
+            unscored.append(cell)
+    for cell in unscored:
+        key = row_key(cell.config, cell.folder)
+        row = tables[protocol_without_score(cell, order)].setdefault(key, Row())
+        row.unscored.append(cell)
+    groups = [ProtocolRows(protocol, list(rows.values())) for protocol, rows in tables.items()]
+    for group in groups:
+        name_rows(group.rows)
+    return groups
+
+
+def protocol_order(
+    scores_by_cell: Sequence[Sequence[Score]], trained_lengths: Collection[int]
+) -> list[Protocol]:
+    """Return the protocols of scores, that with the most scores first.
+
+    Those of ablated models are last, before them those at other lengths than that of training. Of
+    equally many scores the test split is first, then teacher-forced scores.
+    """
+    counts: Counter[Protocol] = Counter()
+    for scores in scores_by_cell:
+        counts.update(score.protocol for score in scores)
+
+    def place(protocol: Protocol) -> tuple[bool, bool, int, bool, bool, str]:
+        return (
+            protocol.ablate != "none",
+            protocol.length not in trained_lengths,
+            -counts[protocol],
+            protocol.split != "test",
+            protocol.mode != "parallel",
+            repr(protocol),
+        )
+
+    return sorted(counts, key=place)
+
+
+def protocol_without_score(cell: Cell, order: Sequence[Protocol]) -> Protocol | None:
+    """Return the protocol in whose table a run without a score is listed; None: there is none."""
+    for protocol in order:
+        if protocol.fingerprint == cell.fingerprint:
+            return protocol
+    return order[0] if order else None
 
 
 def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
-    """Return what a run scored, of each protocol the last of its evaluations, and its closing validation.
+    """Return the scores of a run: its closing validation, and the last evaluation by each protocol.
 
-    This is left out where all runs on the same data that have one have been evaluated by one protocol in its manner
-    (their own data, teacher-forced, whole, nothing ablated), on whatever split.
+    The closing validation is left out if some plain evaluation takes its place in all of `cells`
+    on the same data.
     """
-    data = cell.fingerprint
-    peers = [peer for peer in cells if peer.final and peer.fingerprint == data]
-    manner = ("parallel", None, "none", data)
-    plain = [
-        {
-            p
-            for p in (score.protocol for score in peer.scores)
-            if (p.mode, p.windows, p.ablate, p.fingerprint) == manner
-        }
-        for peer in peers
-    ]
-    last = [] if cell.final is None or set.intersection(*plain) else [cell.final]
-    return list({score.protocol: score for score in [*last, *cell.scores]}.values())
+    scores = list(cell.scores)
+    if cell.final is not None and not have_plain_evaluation(cell.fingerprint, cells):
+        scores.insert(0, cell.final)
+    by_protocol = {score.protocol: score for score in scores}
+    return list(by_protocol.values())
 
 
-def row_key(config: Config, folder: Any = None) -> Any:
-    """Return what two runs of one row share: all that changes results but the seed, of the keys that a run reads."""
-    kept = {
-        key: value for key, value in default_where_unread(config).items() if tells_rows_apart(key)
-    }
-    return tuple(sorted((key, repr(value)) for key, value in kept.items())) or folder
+def have_plain_evaluation(fingerprint: str | None, cells: Sequence[Cell]) -> bool:
+    """Tell whether runs on the data of a fingerprint share a plain protocol, on whatever split.
+
+    Runs without a closing validation do not count.
+    """
+    shared: set[Protocol] | None = None
+    for cell in cells:
+        if cell.final is None or cell.fingerprint != fingerprint:
+            continue
+        plain = {score.protocol for score in cell.scores if is_plain(score.protocol, fingerprint)}
+        shared = plain if shared is None else shared & plain
+    return bool(shared)
+
+
+def is_plain(protocol: Protocol, fingerprint: str | None) -> bool:
+    """Tell whether a protocol is that of a closing validation: whole, parallel, not ablated.
+
+    `fingerprint` is that of the run's own data.
+    """
+    is_whole = protocol.windows is None and protocol.ablate == "none"
+    return is_whole and protocol.mode == "parallel" and protocol.fingerprint == fingerprint
+
+
+def row_key(config: Config, folder: Path | None = None) -> RowKey:
+    """Return what two runs of one row share: the values of all keys that tell rows apart.
+
+    Keys that a run does not read have their default there. `folder` is returned for a run without
+    a configuration, which is a row by itself.
+    """
+    values = []
+    for key, value in default_where_unread(config).items():
+        if tells_rows_apart(key):
+            values.append((key, repr(value)))
+    return tuple(sorted(values)) or folder
 
 
 def differing_keys(configs: Sequence[Config]) -> list[str]:
-    """Return the keys by which configurations differ; seeds and what has no effect apart."""
-    keys = dict.fromkeys(key for config in configs for key in config if tells_rows_apart(key))
+    """Return the keys that tell configurations apart; a key that a run does not read is None."""
+    keys: dict[str, None] = {}
+    for config in configs:
+        keys |= dict.fromkeys(key for key in config if tells_rows_apart(key))
     read = [values_read(config) for config in configs]
-    return [key for key in keys if len({repr(values.get(key)) for values in read}) > 1]
+    differing = []
+    for key in keys:
+        values = {repr(one.get(key)) for one in read}
+        if len(values) > 1:
+            differing.append(key)
+    return differing
 
 
 def values_read(config: Config) -> dict[str, Any]:
-    """Return the values of a configuration, None in place of those that its run does not read."""
+    """Return the values of a configuration, with None for keys that its run does not read."""
     return {**config, **dict.fromkeys(unread(config))}
 
 
 def name_rows(rows: Sequence[Row]) -> None:
-    """Give each row a name: its kind of heads, and by what it differs from others of that kind."""
+    """Give each row a name: its kind of heads, and its values of the keys that differ in the kind.
+
+    A row without a configuration has the title or the name of its first run.
+    """
     kinds: dict[str, list[Row]] = {}
     for row in rows:
-        row.name = row.cells[0].title or row.cells[0].name
         if row.config:
             kinds.setdefault(heads_label(row.config), []).append(row)
+        else:
+            first = row.cells[0]
+            row.name = first.title or first.name
     for kind, alike in kinds.items():
-        keys = differing_keys([row.config for row in alike])[:4]
+        keys = differing_keys([row.config for row in alike])[:MOST_KEYS]
         for row in alike:
             values = values_read(row.config)
-            told = [f"{key.rpartition('.')[2]}={written(values.get(key))}" for key in keys]
-            row.name = " ".join([f"{kind}:", *told]) if told else kind
+            settings = [f"{last_part(key)}={written(values.get(key))}" for key in keys]
+            row.name = " ".join([f"{kind}:", *settings]) if settings else kind
+
+
+def last_part(key: str) -> str:
+    """Return the last part of a dotted key."""
+    return key.rpartition(".")[2]

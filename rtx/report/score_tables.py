@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rtx.errors import plural
 from rtx.report.paper import PaperTable, heads_label, setting_lines, table_of
@@ -14,6 +13,7 @@ from rtx.report.ranking import (
     FEW,
     OPPOSITE,
     Comparison,
+    Names,
     Values,
     chosen,
     compare,
@@ -21,15 +21,13 @@ from rtx.report.ranking import (
     mean,
 )
 from rtx.report.run_records import Cell
-from rtx.report.score_rows import Row, differing_keys, row_key, values_read
-from rtx.report.tables import MINUS, Column, Table
+from rtx.report.score_rows import Row, RowKey, differing_keys, row_key, values_read
+from rtx.report.steps import TimedRow
 from rtx.runs.records import Protocol
+from rtx.tables import MINUS, Column, Entry, Table
 
-Paces = Mapping[Any, tuple[float, float | None, str]]
-"""For each row that was timed in turn with others: steps a second, half their interval, a reason.
-
-The reason says why the pace may differ from that of training. It is empty if there is none.
-"""
+Paces = Mapping[RowKey, TimedRow]
+"""The rows that were timed in turn with others."""
 
 AGAINST = ("full", "local+full", "local", "random", "random blocks")
 """The rivals: kinds that all others are compared with. If none of them is ranked, the rival is the
@@ -50,13 +48,13 @@ HOW = (
 )
 
 
-def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
+def facts_of(row: Row, values: Values, paces: Paces) -> Entry:
     """Return the entries of a row that all tables have: its scores, standard error and pace.
 
     The standard error of each run is over the windows of its score; the entry is their mean.
     """
     scores = list(values.values())
-    facts: dict[str, Any] = {
+    facts: Entry = {
         "ours": mean(scores) if scores else None,
         "half": half_interval(scores),
         "seeds": len(scores),
@@ -77,8 +75,7 @@ def pace_facts(row: Row, paces: Paces) -> dict[str, float | None]:
     """Return the steps a second of a row: timed in turn with others, else recorded by its runs."""
     timed = paces.get(row_key(row.config))
     if timed is not None:
-        steps_per_second, half, _ = timed
-        return {"steps_per_second": steps_per_second, "pace_half": half}
+        return {"steps_per_second": timed.speed, "pace_half": timed.half}
     recorded = row.paces()
     if not recorded:
         return {"steps_per_second": None, "pace_half": None}
@@ -112,21 +109,19 @@ def pace_sentences(picked: Mapping[str, Pick], paces: Paces) -> list[str]:
         if timed is None:
             if pick.row.paces():
                 untimed.append(kind)
-            continue
-        _, _, reason = timed
-        if reason:
-            doubts.append(f"Steps/s of {kind} may not be those of training ({reason}).")
+        elif timed.reason:
+            doubts.append(f"Steps/s of {kind} may not be those of training ({timed.reason}).")
     if not untimed:
         return doubts
     subject = "Steps/s"
     if len(untimed) < len(picked):
         subject += f" of {', '.join(untimed)}"
-    return [f"{subject} are as the runs went, not timed in turn.", *doubts]
+    return [f"{subject} were measured in training, not timed in turn.", *doubts]
 
 
 def baseline(
     name_key: str, rows: Sequence[Row], protocol: Protocol | None, bits_key: str = "ours"
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Return one entry, for the best simple compressor on the split; none for a sample of windows.
 
     `name_key` and `bits_key` are the keys of the compressor's name and of its bits.
@@ -184,7 +179,7 @@ class Kinds:
     picked: Mapping[str, Pick]
     legal: Mapping[str, Values]
     against: Sequence[str]
-    compared: Mapping[tuple[str, str], Comparison]
+    compared: Mapping[Names, Comparison]
     order: Sequence[str]
     unit: str
     length: int
@@ -198,11 +193,7 @@ def picked_kinds(rows: Sequence[Row]) -> dict[str, Pick]:
     for row in rows:
         if row.config and row.scores:
             rows_by_kind.setdefault(heads_label(row.config), []).append(row)
-    picked = {}
-    for kind, alike in rows_by_kind.items():
-        best_row, values, note = pick(alike)
-        picked[kind] = Pick(kind, best_row, values, note, rows=len(alike))
-    return picked
+    return {kind: pick(kind, alike) for kind, alike in rows_by_kind.items()}
 
 
 def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
@@ -220,7 +211,7 @@ def kinds_table(protocol: Protocol, rows: Sequence[Row], paces: Paces) -> Kinds:
     opening = opening_line(protocol, rows, len(pairs), pace_sentences(picked, paces))
     notes = [f"{kind}: {best.note}." for kind, best in picked.items() if best.note]
     table = Table(
-        title=f"Which heads pay? {protocol.where}",
+        title=f"Scores by kind of heads: {protocol.where}",
         columns=kinds_columns(protocol, against, figures(rows)),
         rows=[*entries, *simple],
         lines=[opening, *notes],
@@ -251,7 +242,7 @@ def opening_line(
     return " ".join([f"{protocol_line}.", how, *sentences])
 
 
-def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[tuple[str, str]]:
+def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[Names]:
     """Return all pairs of a kind and a rival. A pair of two rivals is in the list only once."""
     pairs = []
     for number, rival in enumerate(against):
@@ -264,9 +255,9 @@ def pairs_with_rivals(kinds: Iterable[str], against: Sequence[str]) -> list[tupl
 def kinds_entries(
     picked: Mapping[str, Pick],
     against: Sequence[str],
-    compared: Mapping[tuple[str, str], Comparison],
+    compared: Mapping[Names, Comparison],
     paces: Paces,
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Return an entry for each kind, by ascending bits, those that see the future last."""
     entries = []
     for kind, best in picked.items():
@@ -280,9 +271,9 @@ def kinds_entries(
             entry["of"] = best.rows
         is_ranked = not best.row.sees_future
         for rival in against:
-            word, numbers = verdict(compared, kind, rival, is_ranked)
-            entry[f"against_{rival}"] = word
-            entry[f"less_{rival}"] = numbers
+            against_rival = verdict(compared, kind, rival, is_ranked)
+            entry[f"against_{rival}"] = against_rival.word
+            entry[f"less_{rival}"] = against_rival.numbers
         entries.append(entry)
     entries.sort(key=lambda entry: (entry["sees_future"] == "yes", entry["ours"] or math.inf))
     return entries
@@ -302,14 +293,12 @@ def kinds_columns(
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         PEAK,
         *figure_columns(measures),
-        *(Column(f"less_{kind}", f"less {kind}", brief=False) for kind in against),
+        *(Column(f"less_{kind}", f"minus {kind}", brief=False) for kind in against),
         Column("of", "best of"),
     ]
 
 
-def baseline_ahead(
-    simple: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Any]], protocol: Protocol
-) -> str:
+def baseline_ahead(simple: Sequence[Entry], entries: Sequence[Entry], protocol: Protocol) -> str:
     """Return the simple baseline that is ahead of every model, and its bits; empty for none."""
     lowest = min(entry["ours"] or math.inf for entry in entries)
     for entry in simple:
@@ -320,10 +309,10 @@ def baseline_ahead(
     return ""
 
 
-def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
-    """Return the best row of a kind, the scores it is reported by, and a note on the choice."""
+def pick(kind: str, alike: Sequence[Row]) -> Pick:
+    """Return the best row of a kind."""
     if len(alike) == 1:
-        return alike[0], alike[0].values(), ""
+        return Pick(kind, alike[0], alike[0].values(), note="", rows=1)
     # Rows are identified by number, because their names may be equal.
     values_by_number = {str(number): row.values() for number, row in enumerate(alike)}
     number, values = chosen(values_by_number)
@@ -332,19 +321,28 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     best = f"best of {len(alike)}"
     if settings:
         best += f" ({settings})"
+    note = f"{best}, by the seeds that chose it, so rather too low"
     if values:
-        seeds = plural(len(values), "seed")
-        return best_row, values, f"{best}, by {seeds} that did not choose it"
-    return best_row, {}, f"{best}, by the seeds that chose it, so rather too low"
+        note = f"{best}, by {plural(len(values), 'seed')} that did not choose it"
+    return Pick(kind, best_row, values, note, rows=len(alike))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a kind against a rival in words.
+
+    Args:
+        numbers: the difference, its interval and p; empty: not compared.
+    """
+
+    word: str
+    numbers: str = ""
 
 
 def verdict(
-    compared: Mapping[tuple[str, str], Comparison], kind: str, rival: str, is_ranked: bool
-) -> tuple[str, str]:
-    """Return the verdict on a kind against a rival, and the difference, its interval and p.
-
-    Both are empty if the kind is the rival itself.
-    """
+    compared: Mapping[Names, Comparison], kind: str, rival: str, is_ranked: bool
+) -> Verdict:
+    """Return the verdict on a kind against a rival; empty if the kind is the rival itself."""
     sign = 1
     comparison = compared.get((kind, rival))
     if comparison is None:
@@ -352,17 +350,15 @@ def verdict(
         sign = -1
         comparison = compared.get((rival, kind))
     if comparison is None:
-        word = "" if is_ranked else "not ranked"
-        return word, ""
+        return Verdict("" if is_ranked else "not ranked")
     if comparison.difference is None:
-        word = FEW if is_ranked else "not ranked"
-        return word, ""
+        return Verdict(FEW if is_ranked else "not ranked")
     word = comparison.verdict
     if sign == -1:
         word = OPPOSITE.get(word, word)
     chance = "p<0.001" if comparison.chance < 0.001 else f"p={comparison.chance:.2g}"
     numbers = f"{sign * comparison.difference:+.3f} ± {comparison.half:.3f}, {chance}"
-    return word, numbers.replace("-", MINUS)
+    return Verdict(word, numbers.replace("-", MINUS))
 
 
 def units_of(rows: Sequence[Row]) -> int | None:
@@ -473,23 +469,18 @@ def rows_table(
         equal: whether the rows have the settings of `table`. If so, a column has the differences
             from its numbers, and its other rows are listed as not run.
     """
-    metric = table.metric.partition("/")[0] if table else "bits"
     departing = reasons_of([departures(row, table) if table else [] for row in rows])
     silent = reasons_of([table.differences(row.config) if table else [] for row in rows])
-    keys = differing_keys([row.config for row in rows if row.config])
-    entries = []
-    for row, differs, differs_silently in zip(rows, departing.others, silent.others, strict=True):
-        entry = score_entry(row, metric, paces)
-        if table:
-            entry |= paper_entry(row, table, entry["ours"], equal)
+    entries = row_entries(rows, paces, table, equal)
+    for entry, differs, differs_silently in zip(
+        entries, departing.others, silent.others, strict=True
+    ):
         entry["differs"] = differs
         entry["silent"] = differs_silently
-        values = values_read(row.config)
-        entry |= {key: values.get(key) for key in keys}
-        entries.append(entry)
+    add_differing_values(entries, rows)
     # A row without a score has a text in place of it, and is last.
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
-    bits_key = "ours" if metric == "bits" else "bits"
+    bits_key = "ours" if metric_of(table) == "bits" else "bits"
     entries += baseline("run", rows, protocol, bits_key)
     if table and equal:
         entries += entries_not_run(rows, table)
@@ -500,6 +491,32 @@ def rows_table(
         lines=rows_lines(protocol, rows, departing, silent),
         notes=table.footnotes if table else (),
     )
+
+
+def metric_of(table: PaperTable | None) -> str:
+    """Return the metric of a table of the paper without its unit; bits where there is no table."""
+    return table.metric.partition("/")[0] if table else "bits"
+
+
+def row_entries(
+    rows: Sequence[Row], paces: Paces, table: PaperTable | None, equal: bool
+) -> list[Entry]:
+    """Return the scores of each row, beside the paper's numbers; arguments as of `rows_table`."""
+    entries = []
+    for row in rows:
+        entry = score_entry(row, metric_of(table), paces)
+        if table:
+            entry |= paper_entry(row, table, entry["ours"], equal)
+        entries.append(entry)
+    return entries
+
+
+def add_differing_values(entries: Sequence[Entry], rows: Sequence[Row]) -> None:
+    """Add to the entry of each row its values of the keys by which the rows differ."""
+    keys = differing_keys([row.config for row in rows if row.config])
+    for entry, row in zip(entries, rows, strict=True):
+        values = values_read(row.config)
+        entry |= {key: values.get(key) for key in keys}
 
 
 def rows_lines(
@@ -513,7 +530,7 @@ def rows_lines(
     return lines + earlier_scores(rows)
 
 
-def score_entry(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
+def score_entry(row: Row, metric: str, paces: Paces) -> Entry:
     """Return a row's name, scores and notes. Without a score, "ours" says how its runs ended."""
     values = row.values(metric)
     facts = facts_of(row, values, paces)
@@ -526,18 +543,18 @@ def score_entry(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
     return entry
 
 
-def paper_entry(row: Row, table: PaperTable, ours: float | str, equal: bool) -> dict[str, Any]:
+def paper_entry(row: Row, table: PaperTable, ours: float | str, equal: bool) -> Entry:
     """Return the paper's number for a row, and if settings are equal the difference from it."""
     printed = table.row_of(row.config)
     if printed is None:
         return {}
-    entry: dict[str, Any] = {"paper": printed.value, "paper_row": printed.label}
+    entry: Entry = {"paper": printed.value, "paper_row": printed.label}
     if equal and printed.value and not isinstance(ours, str):
         entry["difference"] = ours - printed.value
     return entry
 
 
-def entries_not_run(rows: Sequence[Row], table: PaperTable) -> list[dict[str, Any]]:
+def entries_not_run(rows: Sequence[Row], table: PaperTable) -> list[Entry]:
     """Return entries for the rows of the paper's table that no run reproduces."""
     reproduced = [table.row_of(row.config) for row in rows]
     entries = []
@@ -582,7 +599,7 @@ def rows_columns(
 
 def rows_title(protocol: Protocol | None, table: PaperTable | None, equal: bool) -> str:
     """Return the title of a table of rows."""
-    title = "All rows"
+    title = "Scores of all rows"
     if table and equal:
         title = f"Table {table.number}. {table.title}"
     elif table:
@@ -596,9 +613,7 @@ def earlier_scores(rows: Sequence[Row]) -> list[str]:
     """Return a line that counts the scores of checkpoints before the last step; none for none."""
     is_earlier = []
     for row in rows:
-        # The cells with a score are first.
-        for cell, score in zip(row.cells, row.scores, strict=False):
-            is_earlier.append(score.step < cell.step)
+        is_earlier += [run.score.step < run.cell.step for run in row.scored]
     count = sum(is_earlier)
     if not count:
         return []
@@ -616,8 +631,7 @@ def shared_by_all(lists: Sequence[Sequence[str]]) -> list[str]:
 def notes_of(row: Row) -> str:
     """Return notes on runs that are not done or have a reason, and on seeds of several runs."""
     notes = [run_note(cell) for cell in row.cells if cell.state != "done" or cell.reason]
-    scored = row.cells[: len(row.scores)]
-    runs_by_seed = Counter(cell.seed for cell in scored)
+    runs_by_seed = Counter(run.cell.seed for run in row.scored)
     for seed, runs in runs_by_seed.items():
         if runs > 1:
             notes.append(f"seed {seed}: mean of {runs} runs")

@@ -20,12 +20,12 @@ from rtx.report.paper import (
     setting_lines,
     table_of,
 )
-from rtx.report.ranking import half_interval, mean
+from rtx.report.ranking import Error, half_interval, mean
 from rtx.report.run_records import Cell
-from rtx.report.score_rows import Row, name_rows, row_key
-from rtx.report.tables import Column, Table
+from rtx.report.score_rows import Row, RowKey, name_rows, row_key
 from rtx.runs.records import StepsRecord
 from rtx.settings.schema import all_fields, flat
+from rtx.tables import Column, Table
 
 OTHER = 99
 """In place of the number of a table, for rows that are in none of the paper's."""
@@ -65,16 +65,13 @@ class TimedRow:
         return 1e3 / math.exp(mean(np.log(self.turns))) if self.turns else 0.0
 
     @property
-    def log_error(self) -> tuple[float, float] | None:
-        """Standard error of the logarithm of the speed, and its degrees of freedom.
-
-        None of a single turn.
-        """
+    def log_error(self) -> Error | None:
+        """The error of the logarithm of the speed; None of a single turn."""
         count = len(self.turns)
         if count < 2:
             return None
         deviation = float(np.std(np.log(self.turns), ddof=1))
-        return deviation / math.sqrt(count), count - 1.0
+        return Error(deviation / math.sqrt(count), freedom=count - 1.0)
 
     @property
     def half(self) -> float | None:
@@ -107,14 +104,14 @@ def timed_records(records: Iterable[StepsRecord]) -> list[StepRecord]:
     return timed
 
 
-def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None, str]]:
-    """Return steps a second, half their interval and a reason by row, of the newest record."""
-    paces = {}
+def newest_rows(records: Sequence[StepRecord]) -> dict[RowKey, TimedRow]:
+    """Return the timed rows of records, of each row the newest. `records`: the newest first."""
+    timed = {}
     for record in reversed(records):
         for row in record.rows:
             if row.turns:
-                paces[row_key(row.config)] = (row.speed, row.half, row.reason)
-    return paces
+                timed[row_key(row.config)] = row
+    return timed
 
 
 def views(record: StepRecord) -> list[Table]:
@@ -170,7 +167,7 @@ def place_in(table: PaperTable, row: TimedRow) -> int:
 
 def names_of(rows: Sequence[TimedRow]) -> list[str]:
     """Return the name of each row: its kind of heads, and by what it differs from others of it."""
-    named = [Row([Cell(Path(), row.config)]) for row in rows]
+    named = [Row(unscored=[Cell(Path(), row.config)]) for row in rows]
     name_rows(named)
     return [row.name for row in named]
 

@@ -1,22 +1,31 @@
-"""What a run says of itself: its protocol, the lines with which it ends, and the card of its exported model."""
+"""Texts on one run: its routing heads, the lines at its end, the card of its exported model."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rtx.cli.help import prose_width
 from rtx.errors import plural, written
 from rtx.evaluation.protocol import routes
-from rtx.report.run_records import Cell
-from rtx.report.tables import filled
+from rtx.report.run_records import Cell, Score
+from rtx.report.templates import filled
 from rtx.runs.records import ScoreRecord
 from rtx.settings.compose import preset_routing
 from rtx.settings.derived import clusters
 from rtx.settings.readers import unread
 from rtx.settings.schema import CENTROIDS, CLUSTERED, Config, flat, to_dict
+from rtx.tables import aligned
+from rtx.terminal import prose_width
 
-BAR = 24  # characters of the longest bar
-SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
+BAR = 24
+"""Characters of the longest bar."""
+SIZES = (
+    "model.layers",
+    "model.heads",
+    "model.hidden",
+    "model.base",
+    "model.window",
+    "data.length",
+)
 ALL_PAIRS = ("exact", "indexer")
 """Selections that score every key for every query."""
 ROUTING = (
@@ -29,8 +38,8 @@ ROUTING = (
 
 
 def heads_phrase(config: Config) -> str:
-    """Return how many heads route in how many layers, and by what: "4 of 8 heads route in 24 of 24 layers (...)"."""
-    model, routing = config.model, config.routing
+    """Return how many heads route: "4 of 8 heads route in 24 of 24 layers (8 clusters, W = 64)"."""
+    routing = config.routing
     if not routes(flat(to_dict(config))):
         return f"no head routes (routing.heads={routing.heads} routing.layers={routing.layers})"
     sizes = [f"W = {routing.window:,}"]
@@ -38,17 +47,16 @@ def heads_phrase(config: Config) -> str:
         sizes.insert(0, plural(clusters(config), "cluster"))
     if routing.selection == "probed" and routing.candidates is not None:
         sizes.append(f"of {routing.candidates:,} candidates")
-    layers = f"{routing.layers} of {plural(model.layers, 'layer')}"
-    return (
-        f"{routing.heads} of {plural(model.heads, 'head')} route in {layers} ({', '.join(sizes)})"
-    )
+    heads = f"{routing.heads} of {plural(config.model.heads, 'head')}"
+    layers = f"{routing.layers} of {plural(config.model.layers, 'layer')}"
+    return f"{heads} route in {layers} ({', '.join(sizes)})"
 
 
 def routing_lines(config: Config) -> list[str]:
-    """Return what a run says of its routing heads before it begins.
+    """Return lines on the routing heads of a run, printed before it begins.
 
-    First how many there are, and whether their selection sees the future or compares all pairs of positions, with the
-    selection that does neither; then the keys by which they differ from what conf/routing/ has for that selection.
+    They say how many there are, whether their selection sees the future or compares all pairs of
+    positions, and which keys are not as in conf/routing/ for that selection.
     """
     values = flat(to_dict(config))
     if not routes(values):
@@ -76,15 +84,17 @@ def routing_lines(config: Config) -> list[str]:
 
 def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
     """Return a line with a bar for our bits/unit and for each baseline, the best first."""
-    rows = sorted([("this model", bits), *baselines.items()], key=lambda row: row[1])
-    highest = rows[-1][1]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"bits/{unit}, lower is better:"]
-    for name, value in rows:
+    bits_by_name = {"this model": bits, **baselines}
+    highest = max(bits_by_name.values())
+    rows = []
+    for name in sorted(bits_by_name, key=lambda name: bits_by_name[name]):
+        value = bits_by_name[name]
         bar = "█" * max(1, round(BAR * value / highest))
-        mark = "  <-" if name == "this model" else ""
-        lines.append(f"  {name:<{width}}  {value:7.4f}  {bar}{mark}")
-    return "\n".join(lines)
+        if name == "this model":
+            bar += "  <-"
+        rows.append([name, f"{value:.4f}", bar])
+    lines = [f"  {line}" for line in aligned(rows, right={1})]
+    return "\n".join([f"bits/{unit}, lower is better:", *lines])
 
 
 def closing_lines(run: str, steps: str, final: ScoreRecord, further: Sequence[str] = ()) -> str:
@@ -104,16 +114,33 @@ def closing_lines(run: str, steps: str, final: ScoreRecord, further: Sequence[st
 
 
 def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], centroids: int) -> str:
-    """Return the card of an exported model as Markdown; `centroids`: how many numbers these and thresholds are."""
-    every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
-    every.sort(key=lambda score: score.protocol.ablate != "none")
+    """Return the card of an exported model as Markdown.
+
+    Args:
+        checkpoint: the exported one: its step, its file and the record of its data.
+        centroids: the number of values of centroids and thresholds, which no gradient moves.
+    """
     values = flat(to_dict(config))
     idle_keys = unread(values)
-    facts = {
-        "config": values,
-        "keys": [key for key in (*SIZES, *ROUTING) if key not in idle_keys],
-        "scores": {score.protocol: score for score in every if score.step == step}.values(),
-        "versions": cell.environment.versions if cell.environment else {},
-    }
-    facts |= {"cell": cell, "step": step, "checkpoint": checkpoint["file"], "centroids": centroids}
-    return filled("card.md.j2", **facts, data=checkpoint["data"])
+    return filled(
+        "card.md.j2",
+        config=values,
+        keys=[key for key in (*SIZES, *ROUTING) if key not in idle_keys],
+        scores=scores_at(cell, checkpoint["step"]),
+        versions=cell.environment.versions if cell.environment else {},
+        cell=cell,
+        step=checkpoint["step"],
+        checkpoint=checkpoint["file"],
+        centroids=centroids,
+        data=checkpoint["data"],
+    )
+
+
+def scores_at(cell: Cell, step: int) -> list[Score]:
+    """Return the scores of a run's weights at a step, one by each protocol, ablated ones last."""
+    scores = list(cell.scores)
+    if cell.final is not None:
+        scores.insert(0, cell.final)
+    scores.sort(key=lambda score: score.protocol.ablate != "none")
+    by_protocol = {score.protocol: score for score in scores if score.step == step}
+    return list(by_protocol.values())

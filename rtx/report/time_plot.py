@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rtx.errors import plural
 from rtx.report.curves import Curve
-from rtx.report.plots import AHEAD, Plot, axes, colour, finished
+from rtx.report.drawing import (
+    SEES_FUTURE,
+    Plot,
+    Side,
+    axes,
+    colour,
+    is_inside,
+    plot_of,
+    write_name,
+)
 from rtx.report.ranking import half_interval, mean
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ POINTS = 60
 """Of a mean curve, at equal distances over log time."""
 NAMES_SHARE = 0.45
 """Of the width of the plot, that names take at the right of its lines."""
-SIDES = ((1, 0), (0, -1), (0, 1))
+SIDES: Sequence[Side] = ((1, 0), (0, -1), (0, 1))
 """Where a name may stand beside the end of a line: right, below, above."""
 DISTANCES = range(0, 33, 3)
 SIGNED_DISTANCES = (*DISTANCES, *(-distance for distance in DISTANCES[1:]))
@@ -35,7 +44,7 @@ class Place(NamedTuple):
     """Where a name may stand: what it covers, and how it is written there."""
 
     cost: float
-    side: tuple[int, int]
+    side: Side
     offset: Point
     box: Any
 
@@ -54,7 +63,9 @@ def bits_and_time(
         runs: curves by kind, then by seed and clock.
         see_future: kinds that do, whose lines are dashed.
     """
-    clocks = Counter(clock for curves in runs.values() for _, clock in curves)
+    clocks: Counter[str] = Counter()
+    for curves in runs.values():
+        clocks.update(clock for _, clock in curves)
     if not clocks:
         return None
     usual = clocks.most_common(1)[0][0]
@@ -69,7 +80,7 @@ def bits_and_time(
     highest = -math.inf
     for kind, curves in drawn.items():
         mean_line = draw_mean(plane, kind, curves, dashed=kind in see_future)
-        name = kind + AHEAD if kind in see_future else kind
+        name = kind + SEES_FUTURE if kind in see_future else kind
         ends[name] = mean_line[-1]
         points += mean_line[:-1]
         highest = max(highest, mean_line[POINTS // 4][1])
@@ -81,7 +92,7 @@ def bits_and_time(
     if left_out:
         other = "with other machine, threads or engine left out"
         caption += f" ({plural(left_out, 'run')} {other})"
-    return finished("time", f"{caption}: means over seeds with 95% intervals", figure)
+    return plot_of("time", f"{caption}: means over seeds with 95% intervals", figure)
 
 
 def curves_of_clock(runs: Mapping[str, RunCurves], wanted: str) -> dict[str, list[Curve]]:
@@ -146,7 +157,9 @@ def limits_of_time(plane: Axes, first: float, ends: Mapping[str, Point], highest
 def marks_of_time(first: float, last: float) -> list[float]:
     """Return the round numbers in a span of seconds; its ends where there are none."""
     powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    round_numbers = []
+    for power in powers:
+        round_numbers += [digit * 10.0**power for digit in (1, 2, 5)]
     inside = [mark for mark in round_numbers if 0.95 * first <= mark <= 1.05 * last]
     return inside or [first, last]
 
@@ -183,28 +196,9 @@ def name_ends(plane: Axes, ends: Mapping[str, Point], points: Sequence[Point]) -
         taken.append(best.box)
 
 
-def is_inside(box: Any, plane: Axes) -> bool:
-    """Tell whether a box lies right of the left axis, above the lower one and in the figure."""
-    in_width = plane.bbox.x0 < box.x0 and box.x1 < plane.figure.bbox.x1
-    return in_width and plane.bbox.y0 < box.y0
-
-
-def offset_of(side: tuple[int, int], distance: int) -> Point:
+def offset_of(side: Side, distance: int) -> Point:
     """Return the points by which a name is moved from the end of its line."""
     across, up = side
     if across:
         return 8 * across, distance
     return distance, 11 * up
-
-
-def write_name(plane: Axes, name: str, end: Point, side: tuple[int, int], offset: Point) -> Any:
-    """Write a name beside the end of its line, and return the text."""
-    return plane.annotate(
-        name,
-        end,
-        offset,
-        textcoords="offset points",
-        va="center",
-        ha="left" if side[0] else "center",
-        color=colour(name.removesuffix(AHEAD)),
-    )

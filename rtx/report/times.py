@@ -32,7 +32,7 @@ from rtx.report.run_records import Cell
 from rtx.report.score_rows import row_key
 from rtx.report.score_tables import Kinds, Pick
 from rtx.report.steps import StepRecord, TimedRow
-from rtx.report.tables import DASH, MINUS, Column, Table
+from rtx.tables import DASH, MINUS, Column, Table
 
 IN_TURN = "timed in turn"
 VALIDATIONS = ("data.length", "trainer.val_stride", "trainer.val_windows")
@@ -81,7 +81,7 @@ def curve_of(cell: Cell, pace: float | None) -> Curve | None:
     latest = 0.0
     for step in steps:
         now = seconds_by_step.get(step, math.nan)
-        value = cell.curve[step][0]
+        value = cell.curve[step]
         if math.isfinite(now) and math.isfinite(value) and now > latest:
             seconds.append(now)
             bits.append(value)
@@ -249,7 +249,7 @@ def findings_against(
             continue
         if len(pairs) < len(runs.curves):
             left_out = plural(len(runs.curves) - len(pairs), "run")
-            equal = "of like seed, machine, threads and engine"
+            equal = "with the same seed, machine, threads and engine"
             all_notes.append(f"{kind}: {left_out} without a run of {rival} {equal}.")
         budgets = budgets_of(runs, rival_runs)
         seconds[kind] = budgets[-1]
@@ -289,9 +289,9 @@ def time_table(result: TimeFindings, names: Sequence[str], brief: bool) -> Table
         is_brief = brief and number > 0
         columns.append(Column(f"loss_{number}", f"to {loss:.2f} bits", brief=is_brief))
     how = (
-        "Seconds of optimizer steps to a validation of so many bits, as a share of those of "
-        f"{result.rival}: below 1 is faster. Between validations bits are taken to fall in a "
-        "straight line over log time. Ratios are geometric means paired by seed; "
+        "Seconds of optimizer steps until a validation reaches a loss, as a share of those of "
+        f"{result.rival}: below 1 is faster. Between validations the loss is interpolated linearly "
+        "over the logarithm of time. Ratios are geometric means, paired by seed; "
         f"{correction(result.times)}."
     )
     title = f"Time to a loss, against {result.rival}"
@@ -316,7 +316,7 @@ def gap_table(result: TimeFindings, names: Sequence[str], constant: bool, brief:
         is_brief = brief and title != BUDGET_TITLES[0]
         columns.append(Column(f"after_{title}", f"after {title} of it", brief=is_brief))
     how = (
-        f"Bits less those of {result.rival} after equal seconds of optimizer steps, by the best "
+        f"Bits minus those of {result.rival} after equal seconds of optimizer steps, of the best "
         "validation so far: below 0 is better. The equal time is that of the shortest run of the "
         f"two rows. Paired by seed; {correction(result.gaps)}."
     )

@@ -9,13 +9,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rtx import __version__
 from rtx.disk import open_no_link, write_json
 from rtx.runs.folder import ENVIRONMENT, RESUMES
 from rtx.runs.records import EnvironmentRecord, ResumeRow, read_record
 from rtx.runs.resumption import Differences
 from rtx.runs.status import utc_now
 from rtx.settings.names import REGISTERED
+from rtx.version import __version__
 
 CHECKOUT = Path(__file__).parents[2]
 EXACT = (

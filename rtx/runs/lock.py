@@ -11,8 +11,8 @@ from typing import IO
 from rtx.disk import is_full, open_no_link, remove_leftovers
 from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
+from rtx.processes import launch
 from rtx.runs.folder import unwritable
-from rtx.runs.processes import launch
 from rtx.runs.records import StatusRecord
 from rtx.runs.signals import Stopped, state_after
 from rtx.runs.status import Status, read_status, seems_running

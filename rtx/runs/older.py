@@ -1,6 +1,5 @@
 """The one place that maps keys of records of earlier versions to the keys of today."""
 
-import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,20 +91,25 @@ def selection_of(line: Any) -> str:
 
 
 def analysis(record: Any) -> Any:
-    """Return a record of analysis/ without the rows of analyses that no report reads."""
+    """Return a record of analysis/ with today's keys.
+
+    The positions of patterns are now `units`. A protocol was once a text, and is left out.
+    """
     if not isinstance(record, dict):
         return record
-    unread = set()
-    if record.get("what") != "divergence":
-        unread.add("layers")
-    if record.get("what") != "context":
-        unread.add("positions")
-    return {key: value for key, value in record.items() if key not in unread}
+    mapped = dict(record)
+    if record.get("what") == "patterns" and "positions" in record:
+        mapped["units"] = mapped.pop("positions")
+    if isinstance(record.get("protocol"), str):
+        del mapped["protocol"]
+    return mapped
 
 
-def time_of(text: str) -> datetime.datetime:
-    """Return the time that a record has; ValueError where it is none, or has no time zone."""
-    time = datetime.datetime.fromisoformat(text)
-    if time.tzinfo is None:
-        raise ValueError(f"{text} has no time zone")
-    return time
+def price(record: Any) -> Any:
+    """Return the price of an audit with the positions of each window, which once were the same."""
+    if not isinstance(record, dict) or not isinstance(record.get("positions"), list):
+        return record
+    positions = record["positions"]
+    if not positions or isinstance(positions[0], list):
+        return record
+    return {**record, "positions": [positions] * int(record.get("windows") or 1)}

@@ -4,12 +4,13 @@
 
 Files of a run's folder: status.json (`StatusRecord`), environment.json (`EnvironmentRecord`),
 metrics.jsonl (`MetricsRow`), resumes.jsonl (`ResumeRow`), eval/*.json (`EvaluationRecord`),
-audit.json (`AuditRecord`), analysis/*.json (`AnalysisRecord`). Of a sweep's folder: sweeps.jsonl
+audit.json (`AuditRecord`), analysis/*.json (`AnalysisFile`). Of a sweep's folder: sweeps.jsonl
 (`SweepRow`), bench/steps-*.json (`StepsRecord`). A study file (`StudyLine`) has those of many runs.
 
 Records of earlier versions have other keys: `older.py` maps them.
 """
 
+import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import (
     Discriminator,
     Field,
     FiniteFloat,
+    RootModel,
     Tag,
     ValidationError,
     model_validator,
@@ -30,10 +32,11 @@ from rtx.disk import read_file
 from rtx.errors import plural
 from rtx.runs import older
 
-Kind = TypeVar("Kind", bound="Record")
+Kind = TypeVar("Kind", bound=BaseModel)
 Number = int | float | None
-TAGS = ("score", "older")
-"""Names of the versions of a closing score."""
+ANALYSES = ("divergence", "patterns", "context", "coverage")
+TAGS = ("score", "older", *(f"{name} analysis" for name in ANALYSES))
+"""Names of the versions of a closing score, and of the kinds of analyses, in paths of fields."""
 TIMED_STEPS: Literal["training steps in turn"] = "training steps in turn"
 """What a `StepsRecord` says it is."""
 SIGHT = {True: "selection sees the future", False: "sees no future"}
@@ -44,11 +47,17 @@ State = Literal["running", "done", "failed", "preempted", "interrupted"]
 class Record(BaseModel):
     """A record; unknown keys are left out, unless a class allows them."""
 
-    model_config = ConfigDict(extra="ignore", defer_build=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        extra="ignore", defer_build=True, ser_json_inf_nan="constants", serialize_by_alias=True
+    )
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values, without keys that were never set, or are None."""
         return self.model_dump(exclude_unset=True, exclude_none=True)
+
+    def to_json_with_none(self) -> dict[str, Any]:
+        """Return the record as JSON values, without keys that were never set."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 class Protocol(Record):
@@ -126,13 +135,15 @@ class DataRecord(Record):
 class Measures(Record):
     """A score in the measures that its data have beside bits per unit.
 
-    `accuracy_by_*`: accuracy and number of answers by distance, and by pairs in a window.
+    `accuracy_by_*`: accuracy and number of answers by what `Score.accuracies` tells apart.
     `baselines`: bits of simple compressors on the same units, by name.
     """
 
     accuracy: Number = None
     chance: Number = None
     accuracy_by_distance: dict[str, tuple[float, int]] = {}
+    accuracy_by_depth: dict[str, tuple[float, int]] = {}
+    accuracy_by_hops: dict[str, tuple[float, int]] = {}
     accuracy_by_pairs: dict[str, tuple[float, int]] = {}
     bits_far_repeated: Number = None
     far_repeated: Number = None
@@ -193,6 +204,14 @@ class OlderFinal(Measures):
         return self.windows
 
 
+def time_of(text: str) -> datetime.datetime:
+    """Return the time that a record has; ValueError where it is none, or has no time zone."""
+    time = datetime.datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return time
+
+
 def version_of_final(final: Any) -> str:
     """Return the tag of the class that reads a closing score."""
     has_protocol = hasattr(final, "protocol") or (isinstance(final, dict) and "protocol" in final)
@@ -239,7 +258,7 @@ class StatusRecord(Record):
         if self.state == "running":
             if self.pid is None or self.host is None:
                 raise ValueError("a running process needs pid and host")
-            older.time_of(self.heartbeat)
+            time_of(self.heartbeat)
         return self
 
 
@@ -316,13 +335,17 @@ class CheckpointRecord(Record):
 
 
 class EvaluationRecord(ScoreRecord):
-    """A score by `rtx eval`, a file of eval/."""
+    """A score by `rtx eval`, a file of eval/.
+
+    `trained_length`: units of a sequence of training, where windows may have another length.
+    """
 
     checkpoint: CheckpointRecord
     data: DataRecord
     own_data: bool
     precision: str = ""
     read_as: str = "whole"
+    trained_length: int | None = None
     seed: int | None = None
     split_units: int | None = None
     memory: tuple[str, ...] = ()
@@ -335,50 +358,179 @@ class EvaluationRecord(ScoreRecord):
         return older.evaluation(record)
 
 
+class MovesRow(Record):
+    """How far the outputs of a group of heads, or the logits, move when later units change.
+
+    `largest`: the largest relative change. `moved`: the share of prefixes at which they move by
+    more than the tolerance. The logits have the layer "".
+    """
+
+    layer: int | str
+    heads: str
+    largest: float
+    moved: float
+
+
+class ModeAudit(Record):
+    """Whether a model sees the future in one mode, and in which layers and heads that arises.
+
+    `repeat`: the largest relative change of the logits when nothing changes.
+    """
+
+    sees_future: bool
+    arises_in: list[tuple[int | str, str]]
+    repeat: float
+    rows: list[MovesRow]
+
+
+class ChangesRecord(Record):
+    """What moves when all units behind prefixes of these lengths change."""
+
+    sequences: int
+    length: int
+    prefixes: list[int]
+    tolerance: float
+    teacher_forced: ModeAudit = Field(alias="teacher-forced")
+    streaming: ModeAudit
+
+
+class ChoiceRow(Record):
+    """What trains the choice of keys of a group of heads, and whether it does.
+
+    `gradient`: its norm; None: nothing trains the choice, or the norm is not finite.
+    """
+
+    layer: int
+    heads: str
+    trained_by: str
+    gradient: float | None = None
+    missing: bool
+
+
+class DifferenceRow(Record):
+    """A difference of two readings in bits, with standard errors; None: of a single value."""
+
+    bits: float
+    over_positions: float | None = None
+    over_windows: float | None = None
+
+
+class PriceRecord(Record):
+    """The bits of units in several readings. `positions`: those scored, of each window."""
+
+    unit: str
+    split: str
+    windows: int
+    positions: list[list[int]]
+    length: int
+    precision: str
+    data: DataRecord
+    bits: dict[str, float]
+    leak_gives: DifferenceRow
+    competing_costs: DifferenceRow
+    together: DifferenceRow
+
+    @model_validator(mode="before")
+    @classmethod
+    def map_older(cls, record: Any) -> Any:
+        return older.price(record)
+
+
 class AuditRecord(Record):
     """audit.json: by `rtx audit`, whether outputs move with the future, and their price in bits."""
-
-    model_config = ConfigDict(extra="allow")
 
     run: str
     checkpoint: CheckpointRecord
     seed: int
     time: str
-    changes: dict[str, Any]
-    choices: list[dict[str, Any]]
-    price: dict[str, Any]
+    changes: ChangesRecord
+    choices: list[ChoiceRow]
+    price: PriceRecord
 
 
-class DivergenceRow(Record):
-    """The divergence of pairs of heads of two kinds in a layer, in nats."""
+class KindRow(Record):
+    """The divergence of pairs of heads of two kinds in nats: of each draw, mean and deviation."""
 
-    layer: int
     kind: tuple[str, str]
     mean: float
     deviation: float
+    nats_R: list[float] = []
+
+
+class DivergenceRow(KindRow):
+    """The divergence in a layer. `share`: of the positions at which both heads read something."""
+
+    layer: int
+    share: float | None = None
 
 
 class PositionRow(Record):
-    """The bits of the positions `first` to `last` of windows."""
+    """The bits of the positions `first` to `last` of windows, with their standard error."""
 
     first: int
     last: int
     bits: float
+    error: float | None = None
+
+
+class GainRow(Record):
+    """The bits of units with `context` other ones before them, and what a whole window gains."""
+
+    context: tuple[int, int]
+    bits: float
+    error: float | None = None
+    gain: float
+    gain_error: float | None = None
+
+
+class HeadRow(Record):
+    """What a head reads, on average over the share of positions at which it reads anything.
+
+    None: it reads nothing. `rtx.analysis.attention_weights.summary` says what they are.
+    """
+
+    layer: int
+    head: int
+    pattern: str
+    reads_share: float
+    keys: float | None = None
+    distance: float | None = None
+    farthest: int | None = None
+    self_weight: float | None = None
+
+
+class RetainedPoint(Record):
+    """The share of far weight that a selection retains with some keys, and of all weight."""
+
+    keys: float
+    share: float
+    error: float | None = None
+    of_all: float = Field(alias="of all")
+
+
+class SelectionRow(RetainedPoint):
+    """What a selection retains; further keys are the shares of layers. `curve`: by keys."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float]
+
+    selection: str
+    curve: list[RetainedPoint]
 
 
 class AnalysisRecord(Record):
-    """A file of analysis/.
+    """What all files of analysis/ have.
 
-    `what`: the name of the analysis. `layers` are those of divergence, `positions` of context.
+    `what`: the name of the analysis. `analyze`: its options. Other analyses than divergence have no
+    `layers`, and others than context no `positions`.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     what: str
     checkpoint: CheckpointRecord
     data: DataRecord
     length: int | None = None
     analyze: dict[str, Any] = {}
+    time: str = ""
     layers: list[DivergenceRow] = []
     positions: list[PositionRow] = []
 
@@ -386,6 +538,66 @@ class AnalysisRecord(Record):
     @classmethod
     def map_older(cls, record: Any) -> Any:
         return older.analysis(record)
+
+
+class DivergenceRecord(AnalysisRecord):
+    """By `rtx analyze divergence`: how far apart the heads of each layer read."""
+
+    what: Literal["divergence"]
+    layers: list[DivergenceRow] = Field()
+    over_layers: list[KindRow] = []
+
+
+class PatternsRecord(AnalysisRecord):
+    """By `rtx analyze patterns`: what the heads of a layer read in the units from `start` on."""
+
+    what: Literal["patterns"]
+    start: int | None = None
+    units: int | None = None
+    heads: list[HeadRow] = []
+
+
+class ContextRecord(AnalysisRecord):
+    """By `rtx analyze context`: loss by position, and what units gain from farther context."""
+
+    what: Literal["context"]
+    unit: str = ""
+    positions: list[PositionRow] = Field()
+    gains: list[GainRow] = []
+    windows: int | None = None
+    protocol: Protocol | None = None
+
+
+class CoverageRecord(AnalysisRecord):
+    """By `rtx analyze coverage`: what selections retain of the weight of full heads.
+
+    `beyond`: the share of their weight beyond the local window: its mean, error, and by layers.
+    """
+
+    what: Literal["coverage"]
+    window: int
+    keys: int
+    block: int
+    beyond: dict[str, float | None]
+    rows: list[SelectionRow]
+
+
+def tag_of_analysis(record: Any) -> str:
+    """Return the tag of the class that reads a file of analysis/."""
+    what = record.get("what") if isinstance(record, dict) else getattr(record, "what", None)
+    return f"{what} analysis"
+
+
+class AnalysisFile(RootModel[Any]):
+    """A file of analysis/, read by the class of its analysis."""
+
+    root: Annotated[
+        Annotated[DivergenceRecord, Tag("divergence analysis")]
+        | Annotated[PatternsRecord, Tag("patterns analysis")]
+        | Annotated[ContextRecord, Tag("context analysis")]
+        | Annotated[CoverageRecord, Tag("coverage analysis")],
+        Discriminator(tag_of_analysis),
+    ]
 
 
 class SweepRow(Record):
@@ -441,7 +653,7 @@ class StudyLine(Record):
     metrics: list[MetricsRow] = []
     resumes: list[ResumeRow] = []
     evaluations: list[EvaluationRecord] = []
-    analyses: list[AnalysisRecord] = []
+    analyses: list[AnalysisFile] = []
     sweep: SweepRow | None = None
     steps: StepsRecord | None = None
 

@@ -1,18 +1,19 @@
 """Whether and how a run goes on: which values may change, and whether anything is left to do."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rtx.errors import RunFailed, UserError, printable
+from rtx.processes import launch
 from rtx.runs.checksum import is_whole, resumable
 from rtx.runs.folder import is_export, requested_folder
-from rtx.runs.processes import launch
 from rtx.runs.records import OlderFinal, ScoreRecord
 from rtx.runs.status import read_status, run_state
-from rtx.settings.identity import may_change
-from rtx.settings.run_config import RUN_CONFIG, load_run_config
+from rtx.settings.identity import may_change, with_absolute_path
+from rtx.settings.overrides import Override
+from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge_checked
 from rtx.settings.schema import Config, flat, to_dict, with_values
 
 MEMORY_KEYS = ("trainer.micro_batch_size", "model.recompute")
@@ -108,6 +109,15 @@ def closing_score(final: ScoreRecord | OlderFinal) -> str:
     """Return the closing score of a run in words."""
     sample = f"{final.sample:,} windows of " if final.sample else ""
     return f"{final.bits:.4f} bits/{final.unit} on {sample}the validation split"
+
+
+def changed_config(before: Config, overrides: Sequence[Override]) -> Config:
+    """Return a run's configuration with the overrides of `rtx resume`.
+
+    Where its devices change, the micro-batch is chosen anew: the old one need not fit.
+    """
+    auto = Override("trainer.micro_batch_size", ("auto",))
+    return as_chosen(with_absolute_path(merge_checked(before, [auto, *overrides])), before)
 
 
 def as_chosen(config: Config, before: Config) -> Config:

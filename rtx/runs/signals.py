@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from rtx.variables import PARENT_VARIABLE, SWEEP_VARIABLE, started_by_another
+from rtx.processes import PARENT_VARIABLE, SWEEP_VARIABLE, started_by_another
 
 INTERRUPTED = 130
 PREEMPTED = 143

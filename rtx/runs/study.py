@@ -9,7 +9,7 @@ from pathlib import Path
 from rtx.disk import read_file, replace_file
 from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
 from rtx.runs.records import (
-    AnalysisRecord,
+    AnalysisFile,
     EnvironmentRecord,
     EvaluationRecord,
     Kind,
@@ -46,7 +46,7 @@ def read_run(folder: Path, problems: list[str]) -> StudyLine:
         metrics=read_rows(MetricsRow, folder / METRICS, problems),
         resumes=read_rows(ResumeRow, folder / RESUMES, problems),
         evaluations=read_all(EvaluationRecord, folder, "eval/*.json", problems),
-        analyses=read_all(AnalysisRecord, folder, "analysis/*.json", problems),
+        analyses=read_all(AnalysisFile, folder, "analysis/*.json", problems),
     )
 
 

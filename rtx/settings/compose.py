@@ -18,9 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.data.sets import SETS, image_side
 from rtx.errors import UserError
-from rtx.settings.derived import reads_self
+from rtx.processes import SWEEP_VARIABLE
+from rtx.settings.data_sets import SETS
+from rtx.settings.derived import image_side, reads_self
 from rtx.settings.extensions import recorded
 from rtx.settings.fields import unquoted
 from rtx.settings.overrides import Override, check_overrides
@@ -37,7 +38,6 @@ from rtx.settings.schema import (
     to_dict,
     with_values,
 )
-from rtx.variables import SWEEP_VARIABLE
 
 NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
 """Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""
@@ -223,7 +223,8 @@ def preset_routing(config: Config) -> dict[str, Any]:
     rules = {key: value for key, value in in_file.items() if key not in ROUTING_SIZES}
     sizes = {size: getattr(config.routing, size) for size in ROUTING_SIZES}
     routing = RoutingConfig(**{**rules, **sizes})
-    routing = replace(routing, attend_self=reads_self(routing))
+    attend_self = reads_self(replace(config, routing=routing))
+    routing = replace(routing, attend_self=attend_self)
     return {f"routing.{key}": value for key, value in vars(routing).items()}
 
 
@@ -241,6 +242,9 @@ def user_errors(where: str = "") -> Iterator[None]:
         raise UserError(where + hydra_message(error)) from error
     except yaml.YAMLError as error:
         raise UserError(f"{where}not valid YAML: {on_one_line(error)}") from error
+    except BrokenPipeError:
+        # The reader of stdout has ended, as in `rtx train -m seed=1,2 --cfg job | head`.
+        raise
     except (OSError, UnicodeError, RecursionError) as error:
         raise UserError(where + on_one_line(error)) from error
 

@@ -1,11 +1,46 @@
 """What follows from the values of a configuration: sizes, clusters, which heads a layer has."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from rtx.settings.schema import Config, ModelConfig, RoutingConfig
+from rtx.settings.data_sets import SETS
+from rtx.settings.schema import TEXTS, Config, DataConfig, ModelConfig
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; other groups have the name of their pattern."""
+
+ZETA = 2.0
+"""The exponent of the frequencies of data=counting, as in RULER's task of frequent words."""
+
+
+def question_length(data: DataConfig) -> int:
+    """Tokens of all questions and answers of a long-context task."""
+    if data.name == "needles":
+        return data.queries * (1 + data.needle_values)
+    if data.name == "tracking":
+        return data.queries * 2
+    return 1 + data.queries
+
+
+def context_length(data: DataConfig) -> int:
+    """Tokens of a long-context task in which its evidence may be."""
+    return data.length - data.distance - question_length(data)
+
+
+def counts_of_values(data: DataConfig) -> list[int]:
+    """How often data=counting has each value, the most frequent first.
+
+    The shares are those of a zeta distribution, of which filler has the first rank.
+    """
+    shares = [rank**-ZETA for rank in range(1, data.values + 2)]
+    tokens = max(0, context_length(data))
+    return [int(tokens * share / sum(shares)) for share in shares[1:]]
+
+
+def image_side(data: DataConfig) -> int | None:
+    """Height and width of a set's images: data.size, or fixed ones; None: unknown."""
+    return data.size or SETS[data.name].side
 
 
 def memory_slots(model: ModelConfig) -> int:
@@ -42,11 +77,14 @@ def hash_buckets(config: Config) -> int:
     return max(2, 2 * half)
 
 
-def reads_self(routing: RoutingConfig) -> bool:
+def reads_self(config: Config) -> bool:
     """Whether routing heads always read their own position: routing.attend_self.
 
-    Unset: whether the key of a position differs from its query.
+    Unset: whether the key of a position differs from its query, and in an encoder always.
     """
+    routing = config.routing
+    if not config.model.causal and routing.attend_self is None:
+        return True
     if routing.attend_self is not None:
         return routing.attend_self
     return routing.keys in ("separate", "projected") or routing.key_shift > 0
@@ -69,6 +107,32 @@ def clusters(config: Config) -> int:
 def routes(config: Config) -> bool:
     """Whether any head routes."""
     return bool(config.routing.heads and config.routing.layers)
+
+
+def spans(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return length and stride of the windows by which a model is scored.
+
+    `values` are those of a configuration by dotted keys. A model with a memory reads as many tokens
+    before those that a window scores.
+    """
+    length = values["data.length"]
+    stride = values["trainer.val_stride"] or length
+    memory = values.get("model.memory") or 0
+    rate = values.get("model.compression_rate") or 1
+    memory += (values.get("model.compressed") or 0) * rate
+    if memory:
+        length = stride + memory
+    return length, stride
+
+
+def local_reach(config: Config) -> int | None:
+    """Return how many units back stacked local heads read; None for data that is no text.
+
+    It is layers times model.window, whatever the heads of this model are.
+    """
+    if config.data.name not in TEXTS:
+        return None
+    return config.model.layers * config.model.window
 
 
 def layer_patterns(config: Config, layer: int) -> dict[str, int]:

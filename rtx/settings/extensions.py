@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
+from rtx.processes import started_by_another
+from rtx.settings.data_sets import SETS, DataSet
 from rtx.settings.fields import unknown
 from rtx.settings.names import BASES, REGISTERED, SELECTIONS, maker_problem, name_problem
 from rtx.settings.presets import CONFIG_DIRS, forget
 from rtx.settings.schema import all_fields
-from rtx.variables import started_by_another
 
 PART = re.compile(r"(?P<source>.*?)(?:@(?P<sha256>[0-9a-f]{64}))?")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -60,7 +60,7 @@ SWEEPERS = {
 """Sweepers that draw values, by the module of their plug-in."""
 FLAGS = {
     ("-cn", "--config-name"): "model= and experiment= choose presets: model=tiny",
-    ("-cp", "-cd", "--config-path"): "--config-dir <folder> adds presets of your own",
+    ("-cp", "--config-path"): "--config-dir <folder> adds presets of your own",
     ("-r", "--run"): "leave it out; -m starts a sweep",
     ("-i", "--info", "-p", "--package"): "--cfg job prints the configuration",
     ("--hydra-help",): "--help lists the keys, --help <group> one group",
@@ -106,7 +106,7 @@ def check_hydra_key(key: str, text: str, *, sweep: bool) -> None:
             raise UserError(f"{word}: rtx starts the processes of a sweep by itself; {instead}")
         plugin = SWEEPERS.get(text) if key == "hydra/sweeper" else None
         if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            raise UserError(f"{word}: needs a plug-in: pip install {plugin.replace('_', '-')}")
+            raise UserError(f"{word}: needs a plug-in: pip install {package_of(text)}")
         if key.startswith("hydra.sweeper.params"):
             raise UserError(f"{word}: write the key of the run itself, with its values: seed=1,2")
         return
@@ -116,6 +116,11 @@ def check_hydra_key(key: str, text: str, *, sweep: bool) -> None:
     ]
     instead = reasons[0] if reasons else f"{FOLDERS}, sweep.parallel= and hardware=slurm how"
     raise UserError(f"{word}: rtx does not read this key of Hydra; {instead}")
+
+
+def package_of(sweeper: str) -> str:
+    """Return what pip installs for a sweeper."""
+    return "'rtx[optuna]'" if sweeper == "optuna" else SWEEPERS[sweeper].replace("_", "-")
 
 
 def split_values(text: str) -> list[str]:

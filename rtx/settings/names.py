@@ -6,8 +6,8 @@ import re
 import sys
 from typing import Any
 
-from rtx.data.sets import SETS, DataSet
 from rtx.errors import shorten
+from rtx.settings.data_sets import SETS, DataSet
 
 BASES: dict[str, Any] = dict.fromkeys(
     (

@@ -98,8 +98,10 @@ def unset_value(word: str, own: Mapping[str, Field]) -> str:
         raise UserError(unknown(key, fields))
     if fields[key].optional:
         return "null"
-    instead = "choose an option" if key in GROUPS else "give it a value"
-    raise UserError(f"{word}: a run cannot be without {key}; {instead}: {key}=<{key}>")
+    instead = f"choose an option: {key}=<option>"
+    if key not in GROUPS:
+        instead = f"give it a value: {key}=<value>"
+    raise UserError(f"{word}: a run cannot be without {key}; {instead}")
 
 
 def cause(words: Sequence[str], index: int, fields: Mapping[str, Field]) -> str:

@@ -14,8 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS
 from rtx.errors import UserError
+from rtx.settings.data_sets import (
+    HELD_OUT,
+    IMAGE_SETS,
+    LONG_CONTEXT,
+    MADE,
+    NAMES,
+    RECALL,
+    SETS,
+    TWO_WAYS,
+)
 from rtx.settings.effects import (
     CONTINUATION,
     COST,
@@ -60,7 +69,10 @@ SPREAD = ("ddp", "fsdp")
 
 # Values of `read_with`: another key, and its values (or parts, joined by +) that read the key.
 IF_HUB = {"data.name": ("hub",)}
-IF_RECALL = {"data.name": MADE}
+BOTH_SIDES = ("full", "local", "strided")
+"""Base patterns of an encoder (model.causal=false)."""
+IF_MADE = {"data.name": tuple(MADE)}
+IF_PAIRS = {"data.name": (*RECALL, "needles", "tracking")}
 IF_SUBWORDS = {"data.tokenizer": ("sentencepiece",)}
 IF_CENTROIDS = {"routing.selection": BY_CENTROIDS}
 IF_RECURRENT = {"model.base": ("recurrent",)}
@@ -74,11 +86,11 @@ IF_WANDB = {"logger.wandb": ("true",)}
 
 @dataclass
 class DataConfig:
-    """The data: text or images on disk in sequences of `length` tokens, or recall tasks."""
+    """The data: text or images on disk in sequences of `length` tokens, or made on the fly."""
 
     name: str = key("stdlib", names=SETS)
     """Data set: Python's library, the Linux kernel's C files, your own text or images, a benchmark,
-    a recall task."""
+    a task made on the fly."""
     path: str | None = key(None, changes=LOCATION, read_with={"data.name": FILES})
     """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a
     local copy."""
@@ -92,6 +104,9 @@ class DataConfig:
     length: int = key(1024, low=2, high=2**30)
     """Sequence length N in tokens; an image is one sequence, so image sets fix it to height x width
     x 3."""
+    documents: bool = key(False, read_with={"data.name": TEXTS}, since=Since("0.5.0", False))
+    """Whether attention, shifted keys and positions keep to the document of a position; false:
+    sequences are read whole."""
     fetch: Literal["hub", "archive"] = key("hub", read_with={"data.name": (*TWO_WAYS, "enwik8")})
     """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors
     published."""
@@ -119,25 +134,51 @@ class DataConfig:
     processes: int | None = key(None, low=1, high=256, changes=NOTHING)
     """Processes that prepare a store; unset: one for each core. The store is the same for any
     number."""
-    pairs: int = key(8, low=1, high=10_000, read_with=IF_RECALL)
-    """Key-value pairs of a sequence, each queried again; in mqar, copy and induction this number,
+    pairs: int = key(8, low=1, high=10_000, read_with=IF_PAIRS)
+    """Key-value pairs of a sequence, with distractors; in mqar, copy and induction this number,
     half or a quarter of it."""
-    keys: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
-    """Different keys, of which each sequence draws some (recall tasks)."""
-    values: int = key(16, low=2, high=10_000, read_with=IF_RECALL)
-    """Different values; chance is one over their number (recall tasks)."""
-    fillers: int = key(16, low=1, high=10_000, read_with=IF_RECALL)
-    """Different tokens that the filler between pairs and questions is drawn from (recall tasks)."""
-    sequences: int = key(256, low=1, read_with=IF_RECALL)
-    """Sequences of each held-out split (recall tasks)."""
+    keys: int = key(16, low=1, high=10_000, read_with=IF_PAIRS)
+    """Different keys, of which each sequence draws some (recall tasks, needles; variables of
+    tracking)."""
+    values: int = key(16, low=2, high=10_000, read_with=IF_MADE)
+    """Different values; chance is one over their number (sets made on the fly)."""
+    fillers: int = key(16, low=1, high=10_000, read_with=IF_MADE)
+    """Different tokens that the filler is drawn from (sets made on the fly)."""
+    sequences: int = key(256, low=1, read_with=IF_MADE)
+    """Sequences of each held-out split (sets made on the fly)."""
     distance: int = key(
         0,
         low=0,
-        read_with={"data.name": ("mqar", "copy", "induction")},
+        read_with={"data.name": ("mqar", "copy", "induction", "masked", *LONG_CONTEXT)},
         since=Since("0.2.0", 0),
     )
     """Smallest distance in tokens between a pair and its question; all pairs come first but in
     data=induction."""
+    queries: int = key(
+        1,
+        low=1,
+        high=10_000,
+        read_with={"data.name": LONG_CONTEXT},
+        since=Since("0.4.0", 1),
+    )
+    """Questions at the end: keys (needles), chains (tracking); or the most frequent values
+    (counting)."""
+    needle_values: int = key(
+        1,
+        low=1,
+        high=10_000,
+        read_with={"data.name": ("needles",)},
+        since=Since("0.4.0", 1),
+    )
+    """Values of each key, each in a pair of its own (data=needles)."""
+    hops: int = key(
+        2,
+        low=1,
+        high=10_000,
+        read_with={"data.name": ("tracking",)},
+        since=Since("0.4.0", 2),
+    )
+    """Assignments of a chain; a question is 1 to this many away from its value (data=tracking)."""
     gaps: Literal["uniform", "power"] = key(
         "uniform", read_with={"data.name": ("mqar", "copy")}, since=Since("0.2.0", "uniform")
     )
@@ -238,6 +279,9 @@ class ModelConfig:
     queries); unset: as many as heads."""
     hidden: int = key(256, low=1, high=2**20)
     """Width of the residual stream; a head has the size hidden / heads."""
+    causal: bool = key(True, since=Since("0.5.0", True))
+    """Whether a position reads earlier ones alone; false: both sides, an encoder that predicts
+    hidden units (data=masked)."""
     base: str = key("local", names=BASES, joined=True)
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh
     two to one."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from rtx.errors import UserError, refuse, written
+from rtx.processes import SWEEP_VARIABLE
 from rtx.runs.folder import outputs_root
 from rtx.settings.compose import compose_unresolved, composed, heads_option, user_errors
 from rtx.settings.hydra_words import is_hydra_key, read_jobs
@@ -22,7 +23,6 @@ from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
 from rtx.settings.run_config import RUN_CONFIG, read_values
 from rtx.settings.schema import Config, flat, to_dict
-from rtx.variables import SWEEP_VARIABLE
 
 DEFINING = (
     "model",

@@ -18,12 +18,12 @@ from typing import Protocol
 from rtx.disk import open_no_link
 from rtx.errors import UserError, printable
 from rtx.machine import cores, system_kills
+from rtx.processes import SWEEP_VARIABLE
 from rtx.progress import WholeLines, say
 from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import read_status
 from rtx.sweeps.cells import Cell
 from rtx.sweeps.outcomes import NO_CODE, Exit, Outcome, outcome_after, outcome_before
-from rtx.variables import SWEEP_VARIABLE
 
 OUTPUT = "output.log"
 """The file in the folder of a cell to which it prints."""

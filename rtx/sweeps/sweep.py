@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import shlex
 import signal
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, flag_override
 
-from rtx.cli.help import terminal_width
-from rtx.cli.options import SweepOptions
-from rtx.cli.request import Request
 from rtx.data.catalog import check_source, data_root
 from rtx.disk import open_no_link
-from rtx.errors import RunFailed, UserError, plural, refuse, shorten
+from rtx.errors import RunFailed, UserError, nearest, plural, refuse, shorten
 from rtx.progress import say
-from rtx.report.tables import GAP, aligned, shortened
 from rtx.runs.folder import SWEEPS, outputs_root, shown, unwritable
 from rtx.runs.records import SweepRow
 from rtx.runs.signals import EXIT_CODES
@@ -36,10 +32,10 @@ from rtx.settings.compose import (
     composed,
     user_errors,
 )
-from rtx.settings.hydra_words import is_hydra_key
-from rtx.settings.logger import check_logger
+from rtx.settings.hydra_words import SWEEPERS, is_hydra_key
 from rtx.settings.overrides import LAUNCHED, Override
-from rtx.settings.presets import conf_dir
+from rtx.settings.presets import conf_dir, preset
+from rtx.settings.requirements import check_logger
 from rtx.settings.run_config import to_yaml
 from rtx.sweeps.cells import (
     Cell,
@@ -53,6 +49,8 @@ from rtx.sweeps.cells import (
 from rtx.sweeps.launcher import Launcher
 from rtx.sweeps.outcomes import NO_CODE, Outcome, has_score
 from rtx.sweeps.slurm import submitter
+from rtx.tables import aligned, room_for, shortened
+from rtx.terminal import terminal_width
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -68,15 +66,28 @@ class SweepStopped(Exception):
     """A signal has stopped the sweep; this exception ends the loop of Hydra's sweeper."""
 
 
-def sweep(request: Request, preview: bool = False) -> int:
-    """Train every run of a sweep; `preview`: print their configurations instead.
+def sweep(
+    checked: Sequence[Override],
+    command: str,
+    *,
+    parallel: int | None = None,
+    retry: bool = False,
+    preview: bool = False,
+) -> int:
+    """Train every run of a sweep.
 
-    Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and
-    obey first.
+    Args:
+        checked: the overrides of the sweep.
+        command: the command line, for the record.
+        parallel: cells side by side; None: one, or all where they are jobs of Slurm.
+        retry: run cells that failed before again.
+        preview: print the configurations of the runs instead.
+
+    Returns:
+        0 if every cell is done, 1 if not, 130 or 143 after a signal, which the cells get and obey
+        first.
     """
-    checked = request.overrides
-    command = shlex.join(["rtx", "train", "-m", *request.words])
-    task = Sweep(checked, request.options, command, preview)
+    task = Sweep(checked, command, parallel=parallel, retry=retry, preview=preview)
     refuse_for_launcher(checked)
     config = sweep_config(checked)
     task.is_grid = config.hydra.sweeper._target_ == GRID
@@ -112,11 +123,28 @@ def sweep_config(checked: Sequence[Override]) -> DictConfig:
     if "hydra/launcher" not in single:
         launcher = "rtx_slurm" if runs_as_jobs(checked) else "rtx_processes"
         words.append(f"hydra/launcher={launcher}")
+    if "hydra/sweeper" in single:
+        refuse_unknown_sweeper(single["hydra/sweeper"].values[0])
     config = composed((*groups, *words))
     if config.hydra.sweeper._target_ == BASIC:
         words = [word for word in words if not word.startswith("hydra/sweeper=")]
         config = composed((*groups, *words, "hydra/sweeper=rtx_grid"))
     return copy.deepcopy(config)
+
+
+def refuse_unknown_sweeper(name: str) -> None:
+    """Raise `UserError` for a sweeper that no installed plug-in and no preset has."""
+    from hydra.core.plugins import Plugins
+
+    # Plug-ins store their options when they are first discovered.
+    Plugins.instance()
+    files = ConfigStore.instance().list("hydra/sweeper")
+    names = [file.removesuffix(".yaml") for file in files if file.endswith(".yaml")]
+    if name in names or preset("hydra/sweeper", name):
+        return
+    near = nearest(name, [*names, *SWEEPERS])
+    word = f"hydra/sweeper={shorten(name)}"
+    raise UserError(f"{word}: there is no such sweeper{near}; here are {', '.join(sorted(names))}")
 
 
 def runs_as_jobs(checked: Sequence[Override]) -> bool:
@@ -191,11 +219,18 @@ class Sweep:
     """The runs of one `rtx train -m`: the task that Hydra's sweeper and launcher get."""
 
     def __init__(
-        self, checked: Sequence[Override], options: SweepOptions, command: str, preview: bool
+        self,
+        checked: Sequence[Override],
+        command: str,
+        *,
+        parallel: int | None,
+        retry: bool,
+        preview: bool,
     ) -> None:
         self.checked = checked
-        self.options = options
         self.command = command
+        self.parallel = parallel
+        self.retry = retry
         self.preview = preview
         self.is_grid = True
         self.cells: dict[Path, Cell] = {}
@@ -260,10 +295,10 @@ class Sweep:
         """Return what runs the cells, after all that can be refused before one begins."""
         for cell in cells:
             check_logger(cell.config)
-        at_once = self.options.parallel or (len(cells) if slurm else 1)
+        at_once = self.parallel or (len(cells) if slurm else 1)
         launcher = Launcher(
             cells,
-            self.options.retry,
+            self.retry,
             min(at_once, len(cells)),
             total=len(cells) if self.is_grid else None,
             starter=submitter(slurm) if slurm else None,
@@ -316,7 +351,7 @@ class Sweep:
             return
         if not self.stopped_by:
             # It imports matplotlib, which takes a third of a second.
-            from rtx.report.contents import save_plots
+            from rtx.report.formats import save_plots
 
             say(save_plots(self.folders))
         cells = list(self.cells.values())
@@ -362,12 +397,13 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
         status = read_status(cell.folder) if outcome.is_done else None
         rows.append((cell, outcome, bits_of(status)))
     rows.sort(key=lambda row: float(row[2].lstrip("~") or "inf"))
-    heads = ["state", "bits", "run"]
-    columns = [[outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
-    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *columns, strict=True))
-    titles = shortened([cell.title for cell, _, _ in rows], width - taken)
-    texts = [[title, *row] for title, row in zip(titles, columns, strict=True)]
-    head, *lines = aligned([["cell", *heads], *texts], right={2})
+    heads = ["cell", "state", "bits", "run"]
+    texts = [[cell.title, outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
+    room = room_for(0, [heads, *texts], width)
+    titles = shortened([cell.title for cell, _, _ in rows], room)
+    for text, title in zip(texts, titles, strict=True):
+        text[0] = title
+    head, *lines = aligned([heads, *texts], right={2})
     page = ["", head]
     for line, (_, outcome, _) in zip(lines, rows, strict=True):
         page.append(line)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO
 
 from rtx.errors import RunFailed, UserError, printable
+from rtx.processes import SWEEP_VARIABLE
 from rtx.progress import WholeLines, say
 from rtx.runs.folder import shown
 from rtx.runs.signals import EXIT_CODES
 from rtx.runs.status import read_status
-from rtx.variables import SWEEP_VARIABLE
 
 POLL_SECONDS = 0.1
 LEAVING_SECONDS = 60.0

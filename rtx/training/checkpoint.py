@@ -40,6 +40,7 @@ RENAMED = (
     (r"\.attention\.xl\.", ".attention.groups.recurrent.tables."),
     (r"\bwiden\.", "project_in."),
     (r"^narrow\.", "project_out."),
+    (r"^softmax\.clusters\.", "softmax.other_bands."),
 )
 """Names of tensors in older checkpoints, and what replaces them."""
 

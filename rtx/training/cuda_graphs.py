@@ -75,7 +75,7 @@ class RecordedLoss:
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """Return the tensors to which passes in training add what they see."""
-    seen = [centroids.total_T for centroids in all_centroids(model)]
+    seen = [centroids.total_Z for centroids in all_centroids(model)]
     lost = [pattern.lost_members for pattern in patterns_with_room(model).values()]
     return seen + lost
 

@@ -25,11 +25,10 @@ from torch.optim import Optimizer
 
 from rtx.errors import UserError
 from rtx.model.block import Block
-from rtx.runs.processes import launch
+from rtx.processes import PARENT_VARIABLE, launch, started_by_another
 from rtx.settings.identity import short_hash
 from rtx.sharded import sharded_as, whole
 from rtx.training.hardware import Hardware
-from rtx.variables import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = 10.0
 """Seconds in which the main thread may itself notice that another process has ended."""

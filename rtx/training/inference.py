@@ -1,51 +1,47 @@
 """A trained model from its run folder or from an export of it (safetensors), on one device."""
 
 import contextlib
-import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 
 from rtx.data.catalog import data_root, open_data, store_folder
 from rtx.data.sets import Report
 from rtx.data.store import Store
+from rtx.data.synthetic import is_same_task
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
-from rtx.disk import read_file, remove_leftovers, replace_file, write_json
+from rtx.data.windows import sample_windows, windows
+from rtx.disk import read_file
 from rtx.errors import DAMAGED, RunFailed, UserError, written
-from rtx.evaluation.far_repeats import local_reach
 from rtx.evaluation.protocol import spans
 from rtx.evaluation.scores import Score, score_windows
-from rtx.evaluation.windows import sample_windows, windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.progress import progress_bar, say
+from rtx.progress import progress_bar, say, warn
 from rtx.runs.folder import EXPORT_FACTS, is_export
-from rtx.settings.devices import precision_on
+from rtx.settings.derived import local_reach
 from rtx.settings.overrides import check_overrides
+from rtx.settings.requirements import precision_on
 from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge, on_one_device
 from rtx.settings.schema import Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,
     check_config,
-    check_layout,
     load_for_use,
     load_weights,
 )
+from rtx.training.export import KEPT, read_export
 from rtx.training.hardware import prepare_torch, resolve_hardware
-from rtx.training.precision import WEIGHT_TYPES
+from rtx.training.passes import WEIGHT_TYPES
 
-WEIGHTS = "model.safetensors"
 STREAM = 65_536
 """Tokens of a window where the model has a memory."""
-KEPT = ("step", "config", "data", "file")
-"""Keys of a checkpoint that export.json keeps."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,11 @@ class LoadedRun:
         return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
 
     def has_data(self, store: Store) -> bool:
-        return self.checkpoint["data"]["fingerprint"] == store.fingerprint
+        """Whether it was trained on these data, or on the same task with another length."""
+        trained = self.checkpoint["data"]
+        if trained["fingerprint"] == store.fingerprint:
+            return True
+        return is_same_task(trained, store.describe())
 
 
 def run_tokenizer(folder: Path, described: dict[str, Any]) -> Tokenizer:
@@ -230,7 +230,7 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
         raise UserError(f"{store.name}: {differs}; name the data as it does")
     if not run.has_data(store):
         risk = "parts of this split may have been trained on"
-        say(f"note: these are not the data of the run ({store.name}); {risk}")
+        warn(f"note: these are not the data of the run ({store.name}); {risk}")
     return run, store
 
 
@@ -258,7 +258,9 @@ def score_split(
     all_windows = windows(len(tokens), *spans(flat(to_dict(run.config))))
     chosen = sample_windows(all_windows, limit, run.config.seed)
     report(f"{len(chosen):,} of {len(all_windows):,} windows of split {split}")
-    options = {"answers": store.answers, "reach": local_reach(run.config), **how}
+    starts = store.document_starts(split, run.config.data)
+    reach = local_reach(run.config)
+    options = {"answers": store.answers, "reach": reach, "starts": starts, **how}
     with run.autocast(), progress_bar("windows") as show:
         score = score_windows(run.model, tokens, chosen, **options, on_progress=show)
     if not math.isfinite(score.nats):
@@ -288,37 +290,3 @@ def with_stride(config: Config, stride: int | None = None) -> Config:
     """
     default = STREAM if config.model.memory else None
     return merge(config, [f"trainer.val_stride={written(stride or default)}"])
-
-
-def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model and `files`, by their names, into a folder; `RunFailed` where that fails."""
-    tensors = {name: tensor.clone() for name, tensor in checkpoint["model"].items()}
-    weights = safetensors.torch.save(tensors)
-    facts = {"sha256": hashlib.sha256(weights).hexdigest()}
-    facts |= {key: checkpoint[key] for key in KEPT}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        # Written first: it marks the folder as an export even if writing is interrupted.
-        write_json(folder / EXPORT_FACTS, facts)
-        for name, content in {**files, WEIGHTS: weights}.items():
-            replace_file(folder / name, lambda file, content=content: file.write(content))
-    except OSError as error:
-        other = "output=<folder> names another"
-        raise RunFailed(f"cannot write to {folder}: {error.strerror}; {other}") from error
-
-
-def read_export(folder: Path) -> Checkpoint:
-    """Return an exported model as a checkpoint; `RunFailed` where a file is missing or altered."""
-    try:
-        facts = json.loads(read_file(folder / EXPORT_FACTS))
-        weights = read_file(folder / WEIGHTS)
-        is_altered = hashlib.sha256(weights).hexdigest() != facts["sha256"]
-        if is_altered or facts["file"] not in ("best", "last", "previous"):
-            raise ValueError(f"{WEIGHTS} is cut short or altered")
-        checkpoint = {name: facts[name] for name in KEPT}
-        checkpoint["model"] = safetensors.torch.load(weights)
-    except (OSError, safetensors.SafetensorError, *DAMAGED) as error:
-        raise RunFailed(f"{folder} is a damaged export ({error}): export the run anew") from error
-    check_layout(folder / EXPORT_FACTS, checkpoint)
-    return checkpoint

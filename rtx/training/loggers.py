@@ -24,7 +24,7 @@ from rtx.progress import say as say_line
 from rtx.runs.folder import shown
 from rtx.runs.records import MetricsRow, finite, read_rows
 from rtx.runs.status import utc_now
-from rtx.settings.logger import wandb_mode
+from rtx.settings.requirements import wandb_mode
 from rtx.settings.schema import Config
 
 INIT_SECONDS = 15.0

@@ -17,10 +17,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """Return the optimizer of a configuration; its learning rate must be set before each step.
 
     The weights of linear layers decay, and `output_VS` where it is not the embedding table; all
-    else does not. With muon, AdamW updates what `hidden_matrices` does not have. Adafactor is torch's (`rtx.training.adafactor`). Two things differ from Shazeer
-    and Stern (2018): the step size is min(lr, 1 / sqrt(step)), and means of squares are at least
-    1e-18, where they add 1e-30 to each square. torch's default of 1e-7 would hide the gradients of
-    large models.
+    else does not. With muon, AdamW updates what `hidden_matrices` does not have. Adafactor is
+    torch's (`rtx.training.adafactor`). Two things differ from Shazeer and Stern (2018): the step
+    size is min(lr, 1 / sqrt(step)), and means of squares are at least 1e-18, where they add 1e-30
+    to each square. torch's default of 1e-7 would hide the gradients of large models.
     """
     *matrices, decaying, exempt = parameter_groups(model, config.name)
     groups = [

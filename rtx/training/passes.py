@@ -1,28 +1,84 @@
-"""The forward pass of training: what it minimises, and how it runs: eager, compiled or recorded.
+"""The forward pass of training: its arithmetic, what it minimises, and how it runs: eager, compiled
+or recorded.
 
 Shapes: B sequences of a micro-batch, N tokens of each, A answers of each at the most.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
 
 from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
 from rtx.attention.room import make_room
+from rtx.data.store import Answers
+from rtx.data.windows import tokens_and_documents
 from rtx.errors import UserError, shorten
-from rtx.evaluation.scores import Answers
 from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
-from rtx.settings.devices import precision_on
+from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.hardware import Hardware
-from rtx.training.precision import Arithmetic
+
+WEIGHT_TYPES = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
+"""The type of weights by hardware.precision, where it is not float32."""
+
+
+class Arithmetic(Precision):
+    """hardware.precision for Lightning, without its context around the training step.
+
+    Lightning would enter the context for the whole step. Backward pass, clipping and optimizer must
+    not run in it, so each forward pass enters it by itself. Validation has it from Lightning.
+
+    With bf16-true weights, gradients and the residual stream are in bfloat16. Lightning's plugin
+    for that makes bfloat16 the type of every new tensor as well: random heads would draw other
+    numbers.
+
+    Args:
+        name: fp32, tf32, bf16, bf16-true or fp64.
+        device: cpu or cuda.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        super().__init__()
+        self.name = name
+        self.device = device
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give the parameters of a module their type, in place."""
+        if self.name in WEIGHT_TYPES:
+            return module.to(WEIGHT_TYPES[self.name])
+        return module
+
+    def forward_context(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of a forward pass."""
+        if self.name == "bf16":
+            return torch.autocast(self.device, torch.bfloat16)
+        if self.name == "fp64":
+            return new_tensors_in(torch.float64)
+        return contextlib.nullcontext()
+
+    def train_step_context(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that does nothing: `forward_context` takes its place."""
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` the default type of new floating-point tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Objective(NamedTuple):
@@ -69,12 +125,20 @@ class Passes:
             self.loss = compile_loss(model, self.loss)
         self.loss = self.with_autocast(self.loss)
 
-    def __call__(self, tokens_BN: Tensor, memory: Memory | None = None) -> Objective:
-        """Compute the loss of a micro-batch; `memory` is that of its streams."""
+    def __call__(self, units: Tensor, memory: Memory | None = None) -> Objective:
+        """Compute the loss of a micro-batch.
+
+        Args:
+            units: its tokens `[B, N]`, or with documents what `tokens_and_documents` divides.
+            memory: that of its streams.
+        """
+        tokens_BN, first_BN = tokens_and_documents(units)
         with self.arithmetic.forward_context():
             if self.answers is not None:
                 return self.objective_of_answers(tokens_BN, self.answers)
-            options = {} if memory is None else {"memory": memory}
+            options: dict[str, Any] = {} if memory is None else {"memory": memory}
+            if first_BN is not None:
+                options["first_BN"] = first_BN
             nats_BN, auxiliary = self.loss(tokens_BN, **options)
             return Objective(nats_BN.mean(), nats_BN.new_zeros(()), auxiliary)
 
@@ -84,7 +148,7 @@ class Passes:
         All sequences have the same weight, whatever their number of answers: otherwise the gradient
         of a step would depend on how micro-batches divide it.
         """
-        at_BA, _ = answers(tokens_BN)
+        at_BA = answers(tokens_BN).position_BA
         nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
         weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
         nats = (nats_BA * weight_B1).mean()

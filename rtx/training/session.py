@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rtx.data.store import Store
-from rtx.progress import say
 from rtx.runs.folder import shown
 from rtx.runs.signals import Signals, state_after
 from rtx.runs.status import Status
@@ -84,11 +83,6 @@ class Session:
         interval = GPU_LOOKS if self.hardware.on_gpu else 1
         intervals = (interval, trainer.log_every, trainer.val_every, trainer.checkpoint_every)
         return any(step % steps == 0 for steps in intervals)
-
-    def say(self, line: str) -> None:
-        """Print a line, on the first rank alone."""
-        if self.status:
-            say(line)
 
     def record(self, *, write: bool = False, **fields: Any) -> None:
         """Change fields of the run's status, on the first rank alone; see `Status.update`."""

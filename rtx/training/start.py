@@ -1,18 +1,26 @@
-"""How a run begins or goes on: its checkpoint, and what is recorded before the first step."""
+"""What a run starts from, a checkpoint or first weights, and what it records before that."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.centroids import all_centroids
 from rtx.disk import replace_file
 from rtx.errors import UserError
+from rtx.model.transformer import Transformer
+from rtx.progress import say, warn
 from rtx.runs.environment import record_start
 from rtx.runs.folder import shown
 from rtx.runs.resumption import Differences, differences, refuse_changes
 from rtx.settings.extensions import code_of, copies
 from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
 from rtx.settings.schema import Config, to_dict
-from rtx.training.checkpoint import Checkpoint, newest_checkpoint
+from rtx.training.checkpoint import Checkpoint, newest_checkpoint, tensor_problem
 from rtx.training.session import Session
 
 
@@ -24,11 +32,11 @@ def find_start(session: Session) -> tuple[Checkpoint | None, Differences | None]
     not fit together.
     """
     if not session.resumed:
-        session.say(f"run: {shown(session.folder)}")
+        say(f"run: {shown(session.folder)}")
         return None, None
     folder = session.folder / "checkpoints"
     is_first = session.status is not None
-    start = newest_checkpoint(folder, set_aside=is_first, report=session.say)
+    start = newest_checkpoint(folder, set_aside=is_first, report=say)
     # `Ranks.compare` compares the other ranks with the first.
     if not is_first:
         return start, None
@@ -42,7 +50,7 @@ def find_start(session: Session) -> tuple[Checkpoint | None, Differences | None]
     lines = [f"resuming {shown(session.folder)} ({session.reason}) {begins}"]
     for key, (old, new) in changed.items():
         lines.append(f"  {key}: {old} -> {new}")
-    session.say("\n".join(lines))
+    say("\n".join(lines))
     return start, changed
 
 
@@ -73,7 +81,7 @@ def set_best_aside(session: Session) -> None:
     best = session.folder / "checkpoints" / "best.ckpt"
     if best.exists():
         aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
-        session.say(f"{best} is kept as {aside.name}")
+        say(f"{best} is kept as {aside.name}")
 
 
 def record_beginning(session: Session, parameters: int, changed: Differences | None) -> None:
@@ -88,7 +96,7 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
         record["command"] = session.command
     inexact = record_start(session.folder, record, changed, anew=session.start is None)
     if inexact:
-        session.say(f"no longer exact: {', '.join(inexact)}")
+        warn(f"no longer exact: {', '.join(inexact)}")
     write_config(session.config, session.folder)
     tokenizer = session.store.tokenizer_file
     if tokenizer:
@@ -108,3 +116,54 @@ def write_config(config: Config, folder: Path) -> None:
         replace_file(folder / name, lambda file, content=content: file.write(content))
     text = to_yaml(config).encode()
     replace_file(folder / RUN_CONFIG, lambda file: file.write(text))
+
+
+def build_model(
+    config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None
+) -> Transformer:
+    """Return the model of a configuration with its first weights.
+
+    `first_N` returns the sequence that routing.init=data and probed keys read. Raises `UserError`
+    for a tensor, of a pattern that the user has written, which no checkpoint may hold.
+    """
+    seed_everything(config.seed)
+    model = Transformer(config, vocabulary)
+    check_savable(model)
+    reads_data = config.routing.init == "data" or config.routing.selection == "probed"
+    if first_N and reads_data:
+        initialise_from_data(model, first_N()[None])
+    return model
+
+
+@torch.no_grad()
+def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
+    """Start the centroids of all layers at vectors of one training sequence, on every rank alike.
+
+    The loss of the sequence is computed once, without dropout; the centroids of a layer start as it
+    reaches them. Those that it does not reach, or reaches with padding alone, start at the next
+    training batch.
+    """
+    was_training = model.training
+    model.eval()
+    for centroids in all_centroids(model):
+        centroids.seed_with_next = True
+        centroids.train()
+    model(tokens_BN[:1])
+    model.train(was_training)
+
+
+def check_savable(model: nn.Module) -> None:
+    """Raise `UserError` for a tensor that no reader of a checkpoint would take."""
+    change = "keep it contiguous and real, or register it with persistent=False"
+    for name, tensor in model.state_dict().items():
+        problem = tensor_problem(tensor)
+        if problem:
+            raise UserError(f"{name} is {problem}, which no checkpoint holds: {change}")
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed torch on all devices, the only source of random numbers here.
+
+    Every rank draws the weights with `rank=0`.
+    """
+    torch.manual_seed(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))

@@ -24,7 +24,7 @@ from rtx.attention import oracle
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.reads import RangeReads
 from rtx.attention.routing import Routing
-from rtx.evaluation.windows import Window, windows
+from rtx.data.windows import Window, windows
 from tests.helpers.tiny_models import (
     OTHERS,
     OWN_KEYS,

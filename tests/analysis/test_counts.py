@@ -12,10 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis import footprint as plan
 from rtx.analysis import head_memory, micro_batch
-from rtx.analysis.cost import cost, fixed_pairs, head_cost, strided_pairs, triangle, window_pairs
+from rtx.analysis.cost import cost
 from rtx.attention.engine import blocks, packed_attention
 from rtx.attention.indexer import Indexer
-from rtx.attention.positional import Fixed, Full, Local, PositionPattern, Strided
+from rtx.attention.pairs import triangle
+from rtx.attention.positional import (
+    Fixed,
+    FixedSummary,
+    Full,
+    Local,
+    PositionPattern,
+    Recurrent,
+    Strided,
+)
 from rtx.attention.routing import ROOM, Routing
 from rtx.data.catalog import vocabulary_size
 from rtx.model import heads
@@ -26,6 +35,7 @@ from rtx.settings.derived import ROUTED, clusters
 from rtx.settings.presets import options
 from rtx.settings.rules import resolve
 from rtx.settings.schema import Config, DataConfig, ModelConfig, RoutingConfig
+from tests.helpers.cases import Dilated
 
 SHRUNK = (
     *(
@@ -209,8 +219,8 @@ def saved_without_numbers(config: Config) -> int:
         nats_BN, _ = model.loss(tokens_BN)
     assert nats_BN.requires_grad
     for module in model.modules():  # for telemetry
-        if isinstance(module, Routing) and module.seen:
-            saved += [members.row_M for members in module.seen[0]]
+        if isinstance(module, Routing) and module.last_members:
+            saved += [members.row_M for members in module.last_members[0]]
     weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
     sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in saved}
     return sum(size for storage, size in sizes.items() if storage not in weights)
@@ -349,13 +359,18 @@ def test_parameters_and_dense_operations_are_those_that_torch_counts() -> None:
 def test_pairs_by_position_are_those_of_the_rules(sizes: tuple[int, int, int]) -> None:
     n, stride, summary = sizes
     at_N = torch.arange(n)[:, None]
-    for pattern, counted in (
-        (Full(), triangle(n)),
-        (Local(window=stride), window_pairs(n, stride)),
-        (Strided(stride=stride), strided_pairs(n, stride)),
-        (Fixed(block=stride, summary=summary), fixed_pairs(n, stride, summary)),
+    for pattern in (
+        Full(),
+        Local(window=stride),
+        Strided(stride=stride),
+        Fixed(block=stride, summary=summary),
+        FixedSummary(block=stride, summary=summary),
+        Dilated(window=summary, stride=stride),
     ):
-        assert counted == int((pattern.sees(0, at_N, at_N.T) & (at_N >= at_N.T)).sum())
+        sees_NN = pattern.sees(0, at_N, at_N.T) & (at_N >= at_N.T)
+        assert pattern.pairs_of_head(n) == int(sees_NN.sum())
+    segment = Recurrent(length=n, memory=stride)
+    assert segment.pairs_of_head(n) == n * stride + triangle(n)
 
 
 @pytest.mark.parametrize("selection", ["exact", "indexer", "blocks", "blocks_random"])
@@ -369,8 +384,10 @@ def test_pairs_of_chosen_keys_are_those_of_the_rules(
     config = resolve(dataclasses.replace(LITTLE, routing=routing))
     pattern = make_pattern(ROUTED, 1, config, 1)
     q, k = torch.randn(2, 1, 1, 32, 8, generator=torch.Generator().manual_seed(0))
-    read, choice = head_cost(ROUTED, config)
-    assert read == int(pattern.rule(pattern.inputs(q, k, None), 0, False).sum())
+    choice = pattern.choice_operations(32, 8)
+    assert pattern.pairs_of_head(32) == int(
+        pattern.rule(pattern.inputs(q, k, None), 0, False).sum()
+    )
     blocks = 2 * 8 * sum(i // block for i in range(32))
     usual = {"exact": 2 * 8 * triangle(32), "blocks": blocks, "blocks_random": 0}
     assert choice == usual.get(selection, choice)
@@ -397,5 +414,7 @@ def test_hashing_heads_cost_their_rounds() -> None:
     hashing = dataclasses.replace(
         LITTLE, model=model, routing=RoutingConfig(heads=0, layers=0, window=8)
     )
+    pattern = make_pattern("lsh", 1, resolve(hashing), 0)
     # 8 buckets of 4 positions: all pairs of a bucket are inside the window of 4.
-    assert head_cost("lsh", hashing) == (3 * 8 * triangle(4), 3 * 2 * 8 * 4 * 32)
+    assert pattern.pairs_of_head(32) == 3 * 8 * triangle(4)
+    assert pattern.choice_operations(32, 8) == 3 * 2 * 8 * 4 * 32

@@ -82,8 +82,11 @@ def test_counts_come_to_the_window_and_no_cluster_stays_dead(
     counts = []
     for number in range(steps + 40):
         see(pattern, tilt_D + queries(number, batch=4))
-        assert pattern.seen is not None
-        assert int(pattern.seen[0][0].row_M.bincount(minlength=pattern.seen[1]).min()) >= 1
+        assert pattern.last_members is not None
+        assert (
+            int(pattern.last_members[0][0].row_M.bincount(minlength=pattern.last_members[1]).min())
+            >= 1
+        )
         counts.append(pattern.centroids.statistics.seen_2_3_HC[0, 0] / 4)
         after_step(pattern)
     late_SHC = torch.stack(counts[steps:])
@@ -230,7 +233,7 @@ def test_all_layers_move_in_twenty_launches_and_no_number_is_read(
         after_step(layers)
     assert "aten._local_scalar_dense.default" not in eager.names
     with Calls() as around:
-        after_step(third, lambda rule, state, total_YT: state)
+        after_step(third, lambda rule, state, total_YZ: state)
     metrics.reset()
     after_step(alike, torch.compile(moved, dynamic=False, fullgraph=True))
     assert metrics.generated_kernel_count + len(around.names) <= 20

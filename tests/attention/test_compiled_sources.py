@@ -4,17 +4,17 @@ import subprocess
 
 import pytest
 
-from rtx.attention.engine import native
+from rtx.attention.engine import compiler
 
 
 def test_the_sources_compile_without_warnings() -> None:
     try:
-        command = native.compiler()
+        command = compiler.compiler_command()
     except RuntimeError as error:
         pytest.skip(str(error))
-    flags = [flag for flag in native.FLAGS if flag not in ("-w", "-shared")]
+    flags = [flag for flag in compiler.FLAGS if flag not in ("-w", "-shared")]
     checks = ["-O1", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
-    source = str(native.SOURCES[0])
+    source = str(compiler.SOURCES[0])
     words = [*command, *flags, *checks, source]
     result = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -1,14 +1,16 @@
 """Query heads that share keys and values: by the oracle, by copies of the keys, and in streams."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 
 from rtx import attention
-from rtx.attention import Pattern
+from rtx.attention import Pattern, oracle
 from rtx.attention.cache import RowCache
+from rtx.attention.documents import Documents
 from tests.helpers.cases import CASES, CLUSTERED, KINDS, Case, check, gradients, make, run, tensors
 
 CHOSEN = ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
@@ -96,3 +98,20 @@ def test_tensors_of_other_numbers_of_heads_are_refused() -> None:
     four = torch.zeros(1, 4, 4, 2)
     with pytest.raises(ValueError, match=r"k_BHND has the shape \(1, 4, 4, 2\): must be"):
         pattern(four, four, four)
+
+
+@pytest.mark.parametrize(
+    "kind", ["full", "fixed", "causal-separate", "topk-shared", "exact", "probed"]
+)
+@pytest.mark.parametrize("together", [True, False])
+@torch.no_grad()
+def test_documents_are_sequences_by_themselves(kind: str, together: bool) -> None:
+    pattern, case = grouped(kind, Case(), queries=2, together=together and kind in BY_CONTENT)
+    here = tensors(pattern, case)
+    is_start_BN = torch.zeros(case.B, case.N, dtype=torch.bool)
+    is_start_BN[0, [5, 9]] = True
+    is_start_BN[1, 3] = True
+    documents = Documents.that_start(is_start_BN)
+    found = run(pattern, here, documents=documents)
+    expected = run(partial(oracle.attend, pattern), here, documents=documents)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

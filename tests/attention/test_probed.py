@@ -81,7 +81,9 @@ def test_centroids_start_at_keys_and_move_to_the_means_of_theirs() -> None:
     assert torch.equal(store.centroid_HCD, before)  # nothing was gathered
     given = pattern.train().inputs(here["q"], here["k"], None)
     pattern.reads(given, False)
-    assert not any(bool(x.any()) for x in store.statistics)  # who reads whom is no statistic
+    assert not any(
+        bool(x.any()) for x in store.statistics
+    )  # which query reads which keys is no statistic
 
 
 def test_clusters_without_keys_share_those_of_the_largest_and_nan_moves_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The kernels that probe choose the clusters of the rule, and their lists say who reads whom.
+"""The kernels that probe choose the clusters of the rule; queries read the keys of the rule.
 
 They run on the GPU where there is one, else in Triton's interpreter.
 """
@@ -21,8 +21,8 @@ from rtx.attention.engine import triton_probing
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.inverted_file import (
+    clusters_by_distance,
     make_search,
-    nearest_clusters,
     probed_clusters,
     query_margins,
 )
@@ -85,7 +85,7 @@ def drawn(case: Case, seed: int = 0) -> Drawn:
 
 
 def lists_of(data: Drawn) -> tuple[RangeReads, KernelLists]:
-    """Return who reads whom, by the kernels."""
+    """Return which query reads which keys, by the kernels."""
     (part,) = data.pattern.reads(data.pattern.inputs(data.q_BHND, data.k_BHND, None), False)
     assert isinstance(part, RangeReads) and part.derived is not None
     return part, part.derived[LISTS]
@@ -149,7 +149,7 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     q_XND = data.q_BHND.flatten(0, 1)
     k_XND = data.k_BHND.flatten(0, 1)
     files = pattern.file_keys(data.k_BHND)
-    assert torch.equal(files.cluster_XN.long(), nearest_clusters(centroid_XCD, k_XND))
+    assert torch.equal(files.cluster_XN.long(), clusters_by_distance(centroid_XCD, k_XND))
     probes = probes_of(data, files)
     readable_XNC = make_search(centroid_XCD, q_XND, k_XND, case.attend_self).readable_XNC
     score_XNC = products(q_XND, centroid_XCD)

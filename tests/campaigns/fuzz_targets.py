@@ -25,7 +25,8 @@ from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import learn_subwords, learn_words
 from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
-from rtx.report.contents import build, markdown
+from rtx.report.contents import build
+from rtx.report.formats import markdown
 from rtx.report.run_records import collect
 from rtx.runs.checksum import COMMENT_BYTES, TAG
 from rtx.runs.resumption import already_done

@@ -49,10 +49,10 @@ from benchmarks.machine import code, machine
 from rtx.analysis.cost import cost
 from rtx.analysis.micro_batch import choose_micro_batch
 from rtx.cli.main import main as rtx_main
-from rtx.data import images, text
-from rtx.data.sets import IMAGE_SETS, MADE, SETS
+from rtx.data import images, sets, text
 from rtx.errors import UserError
 from rtx.settings.compose import compose
+from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.identity import config_hash
 from rtx.settings.overrides import check_overrides
 from rtx.settings.presets import conf_dir, options
@@ -126,7 +126,7 @@ def write_pg19(folder: Path, modules: list[bytes], patch: pytest.MonkeyPatch) ->
     counts = books(folder, modules)
     patch.setattr(text, "PG19_BOOKS", {split: number for split, (number, _) in counts.items()})
     for split, (_, words) in counts.items():
-        patch.setitem(SETS["pg19"].words, split, words)  # type: ignore[arg-type]
+        patch.setitem(sets.WORDS["pg19"], split, words)
 
 
 def articles(folder: Path, source: str) -> dict[str, bytes]:

@@ -1,8 +1,10 @@
-"""Generated bad command lines: no traceback, no other exit code than the promised ones, and what is accepted runs with
-exactly the values that were named: the words are read here without Hydra and without rtx's parser, and what this reader
-does not understand it refuses (an error), so that nothing is waved through.
+"""Generated bad command lines: no traceback, no other exit code than the promised ones, and what is
+accepted runs with exactly the values that were named: the words are read here without Hydra and
+without rtx's parser, and what this reader does not understand it refuses (an error), so that
+nothing is waved through.
 
-The lines are the same in every run of the tests. RTX_BAD_LINES=1000 draws as many of them, others every time.
+The lines are the same in every run of the tests. RTX_BAD_LINES=1000 draws as many of them, others
+every time.
 """
 
 import contextlib
@@ -62,7 +64,9 @@ SELF_MADE = ("data.length", "routing.clusters", "model.hash_buckets")
 
 
 class Stage:
-    """Runs lines in this process up to where a command would begin its work, and notes the configurations for that."""
+    """Runs lines in this process up to where a command would begin its work, and notes the
+    configurations for that.
+    """
 
     reached: list[Config]
 
@@ -82,7 +86,7 @@ class Stage:
         return [Outcome(0, "done") for _ in launcher.cells]
 
     def ask(self, words: Sequence[str]) -> list[Config]:
-        """Run a line, check exit code and message, and return what it would have gone to work with."""
+        """Run a line, check exit code and message, and return what it would have worked with."""
         self.reached = []
         out, said = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
@@ -240,7 +244,9 @@ def value_of(field: Field, text: str) -> Any:
 
 
 def judge(words: Sequence[str], configs: Sequence[Config]) -> None:
-    """Check that what would run is what was named: a configuration for each cell, every key with its value."""
+    """Check that what would run is what was named: a configuration for each cell, every key with
+    its value.
+    """
     if not configs:
         return
     several = {"-m", "--multirun"} & {*words}

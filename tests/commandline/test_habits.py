@@ -1,4 +1,6 @@
-"""The first habits of somebody who knows Hydra: each works, or its refusal names what to write instead."""
+"""The first habits of somebody who knows Hydra: each works, or its refusal names what to write
+instead.
+"""
 
 import shlex
 
@@ -8,6 +10,8 @@ from rtx.cli import main as cli
 
 WORKS = {
     "train --cfg job seed=3": [{"seed": "3"}],
+    "train -c job seed=3": [{"seed": "3"}],
+    "train --cfg=job seed=3": [{"seed": "3"}],
     "train --cfg job --resolve optimizer.steps=70": [{"steps": "70"}],
     "train --cfg job +trainer.clip=0.5 ++seed=4": [{"clip": "0.5", "seed": "4"}],
     "train --cfg job trainer.max_minutes=5 ~trainer.max_minutes": [{"max_minutes": "null"}],
@@ -42,7 +46,9 @@ WORKS = {
     "train -m --cfg job hydra/sweeper=basic seed=1": [{"seed": "1"}],
     "train -m --cfg job hydra/launcher=rtx_processes seed=1": [{"seed": "1"}],
 }
-"""Lines, and of each cell that they print some keys with their values; None: Hydra's parser refuses the line, too."""
+"""Lines, and of each cell that they print some keys with their values; None: Hydra's parser refuses
+the line, too.
+"""
 
 REFUSED = {
     "train -m 'optimizer.lr=interval(1e-4,1e-2)'": "hydra/sweeper=optuna draws from it",
@@ -60,7 +66,11 @@ REFUSED = {
     "train --experimental-rerun x": "rtx resume <run> continues a run",
     "train 'seed=range(1,4)'": "rtx train -m 'seed=range(1,4)'",
     "train data@here=text": "rtx has no packages: data=text",
-    "train ~seed": "give it a value: seed=<seed>",
+    "train ~seed": "give it a value: seed=<value>",
+    "train ~routing": "choose an option: routing=<option>",
+    "train --resolve": "goes with --cfg job",
+    "train --cfg hydra": "say --cfg job; --help <group> prints one group",
+    "train -m seed=1,2 hydra/sweeper=optun": "(did you mean 'optuna'?)",
 }
 """Lines, and what their refusal says to write instead."""
 

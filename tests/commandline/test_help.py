@@ -1,4 +1,6 @@
-"""Help pages and completion in bash: every option and field is there, and a terminal of 80 columns is enough."""
+"""Help pages and completion in bash: every option and field is there, and a terminal of 80 columns
+is enough.
+"""
 
 import shutil
 import subprocess
@@ -36,8 +38,8 @@ def test_a_group_or_a_key_is_printed_alone() -> None:
     page = help.command_page("train", [])
     groups = ", ".join(GROUPS)
     assert (
-        f"\n  --help routing                  print this group alone; also {groups}, or one key\n\ndata=<op"
-        in page
+        f"\n  --help routing                  print this group alone; also {groups}, or one "
+        "key\n\ndata=<op" in page
     )
     alone = help.command_page("train", ["routing", "routing=topk"])
     assert (
@@ -105,8 +107,14 @@ def test_pages_fit_the_terminal(
 
 
 ASKED = {
-    "bash": 'COMP_LINE="rtx train data=en"; COMP_POINT=${#COMP_LINE}; _rtx; printf "<%s>" "${COMPREPLY[@]}"',
-    "zsh": 'compset() { :; }; compadd() { printf "<%s>" "$@"; }; words=(rtx train x); CURRENT=3 PREFIX=data=en; _rtx',
+    "bash": (
+        'COMP_LINE="rtx train data=en"; COMP_POINT=${#COMP_LINE}; _rtx; '
+        'printf "<%s>" "${COMPREPLY[@]}"'
+    ),
+    "zsh": (
+        'compset() { :; }; compadd() { printf "<%s>" "$@"; }; '
+        "words=(rtx train x); CURRENT=3 PREFIX=data=en; _rtx"
+    ),
 }
 SAID = {"bash": "<enwik8 >", "zsh": "<-S><><--><--><enwik8>"}
 
@@ -115,7 +123,10 @@ SAID = {"bash": "<enwik8 >", "zsh": "<-S><><--><--><enwik8>"}
 def test_a_shell_completes_by_its_script(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
-    script = f'compdef() {{ :; }}\nrtx() {{ "{sys.executable}" -m rtx "$@"; }}\n{help.SCRIPTS[shell]}\n{ASKED[shell]}'
+    script = (
+        f"compdef() {{ :; }}\nrtx() "
+        f'{{ "{sys.executable}" -m rtx "$@"; }}\n{help.SCRIPTS[shell]}\n{ASKED[shell]}'
+    )
     answer = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=600)
     assert (answer.stdout, answer.stderr) == (SAID[shell], "")
 

@@ -116,69 +116,77 @@ def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> 
     assert "layer=2: the topmost layer is layer=1" in said
 
 
-def test_loss_by_position_and_by_context(workshop: Workshop, run: Path, topk: Path) -> None:
+def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:
     result, printed, _ = analyzed(workshop, "context", run, "windows=3")
-    assert [(row["first"], row["last"]) for row in result["positions"]] == [
-        (n, n + 1) for n in range(0, 32, 2)
-    ]
+    ranges = [(row["first"], row["last"]) for row in result["positions"]]
+    assert ranges == [(first, first + 1) for first in range(0, 32, 2)]
     first, second = result["gains"]
-    assert first["context"] == [16, 31] and second["context"] == [8, 15] and first["gain"] == 0
+    assert (first["context"], second["context"]) == ([16, 31], [8, 15])
+    assert first["gain"] == 0
     halves = [row["bits"] for row in result["positions"][8:]]
     assert first["bits"] == pytest.approx(sum(halves) / 8), "the same units as in the second half"
-    assert (
-        second["gain"] == pytest.approx(second["bits"] - first["bits"]) and second["gain_error"] > 0
-    )
+    assert second["gain"] == pytest.approx(second["bits"] - first["bits"])
+    assert second["gain_error"] > 0
     assert f"{second['bits']:.4f} ± {second['error']:.4f}" in printed
     assert "96 bytes each scored once (a sample of 3 windows)" in " ".join(printed.split())
     for split, windows in (("train", 64), ("valid", 4)):  # of 150 bytes 4 windows of 32 are whole
         assert analyzed(workshop, "context", run, f"split={split}")[0]["windows"] == windows
-    result, printed, _ = analyzed(
-        workshop, "context", topk, "windows=3"
-    )  # part of a window is told nothing
-    assert (
-        result["gains"] == []
-        and "no gain from far context" in printed
-        and "sees the future" in printed
-    )
-    result, printed, _ = analyzed(workshop, "context", topk, "windows=3", "mode=streaming")
-    assert len(result["gains"]) == 2 and "streaming" in printed
 
 
-def test_coverage_of_full_heads_by_every_selection_but_the_indexer(
+def test_no_gain_from_context_where_selection_sees_the_future(
     workshop: Workshop, topk: Path
 ) -> None:
-    assert "model.base=local: no layer has full" in workshop.command(
-        "analyze", "coverage", str(topk), code=2
-    )
+    result, printed, _ = analyzed(workshop, "context", topk, "windows=3")
+    assert result["gains"] == []
+    assert "no gain from far context" in printed
+    assert "sees the future" in printed
+    result, printed, _ = analyzed(workshop, "context", topk, "windows=3", "mode=streaming")
+    assert len(result["gains"]) == 2
+    assert "streaming" in printed
+
+
+COVERED = {"exact", "blocks", "blocks_random", "causal", "nearest", "random", "next keys"}
+
+
+def check_shares(rows: list[dict[str, Any]]) -> None:
+    """Check that selections retain shares, at equal keys, and that the best comes first."""
+    assert rows[0]["selection"] == "exact"
+    for row in rows:
+        assert row["keys"] == 4
+        assert row["error"] > 0
+        for point in (row, *row["curve"]):
+            assert 0 <= point["share"] <= 1
+
+
+def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop) -> None:
     run = workshop.train("full", "model.base=full", "routing.heads=0")
     options = ("keys=4", "steps=3", "split=train", "windows=5")
     result, printed, path = analyzed(workshop, "coverage", run, *options)
+    check_shares(result["rows"])
     rows = {row["selection"]: row for row in result["rows"]}
-    assert {"exact", "blocks", "blocks_random", "causal", "nearest", "random", "next keys"} <= {
-        *rows
-    }
-    assert "topk (sees the future)" in rows and "indexer" not in rows
-    shares = [point["share"] for row in rows.values() for point in (row, *row["curve"])]
-    assert all(0 <= share <= 1 for share in shares) and all(
-        row["error"] > 0 for row in rows.values()
-    )
-    assert next(iter(rows)) == "exact" and {row["keys"] for row in rows.values()} == {4}, (
-        "at equal keys, best first"
-    )
-    assert 0 < result["beyond"]["layer 0"] < 1 and result["window"] == 8
+    assert {*COVERED, "topk (sees the future)"} <= rows.keys()
+    assert "indexer" not in rows
+    assert 0 < result["beyond"]["layer 0"] < 1
+    assert result["window"] == 8
     row = rows["blocks"]
     assert row["of all"] == pytest.approx(row["share"] * result["beyond"]["mean"], rel=0.02)
-    assert f"{row['share']:.3f} ± {row['error']:.3f}" in printed and "over 5 windows" in printed
+    assert f"{row['share']:.3f} ± {row['error']:.3f}" in printed
+    assert "over 5 windows" in printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size[0] > 600
-    assert analyzed(workshop, "coverage", run, *options)[0]["rows"] == result["rows"], (
-        "the same again"
-    )
+    again, _, _ = analyzed(workshop, "coverage", run, *options)
+    assert again["rows"] == result["rows"]
     every, _, _ = analyzed(workshop, "coverage", run, "keys=32", "steps=1", "window=0")
-    assert all(row["share"] == pytest.approx(1) and row["keys"] == 16.5 for row in every["rows"])
-    assert "window=32: must be less" in workshop.command(
-        "analyze", "coverage", str(run), "window=32", code=2
-    )
+    for row in every["rows"]:
+        assert row["share"] == pytest.approx(1)
+        assert row["keys"] == 16.5
+    refusal = workshop.command("analyze", "coverage", str(run), "window=32", code=2)
+    assert "window=32: must be less" in refusal
+
+
+def test_coverage_needs_full_heads(workshop: Workshop, topk: Path) -> None:
+    refusal = workshop.command("analyze", "coverage", str(topk), code=2)
+    assert "model.base=local: no layer has full" in refusal
 
 
 def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -189,44 +197,54 @@ def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, A
     return json.loads((run / "audit.json").read_text(), parse_constant=pytest.fail), printed
 
 
+def check_no_future(audit: dict[str, Any]) -> None:
+    """Check that nothing moves in a mode when later units change."""
+    assert not audit["sees_future"]
+    for row in audit["rows"]:
+        assert row["largest"] <= 1e-12
+        assert row["moved"] == 0
+
+
 def test_random_membership_is_the_control(workshop: Workshop) -> None:
-    backend = (
-        "native" if native.library() else "torch"
-    )  # neither is that of the audit, which is in float64
-    exactly = (
-        f"hardware.attention={backend}",
-        "hardware.precision=fp32",
-        "model.attention_dropout=0",
-    )
-    run = workshop.train("random", "routing=random", *exactly)
+    # Neither is the backend of the audit, which is in float64.
+    backend = "native" if native.library() else "torch"
+    exactly = ("hardware.precision=fp32", "model.attention_dropout=0")
+    run = workshop.train("random", "routing=random", f"hardware.attention={backend}", *exactly)
     result, printed = audited(workshop, run)
     for mode in ("teacher-forced", "streaming"):
-        assert not result["changes"][mode]["sees_future"] and f"{mode}: sees no future" in printed
-        assert all(
-            row["largest"] <= 1e-12 and row["moved"] == 0 for row in result["changes"][mode]["rows"]
-        )
-    assert all(
-        abs(result["price"][name]["bits"]) < 1e-5
-        for name in ("leak_gives", "competing_costs", "together")
-    )
-    assert [(one["layer"], one["gradient"]) for one in result["choices"]] == [(1, None)]
-    assert "nothing: it is drawn" in printed and result["seed"] == 0
-    assert len(result["price"]["positions"][0]) == 5 and result["price"]["windows"] == 3
+        check_no_future(result["changes"][mode])
+        assert f"{mode}: sees no future" in printed
+    price = result["price"]
+    for name in ("leak_gives", "competing_costs", "together"):
+        assert abs(price[name]["bits"]) < 1e-5
+    (choice,) = result["choices"]
+    assert (choice["layer"], choice["gradient"]) == (1, None)
+    assert "nothing: it is drawn" in printed
+    assert result["seed"] == 0
+    assert len(price["positions"][0]) == 5
+    assert price["windows"] == 3
 
 
 def test_top_w_is_found_and_priced(workshop: Workshop, topk: Path) -> None:
     result, printed = audited(workshop, topk, "tolerance=1e-10", "split=test")
-    changes, read = result["changes"], result["changes"]["teacher-forced"]
-    assert (
-        read["sees_future"] and changes["tolerance"] == 1e-10 and {1, 31} < {*changes["prefixes"]}
-    )
-    assert read["arises_in"] == [[1, "routed"]], "layers count from 0"
-    assert read["rows"][0]["heads"] == "logits" and 0 < read["rows"][0]["moved"] <= 1
+    changes = result["changes"]
+    assert changes["tolerance"] == 1e-10
+    assert {1, 31} < {*changes["prefixes"]}
+    forced = changes["teacher-forced"]
+    assert forced["sees_future"]
+    assert forced["arises_in"] == [[1, "routed"]], "layers count from 0"
+    assert forced["rows"][0]["heads"] == "logits"
+    assert 0 < forced["rows"][0]["moved"] <= 1
+    assert not changes["streaming"]["sees_future"]
     assert "teacher-forced: sees the future; arises in layer 1 (routing heads)" in printed
-    assert "streaming: sees no future" in printed and not changes["streaming"]["sees_future"]
+    assert "streaming: sees no future" in printed
     assert result["choices"][0]["gradient"] > 0
     assert "its queries, by the attention; centroids" in " ".join(printed.split())
     assert result["price"]["leak_gives"]["bits"] != 0
+
+
+def test_an_audit_is_the_same_with_the_same_seed(workshop: Workshop, topk: Path) -> None:
     first, again, other = (audited(workshop, topk, f"seed={seed}")[0] for seed in (3, 3, 4))
-    assert first["price"] == again["price"] and first["changes"] == again["changes"]
+    assert first["price"] == again["price"]
+    assert first["changes"] == again["changes"]
     assert first["price"]["positions"] != other["price"]["positions"]

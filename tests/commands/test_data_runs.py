@@ -1,4 +1,5 @@
-"""`rtx data`, and runs on every data set: each unit is scored once, whether or not N divides the split; images are
+"""`rtx data`, and runs on every data set: each unit is scored once, whether or not N divides the
+split; images are
 whole; words and subwords have their measures, the released protocol, and samples without a store.
 """
 
@@ -13,7 +14,8 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from rtx.data import sets
+from rtx.data.sets import WORDS
+from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.presets import options
 from tests.helpers.made_sets import SETS, encoded, random_images
 from tests.helpers.small_runs import SIZES, Workshop, final
@@ -84,7 +86,7 @@ def test_every_action_says_what_it_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*options("data")} - {*sets.MADE})
+    "name", sorted({*options("data")} - {*MADE})
 )  # they are in test_recall_runs.py
 def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, name: str) -> None:
     run = trained(name)
@@ -95,9 +97,7 @@ def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, 
         next(n for n in range(8, test + 1) if bool(test % n) == rest) for rest in (False, True)
     )
     for words in (
-        [()]
-        if name in sets.IMAGE_SETS
-        else [(f"data.length={dividing}",), (f"data.length={other}",)]
+        [()] if name in IMAGE_SETS else [(f"data.length={dividing}",), (f"data.length={other}",)]
     ):
         result, _ = workshop.score(run, "split=test", *words)
         assert result["units"] == result["split_units"] == test > 0
@@ -107,7 +107,9 @@ def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, 
 
 @pytest.fixture(scope="module")
 def run(workshop: Workshop) -> Path:
-    """A run on a folder with 23 images of 6 x 8, for which a wrong length is refused, and the right one named."""
+    """A run on a folder with 23 images of 6 x 8, for which a wrong length is refused, and the right
+    one named.
+    """
     (folder := workshop.folder / "pictures").mkdir()
     for number, image in enumerate(random_images(23, 6, 8)):
         (folder / f"{number:02d}.png").write_bytes(encoded(image))
@@ -118,41 +120,53 @@ def run(workshop: Workshop) -> Path:
     return run
 
 
-def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(
-    workshop: Workshop, run: Path
-) -> None:
-    assert final(run)["unit"] == "dim" and final(run)["units"] == 144
+def pixels_of(path: Path) -> np.ndarray:
+    """Return the pixels of a picture, which has the size of the images of the run."""
+    pixels = np.asarray(Image.open(path))
+    assert pixels.shape == (6, 8, 3)
+    return pixels
+
+
+def test_a_run_on_images_counts_sub_pixels(workshop: Workshop, run: Path) -> None:
+    closing = final(run)
+    assert (closing["unit"], closing["units"]) == ("dim", 144)
     scored, _ = workshop.score(run, "split=train")
-    assert scored["units"] == 21 * 144 and 7.5 < scored["bits"] < 9.5
-    first, second = (
-        run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2)
-    )  # the first in training
+    assert scored["units"] == 21 * 144
+    assert 7.5 < scored["bits"] < 9.5
+
+
+def test_a_run_on_images_samples_pictures(workshop: Workshop, run: Path) -> None:
+    # The first is of the training.
+    first, second = (run / "samples" / f"step12-seed0-{number}.png" for number in (1, 2))
     assert workshop.answer("sample", str(run), "checkpoint=last")[0] == f"{second}\n"
-    assert all(np.asarray(Image.open(path)).shape == (6, 8, 3) for path in (first, second))
-    said = workshop.command("sample", str(run), "length=30", "seed=7", "checkpoint=last")
-    assert "30 units; an image has 144: the rest is black" in said
-    pixels = np.asarray(Image.open(run / "samples" / "step12-seed7-1.png"))
-    assert (
-        pixels.shape == (6, 8, 3) and pixels[0].any() and (pixels[2:] == 0).all()
-    )  # 30 units are 10 pixels
+    for path in (first, second):
+        pixels_of(path)
+    printed = workshop.command("sample", str(run), "length=30", "seed=7", "checkpoint=last")
+    assert "30 units; an image has 144: the rest is black" in printed
+    pixels = pixels_of(run / "samples" / "step12-seed7-1.png")
+    # 30 units are 10 pixels.
+    assert pixels[0].any()
+    assert (pixels[2:] == 0).all()
     for option, line in (
         ("length=145", "an image has 144 units"),
         ("prompt=cat", "no place in a run on images"),
     ):
         assert line in workshop.command("sample", str(run), option, code=2)
+
+
+def test_analyses_of_a_run_on_images(workshop: Workshop, run: Path) -> None:
     workshop.command("analyze", "patterns", str(run), "split=train")
     path = Path(workshop.command("analyze", "context", str(run)).splitlines()[-1])
     result = json.loads(path.read_text())
-    assert result["gains"] == [] and len(result["positions"]) == 16, (
-        "a part of an image elsewhere is no image"
-    )
+    assert result["gains"] == [], "a part of an image elsewhere is no image"
+    assert len(result["positions"]) == 16
 
 
 def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(
     workshop: Workshop, trained: Train
 ) -> None:
     result, said = workshop.score(trained("wikitext103"), "split=test")
-    published = sets.SETS["wikitext103"].words["test"]
+    published = WORDS["wikitext103"]["test"]
     assert result["units"] == published == result["words"] and result["words_comparable"]
     assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
     assert "bits_per_byte" not in result and "bits/byte" not in said
@@ -171,7 +185,7 @@ def test_subwords_have_bits_per_byte_and_a_perplexity(workshop: Workshop, traine
     ].to_pylist()
     text = sum(len(row.encode()) for row in rows)
     assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
-    assert result["words"] == sets.SETS["pg19"].words["test"] and result["words_comparable"]
+    assert result["words"] == WORDS["pg19"]["test"] and result["words_comparable"]
     assert " bits/subword" in said and " bits/byte of text\n" in said
     assert final(pg19)["unit"] == "subword" and final(pg19)["bits_per_byte"] < final(pg19)["bits"]
 
@@ -210,7 +224,8 @@ def test_a_run_samples_without_its_store(
     assert (run / file).read_bytes() == (store / file).read_bytes()
     said = workshop.command("resume", str(run), "trainer.steps=3")
     assert "done after 3 steps" in said and "perplexity per word" in said
-    gc.collect()  # as the end of a process: Trainer and callbacks refer to each other, and one of them to the store
+    # As at the end of a process: Trainer and callbacks refer to each other, and one to the store.
+    gc.collect()
     workshop.command("data", "remove", store.name)
     assert not store.exists()
     said = workshop.command("sample", str(run), "length=5", "prompt=of")

@@ -1,4 +1,6 @@
-"""`rtx eval`, `sample` and `export` on real runs of a few steps, and `rtx.load`; damage to an export is told."""
+"""`rtx eval`, `sample` and `export` on real runs of a few steps, and `rtx.load`; damage to an
+export is told.
+"""
 
 import contextlib
 import errno
@@ -23,7 +25,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.runs.status import utc_now
 from rtx.training import inference
 from rtx.training.checkpoint import load_for_use
-from rtx.training.inference import write_export
+from rtx.training.export import write_export
 from tests.helpers.small_runs import Workshop, final
 
 
@@ -100,7 +102,9 @@ def test_results_of_other_protocols_do_not_replace_each_other(
 def test_weights_that_are_no_numbers_are_told_and_not_scored(
     workshop: Workshop, run: Path, tmp_path: Path
 ) -> None:
-    """A checkpoint that is whole, of a run that has diverged; or one whose products leave the range of its numbers."""
+    """A checkpoint that is whole, of a run that has diverged; or one whose products leave the range
+    of its numbers.
+    """
     for value, said in (
         (math.nan, " holds NaN or infinities, first in"),
         (1e30, "scores nan nats"),
@@ -216,7 +220,8 @@ def test_the_score_of_a_run_that_is_not_done_says_so(
         ("running", "note: the run is still running, at step 7 of 12\n"),
         (
             "interrupted",
-            f"note: the run is not done: interrupted at step 7 of 12; rtx resume {copied} goes on\n",
+            f"note: the run is not done: interrupted at step 7 of 12; rtx resume {copied} goes "
+            "on\n",
         ),
     ):
         here = {

@@ -1,4 +1,5 @@
-"""Patterns, data sets and presets of the user's own: the examples of docs/attention.md and extending.md as printed, in
+"""Patterns, data sets and presets of the user's own: the examples of docs/attention.md and
+extending.md as printed, in
 every command.
 """
 
@@ -305,7 +306,10 @@ def test_a_name_that_begins_as_one_of_ours_is_not_taken_for_it(place: Place) -> 
         said = place.asked("plan", "extensions=named.py", f"model.base={name}", "routing.heads=0")
         plans.append(said[said.index("parameters ") :])
     assert plans[0] == plans[1]
-    own = "rtx.register_pattern('blocks_mine', lambda heads, config, layer: Exact(window=8), selection=True)\n"
+    own = (
+        "rtx.register_pattern('blocks_mine', lambda heads, config, layer: Exact(window=8), "
+        "selection=True)\n"
+    )
     (place.folder / "named.py").write_text(f"import rtx\nfrom rtx.attention import Exact\n{own}")
     words = [
         "routing.selection=blocks_mine",
@@ -359,13 +363,13 @@ def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
     said = place.asked("train", *words, run="package", inside=inside)
     assert " (tiny), primes, 1 steps of " in said
     assert (
-        "rtx: mypackage is without rtx.patterns routed: 'routed' is what rtx calls heads of another kind\n"
-        in said
+        "rtx: mypackage is without rtx.patterns routed: 'routed' is what rtx calls heads of "
+        "another kind\n" in said
     )
     said = place.asked("plan", "model.base=update", inside=inside, code=2)
     assert (
-        "rtx: 'update' is an attribute of torch.nn.ModuleDict, which holds the heads by their names\n"
-        in said
+        "rtx: 'update' is an attribute of torch.nn.ModuleDict, which holds the heads by their "
+        "names\n" in said
     )
     record = json.loads((place.folder / "package" / "environment.json").read_text())
     assert record["versions"]["mypackage"] == "1.5"

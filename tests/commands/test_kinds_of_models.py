@@ -1,4 +1,6 @@
-"""Runs of every kind of model: resumed to the same bits, taken by every command; memories scored as published."""
+"""Runs of every kind of model: resumed to the same bits, taken by every command; memories scored as
+published.
+"""
 
 import re
 import signal

@@ -1,4 +1,5 @@
-"""Two processes on one CPU: the steps of one, one run folder whoever starts them, one end for both, and the same bits
+"""Two processes on one CPU: the steps of one, one run folder whoever starts them, one end for both,
+and the same bits
 where they are stopped or one of them is lost.
 """
 
@@ -47,10 +48,11 @@ STEADY = (
 
 
 def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[Process]:
-    """Start a command on two processes, the first in front; what they say goes to a file beside the run.
+    """Start a command on two processes, the first in front; what they say goes to a file beside the
+    run.
 
-    Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or they are forked
-    with their imports behind them, and find the variables that Slurm sets (`srun`).
+    Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or
+    they are forked with their imports behind them, and find the variables that Slurm sets (`srun`).
     """
     if launcher == "srun":
         return [workshop.fork(run, *arguments, inside=HELD, **place) for place in slurm()]
@@ -130,7 +132,8 @@ HELD = """
 from rtx.training import distributed, module
 def shard(model, mesh):
     distributed.shard(model, mesh)
-    held, whole = (sum(f(each).numel() for each in model.parameters()) for f in (lambda p: p.to_local(), lambda p: p))
+    held = sum(each.to_local().numel() for each in model.parameters())
+    whole = sum(each.numel() for each in model.parameters())
     print(f"holds {held / whole}\\n", end="")
 module.shard = shard
 """
@@ -231,6 +234,21 @@ def whole(workshop: Workshop) -> dict[str, Path]:
     return runs
 
 
+def kill_second(processes: list[Process], launcher: str) -> None:
+    """Kill the second process of a run, as its launcher has started it."""
+    number = children(processes[0].number)[0] if launcher == "rtx" else processes[1].number
+    os.kill(number, signal.SIGKILL)
+
+
+def check_use(workshop: Workshop, run: Path) -> None:
+    """Check that a run and its export have the same score, and can be sampled."""
+    workshop.command("export", str(run), "checkpoint=last")
+    bits = f"{final(run)['bits']:.4f}"
+    for folder in (run, run / "export"):
+        assert bits in workshop.command("eval", str(folder), "checkpoint=last")
+        assert workshop.command("sample", str(folder), "length=20", "checkpoint=last")
+
+
 @pytest.mark.parametrize(
     ("hardware", "number", "launcher"),
     [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")],
@@ -243,15 +261,14 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     processes[0].until(after(2))
     processes[0].send(number)
     text = ended(processes, 143)
-    assert f"stopped by {number.name} at step" in text and "LOCAL_RANK" not in text
+    assert f"stopped by {number.name} at step" in text
+    assert "LOCAL_RANK" not in text
     status = status_of(run)
-    assert status.state == "preempted" and status.step < 24
+    assert status.state == "preempted"
+    assert status.step < 24
     processes = start(workshop, launcher, run, "resume", str(run))
     processes[0].until(after(status.step + 2))
-    os.kill(
-        processes[1].number if launcher == "srun" else children(processes[0].number)[0],
-        signal.SIGKILL,
-    )
+    kill_second(processes, launcher)
     text = ended(processes[:1], 1)
     assert "rtx: another process of the run is gone; the last good checkpoint is" in text
     assert status_of(run).state == "failed"
@@ -261,12 +278,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     # The weights, the optimizer, the random streams of both processes, and every row.
     assert difference(run, whole[hardware]) == ""
     assert ended(start(workshop, "srun", run, "resume", str(run))).count("is done: 24 steps") == 1
-    workshop.command("export", str(run), "checkpoint=last")
-    for folder in (run, run / "export"):
-        assert f"{final(run)['bits']:.4f}" in workshop.command(
-            "eval", str(folder), "checkpoint=last"
-        )
-        assert workshop.command("sample", str(folder), "length=20", "checkpoint=last")
+    check_use(workshop, run)
 
 
 def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Workshop) -> None:

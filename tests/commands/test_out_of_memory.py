@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: where `auto` left the choice to rtx, the run goes on with less."""
+"""Memory that runs out in a step: where a key is `auto`, the run goes on with less."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,9 @@ AUTO = (
 def starve(
     patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Exception | None = None
 ) -> list[int]:
-    """Let training run out of memory where a micro-batch has more than `most` sequences; returns the sizes of all."""
+    """Let training run out of memory where a micro-batch has more than `most` sequences; returns
+    the sizes of all.
+    """
     whole, seen = Transformer.loss, []
 
     def loss(self: Transformer, tokens_BN: torch.Tensor, **options: Any) -> Any:
@@ -43,44 +45,43 @@ def starve(
     return seen
 
 
+def check_halved(run: Path, printed: str) -> None:
+    """Check that the micro-batch went from 4 over 2 to 1, and that the records of a run say so."""
+    config = load_run_config(run)
+    assert (config.trainer.micro_batch_size, config.model.recompute) == (1, False)
+    hardware = json.loads((run / "environment.json").read_text())["hardware"]
+    assert (hardware["micro_batch_size"], hardware["accumulate"]) == (1, 4)
+    assert hardware["precision"] == "fp32"
+    lines = (run / "resumes.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["changed"] for line in lines]
+    assert rows == [{"trainer.micro_batch_size": [before, before // 2]} for before in (4, 2)]
+    for before in (4, 2):
+        assert f"  trainer.micro_batch_size: {before} -> {before // 2}\n" in printed
+
+
 @pytest.mark.parametrize("passes", [0, 1])
 def test_the_micro_batch_is_halved_and_the_run_says_and_keeps_it(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
 ) -> None:
-    refused = RuntimeError(
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
-    )
-    seen, run, plain = (
-        starve(monkeypatch, 1, passes, refused if passes else None),
-        tmp_path / "run",
-        tmp_path / "plain",
-    )
-    said = workshop.command("train", workshop.text, *AUTO, run=run)
-    assert seen[passes:][:3] == [4, 2, 1] and set(seen[passes + 2 :]) == {1}
-    assert (
-        "auto: hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false: about "
-        in said
-    )
-    assert "out of memory: " in said
-    config = load_run_config(run)
-    assert (config.trainer.micro_batch_size, config.model.recompute) == (1, False)
-    environment = json.loads((run / "environment.json").read_text())["hardware"]
-    assert (
-        environment["micro_batch_size"],
-        environment["accumulate"],
-        environment["precision"],
-    ) == (1, 4, "fp32")
-    rows = [
-        json.loads(line)["changed"] for line in (run / "resumes.jsonl").read_text().splitlines()
-    ]
-    assert rows == [{"trainer.micro_batch_size": [before, before // 2]} for before in (4, 2)]
-    assert all(
-        f"  trainer.micro_batch_size: {before} -> {before // 2}\n" in said for before in (4, 2)
-    )
+    refused = None
+    if passes:
+        reason = "DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
+        refused = RuntimeError(f"[enforce fail] {reason}")
+    seen = starve(monkeypatch, 1, passes, refused)
+    run = tmp_path / "run"
+    plain = tmp_path / "plain"
+    printed = workshop.command("train", workshop.text, *AUTO, run=run)
+    assert seen[passes:][:3] == [4, 2, 1]
+    assert set(seen[passes + 2 :]) == {1}
+    choice = "hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false"
+    assert f"auto: {choice}: about " in printed
+    assert "out of memory: " in printed
+    check_halved(run, printed)
     workshop.command("train", workshop.text, *AUTO, "trainer.micro_batch_size=1", run=plain)
     assert difference(run, plain) == ""
-    said = workshop.command("resume", str(run), "trainer.steps=6")
-    assert "auto:" not in said and set(seen[-8:]) == {1}
+    printed = workshop.command("resume", str(run), "trainer.steps=6")
+    assert "auto:" not in printed
+    assert set(seen[-8:]) == {1}
 
 
 def test_it_goes_on_from_the_newest_checkpoint(

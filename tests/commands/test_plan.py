@@ -31,8 +31,8 @@ def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixtu
         capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16"
     )
     assert (
-        "rt24: 24 layers, local heads; routing=topk: 4 of 8 heads route in 24 of 24 layers (32 clusters, W = 256)"
-        in printed
+        "rt24: 24 layers, local heads; routing=topk: 4 of 8 heads route in 24 of 24 layers (32 "
+        "clusters, W = 256)" in printed
     )
     assert "1,000 steps, 131,072,000 units" in printed
     printed = planned(
@@ -87,7 +87,9 @@ def test_the_plan_says_what_each_device_is_given(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     def given(*words: str) -> list[str]:
-        """Return what a plan says of devices, a line for each, on a machine of 15 GiB without a GPU."""
+        """Return what a plan says of devices, a line for each, on a machine of 15 GiB without a
+        GPU.
+        """
         told = planned(capsys, "data=enwik8", "model=rt24", *words)
         return re.split(r" (?=a GPU of|this machine)", told.partition(" what fits ")[2])
 

@@ -1,8 +1,11 @@
-"""`rtx train`, `resume`, `eval`, `plan` and `sample` on data=recall, and `ablate=` behind `rtx eval`."""
+"""`rtx train`, `resume`, `eval`, `plan` and `sample` on data=recall, and `ablate=` behind `rtx
+eval`.
+"""
 
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,26 +45,40 @@ ACCURACY = {
 """By the kind of a row."""
 
 
-def test_accuracy_is_logged_with_every_row_and_every_answer_scored_once(
+def is_whole(count: float) -> bool:
+    """Whether a number of right answers, computed from their share, is whole."""
+    return count == pytest.approx(round(count), abs=1e-4)
+
+
+def test_accuracy_is_logged_with_every_row(recall_run: Path) -> None:
+    rows = counted_rows(recall_run)
+    counts = {"train": 2 * 4 * 3, "valid": 5 * 3, "final": ANSWERS}
+    for row in rows:
+        kind = row["kind"]
+        assert is_whole(row[ACCURACY[kind]] * counts[kind])
+    assert [row["valid/units"] for row in rows if row["kind"] == "valid"] == [15, 15, 15]
+    closing = final(recall_run)
+    assert closing["unit"] == "answer"
+    assert 0 <= closing["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("mode", ["parallel", "streaming"])
+def test_every_answer_is_scored_once(workshop: Workshop, recall_run: Path, mode: str) -> None:
+    result, printed = workshop.score(recall_run, f"mode={mode}", "checkpoint=last")
+    assert result["units"] == result["split_units"] == ANSWERS
+    assert (result["windows"], result["chance"]) == (9, 0.25)
+    assert not result["partial"]
+    assert is_whole(result["accuracy"] * ANSWERS)
+    assert result["bits"] == pytest.approx(result["nats"] / ANSWERS / math.log(2))
+    assert f"all {ANSWERS} of the split's {ANSWERS} answers scored" in printed
+    if mode == "parallel":
+        assert result["bits"] == pytest.approx(final(recall_run)["bits"])
+        assert result["accuracy"] == final(recall_run)["accuracy"]
+
+
+def test_a_sample_and_another_split_have_their_own_answers(
     workshop: Workshop, recall_run: Path
 ) -> None:
-    rows = counted_rows(recall_run)
-    for row in rows:
-        share = row[ACCURACY[row["kind"]]]
-        count = {"train": 2 * 4 * 3, "valid": 5 * 3, "final": ANSWERS}[row["kind"]]
-        assert share * count == pytest.approx(round(share * count), abs=1e-4)
-    assert [row["valid/units"] for row in rows if row["kind"] == "valid"] == [15, 15, 15]
-    assert final(recall_run)["unit"] == "answer" and 0 <= final(recall_run)["accuracy"] <= 1
-    for mode in ("parallel", "streaming"):
-        result, said = workshop.score(recall_run, f"mode={mode}", "checkpoint=last")
-        assert result["units"] == result["split_units"] == ANSWERS
-        assert result["windows"] == 9 and not result["partial"] and result["chance"] == 0.25
-        assert result["accuracy"] * ANSWERS == pytest.approx(round(result["accuracy"] * ANSWERS))
-        assert result["bits"] == pytest.approx(result["nats"] / ANSWERS / math.log(2))
-        assert f"all {ANSWERS} of the split's {ANSWERS} answers scored" in said
-        if mode == "parallel":
-            assert result["bits"] == pytest.approx(final(recall_run)["bits"])
-            assert result["accuracy"] == final(recall_run)["accuracy"]
     for words, units in (("limit=2", 6), ("split=test", ANSWERS)):
         assert workshop.score(recall_run, words)[0]["units"] == units
 
@@ -114,41 +131,47 @@ def test_what_recall_does_not_have_is_refused_in_a_line(
     )
 
 
+def words_of(task: str) -> list[str]:
+    """Return the overrides of a small run on a task whose answers may be at any place."""
+    words = [word for word in RECALL if word not in ("data=recall", "data.length=32")]
+    words += [f"data={task}", "data.length=64", "data.distance=20", "data.pairs=4"]
+    if task != "induction":
+        words.append("data.gaps=power")
+    return words
+
+
+def check_accuracies(score: dict[str, Any]) -> None:
+    """Check that accuracies by distance and by pairs count each answer once."""
+    assert {*score["accuracy_by_pairs"]} == {"1", "2", "4"}
+    assert {*score["accuracy_by_distance"]} <= {"16", "32"}
+    for table in (score["accuracy_by_distance"], score["accuracy_by_pairs"]):
+        assert sum(count for _, count in table.values()) == score["units"]
+        right = sum(share * count for share, count in table.values())
+        assert right == pytest.approx(score["accuracy"] * score["units"])
+
+
 @pytest.mark.parametrize("task", ["mqar", "copy", "induction"])
-def test_answers_at_any_place_are_scored_once_and_told_by_distance_and_pairs(
+def test_answers_at_any_place_are_scored_once_and_counted_by_distance_and_pairs(
     workshop: Workshop, task: str
 ) -> None:
     run = workshop.folder / task
-    words = [word for word in RECALL if word not in ("data=recall", "data.length=32")]
-    words += [
-        f"data={task}",
-        "data.length=64",
-        "data.distance=20",
-        "data.pairs=4",
-        "data.gaps=power",
-    ]
-    words = [word for word in words if task != "induction" or "gaps" not in word]
+    words = words_of(task)
     printed = workshop.command("train", *words, run=run)
-    assert "accuracy by pairs: 1: " in printed and "accuracy by distance: 16+: " in printed
+    assert "accuracy by pairs: 1: " in printed
+    assert "accuracy by distance: 16+: " in printed
     closing = final(run)
-    for table in (closing["accuracy_by_distance"], closing["accuracy_by_pairs"]):
-        assert sum(count for _, count in table.values()) == closing["units"]
-        right = sum(share * count for share, count in table.values())
-        assert right == pytest.approx(closing["accuracy"] * closing["units"])
-    assert {*closing["accuracy_by_pairs"]} == {"1", "2", "4"} and {
-        *closing["accuracy_by_distance"]
-    } <= {"16", "32"}
+    check_accuracies(closing)
     result, _ = workshop.score(run, "mode=streaming", "checkpoint=last")
     assert result["units"] == result["split_units"] == closing["units"]
     assert result["accuracy_by_pairs"] == closing["accuracy_by_pairs"]
-    counted = workshop.command("data", "info", *[word for word in words if "data" in word])
-    assert f"{closing['units']} answers in valid" in counted
-    audited = workshop.command(
-        "audit", str(run), "sequences=1", "prefixes=4", "windows=3", "positions=5"
-    )
-    assert "1 position in each of 3 windows" in audited
+    of_data = [word for word in words if "data" in word]
+    info = workshop.command("data", "info", *of_data)
+    assert f"{closing['units']} answers in valid" in info
+    small = ("sequences=1", "prefixes=4", "windows=3", "positions=5")
+    assert "1 position in each of 3 windows" in workshop.command("audit", str(run), *small)
     report = workshop.command("report", str(run))
-    assert "accuracy" in report and "baseline: chance" in report
+    assert "accuracy" in report
+    assert "baseline: chance" in report
 
 
 def test_steps_are_the_same_in_parts(workshop: Workshop) -> None:

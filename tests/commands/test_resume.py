@@ -1,10 +1,13 @@
-"""`rtx resume`: whatever stopped a run, it goes on to the very bits of the run that was never stopped."""
+"""`rtx resume`: whatever stopped a run, it goes on to the very bits of the run that was never
+stopped.
+"""
 
 import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +61,10 @@ def test_a_signal_saves_and_leaves_with_its_code(
     before = (process.run / "config.yaml").read_text()
     for steps in (1, status.step):
         said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
-        refused = f"trainer.steps={steps}: the newest checkpoint is of step {status.step}; give more than that"
+        refused = (
+            f"trainer.steps={steps}: the newest checkpoint is of step {status.step}; give more "
+            "than that"
+        )
         assert said == f"rtx: {refused}\n"
     assert (read_status(process.run), (process.run / "config.yaml").read_text()) == (status, before)
     workshop.command("resume", str(process.run), "hardware.workers=0", "trainer.checkpoint_every=3")
@@ -94,7 +100,9 @@ def test_a_second_interrupt_leaves_at_once(
 
 
 def endless_step(step: int) -> str:
-    """Return the code for `inside` that makes a step last for ten minutes; a file tells that it has begun."""
+    """Return the code for `inside` that makes a step last for ten minutes; a file tells that it has
+    begun.
+    """
     return f"""
 import os, pathlib, time
 from rtx.training.module import TrainingModule
@@ -203,32 +211,34 @@ def test_a_best_without_a_checkpoint_beside_it_is_kept(
     )
 
 
+def last_rows(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the last row of each kind in metrics.jsonl."""
+    return {row["kind"]: row for row in counted_rows(run)}
+
+
 def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(
     workshop: Workshop, steady: Path
 ) -> None:
     short = workshop.train("short", "optimizer.schedule=constant", "trainer.steps=8")
-    said = workshop.command("resume", str(short))
-    assert "is done: 8 steps" in said and "trainer.steps=N with N above 8 continues it" in said
-    assert "bits/byte" in said
-    said = workshop.command("resume", str(short), "trainer.steps=7", code=2)
-    assert said == "rtx: trainer.steps=7: the run is done with 8 steps; give more than that\n"
+    printed = workshop.command("resume", str(short))
+    assert "is done: 8 steps" in printed
+    assert "trainer.steps=N with N above 8 continues it" in printed
+    assert "bits/byte" in printed
+    printed = workshop.command("resume", str(short), "trainer.steps=7", code=2)
+    assert printed == "rtx: trainer.steps=7: the run is done with 8 steps; give more than that\n"
     environment = (short / "environment.json").read_text()
     printed = workshop.command("resume", str(short), "trainer.steps=12")
-    assert "trainer.steps: 8 -> 12" in printed and "no longer exact" not in printed
-    assert (
-        checkpoint_difference(short, steady, "last")
-        == ""
-        == checkpoint_difference(short, steady, "best")
-    )
-    last, whole = ({row["kind"]: row for row in counted_rows(run)} for run in (short, steady))
-    assert last == whole
+    assert "trainer.steps: 8 -> 12" in printed
+    assert "no longer exact" not in printed
+    for checkpoint in ("last", "best"):
+        assert checkpoint_difference(short, steady, checkpoint) == ""
+    assert last_rows(short) == last_rows(steady)
     (resumed,) = (json.loads(line) for line in (short / "resumes.jsonl").read_text().splitlines())
-    assert resumed["changed"]["trainer.steps"] == [8, 12] and resumed["threads"] == 1
+    assert resumed["changed"]["trainer.steps"] == [8, 12]
+    assert resumed["threads"] == 1
     assert (short / "environment.json").read_text() == environment
-    assert {path.name for path in (short / "samples").iterdir()} == {
-        "step8-seed0-1.txt",
-        "step12-seed0-1.txt",
-    }
+    samples = {path.name for path in (short / "samples").iterdir()}
+    assert samples == {"step8-seed0-1.txt", "step12-seed0-1.txt"}
 
 
 def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:

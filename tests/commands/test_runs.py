@@ -1,4 +1,6 @@
-"""`rtx runs`, the names by which commands take a run, and the data that a run finds from another folder."""
+"""`rtx runs`, the names by which commands take a run, and the data that a run finds from another
+folder.
+"""
 
 import contextlib
 import json
@@ -28,7 +30,9 @@ def runs(workshop: Workshop) -> list[Path]:
 def elsewhere(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, str]:
-    """Further variables of all commands, which have another current folder, with no runs and no data."""
+    """Further variables of all commands, which have another current folder, with no runs and no
+    data.
+    """
     here, more = workshop.environment, {"RTX_DATA": str(tmp_path / "none")}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workshop, "environment", lambda run: here(run) | more)
@@ -54,7 +58,10 @@ def test_the_list_has_the_newest_first(
 def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    command = "rtx train -m routing.heads=8 routing.layers=12 routing.window=1024 optimizer.lr=0.0002 seed={}"
+    command = (
+        "rtx train -m routing.heads=8 routing.layers=12 routing.window=1024 optimizer.lr=0.0002 "
+        "seed={}"
+    )
     names = [f"rtx/20261127-01200{seed}-96beddb{seed}" for seed in range(3)]
     for seed, name in enumerate(names):
         (run := tmp_path / name).mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""`benchmarks/steps.py`: real steps of tiny rows in turn, rows that fail, interruption, mistakes of a user."""
+"""`benchmarks/steps.py`: real steps of tiny rows in turn, rows that fail, interruption, mistakes of
+a user.
+"""
 
 import importlib
 import json
@@ -35,7 +37,7 @@ def ask(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Ask:
-    """What runs the script with its words, checks the exit code, and returns all that was printed."""
+    """Runs the script with its words, checks the exit code, and returns all that was printed."""
 
     def run(*words: str, code: int = 0) -> str:
         text = [] if "data=recall" in words else [workshop.text]

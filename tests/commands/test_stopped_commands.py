@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM at any moment of a command that trains nothing: one line, no traceback, the code of the signal."""
+"""Ctrl-C and SIGTERM at any moment of a command that trains nothing: one line, no traceback, the
+code of the signal.
+"""
 
 import signal
 from pathlib import Path
@@ -20,7 +22,9 @@ setattr(importlib.import_module({module!r}), {name!r}, wait)
 sys.argv = ["rtx", *ask["arguments"]]
 cli.entry()
 """
-"""Runs a command that stands still where it would call a function; its errors go to a file of their own."""
+"""Runs a command that stands still where it would call a function; its errors go to a file of their
+own.
+"""
 
 
 def test_a_stopped_command_says_so_in_a_line(workshop: Workshop, run: Path) -> None:
@@ -50,7 +54,9 @@ def test_a_stopped_sample_keeps_what_was_written(
 
 
 def interrupted(workshop: Workshop, words: list[str], number: int) -> tuple[str, str, int]:
-    """Run a command that waits where it is told to, send the signal there; returns both streams and the exit code."""
+    """Run a command that waits where it is told to, send the signal there; returns both streams and
+    the exit code.
+    """
     module, name, *command = words
     errors, printed = workshop.folder / "errors.txt", workshop.folder / "printed.log"
     printed.write_bytes(b"")

@@ -36,52 +36,63 @@ def undisturbed(workshop: Workshop) -> Path:
     return workshop.train("undisturbed")
 
 
-def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
-    run = tmp_path / "cell"
-    said = workshop.command("train", workshop.text, *SIZES, "trainer.val_stride=5", run=run)
-    left = "checkpoints config.yaml environment.json lock metrics.jsonl samples status.json"
-    assert sorted(path.name for path in run.iterdir()) == left.split()
+def check_files(run: Path, printed: str) -> None:
+    """Check which files a run leaves, and that its sample is printed and saved."""
+    names = "checkpoints config.yaml environment.json lock metrics.jsonl samples status.json"
+    assert sorted(path.name for path in run.iterdir()) == names.split()
     (sample,) = (run / "samples").iterdir()
-    assert (
-        len(sample.read_bytes()) == 8
-        and str(sample) in said
-        and "a sample (temperature 0.8):" in said
-    )
-    config = load_run_config(run)
-    assert config.routing.clusters == 4  # ceil(32 / 8), frozen
+    assert len(sample.read_bytes()) == 8
+    assert str(sample) in printed
+    assert "a sample (temperature 0.8):" in printed
+
+
+def check_environment(run: Path, fingerprint: str) -> None:
     environment = json.loads((run / "environment.json").read_text())
-    assert environment["threads"] == 1 and environment["hardware"]["accelerator"] == "cpu"
+    assert environment["threads"] == 1
+    assert environment["hardware"]["accelerator"] == "cpu"
     assert {"torch", "lightning", "rtx"} <= environment["versions"].keys()
-    status = status_of(run)
-    store = open_data(config.data, workshop.folder / "data")
-    assert environment["data"]["fingerprint"] == store.fingerprint
-    assert (status.state, status.step, final(run)["units"]) == (
-        "done",
-        12,
-        len(store.split("valid")),
-    )
+    assert environment["data"]["fingerprint"] == fingerprint
+
+
+def check_rows(run: Path) -> None:
+    """Check the rows of metrics.jsonl, and that best.ckpt is of the best validation."""
     first, *rows, last = read_metrics(run / "metrics.jsonl")
     assert first["kind"] == "train"
     names = ["bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes"]
     names += ["routing/empty_share", "routing/member_most", "routing/in_none"]
     assert {"time", *(f"train/{name}" for name in names)} <= first.keys()
-    assert last["kind"] == "final" and last["valid/final_bits"] == final(run)["bits"]
+    assert last["kind"] == "final"
+    assert last["valid/final_bits"] == final(run)["bits"]
     validations = {row["step"]: row["valid/bits"] for row in rows if row["kind"] == "valid"}
+    assert [*validations] == [4, 8, 12]
     best = read_checkpoint(run / "checkpoints" / "best.ckpt")["step"]
-    assert [*validations] == [4, 8, 12] and validations[best] == min(validations.values())
-    assert f"{last['valid/final_bits']:.4f} bits/byte on the validation split" in said
-    assert (
-        f"bits/byte on valid, {last['valid/final_units']:,} bytes each scored once, windows of 32, stride 5"
-        in said
-    )
-    assert "selection=nearest: sees no future" in said
+    assert validations[best] == min(validations.values())
+
+
+def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
+    run = tmp_path / "cell"
+    printed = workshop.command("train", workshop.text, *SIZES, "trainer.val_stride=5", run=run)
+    check_files(run, printed)
+    config = load_run_config(run)
+    assert config.routing.clusters == 4  # ceil(32 / 8), frozen
+    store = open_data(config.data, workshop.folder / "data")
+    check_environment(run, store.fingerprint)
+    check_rows(run)
+    status = status_of(run)
+    closing = final(run)
+    units = closing["units"]
+    assert (status.state, status.step, units) == ("done", 12, len(store.split("valid")))
+    assert f"{closing['bits']:.4f} bits/byte on the validation split" in printed
+    scored = f"bits/byte on valid, {units:,} bytes each scored once"
+    assert f"{scored}, windows of 32, stride 5" in printed
+    assert "selection=nearest: sees no future" in printed
     plain = baselines(store.split("valid"))
-    assert final(run)["baselines"] == plain
+    assert closing["baselines"] == plain
     for name, bits in plain.items():
-        assert re.search(rf"{name} +{bits:.4f}", said)
+        assert re.search(rf"{name} +{bits:.4f}", printed)
     score, _ = workshop.score(run, "split=valid", "checkpoint=last")
-    assert (score["stride"], score["units"]) == (5, final(run)["units"])
-    assert score["bits"] == pytest.approx(final(run)["bits"], abs=1e-9)
+    assert (score["stride"], score["units"]) == (5, units)
+    assert score["bits"] == pytest.approx(closing["bits"], abs=1e-9)
 
 
 @pytest.mark.parametrize("hardware", sorted({*options("hardware")} - {"gpu", *LAUNCHED}))
@@ -125,7 +136,7 @@ def test_a_compiled_run_takes_the_same_steps(
 def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
     workshop: Workshop, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The pass by which it was tried leaves no trace: bit for bit what a run is that never tried."""
+    """The pass by which it was tried leaves no trace: the run has the bits of one without it."""
 
     class Refusal(torch.autograd.Function):
         @staticmethod
@@ -177,7 +188,10 @@ def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
         "trainer.clip=0",
     )
     said = workshop.command("train", workshop.text, *SIZES, *wild, run=run, code=1)
-    told = r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been written yet"
+    told = (
+        r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been "
+        r"written yet"
+    )
     assert re.fullmatch(told, said.splitlines()[-1])
     assert status_of(run).state == "failed"
 
@@ -290,7 +304,10 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
         line = next(
             line for line in said.splitlines() if not line.startswith(("preparing", "data=text"))
         )
-        told = "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute="
+        told = (
+            "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 "
+            "model.recompute="
+        )
         assert (
             line.startswith(told)
             and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line

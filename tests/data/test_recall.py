@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
+from rtx.data.recall import RecallStore
+from rtx.data.synthetic import TEST, TRAIN, VALID
 from rtx.errors import UserError
 from rtx.settings.schema import DataConfig, all_fields
 
@@ -30,8 +31,8 @@ def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray,
     """Return sequences `[count, N]`, positions of answers and distances to pairs `[count, A]`."""
     store = RecallStore(task)
     tokens = np.stack([store.sequence(0, index) for index in range(count)]).astype(np.int64)
-    at, back = store.answers(torch.from_numpy(tokens))
-    return tokens, at.numpy(), back.numpy()
+    found = store.answers(torch.from_numpy(tokens))
+    return tokens, found.position_BA.numpy(), found.distance_BA.numpy()
 
 
 def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
@@ -155,3 +156,23 @@ def test_held_out_splits_are_fixed_counted_and_named_by_the_fingerprint() -> Non
     assert len({RecallStore(task).fingerprint for task in [RECALL, RECALL, *others]}) == 7
     highest = sum(all_fields()[f"data.{name}"].high for name in ("keys", "values", "fillers"))
     assert highest < 2**16, "units are kept as uint16"
+
+
+def test_masked_hides_one_of_the_two_values_of_each_key_on_either_side():
+    task = replace(MQAR, name="masked")
+    tokens, at, distance = drawn(task, 300)
+    same, second, _ = drawn(INDUCTION, 300)
+    assert np.array_equal(tokens, same)
+    is_answer = at >= 0
+    assert np.array_equal(is_answer, second >= 0)
+    # The other value of the key is visible, and is the same.
+    is_first = (at != second)[is_answer]
+    rows = np.nonzero(is_answer)[0]
+    hidden = at[is_answer]
+    other = hidden + np.where(is_first, 1, -1) * distance[is_answer]
+    assert np.array_equal(tokens[rows, hidden], tokens[rows, other])
+    assert np.array_equal(tokens[rows, hidden - 1], tokens[rows, other - 1])
+    assert 0.4 < is_first.mean() < 0.6
+    assert (distance[is_answer] >= task.distance).all()
+    shown = {(row, place) for row, place in zip(rows.tolist(), other.tolist(), strict=True)}
+    assert shown.isdisjoint(zip(rows.tolist(), hidden.tolist(), strict=True))

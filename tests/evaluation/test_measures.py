@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtx.data.sets import SETS, stamp_phrases
+from rtx.data.sets import WORDS, stamp_phrases
 from rtx.data.store import TokenStore
 from rtx.data.tokenizers import Tokenizer, WordTokenizer, learn_subwords, learn_words
+from rtx.data.windows import windows
 from rtx.errors import UserError
 from rtx.evaluation.measures import (
     baselines,
@@ -20,7 +21,6 @@ from rtx.evaluation.measures import (
     read_as_released,
 )
 from rtx.evaluation.scores import Score
-from rtx.evaluation.windows import windows
 from tests.helpers.made_sets import prose
 
 WIKITEXT = b" \n = A title = \n \n first line <unk> \n second \n \n"
@@ -94,7 +94,7 @@ def test_what_the_released_code_did_not_read_is_refused(
 def test_words_are_the_published_ones_of_a_whole_split_its_own_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(SETS["wikitext103"].words, "test", 20)  # type: ignore[arg-type]
+    monkeypatch.setitem(WORDS["wikitext103"], "test", 20)
     whole = measured(store("wikitext103", Tokenizer(), WIKITEXT))
     assert whole["words_comparable"] and whole["perplexity_per_word"] == pytest.approx(
         math.exp(2 * len(WIKITEXT) / 20)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rtx.data.windows import Window, equal_batches, sample_windows, windows
 from rtx.evaluation.far_repeats import REPEATED, far_repeated
 from rtx.evaluation.scores import Score, score_windows
-from rtx.evaluation.windows import Window, equal_batches, sample_windows, windows
 
 
 class Counter(nn.Module):

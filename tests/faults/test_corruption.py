@@ -1,4 +1,4 @@
-"""Damaged checkpoints, each one found out; what the commands do then, and upon other damaged files."""
+"""Damaged checkpoints and other files: each is noticed, and what the commands do then."""
 
 import contextlib
 import json
@@ -79,8 +79,8 @@ def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(
     damage(copy / "checkpoints" / "best.ckpt", flip=44_444)
     said = workshop.command("eval", str(copy))
     assert (
-        "best.ckpt is damaged (its checksum does not match)\nno whole best.ckpt; using last.ckpt (step 12)"
-        in said
+        "best.ckpt is damaged (its checksum does not match)\nno whole best.ckpt; using last.ckpt "
+        "(step 12)" in said
     )
     for name in ("last", "previous"):
         damage(copy / "checkpoints" / f"{name}.ckpt", keep=4_444)
@@ -152,7 +152,7 @@ def test_a_model_or_data_other_than_was_trained_are_not_scored(
         for word in ("eval", "sample", "export", "analyze divergence"):
             said = workshop.command(*word.split(), str(copy), code=2)
             assert (
-                f"rtx: {path}: {group}.{key} is {is_now}, but {was} in best.ckpt, which was trained so"
-                in said
+                f"rtx: {path}: {group}.{key} is {is_now}, but {was} in best.ckpt, which was "
+                "trained so" in said
             )
     assert not any((copy / name).exists() for name in ("eval", "export", "analysis"))

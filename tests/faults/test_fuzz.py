@@ -1,6 +1,7 @@
 """Generated files from outside: whatever they hold, they are read or refused in words, in time.
 
-The examples are the same in every run of the tests. RTX_FUZZ=2000 draws as many of each, others every time.
+The examples are the same in every run of the tests. RTX_FUZZ=2000 draws as many of each, others
+every time.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ from rtx.data.images import Pixels
 from rtx.data.store import RECORD, open_store, record_sha256
 from rtx.data.tokenizers import Tokenizer, learn_subwords, learn_words, load_tokenizer
 from rtx.errors import DAMAGED, RunFailed, UserError
-from rtx.report.contents import build, markdown
+from rtx.report.contents import build
+from rtx.report.formats import markdown
 from rtx.report.run_records import collect
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state

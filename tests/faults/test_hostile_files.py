@@ -1,4 +1,5 @@
-"""What somebody else has written or laid out: bombs, pipes, links, programs, markup, escapes, parts of other types.
+"""What somebody else has written or laid out: bombs, pipes, links, programs, markup, escapes, parts
+of other types.
 
 No command may hang, run or follow anything, end in a traceback, or pass markup and escapes on.
 """
@@ -23,14 +24,15 @@ import torch
 from rtx import load
 from rtx.data.store import open_store
 from rtx.errors import RunFailed, UserError
-from rtx.report.contents import build, comma_separated, html, markdown
+from rtx.report.contents import build
+from rtx.report.formats import comma_separated, html, markdown
 from rtx.report.run_records import collect
-from rtx.report.tables import Column, Table
 from rtx.runs.checksum import COMMENT_BYTES, TAG
 from rtx.runs.folder import shown
 from rtx.runs.status import read_status, run_state
 from rtx.settings.run_config import load_run_config
 from rtx.sweeps.launcher import start
+from rtx.tables import Column, Table
 from rtx.training.checkpoint import FORMAT, CheckpointFiles, read_checkpoint
 from tests.helpers.disturbances import asked, deadline
 from tests.helpers.small_runs import SIZES, Workshop, after
@@ -226,7 +228,9 @@ def test_a_report_and_a_configuration_of_somebody_else_are_not_written_over(
 
 
 def craft(path: Path, place: list[Any], value: Any = None) -> None:
-    """Take a part of a checkpoint away or give it another value, and write it with a checksum that is right."""
+    """Take a part of a checkpoint away or give it another value, and write it with a checksum that
+    is right.
+    """
     checkpoint = inner = read_checkpoint(path)
     *way, last = place
     for key in way:

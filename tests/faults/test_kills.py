@@ -1,4 +1,5 @@
-"""SIGKILL of runs at chosen calls, and of sweeps by the clock; and two commands at once where there is room for one:
+"""SIGKILL of runs at chosen calls, and of sweeps by the clock; and two commands at once where there
+is room for one:
 a run goes on to the bits of the one left alone.
 """
 
@@ -15,6 +16,7 @@ from rtx.runs.status import run_state
 from tests.helpers.disturbances import damaged_bytes, newest_step
 from tests.helpers.small_runs import (
     SIZES,
+    Process,
     Workshop,
     after,
     children,
@@ -70,13 +72,27 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
     assert difference(run, workshop.train("alone", *words)) == ""
 
 
+def kill_sweep(sweep: Process) -> None:
+    """Kill a sweep and its cells at once, without a word."""
+    sweep.send(signal.SIGSTOP)
+    # Stopped, it starts no further cell.
+    os.waitpid(sweep.number, os.WUNTRACED)
+    for number in (*children(sweep.number), sweep.number):
+        os.kill(number, signal.SIGKILL)
+    assert sweep.wait() == -signal.SIGKILL
+
+
+def wait_until_none_runs(root: Path) -> None:
+    """Wait until no run of a folder has a process: one that is killed is gone a moment later."""
+    while any(run_state(run) == "running" for run in root.glob("*/")):
+        time.sleep(0.02)
+
+
 def test_three_kills_change_nothing(workshop: Workshop) -> None:
-    """Each of the sweep and its cells at once, without a word: the first perhaps before a cell has begun."""
-    words, draw, root = (
-        ("trainer.steps=40", "name=killed"),
-        random.Random(5),
-        workshop.folder / "out" / "killed",
-    )
+    """The first kill comes perhaps before a cell has begun."""
+    words = ("trainer.steps=40", "name=killed")
+    draw = random.Random(5)
+    root = workshop.folder / "out" / "killed"
     alone = [workshop.train(f"alone{seed}", *words, f"seed={seed}") for seed in (1, 2)]
     command = ("train", "-m", workshop.text, *SIZES, *words, "seed=1,2")
     for target in (0, draw.randint(2, 30), draw.randint(42, 70)):
@@ -85,16 +101,10 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
             lambda _, target=target: sum(map(steps_logged, root.glob("*/"))) >= target, pause=0.02
         )
         if not target:
-            time.sleep(
-                draw.uniform(0.5, 3.0)
-            )  # in the imports of the first cell; the sweep has far to go
-        sweep.send(signal.SIGSTOP)
-        os.waitpid(sweep.number, os.WUNTRACED)  # it starts no cell any more
-        for number in (*children(sweep.number), sweep.number):
-            os.kill(number, signal.SIGKILL)
-        assert sweep.wait() == -signal.SIGKILL
-        while any(run_state(run) == "running" for run in root.glob("*/")):
-            time.sleep(0.02)  # what is killed is gone a moment later
+            # In the imports of the first cell; the sweep has far to go.
+            time.sleep(draw.uniform(0.5, 3.0))
+        kill_sweep(sweep)
+        wait_until_none_runs(root)
     sweep = workshop.begin(root, *command, RTX_RUN="")
     assert sweep.wait() == 0, sweep.log.read_text()
     closing = sweep.log.read_text().rpartition("\ncell ")[2]
@@ -104,9 +114,8 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     for row, run in zip(rows, alone, strict=True):
         assert row[-2] == f"{final(run)['bits']:.4f}"
         assert difference(run, root / Path(row[-1]).name) == ""
-    assert (
-        workshop.command(*command).count("done before") == 4
-    )  # as each is looked at, and in the table
+    # As each is looked at, and in the table.
+    assert workshop.command(*command).count("done before") == 4
 
 
 def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
@@ -116,7 +125,10 @@ def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
     ]
     codes, said = [process.wait() for process in processes], processes[0].log.read_text()
     assert sorted(codes) == [0, 2], said
-    refusals = f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run already; "
+    refusals = (
+        f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run "
+        "already; "
+    )
     assert len(re.findall(refusals, said)) == 1, said
     assert difference(run, thirty) == ""
 

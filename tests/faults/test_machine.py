@@ -1,4 +1,6 @@
-"""A machine that fails a run: a disk full or read-only, a wrong clock, no memory, gradients that are no numbers."""
+"""A machine that fails a run: a disk full or read-only, a wrong clock, no memory, gradients that
+are no numbers.
+"""
 
 import contextlib
 import re
@@ -77,7 +79,10 @@ def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> 
     assert process.wait() == 1
     last = process.run / "checkpoints" / "last.ckpt"
     line = process.log.read_text().splitlines()[-1]
-    said = r"rtx: step 23: the norm of the gradient is nan at learning rate \S+; the last good checkpoint is "
+    said = (
+        r"rtx: step 23: the norm of the gradient is nan at learning rate \S+; the last good "
+        r"checkpoint is "
+    )
     assert re.fullmatch(said + re.escape(f"{last} (step 21)"), line), line
     assert status_of(process.run).state == "failed"
     workshop.command("resume", str(process.run))

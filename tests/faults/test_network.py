@@ -47,7 +47,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
     if shutil.which("openssl") is None:
         pytest.skip("a server that answers by HTTPS needs a certificate, which openssl makes")
     path = tmp_path / "localhost.pem"
-    asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    asked = (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext "
+        "subjectAltName=DNS:localhost"
+    )
     subprocess.run(
         ["openssl", *asked.split(), "-keyout", path, "-out", path], check=True, capture_output=True
     )
@@ -56,7 +59,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def prepare(workshop: Workshop, server: Server, name: str, trusted: Path | None = None) -> Process:
-    """Begin `rtx data prepare data=enwik8` against a server of ours; the benchmark is a hundredth of its size."""
+    """Begin `rtx data prepare data=enwik8` against a server of ours; the benchmark is a hundredth
+    of its size.
+    """
     sha256 = [hashlib.sha256(content).hexdigest() for content in (ARCHIVE, CONTENT)]
     inside = (
         "from rtx.data import text; from rtx.data.download import Remote\n"

@@ -148,7 +148,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
             **chosen,
         ),
         "indexer": lambda: attention.Indexer(
-            H, D, window=W, units=3, warmup=2 if keys else 0, **chosen
+            H, D, window=W, width=3, warmup=2 if keys else 0, **chosen
         ),
     }
     if how in made:
@@ -234,11 +234,10 @@ def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str,
     weight = torch.randn(
         out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).to(out.dtype)
-    found = torch.autograd.grad((out * weight).sum(), list(named.values()), allow_unused=True)
-    return {
-        n: torch.zeros_like(x) if g is None else g
-        for (n, x), g in zip(named.items(), found, strict=True)
-    }
+    gradients = torch.autograd.grad(
+        (out * weight).sum(), list(named.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(named, gradients, strict=True))
 
 
 def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:

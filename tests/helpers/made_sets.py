@@ -18,7 +18,7 @@ from PIL import Image
 from rtx.data import images, kernel, text
 from rtx.data.catalog import open_data
 from rtx.data.download import Remote
-from rtx.data.sets import SETS as KNOWN
+from rtx.data.sets import WORDS
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
 from rtx.settings.schema import DataConfig
@@ -152,7 +152,7 @@ def publish_wikitext(patch: pytest.MonkeyPatch, texts: Mapping[str, bytes] = TEX
         md5 = {} if split == "train" else {"md5": hashlib.md5(content).hexdigest()}
         patch.setitem(text.WIKITEXT_FACTS, split, {"lines": len(lines), "bytes": kept, **md5})
         words = sum(len(line.split()) + 1 for line in lines)
-        patch.setitem(KNOWN["wikitext103"].words, split, words)  # type: ignore[arg-type]
+        patch.setitem(WORDS["wikitext103"], split, words)
 
 
 def made_text(folder: Path, patch: pytest.MonkeyPatch) -> Made:
@@ -239,7 +239,7 @@ def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:
         place = folder / f"{split.replace('valid', 'validation')}-00000-of-00001.parquet"
         write_table(place, 2, text=books, publication_date=[1800] * count)
         patch.setitem(text.PG19_BOOKS, split, count)
-        patch.setitem(KNOWN["pg19"].words, split, words)  # type: ignore[arg-type]
+        patch.setitem(WORDS["pg19"], split, words)
     return ["data=pg19", f"data.path={folder}", "data.length=32", "data.vocabulary=400"]
 
 

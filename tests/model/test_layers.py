@@ -424,7 +424,7 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     ]  # type: ignore[operator, union-attr]
     first, *rarer = (hidden_RE @ torch.cat(vectors).T + softmax.bias_V).split([3, 4, 4], dim=-1)
     head_RG = torch.cat(
-        [first, hidden_RE @ softmax.clusters.weight.T + softmax.clusters.bias], dim=-1
+        [first, hidden_RE @ softmax.other_bands.weight.T + softmax.other_bands.bias], dim=-1
     ).softmax(-1)
     bands = [head_RG[:, n, None] * band.softmax(-1) for n, band in enumerate(rarer, 3)]
     share_RV = torch.cat([head_RG[:, :3], *bands], dim=-1)

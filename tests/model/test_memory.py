@@ -106,7 +106,7 @@ def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(
         name for name, _ in model.named_parameters() if name.endswith(("content_HD", "place_HD"))
     ]
     assert len(names) == (2 if tied else 2 * len(model.blocks))
-    memory = Memory(model.config)
+    memory = Memory(model.model_config)
     segments = tokens(length=12).split(6, dim=1)
     model.loss(segments[0], memory=memory)[0].mean().backward()
     model.zero_grad()
@@ -114,7 +114,7 @@ def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(
     assert all(x_BME.shape == (2, 6, 16) and not x_BME.requires_grad for x_BME in memory.layers)
     loss = model.loss(segments[1], memory=memory)[0].mean()
     loss.backward()
-    fresh = Memory(model.config)
+    fresh = Memory(model.model_config)
     fresh.layers = kept
     fresh.last_B = segments[0][:, -1]
     again = model.loss(segments[1], memory=fresh)[0].mean()
@@ -191,7 +191,7 @@ def loss_by_loops(
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_and_compressed_memory_are_those_of_the_definition(kind: str) -> None:
     model = tiny_model(length=6, compression=kind, **KEPT)
-    memory = Memory(model.config)
+    memory = Memory(model.model_config)
     x_BNE = torch.randn(2, 30, 16, dtype=torch.float64)
     compression = model.blocks[0].compression
     assert isinstance(compression, Compression)
@@ -225,7 +225,7 @@ def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> 
 def test_training_adds_the_loss_of_every_block_once_something_leaves() -> None:
     torch.manual_seed(0)
     model = Transformer(tiny_config(length=6, **{**KEPT, "memory": 6}), 11).double().train()
-    memory = Memory(model.config)
+    memory = Memory(model.model_config)
     losses = []
     for tokens_BN in tokens(length=18).split(6, dim=1):
         nats_BN, auxiliary = model.loss(tokens_BN, memory=memory)
@@ -254,7 +254,7 @@ def test_a_sequence_of_segments_has_the_auxiliary_losses_of_all() -> None:
     model = Transformer(tiny_config(length=6, **{**KEPT, "memory": 6}), 11).double().train()
     tokens_BN = tokens(length=18)
     _, of_sequence = model.loss(tokens_BN)
-    memory = Memory(model.config)
+    memory = Memory(model.model_config)
     losses = []
     for segment_BN in tokens_BN.split(6, dim=1):
         _, loss = model.loss(segment_BN, memory=memory)

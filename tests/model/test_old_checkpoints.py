@@ -82,6 +82,7 @@ def test_matrices_at_both_ends_are_loaded_by_their_older_names(kind: dict[str, A
     old = {}
     for name, tensor in saved.state_dict().items():
         old_name = name.replace("project_in", "widen").replace("project_out", "narrow")
+        old_name = old_name.replace("other_bands", "clusters")
         old[old_name] = tensor
     assert old.keys() != model.state_dict().keys()
     load_weights(model, {"model": old})

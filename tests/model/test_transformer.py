@@ -15,8 +15,8 @@ from rtx.attention.routing import Routing
 from rtx.model.block import Block
 from rtx.model.compiling import compile_loss
 from rtx.model.transformer import Transformer
-from rtx.training.first_weights import initialise_from_data
 from rtx.training.hardware import has_compiler
+from rtx.training.start import initialise_from_data
 from tests.helpers.tiny_models import (
     BY_QUERY,
     COMMON,

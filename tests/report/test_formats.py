@@ -1,5 +1,7 @@
-"""A report as LaTeX, Markdown, CSV, a page and on a terminal: nothing in it is markup, and units are right; what a run
-says when it ends; and the page in a real browser: its first screen, sizes, contrast, sorting, no errors.
+"""A report as LaTeX, Markdown, CSV, a page and on a terminal, and the last lines of a run.
+
+Nothing in a report is markup, and units are right. In a real browser: the first screen of the page,
+sizes, contrast, sorting, no errors.
 """
 
 import csv
@@ -17,12 +19,14 @@ import pytest
 
 from rtx.evaluation.protocol import Reading, protocol_of, score_record
 from rtx.evaluation.scores import Score
-from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, write
+from rtx.report.contents import Report, build
+from rtx.report.formats import as_json, comma_separated, html, latex, write
 from rtx.report.run_records import collect
 from rtx.report.summary import closing_lines
-from rtx.report.tables import DASH, Column, Table, terminal, tex
+from rtx.report.templates import tex
 from rtx.runs.records import DataRecord, Measures
 from rtx.settings.compose import compose
+from rtx.tables import DASH, Column, Table, table_text
 from tests.helpers.records import (
     DATA,
     FULL,
@@ -62,9 +66,8 @@ def test_every_row_of_latex_has_as_many_entries_as_columns_and_nothing_is_a_comm
         rows = [line for line in body.splitlines() if line.endswith(r" \\")]
         assert rows and {row.count("&") + 1 for row in rows} == {len(columns)}
     assert tex("50% & _x_ #1 {y}") == r"50\% \& \_x\_ \#1 \{y\}"
-    assert (
-        tex(f"{DASH} -- [w] 漢 \N{MINUS SIGN}1 ± 2") == r"\textendash{} {-}{-} {[}w] ? $-$1 $\pm$ 2"
-    )
+    text = f"{DASH} -- [w] 漢 \N{MINUS SIGN}1 ± 2"
+    assert tex(text) == r"\textendash{} {-}{-} {[}w] ? $-$1 $\pm$ 2"
 
 
 def test_csv_columns_of_numbers_hold_numbers_whole_ones_stay_whole(report: Report) -> None:
@@ -98,7 +101,7 @@ def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
     tables = [table for table in report.every_table() if table.shown(brief=True)]
     for width in (80, 100):
         assert (
-            max(len(line) for table in tables for line in terminal(table, width).splitlines())
+            max(len(line) for table in tables for line in table_text(table, width).splitlines())
             <= width
         )
     table = Table(
@@ -106,7 +109,7 @@ def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
         [Column("a", "a"), Column("n", "n", 2, "e")],
         [{"a": "[red]x", "n": -1.0, "e": 0.5}, {"a": "y"}],
     )
-    said = terminal(table, 10, strip=True)
+    said = table_text(table, 10, intervals=True)
     assert "[red]x" in said and "\N{MINUS SIGN}1.00 ± 0.50" in said and DASH in said
 
 
@@ -139,9 +142,11 @@ CHROMIUM = next(
 WATCH = """<script>
 window.faults = [];
 window.addEventListener("error", (event) => window.faults.push(String(event.message)));
-for (const word of ["error", "warn"]) console[word] = (...said) => window.faults.push(said.join(" "));
+for (const word of ["error", "warn"])
+  console[word] = (...parts) => window.faults.push(parts.join(" "));
 </script>"""
-FRAME = """<iframe src="page.html" style="border:0;width:{width}px;height:{height}px"></iframe><script>
+FRAME = """<iframe src="page.html" style="border:0;width:{width}px;height:{height}px"></iframe>
+<script>
 const light = (colour) => {{
   const [r, g, b] = colour.match(/[0-9.]+/g).map((part) => part / 255)
     .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
@@ -159,14 +164,16 @@ document.querySelector("iframe").onload = (event) => {{
     const [a, b] = [light(view.getComputedStyle(one).color), light(behind(one))];
     return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
   }};
-  const shown = [...page.querySelectorAll("h1, p, td, th, summary, figcaption")].filter((one) => one.offsetParent);
+  const texts_on_page = [...page.querySelectorAll("h1, p, td, th, summary, figcaption")];
+  const shown = texts_on_page.filter((one) => one.offsetParent);
   result.contrast = Math.min(...shown.map(contrast));
   result.wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
   const low = (name) => page.querySelector(name).getBoundingClientRect().bottom;
   result.bottoms = [".headline", ".answer", "figure svg"].map(low);
   result.headline = page.querySelector(".headline").textContent;
   result.open = [...page.querySelectorAll("details[open] > summary")].map((one) => one.textContent);
-  const table = page.querySelector("table.answer"), button = table.tHead.rows[0].cells[1].firstElementChild;
+  const table = page.querySelector("table.answer");
+  const button = table.tHead.rows[0].cells[1].firstElementChild;
   const column = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[1].dataset.sort));
   button.focus();
   result.focused = page.activeElement === button;
@@ -176,11 +183,13 @@ document.querySelector("iframe").onload = (event) => {{
   result.down = column();
   result.faults = view.faults;
   result.overlaps = 0;
-  const boxes = (what) => [...page.querySelectorAll(".first svg " + what)].map((one) => one.getBoundingClientRect());
+  const drawn = (what) => [...page.querySelectorAll(".first svg " + what)];
+  const boxes = (what) => drawn(what).map((one) => one.getBoundingClientRect());
   const texts = boxes("text"), bars = boxes("[id^=LineCollection] path");
   result.drawn = [texts.length, bars.length];
   texts.forEach((a, at) => texts.slice(at + 1).concat(bars).forEach((b) => {{
-    result.overlaps += a.left + 2 < b.right && b.left + 2 < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom;
+    const across = a.left + 2 < b.right && b.left + 2 < a.right;
+    result.overlaps += across && a.top + 3 < b.bottom && b.top + 3 < a.bottom;
   }}));
   document.body.insertAdjacentHTML("beforeend", "<pre id=result></pre>");
   document.querySelector("#result").textContent = JSON.stringify(result);
@@ -191,9 +200,8 @@ document.querySelector("iframe").onload = (event) => {{
 def looked_at(folder: Path, width: int, height: int, scheme: int) -> dict[str, Any]:
     """Return what is found in page.html of a folder, on a screen of a size, light (1) or dark."""
     (folder / "frame.html").write_text(FRAME.format(width=width, height=height), encoding="utf-8")
-    command = [
-        *f"{CHROMIUM} --headless --no-sandbox --disable-gpu --no-first-run --window-size=1400,1000".split()
-    ]
+    options = "--headless --no-sandbox --disable-gpu --no-first-run --window-size=1400,1000"
+    command = [str(CHROMIUM), *options.split()]
     command += [f"--blink-settings=preferredColorScheme={scheme}", "--allow-file-access-from-files"]
     command += [
         f"--user-data-dir={folder}/{width}-{scheme}",

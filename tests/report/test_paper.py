@@ -1,4 +1,7 @@
-"""The paper's tables as data, its rows among the experiments, and that no run of other settings stands for one."""
+"""The paper's tables as data, and their rows among the experiments.
+
+No run of other settings counts as a row.
+"""
 
 import functools
 import re
@@ -24,7 +27,7 @@ from tests.helpers.records import IMAGES, config, write_eval, write_run
 
 TABLES = {table.number: table for table in paper_tables()}
 OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]
-"""What our experiments on ImageNet have otherwise: 200,000 steps are 0.156 of the paper's 70 epochs."""
+"""Differs in our experiments on ImageNet: 200,000 steps are 0.156 of the paper's 70 epochs."""
 
 SETS = ("cifar10", "wikitext103", "enwik8", "imagenet64", "pg19")
 OURS = {
@@ -44,11 +47,14 @@ THEIRS = {
     "transformer_xl": "TransformerXL",
     "compressive_transformer": "Compressive",
 }
-"""The row of an experiment, or of an option of heads with any: the paper's own, and others' scores."""
+"""The row of an experiment, or of an option of heads with any: the paper's own, and others'."""
 
 
 def paper_rows() -> dict[str, tuple[int, str, list[str] | None]]:
-    """Return table, row, and what differs by the words of an experiment; None: another paper's score."""
+    """Return table, row, and what differs, by the words of an experiment.
+
+    What differs is None where the score is another paper's.
+    """
     rows: dict[str, tuple[int, str, list[str] | None]] = {}
     for number, experiment in enumerate(SETS, 1):
         axis = rows_of(f"{experiment}_baselines")
@@ -160,7 +166,7 @@ def test_every_cell_of_a_table_is_a_row_of_the_papers_or_a_full_model_of_ours() 
 NOT_CLIPPED = "trainer.clip=1.0 (ours; released code: 0.0)"
 NEAREST = "routing.update=nearest (paper: sum; released code: nearest, as sums over counts)"
 DECAY = "optimizer.weight_decay=0.0 (ours; released code: 2e-05)"
-"""What our experiments have otherwise than the released code, the last one on Wikitext-103 alone."""
+"""How our experiments differ from the released code, the last one on Wikitext-103 alone."""
 
 
 @pytest.mark.parametrize(
@@ -302,12 +308,8 @@ def test_scores_of_other_settings_and_protocols_have_no_difference(
     made = config("cifar10", **facts.get("config", {}))
     run = write_run(tmp_path, made, bits=None, data=IMAGES, step=facts.get("step", 200_000))
     write_eval(run, 3.0, **facts.get("eval", {}))
-    (row,) = [
-        row
-        for protocol, rows in rows_by_protocol(collect([tmp_path]).cells)
-        if protocol
-        for row in rows
-    ]
+    groups = rows_by_protocol(collect([tmp_path]).cells)
+    (row,) = [row for group in groups if group.protocol for row in group.rows]
     assert said in departures(row, TABLES[1])
     tables = build(collect([tmp_path]), "").tables
     assert [

@@ -1,5 +1,6 @@
-"""`rtx report` on made-up records: the answer, seeds, protocols set apart, and what a user may get wrong. Verdicts by
-simulation: seldom false where rows are equal, and what they find where one is better.
+"""`rtx report` on made-up records: the answer, seeds, protocols set apart, mistakes of users.
+
+Verdicts by simulation: seldom false where rows are equal, and what they find where one is better.
 """
 
 import csv
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from rtx.cli import main as cli
-from rtx.report.contents import Report, build, save_plots
+from rtx.report.contents import Report, build
+from rtx.report.formats import save_plots
 from rtx.report.paper import numbered
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import collect
-from rtx.report.tables import Table, text_of
+from rtx.tables import Table, text_of
 from tests.helpers.records import (
     CAUSAL,
     DATA,
@@ -49,7 +51,10 @@ def rows_of(report: Report, start: str) -> Table:
 
 
 def write_kinds(folder: Path, seeds: int = 5) -> Path:
-    """Runs of local, random, causal and topk heads; causal ones are better than local ones, topk ones the best."""
+    """Write runs of local, random, causal and topk heads.
+
+    Causal ones are better than local ones, and topk ones are the best.
+    """
     kinds = {"local": (3.0, LOCAL), "random": (3.01, {"routing__selection": "random"})}
     kinds |= {"causal": (2.5, CAUSAL), "topk": (1.0, {"routing__selection": "topk"})}
     for start, values in kinds.values():
@@ -69,7 +74,8 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
     lines = capsys.readouterr().out.splitlines()[:25]
     start = "At length 2,048, routing (causal) wins: 3.67 bits in 0.45"
     assert max(map(len, lines)) <= 110 and lines[0].startswith(start)
-    for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
+    parts = ("Scores by kind of heads:", "bits/byte", "sees", "steps/s", "against", "●", "yes")
+    for part in parts:
         assert part in "\n".join(lines), part
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     causal, local, random, topk = rows = report["tables"][0]["rows"]
@@ -191,8 +197,9 @@ def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(
     windows = 1  # 1,000 units scored, in windows of 2,048
     first = "Not certain: 1 seed a row; no verdict."
     noise = (
-        "Differences below about 0.226 bits/byte are within the noise of a score (its standard error 0.080 over "
-        f"{windows} window); the means of the 8 rows are up to 0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
+        "Differences below about 0.226 bits/byte are within the noise of a score "
+        f"(its standard error 0.080 over {windows} window); the means of the 8 rows are up to "
+        "0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
     )
     assert cli.main(["report", str(write_grid(tmp_path))]) == 0
     assert " ".join(capsys.readouterr().out.split()).startswith(f"{first} {noise}")
@@ -201,7 +208,7 @@ def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(
         for form in ("md", "html", "tex", "json")
     }
     assert texts["md"].splitlines()[2] == f"**{first}** {noise}"
-    assert texts["md"].splitlines()[4].startswith("## All rows")
+    assert texts["md"].splitlines()[4].startswith("## Scores of all rows")
     body = texts["html"].partition("<body>")[2]
     assert f'<p class="headline">{first} <span>{noise}</span></p>' in body.partition("<table")[0]
     assert (
@@ -241,7 +248,7 @@ def test_runs_that_differ_by_keys_that_they_do_not_read_are_one_row(tmp_path: Pa
             )
             write_run(tmp_path / "exact" / str(clusters), made, bits=2.9)
     report = build(collect([tmp_path / kind for kind in ("local", "full", "exact")]), "")
-    rows = rows_of(report, "All rows")
+    rows = rows_of(report, "Scores of all rows")
     assert column(rows, "run") == ["routing (exact)", "local", "full"] and column(
         rows, "seeds"
     ) == [4, 4, 4]
@@ -353,7 +360,7 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     for run in runs:
         write_eval(run, 2.5, baselines={"order-2": 4.0})
     report = built(tmp_path)
-    tables = [table for table in report.every_table() if table.title.startswith(("Which", "All"))]
+    tables = [table for table in report.every_table() if table.title.startswith("Scores")]
     rows = [
         (table.rows[-1].get("heads", table.rows[-1].get("run")), table.rows[-1]["ours"])
         for table in tables
@@ -380,13 +387,17 @@ def test_a_run_evaluated_in_another_way_stays_with_the_others(
     first = write_run(tmp_path, config("smoke"), bits=3.4)
     write_eval(first, 3.1, split="valid" if manner else "test", **manner)
     second = write_run(tmp_path, config("smoke", routing__heads=1), bits=3.5)
-    both, other = [table for table in built(tmp_path).tables if table.title.startswith("All rows")]
+    both, other = [
+        table for table in built(tmp_path).tables if table.title.startswith("Scores of all rows")
+    ]
     assert column(both, "ours") == [3.4, 3.5] and column(other, "ours") == [3.1]
     assert column(other, "sees_future") == [
         "yes" if manner.get("selection_sees_future", True) else "no"
     ]
     write_eval(second, 3.2, split="valid" if manner else "test", **manner)
-    tables = [table for table in built(tmp_path).tables if table.title.startswith("All rows")]
+    tables = [
+        table for table in built(tmp_path).tables if table.title.startswith("Scores of all rows")
+    ]
     assert len(tables) == (2 if manner else 1), (
         "evaluations of the same manner take the place of closing validations"
     )
@@ -408,7 +419,7 @@ def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_wha
         if threads == 2:
             del made["routing"]["merge"]  # as of a version without this key
         run = write_run(tmp_path, made, bits=bits)
-    table = rows_of(built(tmp_path), "All rows")
+    table = rows_of(built(tmp_path), "Scores of all rows")
     assert column(table, "run") == [
         "local",
         "routing (causal): window=64",
@@ -440,7 +451,7 @@ def test_measures_of_some_data_alone_have_columns_and_the_best_of_all_keys_are_f
         write_run(tmp_path, config("mqar heads=exact", seed=seed), bits=2.0, **told)
     write_run(tmp_path, config("mqar heads=full"), bits=1.0, accuracy=1.0)
     report = built(tmp_path)
-    for table in (report.answer, rows_of(report, "All rows")):
+    for table in (report.answer, rows_of(report, "Scores of all rows")):
         assert column(table, "accuracy") == [1.0, pytest.approx(0.6)]
         assert column(table, "accuracy, pairs 4") == [None, pytest.approx(0.7)]
         assert column(table, "bits far repeated") == [None, pytest.approx(0.6)]
@@ -578,21 +589,29 @@ def test_reports_of_several_runs_leave_that_of_one_alone(tmp_path: Path, capsys:
 def test_reports_need_no_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path, config("smoke"))
     code = (
-        "import sys; from pathlib import Path; from rtx.report.contents import collect, build; "
-        "assert not {'torch', 'pandas', 'matplotlib', 'scipy', 'jinja2', 'rich'} & set(sys.modules); "
+        "import sys; from pathlib import Path; "
+        "from rtx.report.contents import build; from rtx.report.run_records import collect; "
+        "late = {'torch', 'pandas', 'matplotlib', 'scipy', 'jinja2', 'rich'}; "
+        "assert not late & set(sys.modules); "
         "build(collect([Path(sys.argv[1])]), ''); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True)
 
 
 TABLES = {2: 3000, 5: 1000, 27: 200}
-"""Simulated tables by rows; chance alone moves a share of 5% by one standard error of 0.4 to 1.5 points."""
+"""Simulated tables by rows.
+
+Chance alone moves a share of 5% by one standard error of 0.4 to 1.5 points.
+"""
 
 
 def simulated(
     rng: np.random.Generator, rows: int, seeds: int, paired: bool, better: float = 0.0
 ) -> dict[str, Values]:
-    """Rows of one mean; paired ones share what a seed does to all. Row 1 may be better by some deviations."""
+    """Return rows of one mean; paired ones share what a seed does to all.
+
+    `better`: by how many deviations row 1 is better.
+    """
     scores = rng.normal(size=(rows, seeds)) + (rng.normal(size=seeds) if paired else 0.0)
     scores[1] -= better
     names = [
@@ -628,7 +647,8 @@ def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
             )
             assert (one.verdict == "tied") == (one.chance > 0.05), "and so does p"
     print(
-        f"{rows} rows, {seeds} seeds: false {false / tables:.1%}; two deviations found in {power / tables:.0%}"
+        f"{rows} rows, {seeds} seeds: false {false / tables:.1%}; "
+        f"two deviations found in {power / tables:.0%}"
     )
     assert false / tables <= 0.05 + 3 * (0.05 * 0.95 / tables) ** 0.5
     assert power / tables > (0.6 if rows == 2 or (rows == 5 and seeds == 10) else 0.01)

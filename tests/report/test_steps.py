@@ -64,7 +64,8 @@ def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
     paces = {row["heads"]: round(row["steps_per_second"], 2) for row in answer["rows"]}
     assert paces == {"local": 10.0, "full": 2.5, "routing (causal)": 7.0}
     assert (
-        "Steps/s of routing (causal) are as the runs went, not timed in turn." in answer["lines"][0]
+        "Steps/s of routing (causal) were measured in training, not timed in turn."
+        in answer["lines"][0]
     )
     assert (
         "Steps/s of full may not be those of training (ids drawn at random)." in answer["lines"][0]

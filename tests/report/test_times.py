@@ -31,9 +31,9 @@ from rtx.report.curves import (
 from rtx.report.headline import Duel, verdict_on
 from rtx.report.ranking import Comparison
 from rtx.report.run_records import collect
-from rtx.report.tables import Table
 from rtx.report.time_plot import marks_of_time
 from rtx.report.times import curve_of, ratio_and_interval
+from rtx.tables import Table
 from tests.helpers.records import (
     CAUSAL,
     FULL,
@@ -71,7 +71,10 @@ def write_row(
     seeds: int = 5,
     **facts: Any,
 ) -> None:
-    """Write runs whose step takes `pace` seconds; bits are 2 + 1/√(step/100), and `above` more, by seed."""
+    """Write runs whose step takes `pace` seconds.
+
+    Bits are 2 + 1/√(step/100), and by seed a little more than `above` more.
+    """
     for seed in range(seeds):
         moved = above + 0.002 * (seed * 3 % 5)
         curve = {
@@ -133,7 +136,7 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     assert report.headline.endswith("of full attention's time, but ends 0.020 bits behind.")
     first, *others = report.lines
     assert first.startswith("Against full attention, routing (causal): 2.36 bits in 0.45")
-    assert "of its time, 2.24 not reached; after 13.3 min of each" in first and first.endswith(
+    assert "of its time, 2.24 not reached; after 13.3 min each," in first and first.endswith(
         "0.020 ± 0.000 bits behind."
     )
     assert [line.partition(",")[0] for line in others] == ["Against local", "Against random"]
@@ -158,7 +161,7 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     page = (tmp_path / "report" / "report.md").read_text()
     places = [
         page.index(part)
-        for part in (report.headline, report.lines[-1], "](time.png)", "## Which heads pay")
+        for part in (report.headline, report.lines[-1], "](time.png)", "## Scores by kind of heads")
     ]
     assert places == sorted(places)
     exported = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -247,7 +250,7 @@ def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) 
     times = table_of(built(tmp_path), "Time to a loss")
     assert cells(times, "routing (causal)") == ["0.50, too few seeds"] * 4
     assert times.lines[-1].startswith(
-        "routing (causal): 2 runs without a run of full of like seed, machine"
+        "routing (causal): 2 runs without a run of full with the same seed, machine"
     )
 
 
@@ -301,9 +304,10 @@ def test_a_rate_that_decays_is_told_beside_losses_at_equal_time(tmp_path: Path) 
 def simulated(
     rng: np.random.Generator, rows: int, seeds: int, paired: bool, faster: float = 1.0
 ) -> list[Runs]:
-    """Return rows of like curves: bits fall as a power of the step, seeds and rows move them and their paces.
+    """Return rows of like curves: bits fall as a power of the step.
 
-    Paired rows share what a seed does to all. Row 1 may take `faster` times as long for a step.
+    Seeds and rows move the bits and their paces; paired rows share what a seed does to all. Row 1
+    may take `faster` times as long for a step.
     """
     shared = rng.normal(size=seeds) * paired
     steps = np.arange(1, 11) / 10
@@ -469,7 +473,7 @@ def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_pat
             made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, bits=bits, curve={100: (10.0, bits), 200: (20.0, bits)})
     report = built(tmp_path)
-    assert "routing (causal): times not compared; after 20 s of each" in report.lines[0]
+    assert "routing (causal): times not compared; after 20 s each," in report.lines[0]
     assert cells(table_of(report, "Time to a loss"), "routing (causal)") == []
 
 

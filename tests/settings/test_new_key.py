@@ -67,37 +67,56 @@ def hash_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     forget()
 
 
-def test_all_follows_from_the_entry_in_the_schema(hash_before: str, tmp_path: Path) -> None:
-    # Help and completion.
+@pytest.mark.usefixtures("hash_before")
+def test_help_and_completion_have_the_key() -> None:
     assert "model.groups" in command_page("train", ["model"])
     assert candidates("rtx train model.gro") == ["model.groups="]
-    # Checks: type, range, nearest match, effect.
-    for word, message in (
+
+
+@pytest.mark.usefixtures("hash_before")
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
         ("model.groups=65", "model.groups=65: must be an integer, at least 1, at most 64 (Groups"),
         ("model.groups=two", "model.groups=two: must be an integer"),
         ("model.gruops=2", "did you mean 'model.groups'?"),
         ("model.groups=2", "model.groups=2 has no effect with model.base=local; it is for strided"),
-    ):
-        with pytest.raises(UserError) as caught:
-            compose([word])
-        assert message in str(caught.value)
-    # The hash of cells: recorded cells are found, and other values are other cells.
+    ],
+)
+def test_values_of_the_key_are_checked(word: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose([word])
+    assert message in str(caught.value)
+
+
+def test_recorded_cells_keep_their_hash_and_other_values_are_other_cells(hash_before: str) -> None:
     assert config_hash(compose([])) == hash_before
     one = compose([STRIDED])
     two = compose([STRIDED, "model.groups=2"])
     assert set(cell_hashes(one)).isdisjoint(cell_hashes(two))
-    # Resumption, rows of a report, processes.
+
+
+@pytest.mark.usefixtures("hash_before")
+def test_the_effect_of_the_key_decides_on_resumption_rows_and_processes() -> None:
     assert may_change("model.groups")
-    assert not tells_rows_apart("model.groups")
-    assert row_key(flat(to_dict(one))) == row_key(flat(to_dict(two)))
     assert ranks_must_agree("model.groups")
-    # The record of a run: with the key, and older than it.
-    for text, expected in ((to_yaml(two), 2), (to_yaml(two).replace("  groups: 2\n", ""), 1)):
-        (tmp_path / "config.yaml").write_text(text)
+    assert not tells_rows_apart("model.groups")
+    one, two = (compose([STRIDED, f"model.groups={groups}"]) for groups in (1, 2))
+    assert row_key(flat(to_dict(one))) == row_key(flat(to_dict(two)))
+
+
+@pytest.mark.usefixtures("hash_before")
+def test_the_record_of_a_run_has_the_key_or_is_older(tmp_path: Path) -> None:
+    text = to_yaml(compose([STRIDED, "model.groups=2"]))
+    for record, expected in ((text, 2), (text.replace("  groups: 2\n", ""), 1)):
+        (tmp_path / "config.yaml").write_text(record)
         model = load_run_config(tmp_path).model
         assert isinstance(model, ModelWithKey)
         assert model.groups == expected
-    # The schema for editors.
+
+
+@pytest.mark.usefixtures("hash_before")
+def test_the_schema_for_editors_has_the_key() -> None:
     whole = json.loads(runpy.run_path(str(SCHEMA))["text_of"]("config"))
     entry = whole["properties"]["model"]["properties"]["groups"]
     assert entry["description"] == "Groups of strided heads that are computed at once."

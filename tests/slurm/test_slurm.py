@@ -1,7 +1,8 @@
-"""A real Slurm: jobs that are put back, killed, cancelled or out of time, one that fails, and a run on two tasks.
+"""A real Slurm: jobs that are put back, killed, cancelled or out of time, one that fails, and a run
+on two tasks.
 
-The cluster is of this machine alone, with all that it writes in one folder; it takes Debian's packages slurm-wlm (22.05
-was tried) and munge, and root; it keeps no accounts.
+The cluster is of this machine alone, with all that it writes in one folder; it takes Debian's
+packages slurm-wlm (22.05 was tried) and munge, and root; it keeps no accounts.
 """
 
 import contextlib
@@ -28,14 +29,18 @@ from tests.helpers.small_runs import counted_rows, status_of
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-WHY_NOT = f"needs root and Debian's slurm-wlm and munge; not on the PATH: {', '.join(MISSING) or 'nothing'}"
+WHY_NOT = (
+    "needs root and Debian's slurm-wlm and munge; not on the PATH: "
+    f"{', '.join(MISSING) or 'nothing'}"
+)
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=WHY_NOT),
 ]
 
-# A job that is put back into the queue waits until its credential has run out: 5 seconds here, else two minutes.
+# A job that is put back into the queue waits until its credential has run out: 5 seconds here, else
+# two minutes.
 CONFIGURATION = """
 ClusterName=rtx
 SlurmctldHost={host}(127.0.0.1)
@@ -62,7 +67,9 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Start a cluster of one node with two processors; yields the variables by which commands find it."""
+    """Start a cluster of one node with two processors; yields the variables by which commands find
+    it.
+    """
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(1024))
@@ -157,7 +164,9 @@ class Room:
     def disturbed(
         self, *command: str, disturb: Callable[[list[Path]], object], runs: int = 1
     ) -> tuple[int, str]:
-        """Run a command, and disturb it when so many runs are past a checkpoint; returns its code and what it said."""
+        """Run a command, and disturb it when so many runs are past a checkpoint; returns its code
+        and what it said.
+        """
         pipe, end = subprocess.PIPE, time.monotonic() + PATIENCE
         with subprocess.Popen(
             command,
@@ -191,7 +200,9 @@ class Room:
         return next(n for n, text in listed.items() if re.search(rf"^{pid}\b", text, re.MULTILINE))
 
     def assert_as_undisturbed(self, run: Path, *words: str) -> None:
-        """Compare a run's last weights, bit for bit, with those of the same configuration trained in one go."""
+        """Compare a run's last weights, bit for bit, with those of the same configuration trained
+        in one go.
+        """
         alone = self.folder / f"alone-{run.name}"
         answer = self.ask(*RTX, "train", *SMALL, *SHALLOW, *words, RTX_RUN=str(alone))
         assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -267,7 +278,8 @@ def test_a_table_goes_through_a_queue(room: Room) -> None:
 def test_a_job_whose_time_is_up_comes_back_by_itself_and_one_that_fails_stays_away(
     room: Room,
 ) -> None:
-    # Of ten minutes submitit takes any moment for the end, so that this counts as one of the job's timeouts.
+    # Of ten minutes submitit takes any moment for the end, so that this counts as one of the job's
+    # timeouts.
     words = (
         "train",
         "-m",

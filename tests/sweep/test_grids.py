@@ -1,5 +1,8 @@
-"""The cells that a command stands for: what experiments lay out, and what the command line changes of them."""
+"""The cells that a command stands for: what experiments lay out, and what the command line changes
+of them.
+"""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,10 @@ LOCAL, FULL = " model.base=local routing.heads=0", " model.base=full routing.hea
 SPARSE, LSH = " model=sparse_transformer", " model=reformer trainer.batch_size=8"
 SPANS = " model=adaptive_span"
 T64 = (
-    f"{FULL} model.layers=64 model.heads=2 model.hidden=512 model.ffn_hidden=2048 model.ffn=relu data.length=512"
-    " model.positions=learned model.dropout=0.55 model.attention_dropout=0.55 model.ffn_dropout=0.55"
+    f"{FULL} model.layers=64 model.heads=2 model.hidden=512 model.ffn_hidden=2048 model.ffn=relu "
+    "data.length=512"
+    " model.positions=learned model.dropout=0.55 model.attention_dropout=0.55 "
+    "model.ffn_dropout=0.55"
 )
 FAR = f"{SPANS} model.layers=36 model.window=4096 model.max_distance=4095 data.length=4096"
 ROWS = {
@@ -62,28 +67,28 @@ def test_the_rows_beside_a_tables_own_model(table: str) -> None:
 def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() -> None:
     both = "experiment=cifar10_grid,cifar10_baselines"
     every = configs(both, "trainer.steps=2000", "model.hidden=128", "seed=3")
-    grid = [
-        (w, n, h) for w in (512, 1024) for n in (2, 4, 8, 12) for h in (2, 4, 8)
-    ]  # in the paper's order
-    assert [shape(cell) for cell in every[:24]] == grid and len(every) == 27
-    assert {(c.model.window, c.routing.clusters, c.routing.selection) for c in every[:24]} == {
-        (512, 6, "topk")
-    }
-    assert {(cell.trainer.steps, cell.model.hidden, cell.seed, cell.name) for cell in every} == {
-        (2000, 128, 3, "cifar10")
-    }
-    small = configs(
-        "experiment=cifar10_grid", "routing.layers=1,2", "routing.heads=2", "routing.window=64"
-    )
-    assert [shape(cell) for cell in small] == [(64, 1, 2), (64, 2, 2)]  # axes replace the file's
-    assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == [
-        "smoke",
-        "smoke",
-        "rtx",
-        "rtx",
-    ]
-    twice = "experiment=enwik8,enwik8_baselines"
-    assert len(cells(twice)) == 7
+    # In the paper's order: windows, then layers, then heads.
+    grid = list(itertools.product((512, 1024), (2, 4, 8, 12), (2, 4, 8)))
+    assert [shape(cell) for cell in every[:24]] == grid
+    assert len(every) == 27
+    for cell in every[:24]:
+        assert (cell.model.window, cell.routing.clusters) == (512, 6)
+        assert cell.routing.selection == "topk"
+    for cell in every:
+        assert (cell.trainer.steps, cell.model.hidden) == (2000, 128)
+        assert (cell.seed, cell.name) == (3, "cifar10")
+
+
+def test_axes_of_the_command_line_replace_those_of_a_file() -> None:
+    axes = ("routing.layers=1,2", "routing.heads=2", "routing.window=64")
+    small = configs("experiment=cifar10_grid", *axes)
+    assert [shape(cell) for cell in small] == [(64, 1, 2), (64, 2, 2)]
+
+
+def test_experiments_and_heads_are_axes() -> None:
+    names = [config.name for config in configs("experiment=smoke,null", "seed=1,2")]
+    assert names == ["smoke", "smoke", "rtx", "rtx"]
+    assert len(cells("experiment=enwik8,enwik8_baselines")) == 7
     assert len(cells("experiment=enwik8", "heads=routing,full")) == 2
 
 

@@ -1,4 +1,6 @@
-"""Cells as jobs: submitit's for real, on a cluster of shell scripts; what is asked for, and when a job is over."""
+"""Cells as jobs: submitit's for real, on a cluster of shell scripts; what is asked for, and when a
+job is over.
+"""
 
 import importlib.util
 import os
@@ -18,7 +20,7 @@ from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, ta
 
 SCRIPTS = {
     "sbatch": """
-number=$$; cp "$1" asked.sh; cp "$1" $number.sh; touch queue/$number  # a copy: submitit renames its file afterwards
+number=$$; cp "$1" asked.sh; cp "$1" $number.sh; touch queue/$number  # submitit renames its file
 export SLURM_JOB_ID=$number SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1
 (setsid sh $number.sh; rm queue/$number) > /dev/null 2>&1 &
 echo "Submitted batch job $number"

@@ -1,4 +1,6 @@
-"""`rtx train -m`: checked whole, a process a cell, every end of a cell told; asked again, it goes on."""
+"""`rtx train -m`: checked whole, a process a cell, every end of a cell told; asked again, it goes
+on.
+"""
 
 import json
 import os
@@ -42,7 +44,8 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep)
     [
         (
             ["routing.heads=2,9", "routing.window=64,600", "model.window=64"],
-            "cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256",
+            "cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most "
+            "data.length=256",
         ),
         (
             ["routing.heads=9"],
@@ -50,7 +53,8 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep)
         ),
         (
             ["seed=1,1"],
-            "two cells are the same run (seed=1, and again seed=1); list values that change the result",
+            "two cells are the same run (seed=1, and again seed=1); list values that change the "
+            "result",
         ),
         (["data=text", "data.path=none.txt,no.txt", "seed=1,2"], "data.path=none.txt: "),
         (["sweep.parallel=1,2"], "sweep.parallel=1,2: must be"),
@@ -161,13 +165,15 @@ end(0, "done", final=dict(bits=4 - int(heads), windows=8 if layers == "1" else N
     assert said[-2].startswith("runs: ") and said[-2].endswith("/<run>")
 
 
-def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(
+def test_a_sweep_skips_what_is_done_resumes_what_has_begun_and_leaves_alone_what_failed(
     sweep,
 ) -> None:
     behaviour = """
 if (folder / "begun").exists() or "seed=1" in sys.argv: done()
 (folder / "begun").touch()
-end(143, "preempted") if "seed=2" in sys.argv else end(1, "failed", reason="the loss is NaN at step 3")
+if "seed=2" in sys.argv:
+    end(143, "preempted")
+end(1, "failed", reason="the loss is NaN at step 3")
 """
     for words, ends in (
         ([], [["done", "1.5000"], ["preempted"], ["failed"]]),
@@ -294,7 +300,8 @@ def test_a_second_interrupt_is_passed_on_and_a_cell_that_aborts_then_is_run_agai
 ) -> None:
     behaviour = """
 if (folder / "seen").exists(): done()
-signal.signal(signal.SIGINT, lambda *_: os.abort() if (folder / "seen").exists() else (folder / "seen").touch())
+seen = folder / "seen"
+signal.signal(signal.SIGINT, lambda *_: os.abort() if seen.exists() else seen.touch())
 (folder / "ready").touch()
 while True: time.sleep(0.01)
 """

@@ -1,4 +1,6 @@
-"""Sweepers that draw values by the scores of earlier cells: one of this file, and Optuna's where it is installed."""
+"""Sweepers that draw values by the scores of earlier cells: one of this file, and Optuna's where it
+is installed.
+"""
 
 import importlib.util
 import os
@@ -71,7 +73,9 @@ def halving(sweep: Sweep, tmp_path: Path) -> Sweep:
 
 
 def ask(*words: str) -> tuple[int, str]:
-    """Sweep by halving in a process of its own, which finds the plug-in; returns exit code and output."""
+    """Sweep by halving in a process of its own, which finds the plug-in; returns exit code and
+    output.
+    """
     axis = "optimizer.lr=interval(0.0625,1.0625)"
     with begin(stand_in(BY_RATE), "hydra/sweeper=halving", axis, *words) as process:
         printed, _ = process.communicate(timeout=600)

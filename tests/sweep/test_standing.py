@@ -1,4 +1,6 @@
-"""`rtx sweep`: what records say of a sweep, printed once where nobody watches, in place on a terminal."""
+"""`rtx sweep`: what records say of a sweep, printed once where nobody watches, in place on a
+terminal.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ from rtx.runs.status import utc_now
 
 
 def cell(root: Path, name: str, *, rows: int = 0, **status: Any) -> None:
-    """Write the records of a cell; rows are ten steps and two seconds apart, the last is half written."""
+    """Write the records of a cell; rows are ten steps and two seconds apart, the last is half
+    written.
+    """
     here = {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": utc_now()}
     (root / name).mkdir(parents=True, exist_ok=True)
     (root / name / "status.json").write_text(
@@ -59,7 +63,10 @@ def test_it_prints_once_where_the_output_is_no_terminal(
 ) -> None:
     assert cli.main(["sweep", "outputs/grid/"]) == 0
     shown = capsys.readouterr().out
-    said = "outputs/grid: 6 cells: 1 done, 1 waiting, 1 interrupted, 1 killed, 1 failed, 1 running; asked again "
+    said = (
+        "outputs/grid: 6 cells: 1 done, 1 waiting, 1 interrupted, 1 killed, 1 failed, 1 running; "
+        "asked again "
+    )
     assert " ".join(shown.split()).startswith(f"{said}it goes on: rtx train -m seed=1,2 ")
     rows = [line.split() for line in shown.splitlines() if line.startswith("seed=")]
     assert rows[0] == ["seed=2", "running", "50/100", "4.5000", "00:10"]  # those of interest first
@@ -114,7 +121,10 @@ def test_on_a_terminal_it_watches_until_it_is_left_or_the_sweep_is_over(
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "24"}
     seen, sent = "", False
-    program = "import sys; from rtx.cli import main as cli; cli.handle_signals([]); code = cli.main(sys.argv[1:]); "
+    program = (
+        "import sys; from rtx.cli import main as cli; cli.handle_signals([]); code = "
+        "cli.main(sys.argv[1:]); "
+    )
     program += "print('torch' in sys.modules); sys.exit(code)"
     words = [sys.executable, "-c", program, "sweep", str(root)]
     with subprocess.Popen(

@@ -1,4 +1,6 @@
-"""The callbacks of a run: when they look at numbers, their order, and what docs/training.md says of them."""
+"""The callbacks of a run: when they look at numbers, their order, and what docs/training.md says of
+them.
+"""
 
 import inspect
 import re

@@ -1,4 +1,6 @@
-"""Passes as CUDA graphs, without a GPU: what is recorded, when it is recorded again, and what that leaves as it was."""
+"""Passes as CUDA graphs, without a GPU: what is recorded, when it is recorded again, and what that
+leaves as it was.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +25,9 @@ WORDS += " routing.layers=1 routing.window=16"
 
 
 class Recorder:
-    """Stands for `torch.cuda.make_graphed_callables`: runs a module three times, and counts its calls."""
+    """Stands for `torch.cuda.make_graphed_callables`: runs a module three times, and counts its
+    calls.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,11 +54,11 @@ def test_what_runs_before_recording_leaves_no_trace(selection: str) -> None:
     with mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder:
         loss = RecordedLoss(model, model.loss, tokens_BN)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(centroids.total_T.any() for centroids in all_centroids(model)), (
+    assert not any(centroids.total_Z.any() for centroids in all_centroids(model)), (
         "passes that count gather alone"
     )
     torch.testing.assert_close(loss(tokens_BN), model.loss(tokens_BN))
-    assert all(centroids.total_T.any() for centroids in all_centroids(model))
+    assert all(centroids.total_Z.any() for centroids in all_centroids(model))
     loss(tokens_BN[:1])
     assert recorder.count == 1
 
@@ -72,7 +76,7 @@ def test_a_failure_to_record_leaves_no_trace_and_the_loss_as_it_was() -> None:
         line = passes.record_now()
     assert "not recorded as CUDA graphs" in line and "not permitted" in line
     assert passes.loss is plain and not passes.recorded
-    assert not any(centroids.total_T.any() for centroids in all_centroids(passes.model))
+    assert not any(centroids.total_Z.any() for centroids in all_centroids(passes.model))
 
 
 def test_passes_are_recorded_again_where_lists_get_more_room() -> None:

@@ -1,8 +1,10 @@
-"""metrics.jsonl: whole rows only, and what JSON knows. What W&B, TensorBoard and CSV get; whatever W&B does, a run
+"""metrics.jsonl: whole rows only, and what JSON knows. What W&B, TensorBoard and CSV get; whatever
+W&B does, a run
 goes on.
 """
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -144,7 +146,9 @@ def test_what_comes_after_training_fails_nothing(
 
 
 def read_back(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of all segments of an offline run, in the order of their files, by W&B's own reader."""
+    """Return the records of all segments of an offline run, in the order of their files, by W&B's
+    own reader.
+    """
     found = []
     for path in sorted(
         folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns
@@ -153,6 +157,63 @@ def read_back(folder: Path) -> list[dict[str, Any]]:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         found += [json.loads(line) for line in answer.stdout.splitlines()]
     return found
+
+
+def by_type(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of an offline run by their types."""
+    records: dict[str, list[dict[str, Any]]] = {}
+    for record in read_back(folder):
+        records.setdefault(record["type"], []).append(record[record["type"]])
+    return records
+
+
+def name_of_run(record: dict[str, Any]) -> tuple[str, ...]:
+    return (record["run_id"], record["run_group"], record["job_type"], *record["tags"])
+
+
+def check_configuration(update: dict[str, Any], run: Path) -> None:
+    """Check what W&B has as the configuration of a run."""
+    environment = json.loads((run / "environment.json").read_text())
+    assert update["routing"]["selection"] == "causal"
+    facts = update["facts"]
+    assert facts["parameters"] == environment["parameters"]
+    assert facts["teraflop_per_step"] > 0
+    assert facts["data_fingerprint"] == environment["data"]["fingerprint"]
+
+
+def check_summary(records: dict[str, list[dict[str, Any]]]) -> None:
+    """Check the protocol of the score, and by which steps metrics are drawn."""
+    updates = [summary["update"] for summary in records["summary"]]
+    protocols = [update["protocol"] for update in updates if "protocol" in update]
+    assert protocols
+    for line in protocols:
+        assert "each scored once" in line
+    steps = {}
+    for metric in records["metric"]:
+        steps[metric.get("glob_name", metric.get("name"))] = metric.get("step_metric")
+    by_step = dict.fromkeys(("*", "valid/bits"), "trainer/global_step")
+    assert steps == {**by_step, "trainer/global_step": None}
+
+
+def check_curves(items: list[dict[str, Any]], run: Path) -> None:
+    """Check that the curves of W&B are the rows of metrics.jsonl."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("train/bits", "valid/bits", "valid/final_bits"):
+        expected = [(row["step"], row[name]) for row in rows if name in row]
+        drawn = [(item["trainer/global_step"], item[name]) for item in items if item.get(name)]
+        assert drawn == expected
+        assert expected
+
+
+def check_artifacts(records: list[dict[str, Any]], run: Path) -> None:
+    """Check which files of the run W&B keeps, and that it staged them in the run's folder."""
+    kept = {}
+    for artifact in records:
+        kept[artifact["name"].rpartition("-")[0]] = artifact["manifest"]["contents"]
+    assert kept.keys() == {"sample", "eval", "audit", "patterns", "report"}
+    assert {"report.html", "report.md"} <= {file["path"] for file in kept["report"]}
+    for file in itertools.chain.from_iterable(kept.values()):
+        assert file["local_path"].startswith(str(run / "wandb"))
 
 
 def test_a_real_run_offline_read_back(
@@ -171,67 +232,28 @@ def test_a_real_run_offline_read_back(
     workshop.command("analyze", "patterns", str(run))
     for folder in (run, sweep):
         workshop.command("report", str(folder))
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in read_back(run):
-        found.setdefault(record["type"], []).append(record[record["type"]])
-    known = {
-        (one["run_id"], one["run_group"], one["job_type"], *one["tags"]) for one in found["run"]
-    }
-    assert known == {
-        (
-            json.loads((run / "wandb.json").read_text())["id"],
-            "rtx",
-            "train",
-            "text",
-            "tiny",
-            "causal",
-        )
-    }
-    config = found["run"][0]["config"]["update"]
-    assert config["routing"]["selection"] == "causal"
-    environment = json.loads((run / "environment.json").read_text())
-    assert (
-        config["facts"]["parameters"] == environment["parameters"]
-        and config["facts"]["teraflop_per_step"] > 0
-    )
-    assert config["facts"]["data_fingerprint"] == environment["data"]["fingerprint"]
-    protocols = [
-        one["update"]["protocol"] for one in found["summary"] if "protocol" in one["update"]
-    ]
-    assert protocols and all("each scored once" in line for line in protocols)
-    steps = {
-        one.get("glob_name", one.get("name")): one.get("step_metric") for one in found["metric"]
-    }
-    assert steps == dict.fromkeys(("*", "valid/bits"), "trainer/global_step") | {
-        "trainer/global_step": None
-    }
-    items = [one["item"] for one in found["history"]]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for name in ("train/bits", "valid/bits", "valid/final_bits"):
-        curve = [(item["trainer/global_step"], bits) for item in items if (bits := item.get(name))]
-        assert curve == [(row["step"], row[name]) for row in rows if name in row] and curve
+    records = by_type(run)
+    run_id = json.loads((run / "wandb.json").read_text())["id"]
+    names = {name_of_run(record) for record in records["run"]}
+    assert names == {(run_id, "rtx", "train", "text", "tiny", "causal")}
+    check_configuration(records["run"][0]["config"]["update"], run)
+    check_summary(records)
+    items = [history["item"] for history in records["history"]]
+    check_curves(items, run)
     (score,) = (json.loads(path.read_text()) for path in (run / "eval").iterdir())
-    assert any(item.get("valid/eval_bits") == score["bits"] for item in items)
-    assert any(item.get("audit/sees_future/streaming") is False for item in items)
-    assert any(item.get("patterns/pictures.format") == "png" for item in items)
-    kept = {
-        one["name"].rpartition("-")[0]: one["manifest"]["contents"] for one in found["artifact"]
-    }
-    assert kept.keys() == {"sample", "eval", "audit", "patterns", "report"}
-    assert {"report.html", "report.md"} <= {file["path"] for file in kept["report"]}
-    assert all(
-        file["local_path"].startswith(str(run / "wandb"))
-        for files in kept.values()
-        for file in files
-    )
-    (of_sweep,) = (record["run"] for record in read_back(sweep) if record["type"] == "run")
-    assert (of_sweep["run_group"], of_sweep["job_type"]) == ("rtx", "report") and of_sweep[
-        "run_id"
-    ] not in str(known)
+    assert score["bits"] in [item.get("valid/eval_bits") for item in items]
+    assert False in [item.get("audit/sees_future/streaming") for item in items]
+    assert "png" in [item.get("patterns/pictures.format") for item in items]
+    check_artifacts(records["artifact"], run)
+    (of_sweep,) = by_type(sweep)["run"]
+    assert (of_sweep["run_group"], of_sweep["job_type"]) == ("rtx", "report")
+    assert of_sweep["run_id"] != run_id
 
 
 def curve(run: Path, logger: str, key: str) -> list[tuple[int, float]]:
-    """Return the points of a curve, by TensorBoard's own reader, or of the newest of Lightning's tables."""
+    """Return the points of a curve, by TensorBoard's own reader, or of the newest of Lightning's
+    tables.
+    """
     if logger == "csv":
         newest = max((run / "csv").iterdir(), key=lambda path: path.name)
         assert (newest / "hparams.yaml").exists()

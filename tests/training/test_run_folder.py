@@ -1,4 +1,6 @@
-"""A run folder: who works in it, and who only seems to; checkpoints that are whole, and nothing but plain data."""
+"""A run folder: who works in it, and who only seems to; checkpoints that are whole, and nothing but
+plain data.
+"""
 
 import json
 import os

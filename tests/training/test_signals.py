@@ -1,4 +1,6 @@
-"""Signals: noted while a step is under way, obeyed at once before and after; a second Ctrl-C always at once."""
+"""Signals: noted while a step is under way, obeyed at once before and after; a second Ctrl-C always
+at once.
+"""
 
 import os
 import signal
@@ -19,9 +21,7 @@ CODES = {
 }
 
 
-def test_the_first_signal_decides_none_is_swallowed_and_what_is_ignored_from_outside_stays_ignored() -> (
-    None
-):
+def test_the_first_signal_decides_none_is_swallowed_and_what_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         with Signals() as signals:
@@ -51,7 +51,7 @@ with room.Signals() as signals:
     signals.holding = True
     signals.at_once = lambda code: print("leaving with", code, flush=True)
     threading.Timer(0.5, print, ["ready"], {"flush": True}).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # a single call, during which Python runs no handler
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # during this call Python runs no handler
 """
 
 
@@ -91,7 +91,10 @@ def test_while_imports_take_their_seconds(number: signal.Signals) -> None:
 
 def test_processes_that_the_first_one_starts_leave_signals_to_it_and_go_with_it() -> None:
     child = "import os, sys, time; from rtx.runs.signals import *; ignore_signals();"
-    child += "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); time.sleep(600)"
+    child += (
+        "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); "
+        "time.sleep(600)"
+    )
     script = "import os, subprocess, sys, time;"
     script += (
         f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(600)"

@@ -21,8 +21,8 @@ from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
 from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
-from rtx.training.first_weights import build_model, seed_everything
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.start import build_model, seed_everything
 from tests.helpers.small_runs import Workshop, difference, read_metrics, status_of
 
 
@@ -77,8 +77,8 @@ def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
 
 
 MEETS = """
-import itertools, rtx.evaluation.windows, rtx.training.module as module
-rtx.evaluation.windows.BATCH_UNITS = 32
+import itertools, rtx.data.windows, rtx.training.module as module
+rtx.data.windows.BATCH_UNITS = 32
 calls, real = itertools.count(1), module.{name}
 def meets(*arguments, **options):
     if next(calls) == {call}:
@@ -89,10 +89,10 @@ module.{name} = meets
 """What happens in a call of a function; five batches make a validation."""
 
 
-def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_comes_to_the_same_bits(
+def test_a_run_stopped_before_a_validation_makes_it_when_it_goes_on_and_has_the_same_bits(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rtx.evaluation.windows.BATCH_UNITS", 32)
+    monkeypatch.setattr("rtx.data.windows.BATCH_UNITS", 32)
     whole = workshop.train("whole")
     stop, fail = (
         f"os.kill(os.getpid(), {int(signal.SIGUSR1)})",
@@ -133,7 +133,8 @@ def test_seconds_of_training_leave_validations_out_and_go_on_in_a_resumed_run(
     (whole,) = [
         row["train/seconds"] for row in rows if row["kind"] == "train" and row["step"] == 12
     ]
-    # They take 3 s and more. The seconds of steps are partly estimated, so half of that is a safe margin.
+    # They take 3 s and more. The seconds of steps are partly estimated, so half of that is a safe
+    # margin.
     assert seconds[2] < whole - 1.5, "three validations do not count"
 
 

@@ -1,22 +1,22 @@
-"""Softmax attention for every pattern, from lists of who reads whom.
+"""Softmax attention of every pattern, over the keys that its queries read.
 
-A pattern says who reads whom in one or several *parts* (`rtx.attention.reads`). A part is either
-packed lists (`RangeReads`: every query reads a range of one list of keys) or an index (`IndexReads`: every
-query names its keys). `attend` makes a `Problem` of each part, `choose` picks the engine that
-computes it, and `combine` merges the results of several parts.
+A pattern returns which query reads which keys in one or several *parts* (`rtx.attention.reads`). A
+part is either packed lists (`RangeReads`: every query reads a range of one list of keys) or an
+index (`IndexReads`: the keys of every query). `attend` makes a `Problem` of each part, `choose`
+selects the engine that computes it, and `combine` merges the results of several parts.
 
-An engine is a module with two functions. `refusal(problem)` returns why the engine cannot run the
-problem, or None where it can. `attend(problem)` returns the outputs and the log-sums (`Result` in
-problem.py). All engines compute the same:
+An engine is a module with two functions. `refusal(problem)` returns why the engine cannot compute
+the problem, or None if it can. `attend(problem)` returns the outputs and the log-sums (`Result` in
+problem.py). All engines give the same results, up to rounding:
 
-| engine | file | runs |
+| engine | file | computes |
 |---|---|---|
 | native | native.py | packed lists and indexes on a CPU with a C++ compiler, in float32 |
 | dense | dense.py | full causal attention on a GPU: torch's scaled_dot_product_attention |
 | triton | by_triton.py | packed lists on a GPU: our own kernels |
 | flash | flash.py | windows of whole sequences on a GPU: torch's flash kernel |
 | flex | flex.py | packed lists on a GPU: torch's FlexAttention |
-| windows | windows.py | packed lists on a GPU where our kernels do not run, in static shapes |
+| windows | windows.py | packed lists on a GPU if our kernels cannot, in static shapes |
 | blocks | blocks.py | packed lists anywhere |
 | indexed | indexed.py | indexes anywhere |
 
@@ -33,10 +33,11 @@ from rtx.attention.engine import blocks, by_triton, dense, flash, flex, indexed,
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.gradients import with_zero_gradients
 from rtx.attention.reads import RangeReads, Reads
 
 TORCH = (dense, flash, windows, indexed, blocks)
-"""The engines of PyTorch's operations, which run anything between them."""
+"""The engines that use PyTorch's operations; for every problem one of them does not refuse."""
 ENGINES: dict[str, tuple[ModuleType, ...]] = {
     "auto": (dense, by_triton, flash, windows, indexed, blocks),
     "torch": TORCH,
@@ -44,11 +45,13 @@ ENGINES: dict[str, tuple[ModuleType, ...]] = {
     "triton": (by_triton, indexed),
     "flex": (flex, indexed),
 }
-"""The engines that each backend tries, in this order; the first that does not refuse runs. On a CPU
-`auto` tries other ones, see `choose`."""
+"""The engines that each backend tries, in this order; the first that does not refuse computes.
+
+On a CPU `auto` tries other ones, see `choose`.
+"""
 BACKENDS = tuple(ENGINES)
 MERGES = ("mean", "lse")
-"""What a position in several lists gets, see `attend`."""
+"""How the outputs of a position in several lists are merged, see `attend`."""
 
 
 def attend(
@@ -71,17 +74,17 @@ def attend(
     and a key may occur in two parts, and a position may read at most one list of each part.
 
     Args:
-        k_BHND: the same object as `q_BHND` where queries serve as keys.
+        k_BHND: the same object as `q_BHND` if queries serve as keys.
         parts: at least one.
-        terms: what else enters the softmax; its `heads` is set here.
+        terms: the other terms of logits and weights; this function sets its `heads`.
         backend: one of `BACKENDS`.
 
     Raises:
         ValueError: no engine of the backend can run a part.
     """
     if q_BHND.is_cpu:
-        # Engines for CPUs read rows, which are views of contiguous tensors: so there is one copy
-        # for all parts. Kernels for GPUs read tensors of any strides.
+        # Engines for CPUs read rows. Those of contiguous tensors are views, so there is at most one
+        # copy for all parts. Kernels for GPUs read tensors of any strides.
         q_BHND, k_BHND, v_BHND = contiguous(q_BHND, k_BHND, v_BHND)
     sink_IH = terms.sink_IH
     terms = terms._replace(heads=q_BHND.shape[1], sink_IH=None)
@@ -101,7 +104,7 @@ def attend(
 
 
 def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors, contiguous; keys that are the queries' tensor remain that."""
+    """Return contiguous tensors; keys that are the same object as the queries remain so."""
     contiguous_q_BHND = q_BHND.contiguous()
     if k_BHND is q_BHND:
         return contiguous_q_BHND, contiguous_q_BHND, v_BHND.contiguous()
@@ -111,8 +114,7 @@ def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, 
 def attend_joined(problems: list[Problem], backend: str) -> Tensor:
     """Return one softmax over the keys of all lists of all problems, `[R, D]`.
 
-    Two engines join the lists of a part themselves; `combine` has then nothing to do if there is
-    one part.
+    Two engines combine the lists of one part themselves. Everything else goes through `combine`.
     """
     problem = problems[0]
     if len(problems) == 1 and isinstance(problem.part, RangeReads):
@@ -127,7 +129,7 @@ def attend_joined(problems: list[Problem], backend: str) -> Tensor:
 
 
 def partial_of(problem: Problem, backend: str) -> Partial:
-    """Return outputs and log-sums of a part, by row from our GPU kernels, else by member."""
+    """Return outputs and log-sums of a part: by row from our GPU kernels, otherwise by member."""
     engine = choose(problem, backend)
     if engine is not by_triton:
         return Partial(problem.query_rows(), *engine.attend(problem))
@@ -183,36 +185,28 @@ def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
 
 
 def with_gradients(out_RD: Tensor, problem: Problem, sink_IH: Tensor | None) -> Tensor:
-    """Return the outputs, tied to every input that wants a gradient even if no engine has read it.
+    """Return the outputs, with a gradient for every input that requires one, read or not.
 
-    Without that, `backward` would fail where nobody reads anything. The gradients are zeros then.
+    Otherwise `backward` would fail if no query reads any key. These gradients are zeros.
     """
+    if out_RD.requires_grad or not torch.is_grad_enabled():
+        return out_RD
     terms = problem.terms
-    inputs = [
-        problem.q_BHND,
-        problem.k_BHND,
-        problem.v_BHND,
-        terms.bias_HM,
-        sink_IH,
-        *(terms.relative or ()),
-    ]
-    learned = [x for x in inputs if x is not None and x.requires_grad and torch.is_grad_enabled()]
-    if learned and not out_RD.requires_grad:
-        # The sum of an empty slice is 0; its gradient is all zeros.
-        return out_RD + sum(x[..., :0].sum() for x in learned)
-    return out_RD
+    inputs = [problem.q_BHND, problem.k_BHND, problem.v_BHND, terms.bias_HM, sink_IH]
+    if terms.relative is not None:
+        inputs.extend(terms.relative)
+    return with_zero_gradients(out_RD, inputs)
 
 
 def choose(problem: Problem, backend: str) -> ModuleType:
-    """Return the engine that runs the problem.
+    """Return the engine that computes the problem.
 
-    Shapes and types alone decide, never numbers in tensors. On a CPU `auto` tries `native` first
-    where sequences are long enough (`native.wanted`), then the engines of PyTorch's operations.
+    Shapes and types alone decide, never numbers in tensors. On a CPU `auto` tries `native` first if
+    sequences are long enough (`native.wanted`), then the engines that use PyTorch's operations.
 
     Raises:
-        ValueError: all engines of the backend refuse. This cannot happen for "auto" and "torch";
-            of other backends the first engine is the one that the user means, so the message has
-            its reason.
+        ValueError: all engines of the backend refuse, which cannot happen for "auto" and "torch".
+            The message has the reason of the first one, which has the name of the backend.
     """
     engines = ENGINES[backend]
     if backend == "auto" and problem.q_BHND.is_cpu:

@@ -1,16 +1,16 @@
 """Attention by PyTorch's kernels, on blocks cut from packed lists.
 
-A block is a run of consecutive query members of one list and the key members that they read, which
-are consecutive, too. PyTorch's kernels want equal shapes, so blocks are rounded up to a few
-*forms*: blocks of one form have the same number of query slots and of key slots, and go through a
-kernel together. For example, lists of 8, 4 and 7 members, in which every member reads all up to
+A block has consecutive query members of one list, and the key members that they read, which are
+consecutive as well. PyTorch's kernels need equal shapes, so blocks are rounded up to a few *forms*:
+blocks of one form have the same number of query slots and of key slots, and go through a kernel
+together. For example, lists of 8, 4 and 7 members, in which every member reads all members up to
 itself, become two forms:
 
     4 x 4   the list of 4
     8 x 8   the list of 8, and the list of 7 with 1 empty slot
 
-Cutting looks at the lists, which makes a CPU wait for a GPU: lists that serve many passes are cut
-once (`RangeReads.derived`).
+Cutting depends on the numbers in the lists, so a CPU waits for a GPU. Lists that are used in
+several passes are cut once (`RangeReads.derived`).
 
 Shapes: R rows, L lists, P query members and M key members of all lists together, G blocks of one
 form, Q query slots and K key slots of a block, S = G * Q query slots of all of them, D head size.
@@ -32,17 +32,15 @@ from rtx.attention.reads import Holes, RangeReads
 from rtx.attention.recompute import recomputed
 
 MAX_SCORES_CPU = 1 << 20
-"""Scores that a CPU computes at once: few enough for its cache. A single block may have more."""
+"""The most scores that a CPU computes at once; they fit in its cache. A block may have more."""
 MAX_SCORES_GPU = 1 << 26
-"""Scores that a GPU computes at once: enough to keep it busy. A single block may have more."""
+"""The most scores that a GPU computes at once; they keep it busy. A block may have more."""
 MIN_BLOCKS = 64
-"""The least number of blocks in one call of torch's kernels, if there are that many: a call spreads
-them over cores."""
+"""The least number of blocks in one call of torch's kernels, which spreads them over cores."""
 MAX_MASK = 1 << 24
-"""The most elements of the masks in one call of torch's kernels, where every block has a mask of
-its own."""
+"""The most elements of the masks in one call of torch's kernels, if every block has a mask."""
 MAX_STEP = 512
-"""The most queries of a block where a list is cut into runs."""
+"""The most queries of a run."""
 
 
 class Blocks(NamedTuple):
@@ -55,13 +53,14 @@ class Blocks(NamedTuple):
     key_GK: Tensor
     """Numbers of key members."""
     mask: Tensor | None
-    """True where a key is read: `[G, Q, K]`, or `[Q, K]` if one mask serves all blocks; None: key
-    slots up to the query's own.
+    """True where a key is read: `[G, Q, K]`, or `[Q, K]` for one mask of all blocks.
+
+    None: a query slot reads the key slots up to its own number.
     """
 
     @property
     def has_masks(self) -> bool:
-        """Whether every block has a mask of its own."""
+        """Whether each block has another mask."""
         return self.mask is not None and self.mask.dim() == 3
 
     def split(self, size: int) -> list["Blocks"]:
@@ -76,7 +75,7 @@ class Blocks(NamedTuple):
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this engine cannot run the problem; None where it can."""
+    """Return why this engine cannot run the problem, or None if it can."""
     if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     return None
@@ -85,8 +84,8 @@ def refusal(problem: Problem) -> str | None:
 def attend(problem: Problem) -> Result:
     """Return outputs and log-sums, see `Result`.
 
-    Our own softmax computes what torch's kernels lack: log-sums, terms by distance, and dropout
-    on a CPU.
+    `soft_attend` computes what torch's kernels do not: log-sums, terms by distance, and dropout on
+    a CPU.
     """
     part = problem.part
     assert isinstance(part, RangeReads)
@@ -103,7 +102,7 @@ def attend(problem: Problem) -> Result:
 
 
 def torch_computes(problem: Problem) -> bool:
-    """Tell whether torch's kernels have all that the problem needs."""
+    """Return whether torch's kernels can compute everything that the problem needs."""
     terms = problem.terms
     if problem.by_member or terms.by_distance:
         return False
@@ -113,13 +112,17 @@ def torch_computes(problem: Problem) -> bool:
 def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
     """Return how many blocks of a form one call gets, at least one.
 
-    In calls of torch's kernels where every block has a mask, the masks bound it; else the scores.
+    The masks limit it in calls of torch's kernels in which every block has a mask, else the scores.
     """
     scores_of_block = form.query_GQ.shape[1] * form.key_GK.shape[1]
     if by_torch and form.has_masks:
         return max(1, MAX_MASK // scores_of_block)
-    scores = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
-    least = MIN_BLOCKS if by_torch else 1
+    scores = MAX_SCORES_GPU
+    if on_cpu:
+        scores = MAX_SCORES_CPU
+    least = 1
+    if by_torch:
+        least = MIN_BLOCKS
     return max(least, scores // scores_of_block)
 
 
@@ -133,8 +136,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
         dtype = wide_type(dtype)
     rows = problem.v_BHND.shape[:3].numel()
     out_RD = problem.v_BHND.new_zeros(rows, problem.v_BHND.shape[-1], dtype=dtype)
-    lists_of_row_P = part.times_R(rows).clamp(min=1)[part.query.row_M]
-    weight_P = 1 / lists_of_row_P.double()
+    weight_P = 1 / part.lists_read_P(rows).double()
     for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
         if by_torch:
             out_GQD = attend_by_torch(inputs, piece.mask, terms)
@@ -162,7 +164,7 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
         out_PD.index_add_(0, member_S, without_empty(out_GQD.flatten(0, 1).to(wide), piece))
         members.append(torch.where(piece.real_GQ.flatten(), member_S, P))
         sums.append(sum_GQ.flatten())
-    # One place more takes the log-sums of empty slots.
+    # The last place receives the log-sums of empty slots.
     sum_P1 = out_PD.new_full((P + 1,), float("-inf"))
     if sums:
         sum_P1 = sum_P1.index_copy(0, torch.cat(members), torch.cat(sums))
@@ -170,12 +172,12 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
 
 
 def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
-    """Return the outputs of query slots, zero for slots that are not real (which may have NaN)."""
+    """Return the outputs of query slots; zeros for slots that are not real, which may be NaN."""
     return out_SD.masked_fill(~piece.real_GQ.flatten()[:, None], 0)
 
 
 class QueriesKeys(NamedTuple):
-    """What blocks attend over: the rows of their query and key slots, by number and by content."""
+    """The queries, keys and values of blocks, and the numbers of their rows."""
 
     row_GQ: Tensor
     row_GK: Tensor
@@ -185,7 +187,7 @@ class QueriesKeys(NamedTuple):
 
 
 def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
-    """Return the inputs of each piece, one after the other."""
+    """Return the inputs of the pieces, one piece at a time."""
     part = problem.part
     assert isinstance(part, RangeReads)
     q_RD, k_RD, v_RD = problem.rows()
@@ -198,7 +200,7 @@ def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
 
 
 def attend_by_torch(inputs: QueriesKeys, mask: Tensor | None, terms: LogitTerms) -> Tensor:
-    """Return the outputs `[G, Q, D]` by torch's attention kernels: each block as a sequence."""
+    """Return the outputs `[G, Q, D]` by torch's attention kernels; each block is a sequence."""
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
     out_G1QD = F.scaled_dot_product_attention(
@@ -219,14 +221,25 @@ def attend_softly(
     length: int,
     terms: LogitTerms,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[G, Q, D]` and log-sums `[G, Q]` by our own softmax, which the backward
-    pass computes again.
+    """Return the outputs `[G, Q, D]` and log-sums `[G, Q]` by `soft_attend`.
 
-    `length`: N, by which the head of a row is computed.
+    The backward pass computes intermediates again.
+
+    Args:
+        length: N.
     """
     head_G = head_of(inputs.row_GQ, length, terms.heads)
-    tensors = inputs.q_GQD, inputs.k_GKD, inputs.v_GKD, mask, inputs.row_GQ, inputs.row_GK, head_G
-    return recomputed(soft_block, *tensors, terms)
+    return recomputed(
+        soft_block,
+        inputs.q_GQD,
+        inputs.k_GKD,
+        inputs.v_GKD,
+        mask,
+        inputs.row_GQ,
+        inputs.row_GK,
+        head_G,
+        terms,
+    )
 
 
 def head_of(row_GQ: Tensor, length: int, heads: int) -> Tensor:
@@ -244,10 +257,10 @@ def soft_block(
     head_G: Tensor,
     terms: LogitTerms,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `soft_attend` for blocks of rows; distances are differences of row
-    numbers.
+    """Return the results of `soft_attend` for blocks of rows.
 
-    Without a mask a query slot reads the key slots up to its own.
+    Distances are differences of row numbers. Without a mask a query slot reads the key slots up to
+    its own number.
     """
     if mask is None:
         mask = q_GQD.new_ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool).tril()
@@ -268,7 +281,7 @@ class Runs(NamedTuple):
     """The first key member that one of them reads."""
 
     def where(self, chosen_G: Tensor) -> "Runs":
-        """Return the runs at which a mask is true."""
+        """Return the runs for which a mask is true."""
         return Runs(self.begin_G[chosen_G], self.count_G[chosen_G], self.low_G[chosen_G])
 
 
@@ -276,17 +289,29 @@ def cut(part: RangeReads, triangles: bool) -> list[Blocks]:
     """Return the lists, cut into blocks of few forms.
 
     With `triangles`, a list in which every query reads from the list's first member on is one
-    square block. If every query also reads up to itself, torch's causal kernel needs no mask for
-    it. All other lists are cut into runs of queries, whose keys reach from the first that one of
-    them reads to the last.
+    square block. If every query also reads up to itself, the pairs are a triangle, and torch's
+    causal kernel needs no mask. All other lists are cut into runs of queries. The keys of a run are
+    those from the first that one of its queries reads to the last. For example, a triangle of four
+    members, and six members that each read the last three, cut into runs of two queries:
+
+        key       0 1 2 3                 key       0 1 2 3 4 5
+        query 0   x . . .                 query 0   x               run 0: keys 0 to 1
+        query 1   x x . .                 query 1   x x
+        query 2   x x x .                 query 2   x x x           run 1: keys 0 to 3
+        query 3   x x x x                 query 3     x x x
+                                          query 4       x x x       run 2: keys 2 to 5
+                                          query 5         x x x
 
     The sides of squares are rounded up to whole quarters of the longest range. A run has a step of
-    queries, and its keys are rounded up to whole steps; a step is such a quarter, or MAX_STEP if
-    that is less. So there are about four forms of squares, and four of runs (more of them where a
-    range is longer than 4 * MAX_STEP).
+    queries, and its keys are rounded up to whole steps. A step is such a quarter, but at most
+    MAX_STEP. So there are about four forms of squares and four of runs (more of runs if a range is
+    longer than 4 * MAX_STEP).
     """
     count_L = part.query.count_L
-    longest = int((part.stop_P - part.start_P).max()) if len(part.start_P) else 0
+    longest = 0
+    if len(part.start_P):
+        length_P = part.stop_P - part.start_P
+        longest = int(length_P.max())
     if not longest:
         return []
     quarter = whole_pieces(longest, 4)
@@ -304,9 +329,9 @@ def cut(part: RangeReads, triangles: bool) -> list[Blocks]:
 
 
 def read_from_the_first(part: RangeReads) -> Tensor:
-    """Return the lists in which every member reads from the list's first member on, `[L]`, bool.
+    """Return in which lists every member reads from the list's first member on, `[L]`, bool.
 
-    Starts never fall from member to member, so the last member tells.
+    Starts never decrease from member to member, so the start of the last member decides.
     """
     count_L = part.query.count_L
     first_L = part.query.first_L()
@@ -345,8 +370,8 @@ def runs_of(part: RangeReads, count_L: Tensor, step: int) -> Runs:
 def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks:
     """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on.
 
-    Query slots of equal number often read the same key slots in all blocks. Then one mask serves
-    all of them, or none is needed.
+    Query slots with the same number often read the same key slots in all blocks. Then there is one
+    mask for all blocks, or none.
     """
     slot_Q = torch.arange(queries, device=runs.begin_G.device)
     low_G1 = runs.low_G[:, None]
@@ -371,8 +396,8 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     if part.holes is not None:
         mask = not_hidden(mask, part.holes, query_GQ, key_GK)
     real_GQ = inside_GQ & mask.any(-1)
-    # A softmax over no key would give NaN: a query that reads nothing reads slot 0, and its output
-    # is dropped.
+    # A softmax over no key would give NaN. So a query that reads nothing reads slot 0, and its
+    # output is dropped.
     mask[..., 0] |= ~mask.any(-1)
     return Blocks(query_GQ, real_GQ, key_GK, mask)
 
@@ -380,14 +405,13 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
 def common_slots(slot_GQ: Tensor, inside_GQ: Tensor) -> Tensor:
     """Return for each query slot the largest of its key slots in all blocks, `[Q]`.
 
-    Empty query slots do not count. Where all blocks have the same, it is that one; -1 where the
-    query slot is empty in all blocks.
+    Empty query slots do not count; -1 if the query slot is empty in all blocks.
     """
     return torch.where(inside_GQ, slot_GQ, -1).amax(0)
 
 
 def is_triangle(start_Q: Tensor, stop_Q: Tensor) -> bool:
-    """Tell whether each query slot reads the key slots up to its own, or is empty: -1."""
+    """Return whether each query slot reads the key slots up to its own, or is empty: -1."""
     own_Q = torch.arange(len(stop_Q), device=stop_Q.device)
     reads_own_Q = (stop_Q == own_Q + 1) | (stop_Q < 0)
     return bool(((start_Q <= 0) & reads_own_Q).all())
@@ -407,9 +431,9 @@ def not_hidden(mask: Tensor, hidden: Holes, query_GQ: Tensor, key_GK: Tensor) ->
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns what `take` does, and adds all gradients to one tensor `[R, D]`.
+    """The result of `take`, whose backward pass adds all gradients to one tensor `[R, D]`.
 
-    Indexing would make such a tensor for each tensor of row numbers, and add these.
+    Indexing would make such a tensor for each tensor of row numbers, and then add these.
     """
 
     @staticmethod
@@ -433,9 +457,9 @@ class TakeRows(torch.autograd.Function):
 def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
     """Return the rows `[G, Q, D]` of each tensor `[G, Q]` of row numbers.
 
-    Without gradients they are copied one tensor at a time, when the caller comes to it. With
-    gradients, on a CPU, they are views of x if the numbers are those of all rows in order, as where
-    every list is a whole sequence of the same form.
+    Without gradients they are copied one tensor at a time, when the caller iterates. With gradients
+    on a CPU they are views of x, if the numbers are those of all rows in order. (This is so if
+    every list is a whole sequence, and all have the same form.)
     """
     if not rows or not x_RD.requires_grad or not torch.is_grad_enabled():
         return (x_RD[row_GQ] for row_GQ in rows)
@@ -446,7 +470,7 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
 
 
 def are_all_in_order(rows: list[Tensor], count: int) -> bool:
-    """Tell whether the row numbers are 0 to count - 1, in this order."""
+    """Return whether the row numbers are 0 to count - 1, in this order."""
     if sum(row_GQ.numel() for row_GQ in rows) != count:
         return False
     row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])

@@ -1,6 +1,6 @@
 """The engine "triton": attention over packed lists by our GPU kernels (`packed_attention.py`).
 
-It runs parts that are `rtx.attention.reads.Reads`, where every query reads a range of a list.
+It computes parts that are `rtx.attention.reads.RangeReads`: every query reads a range of a list.
 """
 
 from rtx.attention.engine import packed_attention
@@ -14,25 +14,26 @@ LISTS = "kernel lists"
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why the kernels cannot run the problem; None where they can."""
+    """Return why the kernels cannot run the problem, or None if they can."""
     if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     return packed_attention.refusal(problem.q_BHND, problem.v_BHND, problem.terms)
 
 
 def attend(problem: Problem) -> Result:
-    """Return outputs and log-sums, as `Result` says."""
-    return merged(problem, "none" if problem.by_member else "mean")
+    """Return outputs and log-sums, see `Result`."""
+    if problem.by_member:
+        return merged(problem, "none")
+    return merged(problem, "mean")
 
 
 def attend_joined(problem: Problem) -> Result:
-    """Return outputs `[R, D]` and log-sums `[R]` by row: one softmax over all that a row reads in
-    the lists of a part."""
+    """Return outputs `[R, D]` and log-sums `[R]` of one softmax over all keys of each row."""
     return merged(problem, "lse")
 
 
 def merged(problem: Problem, merge: str) -> Result:
-    """Return what `packed_attention.attend` does."""
+    """Return the result of `packed_attention.attend`."""
     part = problem.part
     assert isinstance(part, RangeReads)
     B, H, N, _ = problem.q_BHND.shape
@@ -49,7 +50,7 @@ def merged(problem: Problem, merge: str) -> Result:
 def lists_of(part: RangeReads, rows: int) -> KernelLists:
     """Return the lists of `part` as kernels read them.
 
-    They are made once and stored in `part.derived` where the part serves several passes (there
-    `derived` is a dictionary), and made anew where it is None.
+    If the part is used in several passes (`derived` is a dictionary), they are made once and stored
+    there.
     """
     return derived_once(part, LISTS, lambda: kernel_lists(part, rows))

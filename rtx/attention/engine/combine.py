@@ -1,4 +1,4 @@
-"""Combine attention over several lists into one softmax, from outputs and log-sums of the lists.
+"""Combine attention over several lists into one softmax, by their outputs and log-sums.
 
 Let a row have the output o_l and the log-sum s_l = ln(sum of e^logit over the keys) in list l. One
 softmax over the keys of all its lists has the output
@@ -12,7 +12,8 @@ A gradient g of the output gives the gradients
     do_l = share_l g,    ds_l = share_l (g . o_l - g . out).
 
 These need no sum over lists, so the backward pass only gathers. Automatic differentiation would add
-up by row, where thousands of members of one row would wait for each other on a GPU (see `places`).
+up by row. On a GPU, additions to one row wait for each other, and a row may have thousands of
+members (see `places`).
 
 Shapes: S members of all lists (a row has one member in each list that it is in), D head size, R
 rows.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 SPARE = 64
-"""Rows behind the real ones, for members that read nothing."""
+"""Extra rows after the real ones, for members that read nothing."""
 
 
 class Partial(NamedTuple):
@@ -40,10 +41,10 @@ class Partial(NamedTuple):
 def combine(partials: list[Partial], rows: int) -> Tensor:
     """Return one softmax attention over the keys of all lists of each row, `[rows, D]`.
 
-    It is zero where a row reads nothing, and has the type of the log-sums, float32 or wider.
+    It is zero for rows that read nothing, and has the type of the log-sums, float32 or wider.
 
     Raises:
-        RuntimeError: in a backward pass with create_graph=True: there are no second derivatives.
+        RuntimeError: in a backward pass with create_graph=True, as there are no second derivatives.
     """
     row_S = torch.cat([partial.row_S for partial in partials])
     sum_S = torch.cat([partial.sum_S for partial in partials])
@@ -62,7 +63,7 @@ def combined(row_S: Tensor, sum_S: Tensor, outs: list[Tensor], rows: int) -> tup
     place_S = places(row_S, sum_S, rows)
     share_S = shares(place_S, sum_S, rows + SPARE)
     out_RD = sum_S.new_zeros(rows + SPARE, outs[0].shape[1])
-    # One partial at a time: the products of all of them would take two more copies of all outputs.
+    # One partial at a time: the products of all partials would be two more copies of all outputs.
     counts = [len(out_SD) for out_SD in outs]
     pieces = zip(outs, place_S.split(counts), share_S.split(counts), strict=True)
     for out_SD, some_place_S, some_share_S in pieces:
@@ -106,10 +107,10 @@ combined.register_autograd(gradients, setup_context=save_for_backward)
 
 
 def places(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
-    """Return the rows of members; those that read nothing are spread over SPARE further rows.
+    """Return the rows of members, and one of SPARE extra rows for members that read nothing.
 
-    Lists with room name one and the same row for all of their empty places, which may be many, and
-    on a GPU additions to one row wait for each other.
+    In lists with room, all empty places have the same row. There may be many, and on a GPU
+    additions to one row wait for each other.
     """
     spare_S = torch.arange(len(row_S), device=row_S.device) % SPARE + rows
     return torch.where(sum_S == float("-inf"), spare_S, row_S)
@@ -118,10 +119,10 @@ def places(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
 def shares(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     """Return the share of each member in its row, `[S]`.
 
-    The shares of a row add up to 1, or to 0 where it reads nothing.
+    The shares of a row add up to 1, or to 0 if it reads nothing.
 
     Args:
-        rows: how many there are, the spare ones included.
+        rows: the number of rows, the extra ones included.
     """
     nothing_R = sum_S.new_full((rows,), float("-inf"))
     top_R = nothing_R.scatter_reduce(0, row_S, sum_S, "amax")

@@ -1,6 +1,6 @@
 """Full causal attention of whole sequences on a GPU, by torch's `scaled_dot_product_attention`.
 
-Every list is one whole sequence, of which a position reads all positions up to itself
+Every list is one whole sequence, and a position reads all positions up to itself
 (`rtx.attention.reads.Window`).
 """
 
@@ -12,7 +12,7 @@ from rtx.attention.reads import RangeReads, Window
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this engine cannot run the problem; None where it can."""
+    """Return why this engine cannot run the problem, or None if it can."""
     part = problem.part
     if not isinstance(part, RangeReads) or part.window is None:
         return "its lists are not whole sequences"
@@ -22,7 +22,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def whole_refusal(problem: Problem) -> str | None:
-    """Return why torch's kernels for whole sequences cannot run a problem; None where they can."""
+    """Return why torch's kernels for whole sequences cannot run a problem, or None if they can."""
     if problem.by_member:
         return "it gives no log-sums"
     if problem.terms.by_distance:
@@ -35,7 +35,7 @@ def whole_refusal(problem: Problem) -> str | None:
 
 
 def reads_everything(window: Window) -> bool:
-    """Tell whether every position reads all positions up to itself, and there is no memory."""
+    """Return whether every position reads all positions up to itself, and there is no memory."""
     return window.memory == 0 and window.keys >= window.length
 
 

@@ -1,12 +1,12 @@
 """Windows of whole sequences on a GPU by `varlen_attn`, torch's flash kernel for packed sequences.
 
-Every list is one whole sequence, in which a position reads the last positions up to itself, as many
-as the window has. There may be a memory: positions in front of the sequence that are read but do
-not read (`rtx.attention.reads.Window`). On an H100 our kernels (`by_triton.py`) take less than
-half the time for as many pairs, so this engine serves where they do not run.
+Every list is one whole sequence, and a position reads the last positions of it, up to itself
+(`rtx.attention.reads.Window`). There may be a memory: positions before the sequence that serve as
+keys alone. On an H100 our kernels (`by_triton.py`) take less than half the time for the same pairs,
+so this engine is for problems that they refuse.
 
 Shapes: B sequences, H heads, N positions (those of the memory included), D head size, R = B * H * N
-rows, S the positions that read of all sequences, one sequence after the other.
+rows, S positions of all sequences, one sequence after the other, without the memory.
 """
 
 import torch
@@ -25,7 +25,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this engine cannot run the problem; None where it can."""
+    """Return why this engine cannot run the problem, or None if it can."""
     part = problem.part
     if not isinstance(part, RangeReads) or part.window is None:
         return "its lists are not whole sequences with a window"
@@ -35,14 +35,14 @@ def refusal(problem: Problem) -> str | None:
 
 
 def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
-    """Return why torch's flash kernel cannot run windows of these tensors; None where it can."""
+    """Return why torch's flash kernel cannot run windows of these tensors, or None if it can."""
     size = q_BHND.shape[-1]
     if q_BHND.dtype not in (torch.float16, torch.bfloat16):
         return "its windows need float16 or bfloat16"
     if dropout:
         return "its windows have no dropout"
     if size != v_BHND.shape[-1] or size > MAX_SIZE or size % 8:
-        return f"its windows need heads of a multiple of 8 units, {MAX_SIZE} at the most"
+        return f"its windows need heads of a multiple of 8 units, {MAX_SIZE} at most"
     if not has_flash(q_BHND.device):
         return "this GPU is too old for torch's flash kernel"
     return None
@@ -50,9 +50,9 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
 
 @torch.compiler.assume_constant_result
 def has_flash(device: torch.device) -> bool:
-    """Tell whether a device can run torch's flash kernel.
+    """Return whether a device can run torch's flash kernel.
 
-    The meta device counts as one that can: it serves to choose engines where there is no GPU.
+    The meta device counts as one that can: with it engines are chosen without a GPU.
     """
     if device.type != "cuda":
         return device.type == "meta"
@@ -87,7 +87,7 @@ def by_flash(
     """
     B, _, N, _ = q_BHND.shape
     queries = N - window.memory
-    # The kernel's window counts the keys before a query's own; -1 stands for all of them.
+    # The kernel's window counts the keys before a query's own; -1 means all of them.
     back = window.keys - 1
     if window.keys >= N:
         back = -1

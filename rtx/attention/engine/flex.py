@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.problem import PRODUCTS_ALONE, Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.reads import RangeReads
 
@@ -35,14 +35,14 @@ FORMS = 64
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why FlexAttention cannot run the problem; None where it can."""
+    """Return why FlexAttention cannot run the problem, or None if it can."""
     terms = problem.terms
     q_BHND = problem.q_BHND
     sizes = q_BHND.shape[-1], problem.v_BHND.shape[-1]
     if not isinstance(problem.part, RangeReads):
         return "its keys are an index, not ranges of lists"
     if terms.dropout or terms.by_distance:
-        return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
+        return PRODUCTS_ALONE
     if q_BHND.dtype == torch.float64 or min(sizes) < MIN_SIZE:
         return f"it computes in float32 or narrower, with heads of {MIN_SIZE} units or more"
     return None
@@ -60,7 +60,7 @@ def attend(problem: Problem) -> Result:
     if problem.by_member:
         return out_PD, sum_P
     row_P = part.query.row_M
-    share_P = (part.stop_P > part.start_P) / part.times_R(len(q_RD)).clamp(min=1)[row_P]
+    share_P = (part.stop_P > part.start_P) / part.lists_read_P(len(q_RD))
     out_RD = v_RD.new_zeros(v_RD.shape)
     return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P
 

@@ -1,15 +1,16 @@
-"""Attention in which every query names the keys that it reads, by PyTorch's operations.
+"""Attention by an index of the keys that each query reads, with PyTorch's operations.
 
-The scores of queries with all earlier keys are computed, and a mask hides those keys that a query
-does not name. Gathering the keys of each query instead would take longer, except in very long
+The scores of queries with all earlier keys are computed, and a mask hides the keys that are not in
+the index. To gather the keys of each query instead would take longer, except in very long
 sequences. For example, the index row [0, 3, -1] of position 4 becomes the mask 1 0 0 1 0.
 
-Scores are computed in pieces: some heads at a time (of all sequences), then some queries at a time.
-A CPU leaves out positions at which no head reads anything. Either leaves out the keys behind the
-last query of a piece.
+Scores are computed in pieces: some heads of all sequences at a time, then some queries at a time. A
+piece leaves out the keys after its last query. On a CPU, positions at which no head reads anything
+are left out.
 
 Shapes: B sequences, H heads, X = B * H heads of all sequences, G some of them, N positions,
-R = X * N rows, K keys that a query names, T the positions that read, Q some of these, D head size.
+R = X * N rows, K keys of a query, T positions at which some head reads, Q some of these, D head
+size.
 """
 
 from typing import NamedTuple
@@ -26,14 +27,14 @@ from rtx.attention.recompute import recomputed
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this engine cannot run the problem; None where it can."""
+    """Return why this engine cannot run the problem, or None if it can."""
     if not isinstance(problem.part, IndexReads):
         return "its keys are ranges of lists, not an index"
     return None
 
 
 class Heads(NamedTuple):
-    """Inputs of some heads: queries where somebody reads, keys and values everywhere."""
+    """The inputs of some heads: queries at T positions, and all keys and values."""
 
     head_G: Tensor
     """Numbers of the heads, 0 to H - 1."""
@@ -56,19 +57,22 @@ def attend(problem: Problem) -> Result:
     N = part.length
     heads = problem.q_BHND.shape[:2].numel()
     on_cpu = problem.q_BHND.is_cpu
-    most = blocks.MAX_SCORES_CPU if on_cpu else blocks.MAX_SCORES_GPU
+    most = blocks.MAX_SCORES_GPU
+    if on_cpu:
+        most = blocks.MAX_SCORES_CPU
     index_XNK = part.index_RK.unflatten(0, (heads, N))
     position_T = positions_that_read(index_XNK)
-    every = all_heads(problem, index_XNK, position_T)
+    all_inputs = all_heads(problem, index_XNK, position_T)
     queries = max(1, most // N)
     if on_cpu:
-        # At least four pieces: the keys behind the last query of a piece are left out.
+        # At least four pieces: the keys after the last query of a piece are left out.
         queries = min(queries, whole_pieces(N, 4))
     # All scores take little memory then, and the backward pass need not compute them again.
     are_few = heads * N * N <= blocks.MAX_SCORES_CPU
     outs = []
     sums = []
-    for some in every.split(max(1, most // N**2)):
+    heads_at_once = max(1, most // N**2)
+    for some in all_inputs.split(heads_at_once):
         out_GTD, sum_GT = attend_heads(some, position_T, queries, problem.terms, store=are_few)
         outs.append(out_GTD)
         sums.append(sum_GT)
@@ -96,10 +100,9 @@ def all_heads(problem: Problem, index_XNK: Tensor, position_T: Tensor) -> Heads:
 
 
 def positions_that_read(index_XNK: Tensor) -> Tensor:
-    """Return the positions at which some head reads a key, `[T]`, ascending; on a GPU all
-    positions.
+    """Return the positions at which some head reads a key, `[T]`, ascending.
 
-    A GPU would make the CPU wait for their number.
+    On a GPU they are all positions: the CPU would have to wait for their number.
     """
     if index_XNK.is_cpu:
         return (index_XNK >= 0).any(-1).any(0).nonzero()[:, 0]
@@ -115,7 +118,7 @@ def attend_heads(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `[G, T, D]` and log-sums `[G, T]`, computed for `queries` at a time.
 
-    No query reads a key behind itself, so a piece needs the keys up to its last query alone.
+    No query reads a key after itself, so a piece needs only the keys up to its last query.
 
     Args:
         store: store the scores for the backward pass, which otherwise computes them again.
@@ -133,7 +136,7 @@ def attend_heads(
         if position_T.is_cpu:
             key_stop = max(position_Q.tolist(), default=0) + 1
         else:
-            # All positions 0 to N - 1 read, so that their number tells without a wait for the GPU.
+            # The queries are those of all positions, so the number follows without reading the GPU.
             key_stop = min(N, key_stop + queries)
         tensors = heads.head_G, heads.k_GND, heads.v_GND, position_Q, q_GQD, index_GQK
         out_GQD, sum_GQ = recomputed(attend_queries, terms, key_stop, *tensors, store=store)
@@ -154,7 +157,7 @@ def attend_queries(
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `soft_attend` for queries that read keys before position `key_stop`."""
     N = k_GND.shape[1]
-    # One slot more takes the entries that name no key.
+    # The last slot receives the entries of -1.
     slot_GQK = torch.where(index_GQK < 0, key_stop, index_GQK % N)
     mask_GQN = slot_GQK.new_zeros(*q_GQD.shape[:2], key_stop + 1, dtype=torch.bool)
     mask_GQN.scatter_(2, slot_GQK, True)

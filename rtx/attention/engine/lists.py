@@ -1,11 +1,9 @@
-"""Packed lists as GPU kernels read them: who reads whom, in int32 tensors on the device.
+"""Packed lists as GPU kernels read them, in int32 tensors on the device.
 
-A row is a position of one sequence and head, row = (b * H + h) * N + n. A list has some rows of
-one head. A member is a row's place in a list, so a row that belongs to two lists has two members.
-Lists follow one another, and members are numbered in this order over all lists. Queries and keys
-have lists of their own, or share them.
+`rtx.attention.reads` explains rows, lists and members. Queries and keys have separate lists, or
+share them.
 
-An example: 6 rows, two lists that queries and keys share, [0, 2, 5] and [2, 3]. Each member reads
+Example: 6 rows, and two lists that queries and keys share, [0, 2, 5] and [2, 3]. Each member reads
 itself and the one before it in its list. Members are p as queries and m as keys:
 
     list                    0  0  0   1  1
@@ -19,8 +17,8 @@ itself and the one before it in its list. Members are p as queries and m as keys
 Numbers of rows and members are int32, so R, P and M must be below 2^31: about 16,000 heads of all
 sequences at 131,072 positions.
 
-Both start and stop ascend. Therefore the query members that read one key member are neighbours,
-too, and a range from low to high - 1 names them. The kernel of the keys' gradients loops over it.
+Starts and stops never decrease. Therefore the query members that read one key member are
+consecutive as well: low to high - 1. The kernel of the keys' gradients loops over them.
 
 The members of each row are stored as in a compressed sparse row (CSR) matrix:
 
@@ -28,15 +26,15 @@ The members of each row are stored as in a compressed sparse row (CSR) matrix:
     first_R1                0  1  1  3  4  4  5
     member_M                0  1  3  4  2       row 2 has the members at places 1 and 2: 1 and 3
 
-Where the number of members depends on content, the CPU would have to wait for the GPU to learn it.
-So `static_selection.py` and `triton_selection.py` make tensors with room for a fixed number P or M
-of members, of which the first are real. Those behind have row 0 and the ranges start = stop = M and
-low = high = P, which are empty and keep the bounds ascending; `RowMembers` does not have them.
-`count_2` has the numbers of real members. The attention kernels do not read it: they need no more
-than that the other ranges are empty.
+If the number of members depends on content, the CPU would have to wait for the GPU to learn it. So
+`static_selection.py` and `triton_selection.py` make tensors with room for a fixed number P or M of
+members, of which the first are real. The others have row 0 and the ranges start = stop = M and
+low = high = P, which are empty and keep the bounds ascending; `RowMembers` leaves them out.
+`count_2` has the numbers of real members. The attention kernels do not read it, because empty
+ranges need no work.
 
-Where every list is one whole sequence, in order, member p is row p: `in_order`. Kernels then read
-no row numbers, and what they write by member is by row already.
+If every list is one whole sequence, in order, then member p is row p (`in_order`). Kernels then
+read no row numbers, and their outputs by member are by row already.
 
 Shapes: R rows, R1 = R + 1, P query members, M key members.
 """
@@ -59,20 +57,23 @@ class RowMembers(NamedTuple):
 
 
 class KernelLists(NamedTuple):
-    """Who reads whom; the module's docstring has an example. All tensors but `hidden` are int32."""
+    """Which query members read which key members; the module has an example.
+
+    All tensors but `hidden` are int32.
+    """
 
     query_row_P: Tensor
     """The row of each query member."""
     key_row_M: Tensor
-    """The row of each key member; the same object as `query_row_P` where lists are shared."""
+    """The row of each key member; the same object as `query_row_P` if lists are shared."""
     start_P: Tensor
     """The first key member that a query member reads."""
     stop_P: Tensor
-    """The key member behind the last one."""
+    """The key member after the last one."""
     low_M: Tensor
     """The first query member that reads a key member."""
     high_M: Tensor
-    """The query member behind the last one."""
+    """The query member after the last one."""
     query_members: RowMembers
     key_members: RowMembers
     count_2: Tensor
@@ -80,8 +81,10 @@ class KernelLists(NamedTuple):
     hidden: Holes | None = None
     """Pairs within the ranges that are not read."""
     in_order: bool = False
-    """Whether queries and keys share the lists, each of which is one whole sequence in order. It
-    follows from how lists are made, never from numbers in tensors."""
+    """Whether queries and keys share the lists, and each list is one whole sequence in order.
+
+    It follows from how lists are made, never from numbers in tensors.
+    """
 
 
 def row_members(row_M: Tensor, rows: int) -> RowMembers:

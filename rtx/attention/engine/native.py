@@ -1,61 +1,42 @@
 """Attention and selection by clusters on a CPU, by C++ kernels.
 
-They are compiled on first use and cached in the user's home (`library`). `native.cpp`,
-`selection.cpp` and `probing.cpp` say what they compute. This module passes tensors to them by
-pointers, and checks their shapes and types before: a kernel would read beyond a tensor's end.
+compiler.py compiles them at their first use. native.cpp, selection.cpp and probing.cpp explain what
+they compute. This module passes tensors to them by pointers. It checks shapes and types before,
+because a kernel would read beyond the end of a tensor that is too short.
 
 Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position
 n of head g), D head size, C clusters, K columns of an index, W members of a cluster; L lists, P
 query members and M key members of all lists together.
 """
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.engine.compiler import library
+from rtx.attention.engine.problem import PRODUCTS_ALONE, Problem, Result
 from rtx.attention.once import derived_once
 from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads
 from rtx.attention.ties import centroid_margin
 
-FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "probing.cpp", FOLDER / "selection.cpp", FOLDER / "native.cpp"]
-"""What is compiled, and what that includes."""
-TUNING = {
-    "x86_64": ["-march=native", "-mprefer-vector-width=512"],
-    "aarch64": ["-mcpu=native"],
-    "arm64": ["-mcpu=native"],
-}
-FLAGS = [
-    "-O3",
-    "-std=c++17",
-    "-ffp-contract=fast",
-    "-w",
-    "-shared",
-    "-fPIC",
-    "-fopenmp",
-    *TUNING.get(platform.machine(), []),
-]
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
-"""Inputs of the attention kernel in float32, in its order; native.cpp says what each is."""
-RANGES = ("query_row", "key_row", "start", "stop", "head_begin", "value", "low", "high")
-"""Packed lists as the kernel reads them, int64."""
-INTS = (*RANGES, "index")
+"""Inputs of the attention kernel in float32, in its order; native.cpp explains each."""
+INTS = (
+    "query_row",
+    "key_row",
+    "start",
+    "stop",
+    "head_begin",
+    "value",
+    "low",
+    "high",
+    "index",
+)
+"""Its inputs in int64: packed lists, then an index."""
 MIN_LENGTH = 1024
-"""Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
+"""The length from which `auto` uses the kernels; shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 """A function that a kernel calls for memory, once it knows for how many members."""
 
@@ -110,7 +91,7 @@ class Selection(NamedTuple):
 
 
 class ProbedLists(NamedTuple):
-    """Lists of keys, and of the queries that read in each; see packed.py."""
+    """Lists of keys, and of the queries that read in each; see reads.py."""
 
     key: MemberLists
     query: MemberLists
@@ -120,10 +101,10 @@ class ProbedLists(NamedTuple):
 
 
 def wanted(backend: str, length: int) -> bool:
-    """Tell whether a backend takes the kernels for sequences of a length.
+    """Return whether a backend uses the kernels for sequences of a length.
 
-    "native" always does, "auto" from `MIN_LENGTH` positions on, if the kernels can be loaded or
-    compiled; the first call may compile them.
+    "native" always does, and "auto" from `MIN_LENGTH` positions on, if the kernels can be loaded or
+    compiled. The first call may compile them.
     """
     if backend == "native":
         return True
@@ -131,13 +112,13 @@ def wanted(backend: str, length: int) -> bool:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why the compiled kernel cannot run the problem; None where it can."""
+    """Return why the compiled kernel cannot run the problem, or None if it can."""
     q_BHND = problem.q_BHND
     terms = problem.terms
     if not q_BHND.is_cpu or q_BHND.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return "it computes in float32 on a CPU"
     if terms.by_distance or terms.dropout:
-        return "it has no dropout, and no tables by distance (relative positions, adaptive spans)"
+        return PRODUCTS_ALONE
     return None
 
 
@@ -147,71 +128,96 @@ def attend(problem: Problem) -> Result:
 
 
 def attend_joined(problem: Problem) -> Tensor:
-    """Return outputs by row, `[R, D]`: one softmax over all that a row reads in a part's lists.
+    """Return outputs by row, `[R, D]`, of one softmax over all keys of each row.
 
-    The part has lists, and `problem.by_member` is true.
+    The part must have lists, and `problem.by_member` be true.
     """
     return Joined.apply(*inputs_of(problem))
+
+
+class RangeTensors(NamedTuple):
+    """Packed lists by the kernel's names, int64; native.cpp explains each."""
+
+    query_row: Tensor
+    key_row: Tensor
+    start: Tensor
+    stop: Tensor
+    head_begin: Tensor
+    value: Tensor
+    low: Tensor
+    high: Tensor
+    weight: Tensor | None = None
+    """The weight of each query member, float32: outputs are weighted sums by row. None: outputs are
+    by query member."""
+
+
+class IndexTensors(NamedTuple):
+    """An index by the kernel's name."""
+
+    index: Tensor
+
+
+KernelReads = RangeTensors | IndexTensors
 
 
 def inputs_of(problem: Problem) -> tuple[Any, ...]:
     """Return the arguments of `Attention` and `Joined`."""
     q_RD, k_RD, v_RD = problem.rows()
-    key_RD = None if problem.shared else k_RD
+    key_RD = None
+    if not problem.shared:
+        key_RD = k_RD
     heads = len(q_RD) // problem.part.length
-    return q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads_of(problem)
+    return q_RD, key_RD, v_RD, problem.terms.scale, heads, kernel_reads(problem)
 
 
-def reads_of(problem: Problem) -> list[Tensor]:
-    """Return the tensors that say who reads whom, see `named`."""
+def kernel_reads(problem: Problem) -> KernelReads:
+    """Return which query reads which keys, as the kernel needs it."""
     part = problem.part
     by_member = problem.by_member
     if isinstance(part, IndexReads):
-        return [part.index_RK]
+        return IndexTensors(part.index_RK)
     rows = problem.q_BHND.shape[:3].numel()
     name = f"native, by member {by_member}"
     return derived_once(part, name, lambda: kernel_ranges(part, rows, by_member))
 
 
-def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> list[Tensor]:
-    """Return the tensors of `RANGES`; without `by_member` also the weight of each query member,
-    float32.
+def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> RangeTensors:
+    """Return packed lists as the kernel reads them.
 
-    The weight is 1 / (lists in which the row of the member reads something): the kernel adds up
-    weighted outputs.
+    Without `by_member` the kernel adds up weighted outputs. The weight of a query member is 1
+    divided by the number of lists in which its row reads something.
     """
     row_P = part.query.row_M
     row_M = part.key.row_M
     heads = rows // part.length
     # The query members head_begin[g] to head_begin[g + 1] - 1 are those of head g.
-    head_begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    hidden = part.holes
-    if hidden is None:
+    head_P = row_P // part.length
+    head_begin = torch.searchsorted(head_P, torch.arange(heads + 1))
+    holes = part.holes
+    if holes is None:
         nothing_0P = row_P.new_zeros(0, len(row_P))
-        hidden = Holes(row_M.new_zeros(0, len(row_M)), nothing_0P, nothing_0P)
-    reads = [row_P, row_M, part.start_P, part.stop_P, head_begin]
-    reads += [x.contiguous() for x in hidden]
+        holes = Holes(row_M.new_zeros(0, len(row_M)), nothing_0P, nothing_0P)
+    weight_P = None
     if not by_member:
-        reads.append(1 / part.times_R(rows).clamp(min=1)[row_P].float())
-    return reads
-
-
-def named(reads: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that say who reads whom by the kernel's names for them.
-
-    One tensor is an index `[R, K]`. Eight are those of `RANGES`, and outputs are by member; nine
-    are those and the weights of query members, and outputs are by row.
-    """
-    if len(reads) == 1:
-        return {"index": reads[0]}
-    return dict(zip((*RANGES, "weight"), reads, strict=False))
+        lists_P = part.lists_read_P(rows)
+        weight_P = 1 / lists_P.float()
+    return RangeTensors(
+        query_row=row_P,
+        key_row=row_M,
+        start=part.start_P,
+        stop=part.stop_P,
+        head_begin=head_begin,
+        value=holes.value_IM.contiguous(),
+        low=holes.low_IP.contiguous(),
+        high=holes.high_IP.contiguous(),
+        weight=weight_P,
+    )
 
 
 class Attention(torch.autograd.Function):
     """Attention by the kernel, with gradients of queries, keys and values.
 
-    `reads` says who reads whom, see `named`. Without keys (`k_RD` is None) the queries serve as
-    keys.
+    Without keys (`k_RD` is None) the queries serve as keys.
     """
 
     @staticmethod
@@ -222,37 +228,37 @@ class Attention(torch.autograd.Function):
         v_RD: Tensor,
         scale: float,
         heads: int,
-        *reads: Tensor,
+        reads: KernelReads,
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs and log-sums, -inf where nothing is read."""
-        ctx.shared = k_RD is None
-        ctx.scale = scale
-        ctx.heads = heads
+        """Return outputs and log-sums, -inf for queries that read nothing."""
+        remember(ctx, k_RD is None, scale, heads, reads)
         q_RD, k_RD, v_RD = contiguous(q_RD, k_RD, v_RD)
-        by_member = len(reads) == len(RANGES)
-        lse = q_RD.new_empty(len(reads[0]))  # of query members; with an index, of rows
-        out = v_RD.new_zeros(len(lse) if by_member else len(v_RD), v_RD.shape[1])
+        outputs = len(v_RD)
+        # The log-sums are of query members; with an index these are the rows.
+        lse = q_RD.new_empty(len(reads[0]))
+        if isinstance(reads, RangeTensors) and reads.weight is None:
+            outputs = len(lse)
+        out = v_RD.new_zeros(outputs, v_RD.shape[1])
         call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out, lse=lse)
         ctx.save_for_backward(q_RD, k_RD, v_RD, lse, *reads)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys and values; one for both where queries serve as
-        keys."""
-        q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
+        """Return the gradients of queries, keys and values."""
+        q_RD, k_RD, v_RD, lse, *saved_reads = ctx.saved_tensors
         dout = gradients[0].contiguous()
         dlse = gradients[1].contiguous()
-        return input_gradients(ctx, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse, dout=dout, dlse=dlse)
+        tensors = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse, "dout": dout, "dlse": dlse}
+        return input_gradients(ctx, ctx.form(*saved_reads), tensors)
 
 
 class Joined(torch.autograd.Function):
-    """Attention by ranges with one softmax over all that a row reads, and its gradients.
+    """Attention by ranges with one softmax over everything that a row reads, and its gradients.
 
-    A row may have several query members, each with a range of its own. The kernel joins their
-    outputs as it goes, so outputs and log-sums are by row, and nothing by member is saved for the
-    backward pass. `reads` are the tensors of `RANGES`. Without keys (`k_RD` is None) the queries
-    serve as keys.
+    A row may have several query members, each with its range. The kernel combines their outputs, so
+    outputs and log-sums are by row, and nothing by member is saved for the backward pass. Without
+    keys (`k_RD` is None) the queries serve as keys.
     """
 
     @staticmethod
@@ -263,14 +269,13 @@ class Joined(torch.autograd.Function):
         v_RD: Tensor,
         scale: float,
         heads: int,
-        *reads: Tensor,
+        reads: RangeTensors,
     ) -> Tensor:
-        """Return outputs by row, zero where nothing is read."""
-        ctx.shared = k_RD is None
-        ctx.scale = scale
-        ctx.heads = heads
+        """Return outputs by row, zero for rows that read nothing."""
+        remember(ctx, k_RD is None, scale, heads, reads)
         q_RD, k_RD, v_RD = contiguous(q_RD, k_RD, v_RD)
-        lse_P = q_RD.new_empty(len(reads[0]))  # the kernel writes it on its way to lse_R
+        # The kernel writes the log-sums of members before those of rows.
+        lse_P = q_RD.new_empty(len(reads.query_row))
         lse_R = q_RD.new_empty(len(q_RD))
         out_RD = torch.zeros_like(v_RD)
         call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse_P, row_lse=lse_R)
@@ -279,49 +284,68 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout_RD: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys and values; one for both where queries serve as
-        keys."""
-        q_RD, k_RD, v_RD, out_RD, lse_R, *reads = ctx.saved_tensors
+        """Return the gradients of queries, keys and values."""
+        q_RD, k_RD, v_RD, out_RD, lse_R, *saved_reads = ctx.saved_tensors
+        reads = ctx.form(*saved_reads)
         dout_RD = dout_RD.contiguous()
-        row_P = reads[0]
+        row_P = reads.query_row
         lse_P = lse_R[row_P]
-        delta_P = (dout_RD * out_RD).sum(-1)[row_P]
-        return input_gradients(
-            ctx, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse_P, dout=dout_RD, delta=delta_P
-        )
+        delta_R = (dout_RD * out_RD).sum(-1)
+        tensors = {"q": q_RD, "k": k_RD, "v": v_RD, "lse": lse_P, "dout": dout_RD}
+        return input_gradients(ctx, reads, {**tensors, "delta": delta_R[row_P]})
+
+
+def remember(ctx: Any, shared: bool, scale: float, heads: int, reads: KernelReads) -> None:
+    """Store on `ctx` what the backward pass needs besides tensors.
+
+    Args:
+        shared: whether queries serve as keys.
+    """
+    ctx.shared = shared
+    ctx.scale = scale
+    ctx.heads = heads
+    ctx.form = type(reads)
 
 
 def contiguous(q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous queries, keys and values; without keys, the queries serve as keys."""
     q_RD = q_RD.contiguous()
-    k_RD = q_RD if k_RD is None else k_RD.contiguous()
-    return q_RD, k_RD, v_RD.contiguous()
+    if k_RD is None:
+        return q_RD, q_RD, v_RD.contiguous()
+    return q_RD, k_RD.contiguous(), v_RD.contiguous()
 
 
 def input_gradients(
-    ctx: Any, reads: Sequence[Tensor], **inputs: Tensor
+    ctx: Any,
+    reads: KernelReads,
+    tensors: dict[str, Tensor],
 ) -> tuple[Tensor | None, ...]:
     """Run the kernel's backward pass; return a gradient for each argument of the forward pass.
 
+    If queries serve as keys, the gradient of queries is that of both.
+
     Args:
-        reads: the tensors that say who reads whom, see `named`.
-        inputs: the kernel's other tensors, by its names.
+        tensors: the kernel's other tensors, by its names.
     """
-    # torch's once_differentiable does not do here: torch.autograd.grad for a single input passes
-    # it.
+    # Not by torch's once_differentiable: it overlooks torch.autograd.grad of a single input.
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
-    dq_RD = torch.empty_like(inputs["q"])
-    dk_RD = dq_RD if ctx.shared else torch.empty_like(inputs["k"])
-    dv_RD = torch.empty_like(inputs["v"])
-    call(ctx.scale, ctx.heads, reads, **inputs, dq=dq_RD, dk=dk_RD, dv=dv_RD)
-    none_of_others = [None] * (2 + len(reads))
-    return dq_RD, None if ctx.shared else dk_RD, dv_RD, *none_of_others
+    dq_RD = torch.empty_like(tensors["q"])
+    dk_RD = dq_RD
+    gradient_of_keys = None
+    if not ctx.shared:
+        dk_RD = torch.empty_like(tensors["k"])
+        gradient_of_keys = dk_RD
+    dv_RD = torch.empty_like(tensors["v"])
+    call(ctx.scale, ctx.heads, reads, **tensors, dq=dq_RD, dk=dk_RD, dv=dv_RD)
+    return dq_RD, gradient_of_keys, dv_RD, None, None, None
 
 
-def call(scale: float, heads: int, reads: Sequence[Tensor], **tensors: Tensor) -> None:
-    """Run the attention kernel; it writes into the tensors `out`, `lse`, or `dq`, `dk` and `dv`."""
-    tensors |= named(reads)
+def call(scale: float, heads: int, reads: KernelReads, **tensors: Tensor) -> None:
+    """Run the attention kernel, which writes into `out` and `lse`, or into `dq`, `dk` and `dv`."""
+    for name, x in reads._asdict().items():
+        if x is not None:
+            tensors[name] = x
     sizes = sizes_of(tensors)
     check(tensors, sizes)
     pointers = {name: x.data_ptr() for name, x in tensors.items()}
@@ -379,27 +403,29 @@ def select(
     window: int,
     nearest: bool,
 ) -> Selection:
-    """Return which positions are members of which cluster, by scores: dot products of centroids
-    with vectors.
+    """Return the members of every cluster by scores, the dot products of centroids with vectors.
 
-    With thresholds a position joins every cluster whose threshold its score reaches, and in any
-    case the cluster whose threshold it exceeds most, or misses least. Without thresholds the
-    members of a cluster are the `window` positions that score best. With a window of 0 there are no
-    members.
+    With thresholds a position joins every cluster whose threshold its score reaches. It always
+    joins the cluster whose threshold it exceeds most, or misses least. Without thresholds the
+    members of a cluster are the `window` positions with the highest scores; with a window of 0
+    there are none.
 
     Args:
-        nearest: whether to return the nearest clusters, too.
+        nearest: also return the cluster that scores each position highest.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
     count_L = torch.zeros(B * H * C, dtype=torch.int64)
-    nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
-    moment_2BHC = None if threshold_HC is None else torch.empty(2, B, H, C, dtype=torch.float64)
+    nearest_BHN = None
+    if nearest:
+        nearest_BHN = torch.empty(B, H, N, dtype=torch.int64)
+    moment_2BHC = None
     margin_HC = centroid_margin(centroid_HCD, torch.float32)
     centroid_HCD = centroid_HCD.detach().float().contiguous()
     x_BHND = x_BHND.detach().float().contiguous()
     if threshold_HC is not None:
         threshold_HC = threshold_HC.detach().float().contiguous()
+        moment_2BHC = torch.empty(2, B, H, C, dtype=torch.float64)
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:
@@ -427,13 +453,14 @@ def select(
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Return where a tensor's numbers are in memory; None, a null pointer, for None."""
-    return None if x is None else x.data_ptr()
+    """Return the address of a tensor's numbers; None, which is a null pointer, for None."""
+    if x is None:
+        return None
+    return x.data_ptr()
 
 
 def cluster_keys(centroid_HCD: Tensor, k_BHND: Tensor) -> MemberLists:
-    """Return the keys of each cluster, in `[B * H * C]` lists: a key is in that of its nearest
-    centroid."""
+    """Return the keys of each cluster, in B * H * C lists; the closest centroid has the key."""
     return run_probing(centroid_HCD, k_BHND)
 
 
@@ -446,11 +473,11 @@ def probe(
     early: int,
     attend_self: bool,
 ) -> ProbedLists:
-    """Return lists in which each query reads the keys that it probes, in `[B * H * (C + 1)]` lists.
+    """Return the keys that each query probes, in B * H * (C + 1) lists.
 
-    The first list of a head has the positions before `early`, each of which reads all up to itself.
-    The others are the clusters of its keys, and the queries from position `early` on that probe
-    each.
+    The first list of a head has the positions before `early`, each of which reads all keys up to
+    itself. The others are its clusters: their keys, and the queries from position `early` on that
+    probe them.
 
     Args:
         candidates: m; see `rtx.attention.probed`.
@@ -486,8 +513,9 @@ def probe_best(
     window: int,
     attend_self: bool,
 ) -> Tensor:
-    """Return the rows `[R, W]` that each query reads, -1 for none: of the keys that it probes the
-    `window` best by q k^T.
+    """Return the rows of the `window` best keys, by q k^T, that each query probes, `[R, W]`.
+
+    -1 names no row.
 
     Args:
         candidates: m; see `rtx.attention.probed`.
@@ -515,9 +543,9 @@ def run_probing(
     """Run the probing kernel, and return the keys of each list.
 
     Args:
-        q_BHND: None where keys alone are sorted into clusters.
-        early: how many positions the list in front of a head's clusters has; None: there is none.
-        more: other fields of `ProbingArguments`, for what is done with queries.
+        q_BHND: None: only sort keys into clusters.
+        early: the number of positions in the list before a head's clusters; None: no such list.
+        more: other fields of `ProbingArguments`, which concern queries.
     """
     B, H, N, D = k_BHND.shape
     C = centroid_HCD.shape[1]
@@ -553,7 +581,7 @@ def run_probing(
 
 
 def run(name: str, problem: ctypes.Structure) -> None:
-    """Run the kernel of that name on as many threads as torch has.
+    """Run a kernel on as many threads as torch has.
 
     Raises:
         RuntimeError: the kernels can neither be loaded nor compiled.
@@ -569,75 +597,3 @@ def run(name: str, problem: ctypes.Structure) -> None:
         raise MemoryError("the attention kernel")
     if status:
         raise ValueError("members or rows are out of range")
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the kernels, compiled if no cached copy can be loaded.
-
-    If that fails, return None after a line on stderr.
-    """
-    try:
-        path = place()
-        with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid():
-                return ctypes.CDLL(str(path))
-        return compiled(path)
-    except Exception as error:
-        words = str(getattr(error, "stderr", None) or error).split()
-        print("no attention kernel, torch's serve:", " ".join(words)[:200], file=sys.stderr)
-        return None
-
-
-def place() -> Path:
-    """Return the path of the compiled copy in the user's cache.
-
-    Its name is a hash of all that the copy depends on: sources, flags, compiler, and the machine,
-    as several machines may share a home.
-    """
-    sources = [path.read_text() for path in SOURCES]
-    made_of = f"{sources} {FLAGS} {platform.machine()} {platform.libc_ver()}"
-    made_of += os.environ.get("CXX", "")
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
-        words = ("flags", "features", "model name", "cpu part")
-        made_of += str(sorted({line for line in lines if line.startswith(words)}))
-    digest = hashlib.sha256(made_of.encode()).hexdigest()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "rtx" / f"attention-{digest[:16]}.so"
-
-
-def compiled(path: Path) -> ctypes.CDLL:
-    """Compile the kernels, copy them to a path in the cache if it can be written, and load them."""
-    command = compiler()
-    print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="rtx-") as folder:
-        made = Path(folder, path.name)
-        command += [*FLAGS, str(SOURCES[0]), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        with contextlib.suppress(OSError):
-            made = into_cache(made, path)
-        return ctypes.CDLL(str(made))
-
-
-def compiler() -> list[str]:
-    """Return the command of the C++ compiler: CXX, else a usual one that is installed."""
-    for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        words = command.split()
-        if words and shutil.which(words[0]):
-            return words
-    raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
-
-
-def into_cache(made: Path, path: Path) -> Path:
-    """Copy a file to a path in the cache and return that.
-
-    Other processes see the whole file there or none: the last step is a rename.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.chmod(0o700)  # fails where it is somebody else's
-    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-        copy = Path(shutil.copy(made, beside))
-        with copy.open("rb+") as file:
-            os.fsync(file.fileno())
-        return copy.replace(path)

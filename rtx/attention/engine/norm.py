@@ -34,7 +34,7 @@ def kernels() -> ModuleType:
 
 
 def can_normalise(x_BHND: Tensor) -> bool:
-    """Tell whether the kernels can normalise these vectors."""
+    """Return whether the kernels can normalise these vectors."""
     if x_BHND.dtype not in packed_attention.TYPES or not 1 <= x_BHND.shape[-1] <= MAX_SIZE:
         return False
     return packed_attention.can_run(x_BHND.device)
@@ -86,7 +86,7 @@ def normalise_backward(
     """Return the gradient of `x_BHND`, in its layout, from those of the results of `normalise`.
 
     Args:
-        dwide_BHND, dnarrow_BHND: None where nothing depends on that result.
+        dwide_BHND, dnarrow_BHND: None if nothing depends on that result.
     """
     x_BHND = packed_attention.unit_stride(x_BHND)
     dx_BHND = torch.empty_like(x_BHND)

@@ -56,7 +56,7 @@ from rtx.attention.engine.softmax import LogitTerms
 
 
 def has_compiler() -> bool:
-    """Tell whether there is a C compiler: Triton compiles the code that launches kernels."""
+    """Return whether there is a C compiler: Triton compiles the code that launches kernels."""
     names = ["gcc", "clang"]
     if os.environ.get("CC"):
         names.append(os.environ["CC"])
@@ -80,7 +80,7 @@ MAX_SIZE = 128
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Return why kernels cannot run on a device; None where they can."""
+    """Return why kernels cannot run on a device, or None if they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if not INTERPRETED and device.type not in DEVICES:
@@ -91,12 +91,12 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def can_run(device: torch.device) -> bool:
-    """Tell whether kernels can run on a device."""
+    """Return whether kernels can run on a device."""
     return device_refusal(device) is None
 
 
 def refusal(q_BHND: Tensor, v_BHNE: Tensor, terms: LogitTerms) -> str | None:
-    """Return why the kernels cannot run this; None where they can."""
+    """Return why the kernels cannot run this, or None if they can."""
     if why := device_refusal(q_BHND.device):
         return why
     if terms.bias_HM is not None:
@@ -133,7 +133,7 @@ def attend(
     Args:
         q_BHND: queries, a view with any strides; copied if the last stride is not 1. The same holds
             for keys and values.
-        k_BHND: keys; the same object as `q_BHND` where queries serve as keys.
+        k_BHND: keys; the same object as `q_BHND` if queries serve as keys.
         v_BHNE: values, whose head size may differ.
         merge: one of `MERGES`.
 
@@ -209,7 +209,7 @@ def packed_attention(
     row's mean, which is the same for all members of a row, `[R]`. Otherwise both are empty.
 
     Args:
-        k_BHND: None where queries serve as keys, with the same lists.
+        k_BHND: None if queries serve as keys, with the same lists.
         lists: `ListTensors`.
         hidden: the tensors of `rtx.attention.reads.Hidden`, or none.
         in_order: of `KernelLists`; with merge "none" alone.
@@ -286,15 +286,15 @@ def packed_attention_backward(
     The gradient of an input that is None is empty, as an operator may not return None in a tuple.
 
     Args:
-        dlse_U: None where nothing depends on the log-sums.
+        dlse_U: None if nothing depends on the log-sums.
         out_UE, lse_U, share_R: of the forward pass; `share_R` is read with merge "mean" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
     x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if merge == "mean":
-            # A member gets the share of its row's gradient. All gradients of a member have the factor
-            # exp(logit - lse), so the share goes in there: it is exp(logit - (lse - ln share)).
+            # A member gets the share of its row's gradient. All gradients of a member have the
+            # factor exp(logit - lse), which becomes exp(logit - (lse - ln share)).
             lse_U = lse_U - share_R.log().index_select(0, x.lists.query_row_P)
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
         of_members = member_gradients(x, dout_GE, dlse_U, out_UE, lse_U, merge)
@@ -361,7 +361,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None) -> tuple[Any, ...]:
-    """Return the gradient of every input of `packed_attention`; None where it has none."""
+    """Return the gradient of every input of `packed_attention`; None if it has none."""
     # Not by torch's once_differentiable: it overlooks torch.autograd.grad of a single input.
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")

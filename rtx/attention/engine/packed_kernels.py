@@ -64,7 +64,7 @@ E_PADDED, powers of 2.
 Shapes of tiles, in the names' suffixes: Q = BQ query members, K = BK key members, S members of
 either kind, D and E padded head sizes of keys and values. Helpers have p, m, row_p, real_p, ... in
 shapes that broadcast to a tile of pairs: [BQ, 1] and [1, BK], in `dkv_kernel` [1, BQ] and [BK, 1].
-`real` is False for places of a tile behind the last member, or behind `end` of the loop.
+`real` is False for places of a tile after the last member, or after `end` of the loop.
 Logits are kept times log2(e), in names `s_QK`, because tl.exp2 is faster than tl.exp.
 """
 

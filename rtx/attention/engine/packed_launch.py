@@ -71,7 +71,7 @@ TILES = {
 }
 """Tiles in float16 and bfloat16. Those of attend, dq and dkv up to 64 are the fastest of a dozen on
 an H100, where a query read 256 keys of a list; with 64 keys of each of several lists, attend with
-(64, 32, 4, 3) takes 15% less, while dq and dkv gain 5% at the most by any other. Beyond that, tiles
+(64, 32, 4, 3) takes 15% less, while dq and dkv gain 5% at most by any other. Beyond that, tiles
 are chosen such that almost no form of a kernel needs more than the 255 registers of a thread; more
 would be spilled to slow memory (`benchmarks/results/aot.txt`)."""
 FLOAT32_UP_TO_64 = Tile(32, 32, 8, 1)

@@ -1,12 +1,12 @@
 // Which clusters of keys each query probes, and which keys of these it reads: float32, on a CPU.
-// probed.py explains the method; this is what `nearest_clusters` and `probed_clusters` of
+// probed.py explains the method; this is what `clusters_by_distance` and `probed_clusters` of
 // inverted_file.py and `best_candidates` of candidates.py do, in one pass over the positions of a
 // head. Scores of BLOCK positions with all centroids are computed at a time, so that they stay in
 // the nearest cache.
 
 #include <cfloat>
 
-#include "selection.cpp"
+#include "vectors.h"
 
 // G groups (heads of all sequences) of N positions; H heads of a sequence, C clusters of a head, D
 // the head size. There are three uses:

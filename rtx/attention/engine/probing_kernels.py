@@ -584,7 +584,7 @@ def reader_kernel(
     """Write by which query members BN keys are read: low_M to high_M - 1, in both of their lists.
 
     A query reads the last `target` keys of a cluster before it. So the first query that does not
-    read a key any more is the first one that may read the key `target` places behind it.
+    read a key any more is the first one that may read the key `target` places after it.
     """
     group = tl.program_id(0)
     of_early = tl.num_programs(0) * early
@@ -596,7 +596,7 @@ def reader_kernel(
     member = members_before(last, word, n % TILE, False)
     low = queries_before(query_last, query_word, group, cluster_n, n, C, T, room, inside, SELF)
 
-    # Where no key is `target` places behind, all later queries of the list read the key.
+    # Where no key is `target` places after, all later queries of the list read the key.
     has_later = inside & (member + target < tl.load(key_bound + list_n + 1, inside, 0))
     later_row = tl.load(row_M + of_early + member + target, has_later, 0)
     later_n = tl.where(has_later, later_row - group * N, 0)

@@ -1,5 +1,5 @@
 // Which positions belong to which cluster, float32, on a CPU: the same as `by_scores` of
-// selection.py, for finite scores.
+// members.py, for finite scores.
 //
 // A score is the dot product of a centroid and a position's vector. Scores are computed for BLOCK
 // positions at a time, so that they stay in the nearest cache, and go at once into a list of
@@ -12,7 +12,7 @@
 // Scores no further apart than a cluster's margin count as equal, and of equals the earlier
 // position wins (ties.py).
 
-#include "native.cpp"
+#include "vectors.h"
 
 // G groups (heads of all sequences) of N positions; H heads of a sequence, C clusters of a head, D
 // the head size, W members of a cluster (0: members are not wanted).
@@ -28,7 +28,6 @@ struct Selection {
 };
 
 namespace {
-typedef std::int8_t Bytes __attribute__((vector_size(LANES)));
 typedef double WideVec __attribute__((vector_size(LANES * 8)));
 
 // The members of a cluster, and without thresholds also those that may yet become members; in order
@@ -38,19 +37,6 @@ struct Members {
     std::vector<std::int32_t> position;
     std::size_t room = 0;  // at this length the list is trimmed
 };
-
-float score_of(std::uint32_t key) {
-    const std::uint32_t bits = key >> 31 ? key ^ 1u << 31 : ~key;
-    float score;
-    std::memcpy(&score, &bits, sizeof score);
-    return score;
-}
-
-std::uint32_t key_of(float score) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &score, sizeof bits);
-    return bits >> 31 ? ~bits : bits | 1u << 31;
-}
 
 struct Task : Selection {
     std::vector<std::vector<Int>> rows;  // of the members of each group, cluster after cluster

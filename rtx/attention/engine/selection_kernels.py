@@ -120,8 +120,8 @@ def score_kernel(
     Writes:
         bits [X, ceil(C / 32), N]: with THRESHOLDS, bit i of word w: score - threshold of cluster
             32 w + i is at least -margin.
-        highest [X, N]: `ties.highest_clusters` of the values of `values_of`: the first cluster whose
-            value + margin is at least the best value; 0 where a value is NaN. `apart` times the
+        highest [X, N]: `ties.highest_clusters` of the values of `values_of`: the first cluster
+            whose value + margin is at least the best value; 0 if a value is NaN. `apart` times the
             group is added: with C this makes it the number of a list.
     """
     group = tl.program_id(0)
@@ -236,7 +236,7 @@ def emit_kernel(
 
     Writes:
         row_S, list_S: the rows and lists of the members for which there is room.
-        first_R1: where the members of each row begin; behind the last row the number of all.
+        first_R1: where the members of each row begin; after the last row the number of all.
     """
     group = tl.program_id(0)
     tile = tl.program_id(1)

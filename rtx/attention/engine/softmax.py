@@ -1,13 +1,13 @@
-"""Softmax attention inside blocks of queries and keys, with what no kernel of PyTorch's offers.
+"""Softmax attention inside blocks of queries and keys, with what torch's kernels do not have.
 
-That is terms by distance, dropout on a CPU, and log-sums. With t the distance of query i from key j
-(i - j in positions, the last row of a table standing for all distances beyond it), the logit of a
+That is terms by distance, dropout on a CPU, and log-sums. Let t be the distance of query i from key
+j, which is i - j in positions; the last row of a table is for all larger distances. The logit of a
 pair is
 
     scale * (q_i . k_j + q_i . keys[t] + bias[t]) + bias_by_distance[t],
 
 and the output of a query is sum_j weight_ij (v_j + values[t]). `RelativeTables` has keys, bias and
-values, `LogitTerms.bias_HM` is bias_by_distance; each is optional.
+values, and `LogitTerms.bias_HM` is bias_by_distance. Each of them is optional.
 
 Shapes: G blocks, Q queries of a block, K keys of a block, D head size, H heads, M distances (rows
 of a table).
@@ -23,36 +23,42 @@ from rtx.attention.precision import no_autocast, wide_type
 
 
 class RelativeTables(NamedTuple):
-    """Tables by distance: row m is for distance m, the last row for every distance beyond, too.
+    """Tables by distance: row m is for distance m, and the last row also for larger distances.
 
     Shaw et al. 2018 (equations 3 and 4) have keys and values that all heads share. Transformer-XL
-    (Dai et al. 2019, section 3.3) has keys and a bias of each head, and no values.
+    (Dai et al. 2019, section 3.3) has keys and a bias for each head, and no values.
     """
 
     keys_MD: Tensor
-    """`[M, D]`, or of each head `[H, M, D]`."""
+    """`[M, D]`, or `[H, M, D]` with keys for each head."""
     values_MD: Tensor | None = None
     bias_HM: Tensor | None = None
-    """Added to the product of query and key before that is scaled."""
+    """Added to the product of query and key, before it is scaled."""
 
     def of_heads(self, head: Tensor | int) -> tuple[Tensor, Tensor | None]:
-        """Return the keys of heads `[G, M, D]`, or those that all share `[M, D]`, and the bias
-        `[G, M]`."""
-        keys = self.keys_MD if self.keys_MD.dim() == 2 else self.keys_MD[head]
-        bias = None if self.bias_HM is None else self.bias_HM[head]
-        return keys, bias
+        """Return keys and bias of some heads, `[G, M, D]` and `[G, M]`.
+
+        Keys that all heads share remain `[M, D]`.
+        """
+        keys = self.keys_MD
+        if keys.dim() == 3:
+            keys = keys[head]
+        if self.bias_HM is None:
+            return keys, None
+        return keys, self.bias_HM[head]
 
 
 class LogitTerms(NamedTuple):
-    """What enters logits and weights besides queries, keys and values."""
+    """The terms of logits and weights besides queries, keys and values."""
 
     scale: float
     dropout: float = 0.0
     """The share of weights that is set to zero."""
     relative: RelativeTables | None = None
     bias_HM: Tensor | None = None
-    """Added to the scaled logits, by head and distance; the last column serves all distances
-    beyond. -inf: not read.
+    """Added to the scaled logits, by head and distance; -inf: not read.
+
+    The last column is also for larger distances.
     """
     sink_IH: Tensor | None = None
     """A logit of each head that its queries attend to without a value, I rows of H heads: row i is
@@ -78,20 +84,19 @@ def soft_attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[G, Q, D]` and the log-sums `[G, Q]`, in float32 or wider.
 
-    A log-sum is ln(sum of e^logit) over the keys that are read. A query that reads no key gets the
-    output 0 and the log-sum -inf; so does one whose logits are all near the least number of the
-    type.
+    A log-sum is ln(sum of e^logit) over the keys that are read. A query that reads no key, or only
+    keys with logits near the least number of the type, gets the output 0 and the log-sum -inf.
 
     Args:
-        mask_GQK: true where a key is read, of a shape that broadcasts to `[G, Q, K]`.
-        distance_GQK: distances of queries from keys, needed for terms by distance.
-        head_G: the head of each block, needed where heads have terms of their own.
+        mask_GQK: true where a key is read, in a shape that broadcasts to `[G, Q, K]`.
+        distance_GQK: distances of queries from keys; terms by distance need them.
+        head_G: the head of each block; terms that differ from head to head need it.
     """
     wide = wide_type(q_GQD.dtype)
     if not k_GKD.shape[1]:
         out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
         return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
-    # Finite, as the softmax of a row of -inf has the gradient NaN.
+    # Finite, because the softmax of a row of -inf has the gradient NaN.
     unread = torch.finfo(wide).min / 2
     relative = terms.relative
     with no_autocast(q_GQD):
@@ -122,7 +127,7 @@ def soft_attend(
 
 
 def entries_of(distance_GQK: Tensor, rows: int) -> Tensor:
-    """Return which row of a table is for each distance; the table has `rows` rows."""
+    """Return the row of a table for each distance; the table has `rows` rows."""
     return distance_GQK.clamp(0, rows - 1)
 
 

@@ -66,7 +66,7 @@ class Selected(NamedTuple):
     count_L: Tensor
     """The number of members of each list, int64; lost ones are counted, too."""
     bound_L1: Tensor
-    """Where the members of each list begin, int64, and behind them the number of filled slots: list
+    """Where the members of each list begin, int64, then the number of filled slots: list
     l has the members bound_L1[l] to bound_L1[l + 1] - 1."""
     lists: KernelLists
     """The members as query members and as key members, for the attention kernels."""
@@ -82,7 +82,7 @@ class Entries(NamedTuple):
     list_S: Tensor
     """Their lists, of `list_type`; L in empty slots."""
     first_R1: Tensor
-    """Where the members of each row begin, and behind them the number of filled slots, int32."""
+    """Where the members of each row begin, then the number of filled slots, int32."""
     count_L: Tensor | None
     """See `Selected`. None: as many as have slots."""
     lost: Tensor
@@ -411,7 +411,7 @@ def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tenso
 
 
 def bounds(count_L: Tensor, room: int) -> Tensor:
-    """Return the first member of each list, and behind them the number of filled slots, `[L + 1]`.
+    """Return the first member of each list, then the number of filled slots, `[L + 1]`.
 
     List l has the members bound_L1[l] to bound_L1[l + 1] - 1. Example: counts 3, 2, 4 and room 6
     make 0, 3, 5, 6.
@@ -421,7 +421,8 @@ def bounds(count_L: Tensor, room: int) -> Tensor:
 
 def list_of(bound_L1: Tensor, member_M: Tensor) -> Tensor:
     """Return the list of each member, by the lists' `bounds`; L for empty slots."""
-    # The bound in front, 0, counts once for every member. Torch 2.11 cannot compile a search in a slice.
+    # The bound in front, 0, counts once for every member. Torch 2.11 cannot compile a search in a
+    # slice.
     return torch.searchsorted(bound_L1, member_M, right=True) - 1
 
 
@@ -437,7 +438,7 @@ def ranges_around(
     Args:
         member_M: 0 to M - 1.
         first_M: the first member of each member's list.
-        end_M: the member behind the last one of that list.
+        end_M: the member after the last one of that list.
     """
     start_M = first_M.maximum(member_M + 1 - window)
     high_M = end_M.minimum(member_M + window)
@@ -458,7 +459,7 @@ def separate_lists(
 ) -> KernelLists:
     """Return lists in which queries and keys have members of their own.
 
-    A query member reads the last `window` key members of its list whose positions are not behind
+    A query member reads the last `window` key members of its list whose positions are not after
     its own. With `attend_self` False it does not read its own position, unless it would read
     nothing. These are the ranges of `rtx.attention.reads.members_read`, with empty slots: an empty
     slot reads nothing and is read by none.
@@ -474,7 +475,7 @@ def separate_lists(
     start_P = torch.where(query_places.is_filled_M, start_P, key_room)
     stop_P = torch.where(query_places.is_filled_M, stop_P, key_room)
     # Neither start_P nor stop_P falls from a query member to the next. So the readers of key member
-    # m are those from the first whose stop is behind m to the last whose start is not.
+    # m are those from the first whose stop is after m to the last whose start is not.
     member_M = torch.arange(key_room, device=start_P.device)
     low_M = torch.searchsorted(stop_P, member_M, right=True)
     high_M = torch.searchsorted(start_P, member_M, right=True)
@@ -628,7 +629,7 @@ def earliest(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tens
 def places_taken(takes_XN: Tensor, count: int) -> Tensor:
     """Return the places where rows are true, ascending, int32: `count` in each row."""
     X, N = takes_XN.shape
-    # A slot behind the last takes the writes of all other places.
+    # A slot after the last takes the writes of all other places.
     slot_XN = torch.where(takes_XN, takes_XN.cumsum(-1) - 1, count)
     place_N = torch.arange(N, dtype=torch.int32, device=takes_XN.device)
     taken_XK = place_N.new_zeros(X, count + 1)

@@ -5,7 +5,7 @@ writes for another. Three operators run them:
 
     file_keys       the lists of keys, which do not depend on queries
     probe_files     which clusters each query takes
-    pack_members    the lists of queries, and who reads whom
+    pack_members    the lists of queries, and which keys each query reads
 
 The CPU launches kernels and never waits for the GPU. Members are numbered list after list: first
 those of the lists of early positions, of which each head has one, then those of clusters' lists.
@@ -61,7 +61,7 @@ class Tally(NamedTuple):
     last_XCT: Tensor
     """The number of members up to the end of the tile, those of the lists before included."""
     bound_L1: Tensor
-    """The first member of each list, and behind these the number of all members."""
+    """The first member of each list, and after these the number of all members."""
 
 
 class Files(NamedTuple):
@@ -223,7 +223,7 @@ def launch_tally(
     Args:
         source: the cluster of each key, or the `bits` of queries.
         heads: X.
-        most: how many members there are at the most.
+        most: how many members there are at most.
     """
     tiles = whole_pieces(length, TILE)
     word_XTC = source.new_empty(heads, tiles, clusters)
@@ -291,7 +291,7 @@ def probes_by_kernels(
             q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, S,
             **score_constants(D, precision(q_BHND.device)), num_warps=4, num_stages=1,
         )  # fmt: skip
-        # No program behind the last position: it would read words behind those of the last tile.
+        # No program after the last position: it would read words after those of the last tile.
         programs = whole_pieces(min(S, N - begin), constants["QUERIES"])
         kernels().probe_kernel[(B * H, programs)](
             score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
@@ -323,9 +323,9 @@ def _(
 
 
 def most_members(rows: int, clusters: int, target: int) -> int:
-    """Return how many members as queries there are at the most.
+    """Return how many members as queries there are at most.
 
-    A query takes every cluster once at the most, and each that it takes holds at least one of the
+    A query takes every cluster once at most, and each that it takes holds at least one of the
     keys that it probes for.
     """
     return rows * min(clusters, target)
@@ -351,7 +351,7 @@ def positions_at_once(heads: int, length: int, clusters: int) -> int:
 
 
 def pack_members(files: Files, probes: Probes, reach: Reach, room: int) -> KernelLists:
-    """Return who reads whom.
+    """Return which query members read which key members.
 
     Args:
         room: for how many members as queries clusters' lists have room; more are left out.

@@ -1,10 +1,9 @@
-"""Attention over packed lists in static shapes, by PyTorch's operations: for a GPU where our
-kernels do not run.
+"""Attention over packed lists in static shapes, by PyTorch's operations, if our kernels cannot run.
 
 The query members are cut into tiles of TILE consecutive ones. The keys that a tile may read are one
-window of consecutive key members, whose width follows from `RangeReads.most`, the largest number of keys
-of a query. So no shape depends on numbers in tensors, and the CPU never waits for the GPU. A mask
-hides those key slots that a query does not read.
+window of consecutive key members, whose width follows from `RangeReads.most`, the largest number of
+keys of a query. So no shape depends on numbers in tensors, and the CPU never waits for the GPU. A
+mask hides those key slots that a query does not read.
 
 For example, tiles of 4 queries that read at most 3 keys each, where queries and keys are the same
 lists:
@@ -33,7 +32,7 @@ TILE = 128
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this engine cannot run the problem; None where it can."""
+    """Return why this engine cannot run the problem, or None if it can."""
     part = problem.part
     if not isinstance(part, RangeReads):
         return "its keys are an index, not ranges of lists"
@@ -49,7 +48,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def has_terms_by_head(terms: LogitTerms) -> bool:
-    """Tell whether heads have terms by distance of their own."""
+    """Return whether terms by distance differ from head to head."""
     if terms.bias_HM is not None:
         return True
     return terms.relative is not None and terms.relative.keys_MD.dim() == 3
@@ -70,8 +69,7 @@ def attend(problem: Problem) -> Result:
     row_P = part.query.row_M
     rows = v_BHND.shape[:3].numel()
     # A mean over the lists in which the row reads something: its other members have no share.
-    lists_of_row_P = part.times_R(rows).clamp(min=1)[row_P]
-    share_P = (sum_P > float("-inf")).to(wide) / lists_of_row_P
+    share_P = (sum_P > float("-inf")).to(wide) / part.lists_read_P(rows)
     out_RD = out_PD.new_zeros(rows, v_BHND.shape[-1])
     return out_RD.index_add(0, row_P, out_PD * share_P[:, None]), sum_P
 
@@ -109,10 +107,10 @@ def tiles(part: RangeReads) -> tuple[Tensor, Tensor]:
     Members are given by their numbers. A query slot with a number of P or more is empty, and so is
     a key slot with a number outside 0 to M - 1.
 
-    Where queries and keys share their lists, query member p reads key members from p - most + 1 to
-    p alone, so a tile of TILE queries needs TILE + most - 1 key slots. Where they have lists of
-    their own, neighbouring queries may read keys that are far apart: each query is a tile of its
-    own, with `most` key slots.
+    If queries and keys share their lists, query member p reads only key members from p - most + 1
+    to p, so a tile of TILE queries needs TILE + most - 1 key slots. If they have separate lists,
+    neighbouring queries may read keys that are far apart. Then each query is one tile, with `most`
+    key slots.
     """
     assert part.most is not None
     P = len(part.start_P)
@@ -134,7 +132,7 @@ def tiles(part: RangeReads) -> tuple[Tensor, Tensor]:
 def tiles_of_sequences(P: int, length: int, device: torch.device) -> Tensor:
     """Return the query members of tiles `[G, Q]` where each list is a sequence of `length`.
 
-    No tile holds members of two lists: the last tile of each is filled up with empty slots.
+    No tile has members of two lists: the last tile of each is filled up with empty slots.
     """
     begin_T1 = torch.arange(0, length, TILE, device=device)[:, None]
     position_TQ = begin_T1 + torch.arange(TILE, device=device)

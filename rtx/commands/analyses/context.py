@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from rtx.analysis.loss_by_position import by_context, by_position, unit_bits
-from rtx.cli.help import prose_width
 from rtx.cli.options import ContextOptions
 from rtx.commands.analyses.common import Result, whole_windows
-from rtx.data.sets import SETS
 from rtx.data.store import Store
+from rtx.data.windows import Window, sample_windows
 from rtx.errors import plural
 from rtx.evaluation.protocol import Reading, protocol_of, sees_future, selection_words
-from rtx.evaluation.windows import Window, sample_windows
 from rtx.progress import progress_bar
-from rtx.report.tables import Column, print_table
 from rtx.runs.records import DataRecord
+from rtx.settings.data_sets import SETS
 from rtx.settings.schema import flat, to_dict, with_values
+from rtx.tables import Column, print_table
+from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun
 
 MAX_RANGES = 16
@@ -35,13 +35,15 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Compute and print the loss by position, and with ever less context."""
     config = run.config
     tokens = store.split(options.split)
+    starts = store.document_starts(options.split, config.data)
     cut = whole_windows(store, options.split, config.data.length)
     chosen = sample_windows(cut, options.windows, options.seed)
     streaming = options.mode == "streaming"
 
     def score(spans: Sequence[Window]) -> list[np.ndarray]:
         with run.autocast(), progress_bar("spans") as show:
-            return unit_bits(run.model, tokens, spans, streaming=streaming, on_progress=show)
+            how = {"streaming": streaming, "starts": starts, "on_progress": show}
+            return unit_bits(run.model, tokens, spans, **how)
 
     bits_KN = np.stack(score(chosen))
     values = flat(to_dict(config))
@@ -74,7 +76,7 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
         "positions": positions,
         "gains": gains,
         "windows": len(chosen),
-        "protocol": protocol.to_json(),
+        "protocol": protocol,
     }
 
 

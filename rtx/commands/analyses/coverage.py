@@ -18,13 +18,13 @@ from rtx.cli.options import CoverageOptions
 from rtx.commands.analyses.common import Result, whole_windows
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import Store
+from rtx.data.windows import read_windows, sample_windows
 from rtx.errors import UserError, plural
-from rtx.evaluation.windows import read_windows, sample_windows
 from rtx.progress import progress_bar
-from rtx.report import plots
-from rtx.report.tables import Column, print_table
+from rtx.report.drawing import axes, plot_of
 from rtx.settings.derived import full_group
 from rtx.settings.schema import Config, with_values
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 MEAN = Column("mean", "mean", 3, "error")
@@ -166,7 +166,7 @@ def rows_of_selections(retained_SLKZ3: np.ndarray, layers: list[str], keys: int)
 
 def draw_curves(rows: Sequence[Result]) -> bytes:
     """Return a PNG of the share that each selection retains over the keys that a query reads."""
-    figure, (axis,) = plots.axes("keys of a query (mean)", "share kept")
+    figure, (axis,) = axes("keys of a query (mean)", "share kept")
     for row in rows:
         keys = [point["keys"] for point in row["curve"]]
         share = [point["share"] for point in row["curve"]]
@@ -174,4 +174,4 @@ def draw_curves(rows: Sequence[Result]) -> bytes:
         axis.errorbar(keys, share, error, marker=".", label=row["selection"])
     axis.set(xscale="log", ylim=(0, 1.02))
     axis.legend(fontsize="small")
-    return plots.finished("coverage", "", figure).png
+    return plot_of("coverage", "", figure).png

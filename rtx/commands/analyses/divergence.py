@@ -7,17 +7,17 @@ from rtx.analysis.divergence import divergences, mean_over_layers
 from rtx.cli.options import DivergenceOptions
 from rtx.commands.analyses.common import Result, sampled_windows
 from rtx.data.store import Store
-from rtx.evaluation.windows import read_windows
+from rtx.data.windows import read_windows
 from rtx.progress import progress_bar
 from rtx.report.divergences import heads_name
-from rtx.report.tables import Column, print_table
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 
 def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
     """Compute and print divergences by layer, and as a mean over the layers."""
-    length = run.config.data.length
-    chosen = sampled_windows(store, options.split, length, options.sequences, options.seed)
+    data = run.config.data
+    chosen = sampled_windows(store, options.split, data, options.sequences, options.seed)
     tokens_BN, _ = read_windows(store.split(options.split), chosen)
     with run.autocast(), progress_bar("layers") as show:
         rows = divergences(

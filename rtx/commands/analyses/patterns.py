@@ -11,10 +11,10 @@ from rtx.analysis.attention_weights import groups_of, layer_inputs, summary, wei
 from rtx.cli.options import PatternsOptions
 from rtx.commands.analyses.common import Result, sampled_windows
 from rtx.data.store import Store
-from rtx.evaluation.windows import read_windows
+from rtx.data.windows import read_windows
 from rtx.model.transformer import Transformer
 from rtx.report.divergences import heads_name
-from rtx.report.tables import Column, print_table
+from rtx.tables import Column, print_table
 from rtx.training.inference import LoadedRun
 
 MAX_ROWS = 512
@@ -39,8 +39,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     layer = options.layer
     if layer is None:
         layer = run.config.model.layers - 1
-    length = run.config.data.length
-    chosen = sampled_windows(store, options.split, length, 1, options.seed)
+    chosen = sampled_windows(store, options.split, run.config.data, 1, options.seed)
     tokens_1N, _ = read_windows(store.split(options.split), chosen)
     N = tokens_1N.shape[1]
     position_P = torch.linspace(0, N - 1, min(MAX_ROWS, N)).round().long()
@@ -57,7 +56,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     print_table(in_percent, COLUMNS)
     return {
         "start": chosen[0].start,
-        "positions": N,
+        "units": N,
         "heads": rows,
         "picture": draw_maps(rows, maps),
     }

@@ -1,8 +1,9 @@
-"""What fits together in data: files, images, recall tasks. These rules read keys of data alone."""
+"""What fits together in data: files, images, tasks made on the fly. These rules read data alone."""
 
 from collections.abc import Iterator
 
-from rtx.data.sets import MADE, SETS, image_side
+from rtx.settings.data_sets import RECALL, SETS
+from rtx.settings.derived import context_length, counts_of_values, image_side
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import Config, DataConfig
 
@@ -42,7 +43,7 @@ def length_of_image(config: Config) -> Iterator[str]:
 @rule("data.name", "data.pairs", "data.keys")
 def enough_keys(config: Config) -> Iterator[str]:
     """The pairs of a recall sequence have different keys; copy has one key."""
-    if config.data.name in MADE and config.data.name != "copy":
+    if config.data.name in RECALL and config.data.name != "copy":
         yield from at_most(config, "data.pairs", "data.keys")
 
 
@@ -50,7 +51,7 @@ def enough_keys(config: Config) -> Iterator[str]:
 def room_for_pairs(config: Config) -> Iterator[str]:
     """A recall sequence holds its pairs, their questions, and the distance between them."""
     data = config.data
-    if data.name not in MADE:
+    if data.name not in RECALL:
         return
     least = tokens_of_pairs(data) + data.distance
     if least > data.length:
@@ -66,6 +67,72 @@ def tokens_of_pairs(data: DataConfig) -> int:
     """Return the least number of tokens that pairs and questions of a recall task need."""
     if data.name == "copy":
         return 2 * data.pairs + 2
-    if data.name == "induction":
+    if data.name in ("induction", "masked"):
         return 8 * data.pairs
     return 4 * data.pairs
+
+
+@rule(
+    "data.name",
+    "data.pairs",
+    "data.keys",
+    "data.queries",
+    "data.needle_values",
+    "data.hops",
+)
+def pairs_of_questions(config: Config) -> Iterator[str]:
+    """Needles and chains are whole, have different keys, and are asked for once at the most."""
+    data = config.data
+    if data.name == "needles":
+        size = data.needle_values
+        size_key = "data.needle_values"
+        keys = data.pairs // size
+    elif data.name == "tracking":
+        size = data.hops
+        size_key = "data.hops"
+        keys = data.pairs
+    else:
+        return
+    if data.pairs % size:
+        yield f"data.pairs={data.pairs} must be a multiple of {size_key}={size}"
+    if keys > data.keys:
+        yield f"data.pairs={data.pairs} needs data.keys of at least {keys}, not {data.keys}"
+    most = data.pairs // size
+    if data.queries > most:
+        yield f"data.queries={data.queries} must be at most data.pairs / {size_key} = {most}"
+
+
+@rule(
+    "data.name",
+    "data.length",
+    "data.distance",
+    "data.pairs",
+    "data.queries",
+    "data.needle_values",
+    "data.hops",
+)
+def room_for_context(config: Config) -> Iterator[str]:
+    """The pairs of needles and chains are before the distance and the questions."""
+    data = config.data
+    if data.name not in ("needles", "tracking"):
+        return
+    missing = 2 * data.pairs - context_length(data)
+    if missing > 0:
+        needed = f"data.length of at least {data.length + missing}, not {data.length}"
+        yield f"data.pairs={data.pairs}, data.distance={data.distance} and questions need {needed}"
+
+
+@rule("data.name", "data.length", "data.distance", "data.queries", "data.values")
+def ranks_differ(config: Config) -> Iterator[str]:
+    """The most frequent values of a text differ in their counts, and from the next one."""
+    data = config.data
+    if data.name != "counting":
+        return
+    if data.queries > data.values:
+        yield from at_most(config, "data.queries", "data.values")
+        return
+    counts = [*counts_of_values(data), 0][: data.queries + 1]
+    if sorted(set(counts), reverse=True) != counts:
+        text = f"data.length={data.length} with data.distance={data.distance}"
+        most = "too short for their counts to differ"
+        yield f"data.queries={data.queries} most frequent values: {text} is {most}"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from rtx.data.sets import MADE, SETS
-from rtx.settings.devices import gpu_needs
+from rtx.settings.data_sets import MADE, SETS
+from rtx.settings.requirements import gpu_needs
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import SPREAD, Config
 
@@ -105,6 +105,17 @@ def graphs_of_one_gpu(config: Config) -> Iterator[str]:
     hardware = config.hardware
     if hardware.graphs is True and (hardware.name in SPREAD or config.model.memory):
         yield "hardware.graphs=true is not for hardware=ddp or fsdp, nor for model.memory"
+
+
+@rule("data.documents", "hardware.compile", "hardware.graphs")
+def passes_of_documents(config: Config) -> Iterator[str]:
+    """What a pass with documents reads depends on the batch."""
+    if not config.data.documents:
+        return
+    for key, value in (("compile", config.hardware.compile), ("graphs", config.hardware.graphs)):
+        if value is True:
+            reason = "whose lists differ from batch to batch; take auto or false"
+            yield f"hardware.{key}=true is not for data.documents=true, {reason}"
 
 
 @rule("hardware.loss", "hardware.name", "hardware.precision", "model.embedding", "data.name")

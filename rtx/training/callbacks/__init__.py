@@ -3,6 +3,7 @@
 from lightning.pytorch import Callback
 
 from rtx.analysis.speed import Meter
+from rtx.progress import say
 from rtx.training.callbacks.checkpoints import Checkpoints
 from rtx.training.callbacks.end_of_run import EndOfRun
 from rtx.training.callbacks.not_finite import NotFinite
@@ -42,5 +43,5 @@ def run_callbacks(session: Session, module: TrainingModule, meter: Meter) -> lis
         Progress(session, meter),
     ]
     if session.config.trainer.profile and session.status:
-        callbacks.append(Profile(session.folder, session.config.trainer.profile, session.say))
+        callbacks.append(Profile(session.folder, session.config.trainer.profile, say))
     return callbacks

@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from rtx.progress import say
 from rtx.training.session import Session
 
 
@@ -20,10 +21,10 @@ class PreparePasses(Callback):
             return
         line = module.passes.prepare(module.first_micro_batch())
         if line:
-            self.session.say(line)
+            say(line)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step = trainer.global_step
         if self.session.looks_at(step):
             for line in module.passes.make_room():
-                self.session.say(f"step {step}: {line}")
+                say(f"step {step}: {line}")

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from rtx.analysis.speed import Meter
-from rtx.progress import PLAIN_SECONDS, clock, peak_memory, tqdm
+from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say, tqdm
 from rtx.training.optimizers import learning_rate
 from rtx.training.session import Session
 
@@ -39,7 +39,7 @@ class Progress(Callback):
             bar.update(step - bar.n)
         elif is_last or time.monotonic() - self.printed_at >= PLAIN_SECONDS:
             self.printed_at = time.monotonic()
-            self.session.say(self.line(step))
+            say(self.line(step))
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         if self.on_terminal:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rtx.model.memory import Memory
 from rtx.training.checkpoint import resuming_from
-from rtx.training.first_weights import seed_everything
 from rtx.training.module import TrainingModule
 from rtx.training.session import Session
+from rtx.training.start import seed_everything
 
 
 class RankStates(Callback):

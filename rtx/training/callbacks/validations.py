@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, Trainer
 
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score
+from rtx.progress import say
 from rtx.training.session import Session
 
 
@@ -36,7 +37,7 @@ class Validations(Callback):
         step = trainer.global_step
         if not math.isfinite(score.bits):
             raise RunFailed(f"step {step}: the validation loss is {score.bits}")
-        self.session.say(line_on(score, step))
+        say(line_on(score, step))
         if self.is_best(score):
             windows = len(score.units_K)
             self.session.best = {"bits": score.bits, "step": step, "windows": windows}

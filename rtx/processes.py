@@ -1,9 +1,18 @@
-"""Who started this process, and which of a run's processes it is. No torch."""
+"""Who started this process, and which of a run's processes it is.
+
+Other processes, and launchers, say so in environment variables. No torch.
+"""
 
 import os
 from typing import NamedTuple
 
-from rtx.variables import started_by_another
+PARENT_VARIABLE = "RTX_PARENT"
+"""Process id of a run's first process, set for the other processes of that run."""
+SWEEP_VARIABLE = "RTX_SWEEP"
+"""Process id of the process that started a run: a sweep, or a caller from Python.
+
+The run stops when that process ends.
+"""
 
 
 class Launch(NamedTuple):
@@ -33,3 +42,9 @@ def launch() -> Launch:
         return Launch("srun", int(variables["SLURM_PROCID"]), tasks, nodes)
     rank = int(variables["LOCAL_RANK"]) if started_by_another() else 0
     return Launch("rtx", rank, 1, 1)
+
+
+def started_by_another() -> bool:
+    """Whether the first process of a run has started this one."""
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    return not is_first_here and os.environ.get(PARENT_VARIABLE) == str(os.getppid())

@@ -1,0 +1,25 @@
+"""Numbers of pairs (query, key), by which plans count operations."""
+
+from rtx.attention.reads import IndexReads, Reads
+
+
+def triangle(n: float) -> float:
+    """Return the number of pairs j <= i among n positions."""
+    return n * (n + 1) / 2
+
+
+def window_pairs(n: float, window: float) -> float:
+    """Return the number of pairs i - window < j <= i among n positions."""
+    window = min(window, n)
+    return triangle(window) + (n - window) * window
+
+
+def count_pairs(parts: list[Reads]) -> int:
+    """Return the number of pairs in the results of `Pattern.reads`, holes included."""
+    pairs = 0
+    for part in parts:
+        if isinstance(part, IndexReads):
+            pairs += int((part.index_RK >= 0).sum())
+        else:
+            pairs += int((part.stop_P - part.start_P).sum())
+    return pairs
