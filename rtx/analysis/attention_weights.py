@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtx.attention.engine import attend
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.grouped import for_attention, repeated_reads
 from rtx.attention.pattern import Pattern
 from rtx.attention.precision import no_autocast, wide_type
 from rtx.attention.reads import Holes, IndexReads, QueriesKeys, RangeReads, Reads
@@ -32,6 +33,8 @@ class Heads(NamedTuple):
     qk: QueriesKeys
     parts: list[Reads]
     relative: RelativeTables | None
+    head_H: Tensor | None = None
+    """The place of each head of the group in `qk` and `parts`; None: they are in order."""
 
 
 @torch.no_grad()
@@ -53,8 +56,28 @@ def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
         q_1HND, k_1HND, _ = qkv
         qk = group.inputs(q_1HND, k_1HND)
         parts = group.pattern.reads(qk, False)
-        groups[group.name] = Heads(group.pattern, qk, parts, group.relative())
+        heads = Heads(group.pattern, qk, parts, group.relative())
+        if group.pattern.chooses_together:
+            heads = one_by_one(heads, group.queries)
+        groups[group.name] = heads
     return groups
+
+
+def one_by_one(heads: Heads, queries: int) -> Heads:
+    """Return query heads that choose together as heads with queries and keys for each.
+
+    Args:
+        queries: the number of query heads that choose together.
+    """
+    _, G, N, _ = heads.qk.q_BHND.shape
+    # The first query heads of all key-value heads come first.
+    tensors = [x_IGND.flatten(0, 1)[None] for x_IGND in for_attention(heads.qk, queries)[:4]]
+    number_IG = torch.arange(queries * G).view(queries, G)
+    return heads._replace(
+        qk=QueriesKeys(*tensors),
+        parts=[repeated_reads(part, queries, G * N) for part in heads.parts],
+        head_H=number_IG.T.flatten(),
+    )
 
 
 def read_by(part: Reads, reads_R: Tensor) -> Reads:
@@ -99,7 +122,10 @@ def weight_blocks(heads: Heads, position_P: Tensor) -> Iterator[Tensor]:
         keys = min(KEYS, N - first)
         unit_NK = torch.eye(N, keys, dtype=wide, device=device).roll(first, dims=0)
         weight_1HNK = outputs(heads, parts, unit_NK.expand(1, H, N, -1))
-        yield weight_1HNK[0][:, position_P]
+        weight_HPK = weight_1HNK[0][:, position_P]
+        if heads.head_H is not None:
+            weight_HPK = weight_HPK[heads.head_H]
+        yield weight_HPK
 
 
 def outputs(heads: Heads, parts: list[Reads], v_1HNK: Tensor) -> Tensor:
@@ -112,7 +138,8 @@ def outputs(heads: Heads, parts: list[Reads], v_1HNK: Tensor) -> Tensor:
     with no_autocast(v_1HNK):
         q_1HND = qk.rotated_q_BHND.to(v_1HNK.dtype)
         k_1HND = qk.rotated_k_BHND.to(v_1HNK.dtype)
-        terms = heads.pattern.terms(q_1HND.shape[-1], relative)
+        # Without sinks the weights on keys add up to 1.
+        terms = heads.pattern.terms(q_1HND.shape[-1], relative)._replace(sink_IH=None)
         return attend(q_1HND, k_1HND, v_1HNK, parts, terms, "torch", merge)
 
 

@@ -23,6 +23,8 @@ class Cost:
 
     parameters: int
     embedding_parameters: int
+    matrix_parameters: int
+    """Weights of the matrices in the blocks."""
     dense: float
     """Operations of matrix products with weights."""
     attention: float
@@ -67,16 +69,26 @@ def cost(config: Config, vocabulary: int) -> Cost:
         for group in layer.head_groups():
             pattern = group.pattern
             attention += operations_of_pair * group.heads * pattern.pairs_of_head(N)
-            selection += group.heads * pattern.choice_operations(N, group.size)
+            selection += group.choosing_heads * pattern.choice_operations(N, group.size)
     all_heads = config.model.heads * config.model.layers
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=sum(parameter.numel() for parameter in vocabulary_parameters(model)),
+        matrix_parameters=matrix_parameters(model),
         dense=dense_operations(model, config),
         attention=attention,
         selection=selection,
         full_attention=4.0 * head_size(config) * all_heads * triangle(N),
     )
+
+
+def matrix_parameters(model: Transformer) -> int:
+    """Return the number of weights of the linear layers in the blocks."""
+    weights = 0
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            weights += module.weight.numel()
+    return weights
 
 
 def products_of_pair(config: Config) -> int:

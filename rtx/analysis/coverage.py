@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rtx.analysis.attention_weights import Heads, groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
 from rtx.attention.centroids import after_step
+from rtx.attention.grouped import expanded
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import QueriesKeys
@@ -122,6 +123,8 @@ def fit(config: Config, model: Transformer, patterns: nn.ModuleList, tokens_BN: 
     for full in full_heads(config, model, patterns.train(), tokens_BN):
         q_BHND, k_BHND, _ = full.attention.project(full.x_BNE)[full.number]
         q_BHND, k_BHND, _ = full.group.queries_and_keys(q_BHND, k_BHND)
+        assert k_BHND is not None
+        k_BHND = expanded(k_BHND, full.group.queries)
         for pattern in full.patterns:
             if isinstance(pattern, Routing):
                 pattern.observe(pattern.inputs(q_BHND, k_BHND, None), False)

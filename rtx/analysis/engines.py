@@ -169,7 +169,7 @@ def computed(
     """
     size = head_size(config)
     terms = pattern.terms(size, relative_of(config))._replace(dropout=pattern.dropout)
-    by_member = len(parts) > 1 or pattern.merge != "mean"
+    by_member = len(parts) > 1 or pattern.merge != "mean" or config.model.sinks
     all_computed = []
     for part in parts:
         q_11ND = vectors(part.length, size, config, device)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from rtx.analysis.cost import Cost
 from rtx.analysis.gpu_memory import INDEX, SHORT_INDEX
-from rtx.analysis.head_memory import attention_bytes
+from rtx.analysis.head_memory import attention_bytes, saves_result
 from rtx.analysis.planned_device import devices, on_gpu, widths_of
 from rtx.attention.routing import ROOM
 from rtx.model.likelihood import most_logits
 from rtx.settings.derived import clusters, embedding_width, memory_slots, sizes_of
-from rtx.settings.schema import Config, ModelConfig
+from rtx.settings.schema import GATED, Config, ModelConfig
 
 WORKSPACES = 2 * 2**25
 """What cuBLAS holds on a GPU: 32 MiB for the thread of the forward pass and 32 MiB for that of the
@@ -38,10 +38,12 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     if narrow < wide:
         # Autocast holds the weights that it has narrowed.
         weight_bytes += narrow
-    # Adam has two moments; Adafactor a row and a column for each matrix.
+    # Adam has two moments; Adafactor a row and a column for each matrix; Muon one moment.
     moments_of_weights = 2.0
     if config.optimizer.name == "adafactor":
         moments_of_weights = 0.02
+    if config.optimizer.name == "muon":
+        moments_of_weights -= total.matrix_parameters / total.parameters
     gathered = 0.0
     if shards > 1:
         gathered = wide * gathered_parameters(total, model.layers)
@@ -117,6 +119,10 @@ def moments_of_step(
     if config.optimizer.name == "adafactor":
         # It works with one more copy of the largest weight.
         in_optimizer = output
+    if config.optimizer.name == "muon":
+        # It works with the update of one matrix, and with three copies of it in bfloat16.
+        wide = widths_of(config).wide
+        in_optimizer = (wide + 3 * 2) * largest_matrix(config)
     return [
         Moment(earlier, activations, gathered + 2 * logits),
         Moment(earlier, activations, 2 * gathered + 3 * logits + output_gradients),
@@ -124,6 +130,15 @@ def moments_of_step(
         Moment(gradients, blocks[0].saved * rows, 2 * gathered + working),
         Moment(gradients, 0.0, in_optimizer),
     ]
+
+
+def largest_matrix(config: Config) -> int:
+    """Return the number of weights of the largest matrix of a block."""
+    model = config.model
+    inner_width = model.ffn_hidden
+    if model.ffn in GATED:
+        inner_width = 2 * model.ffn_hidden
+    return model.hidden * max(inner_width, 3 * model.hidden)
 
 
 def logits_of_row(model: ModelConfig, vocabulary: int) -> int:
@@ -163,6 +178,8 @@ def saved(config: Config, micro_batch: int) -> float:
     if model.norm == "pre":
         # The input of the last norm.
         saved_of_row += wide * model.hidden
+        if saves_result(config):
+            saved_of_row += wide * model.hidden
     if model.dropout:
         # The factors on the embedding.
         saved_of_row += wide * model.hidden
@@ -235,6 +252,9 @@ def block_memory(config: Config, layer: int, micro_batch: int) -> BlockMemory:
         feed_forward += hidden_units(config)
     # The stream, the attention's norm, and its joined heads.
     rest = (wide + 2 * narrow) * E + dropout
+    if saves_result(config):
+        # The norms of both branches.
+        rest += 2 * wide * E
     # Of a memory: besides the stream, what the norm and the product after it read, and the queries
     # that are not used.
     rest += memory_slots(model) / config.data.length * (wide + 2 * narrow) * E
@@ -255,7 +275,7 @@ def hidden_units(config: Config) -> int:
     ReLU, its result.
     """
     model = config.model
-    tensors = {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
+    tensors = {"gelu": 2, "relu": 1, "geglu": 4, "swiglu": 4}[model.ffn]
     if model.ffn_dropout:
         tensors += 1
         if model.ffn == "relu":
@@ -271,7 +291,7 @@ def feed_forward_working(config: Config) -> float:
     """
     model = config.model
     wide, narrow = widths_of(config)
-    copies = {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn]
+    copies = {"gelu": 1, "relu": 2, "geglu": 2, "swiglu": 2}[model.ffn]
     working = (wide + narrow) * model.hidden
     working += narrow * model.ffn_hidden * copies / model.ffn_parts
     if model.ffn_parts > 1:

@@ -36,9 +36,9 @@ from rtx.attention.reads import IndexReads, RangeReads, Reads
 from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size, make_pattern
-from rtx.settings.derived import ROUTED, layer_patterns, memory_slots
+from rtx.settings.derived import ROUTED, layer_patterns, memory_slots, queries_of_key_head
 from rtx.settings.requirements import precision_on
-from rtx.settings.schema import Config
+from rtx.settings.schema import CLUSTERED, Config
 
 
 class HeadsMemory(NamedTuple):
@@ -66,9 +66,38 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> HeadsMemory
         transient = max(transient, count * head.transient / N)
         recomputed = max(recomputed, head.recomputed / (N * micro_batch))
         has_projection = has_projection or head.projection
+        if has_norms(name, config):
+            has_projection = True
+            saved += norm_bytes(name, count, config)
     if has_projection:
         saved += projection_bytes(config, groups)
     return HeadsMemory(saved, working + transient + recomputed)
+
+
+def has_norms(name: str, config: Config) -> bool:
+    """Return whether the model normalises the queries and keys of a group (model.qk_norm)."""
+    routing = config.routing
+    is_normalised = name == ROUTED and (routing.qk_norm or routing.selection in CLUSTERED)
+    return config.model.qk_norm and not is_normalised
+
+
+def norm_bytes(name: str, count: int, config: Config) -> int:
+    """Return the bytes that norms of queries and keys save besides their input, by position.
+
+    Args:
+        count: the number of heads in the group.
+    """
+    if not saves_result(config):
+        return 0
+    vectors = count
+    if name != "lsh":
+        vectors += count // queries_of_key_head(config.model)
+    return vectors * head_size(config) * widths_of(config).wide
+
+
+def saves_result(config: Config) -> bool:
+    """Return whether a norm saves normalised vectors besides its input: RMSNorm's on a CPU does."""
+    return config.model.norm_kind == "rmsnorm" and not on_gpu(config)
 
 
 def projection_bytes(config: Config, groups: Mapping[str, int]) -> int:
@@ -84,9 +113,10 @@ def projection_bytes(config: Config, groups: Mapping[str, int]) -> int:
         has_keys = name != "lsh"
         if name == ROUTED:
             has_keys = config.routing.keys in ("separate", "projected")
-        tensors += 2 * count
+        kv_count = count // queries_of_key_head(config.model)
+        tensors += count + kv_count
         if has_keys:
-            tensors += count
+            tensors += kv_count
     return tensors * head_size(config) * widths_of(config).narrow
 
 
@@ -240,7 +270,9 @@ def saved_on_gpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[S
         narrow = widths_of(config).narrow
         saved = saved_by_engine(Part(part_computed, pattern, config, narrow, is_first))
         if saved is None:
-            part = TorchPart(part_reads, pattern, config, combines(pattern, reads), is_first)
+            part = TorchPart(
+                part_reads, pattern, config, combines(pattern, reads, config), is_first
+            )
             saved = saved_by_part(part)
         all_saved.append(saved)
     return all_saved
@@ -251,14 +283,14 @@ def saved_on_cpu(pattern: Pattern, reads: list[Reads], config: Config) -> list[S
     all_saved = []
     for part_reads in reads:
         is_first = part_reads is reads[0]
-        part = TorchPart(part_reads, pattern, config, combines(pattern, reads), is_first)
+        part = TorchPart(part_reads, pattern, config, combines(pattern, reads, config), is_first)
         all_saved.append(saved_by_part(part))
     return all_saved
 
 
-def combines(pattern: Pattern, reads: list[Reads]) -> bool:
-    """Return whether outputs of lists are combined by their log-sums."""
-    return len(reads) > 1 or pattern.merge == "lse"
+def combines(pattern: Pattern, reads: list[Reads], config: Config) -> bool:
+    """Return whether outputs of lists are combined by their log-sums, as sinks need it, too."""
+    return len(reads) > 1 or pattern.merge == "lse" or config.model.sinks
 
 
 class TorchPart(NamedTuple):

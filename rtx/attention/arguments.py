@@ -23,8 +23,13 @@ def check_call(
     v_BHND: Tensor,
     real_BN: Tensor | None,
     relative: RelativeTables | None,
+    queries: int = 1,
 ) -> None:
-    """Refuse tensors that are no valid arguments of `Pattern.forward`."""
+    """Refuse tensors that are no valid arguments of `Pattern.forward`.
+
+    Args:
+        queries: the number of query heads of each key-value head.
+    """
     if has_keys and k_BHND is None:
         raise ValueError("k_BHND=None: this pattern needs keys")
     if not has_keys and k_BHND is not None:
@@ -35,11 +40,14 @@ def check_call(
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
     check_tensor("v_BHND", v_BHND)
     B, H, N, D = q_BHND.shape
+    if H % queries:
+        allowed = f"a multiple of {queries}, the query heads of a key-value head"
+        raise ValueError(f"q_BHND has {H} heads: must have {allowed}")
     width = D
     if v_BHND.dim():
         width = v_BHND.shape[-1]
-    check_shape("k_BHND", k_BHND, (B, H, N, D), q_BHND, q_BHND.dtype)
-    check_shape("v_BHND", v_BHND, (B, H, N, width), q_BHND, q_BHND.dtype)
+    check_shape("k_BHND", k_BHND, (B, H // queries, N, D), q_BHND, q_BHND.dtype)
+    check_shape("v_BHND", v_BHND, (B, H // queries, N, width), q_BHND, q_BHND.dtype)
     check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)
     check_relative(relative, q_BHND, v_BHND)
 
@@ -119,7 +127,8 @@ def check_across(
     check_call(True, k_BHND, k_BHND, v_BHND, None, None)
     B, H, _, D = k_BHND.shape
     check_tensor("q_BHND", q_BHND)
-    check_shape("q_BHND", q_BHND, (B, H, q_BHND.shape[2], D), k_BHND, k_BHND.dtype)
+    shape = (B, H * pattern.queries, q_BHND.shape[2], D)
+    check_shape("q_BHND", q_BHND, shape, k_BHND, k_BHND.dtype)
 
 
 def check_documents(documents: Documents | None, q_BHND: Tensor, memory: int) -> None:

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, place
+from rtx.attention.cache import Cache, as_heads, place, queries
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.grouped import expanded
 from rtx.attention.members import products
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
@@ -405,6 +406,9 @@ class BlockCache(GrowingCache):
         if self.pattern.gate_H2D is None:
             return out_BH1D
         assert self.choice_BHSE is not None and self.mean_v_BHGD is not None
-        position_1 = torch.tensor([position], device=v_BH1D.device)
-        means = (self.choice_BHSE, self.mean_v_BHGD)
-        return self.pattern.gated(qk.q_BHND, out_BH1D, *means, position_1)
+        q_BHQD = queries(qk)
+        position_Q = torch.full((q_BHQD.shape[2],), position, device=v_BH1D.device)
+        mean_v_BHGD = expanded(self.mean_v_BHGD, self.copies)
+        out_BHQD = out_BH1D.reshape(*q_BHQD.shape[:3], -1)
+        out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHGD, position_Q)
+        return as_heads(out_BHQD)

@@ -4,7 +4,8 @@ A stream begins with a prompt, which `prefill` takes in one pass over all its po
 `decode` takes one position at a time. The caches of patterns with a window are bounded; those of
 patterns that may read any earlier position grow.
 
-Shapes: B streams, H heads, N positions, S slots, K keys that a query reads, D head size.
+Shapes: B streams, H heads, N positions, S slots, K keys that a query reads, Q queries of a head, D
+head size.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine.softmax import LogitTerms, soft_attend
+from rtx.attention.grouped import expanded, first_of_each
 from rtx.attention.reads import QueriesKeys, Reads
 
 FIRST_SLOTS = 256
@@ -34,6 +36,8 @@ class Cache(ABC):
         parts: list[Reads] | None = None,
     ) -> None:
         """Store the positions 0 to N - 1 of each stream, before any step.
+
+        Of grouped queries, the values have as many heads as there are key-value heads.
 
         The cache then has the same contents as after N calls of `decode`. The outputs of these
         positions come from the pattern's forward pass with `streaming`.
@@ -54,12 +58,20 @@ class RowCache(Cache):
     Args:
         terms: takes the head size, and returns the terms of logits besides queries and keys.
         ring: a fixed number of slots, which later positions overwrite; None: the cache grows.
+        copies: how many heads of `qk` have the same key, one after the other; it is stored once.
     """
 
-    def __init__(self, terms: Callable[[int], LogitTerms], ring: int | None = None) -> None:
+    def __init__(
+        self,
+        terms: Callable[[int], LogitTerms],
+        ring: int | None = None,
+        copies: int = 1,
+    ) -> None:
         self.terms = terms
         self.ring = ring
+        self.copies = copies
         self.key_BHSD: Tensor | None = None
+        """As many heads as the values have."""
         self.value_BHSD: Tensor | None = None
 
     def prefill(
@@ -72,7 +84,7 @@ class RowCache(Cache):
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Store positions from `first` on, and return the keys and values of all slots."""
-        k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
+        k_BHND = first_of_each(qk.rotated_k_BHND, self.copies).to(v_BHND.dtype)
         self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)
         self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
         return self.key_BHSD, self.value_BHSD
@@ -85,10 +97,44 @@ class RowCache(Cache):
         mask_BH1K: Tensor | None,
         distance_BH1K: Tensor,
     ) -> Tensor:
-        """Return the outputs of the newest position over K keys; see `attend_step`."""
+        """Return the outputs `[B, H, 1, D]` of the newest position over K keys.
+
+        See `attend_step`.
+        """
         terms = self.terms(qk.q_BHND.shape[-1])
-        q_BH1D = qk.rotated_q_BHND.to(v_BHKD.dtype)
-        return attend_step(q_BH1D, k_BHKD, v_BHKD, mask_BH1K, distance_BH1K, terms)
+        q_BHQD = rotated_queries(qk).to(v_BHKD.dtype)
+        out_BHQD = attend_step(q_BHQD, k_BHKD, v_BHKD, mask_BH1K, distance_BH1K, terms)
+        return as_heads(out_BHQD)
+
+
+def queries(qk: QueriesKeys) -> Tensor:
+    """Return the queries of the newest position, before rotation, `[B, H, Q, D]`.
+
+    Q is 1, or the number of query heads that choose together.
+    """
+    if qk.each_q_XHND is None:
+        return qk.q_BHND
+    return as_queries(qk.each_q_XHND, len(qk.q_BHND))
+
+
+def rotated_queries(qk: QueriesKeys) -> Tensor:
+    """Return the rotated queries of the newest position, `[B, H, Q, D]`; see `queries`."""
+    if qk.rotated_each_q_XHND is None:
+        return qk.rotated_q_BHND
+    return as_queries(qk.rotated_each_q_XHND, len(qk.q_BHND))
+
+
+def as_queries(q_XH1D: Tensor, streams: int) -> Tensor:
+    """Return query heads that choose together as queries of one head, `[B, H, Q, D]`."""
+    q_QBHD = q_XH1D.unflatten(0, (-1, streams))[:, :, :, 0]
+    return q_QBHD.permute(1, 2, 0, 3)
+
+
+def as_heads(out_BHQD: Tensor) -> Tensor:
+    """Return the outputs of all query heads, `[B, H * Q, 1, D]`."""
+    if out_BHQD.shape[2] == 1:
+        return out_BHQD
+    return out_BHQD.flatten(1, 2)[:, :, None]
 
 
 def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
@@ -121,43 +167,54 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
 
 
 def attend_step(
-    q_BH1D: Tensor,
+    q_BHQD: Tensor,
     k_BHKD: Tensor,
     v_BHKD: Tensor,
     mask_BH1K: Tensor | None,
     distance_BH1K: Tensor | None,
     terms: LogitTerms,
 ) -> Tensor:
-    """Return softmax attention of one query of each head, `[B, H, 1, D]`.
+    """Return softmax attention of the queries of each head, `[B, H, Q, D]`.
+
+    All queries are at one position. Keys and values may have fewer heads than queries, which then
+    share them.
 
     Args:
         mask_BH1K: true at keys that are read, in a shape that broadcasts over B and H; None: all.
         distance_BH1K: distances of the query from the keys, which broadcast likewise; terms by
             distance need them.
     """
-    if not terms.by_distance:
+    if not terms.by_distance and terms.sink_IH is None:
         return F.scaled_dot_product_attention(
-            q_BH1D,
+            q_BHQD,
             k_BHKD,
             v_BHKD,
             attn_mask=mask_BH1K,
             scale=terms.scale,
+            enable_gqa=q_BHQD.shape[1] != k_BHKD.shape[1],
         )
-    assert distance_BH1K is not None
-    B, H, K, _ = k_BHKD.shape
+    B, H, Q, _ = q_BHQD.shape
+    sharing = H // k_BHKD.shape[1]
+    K = k_BHKD.shape[2]
     device = k_BHKD.device
     if mask_BH1K is None:
         mask_BH1K = torch.ones(1, 1, 1, K, dtype=torch.bool, device=device)
-    out_X1D, _ = soft_attend(
-        q_BH1D.flatten(0, 1),
-        k_BHKD.flatten(0, 1),
-        v_BHKD.flatten(0, 1),
+    distance_XQK = None
+    if distance_BH1K is not None:
+        distance_XQK = distance_BH1K.expand(B, H, Q, K).flatten(0, 1)
+    out_XQD, sum_XQ = soft_attend(
+        q_BHQD.flatten(0, 1),
+        expanded(k_BHKD, sharing).flatten(0, 1),
+        expanded(v_BHKD, sharing).flatten(0, 1),
         mask_BH1K.expand(B, H, 1, K).flatten(0, 1),
-        distance_BH1K.expand(B, H, 1, K).flatten(0, 1),
+        distance_XQK,
         torch.arange(H, device=device).repeat(B),
         terms,
     )
-    return out_X1D.to(v_BHKD.dtype).unflatten(0, (B, H))
+    if terms.sink_IH is not None:
+        sink_XQ = terms.sink_IH.T.repeat(B, 1)
+        out_XQD = out_XQD * (sum_XQ - sink_XQ).sigmoid()[..., None]
+    return out_XQD.to(v_BHKD.dtype).unflatten(0, (B, H))
 
 
 def mask_without_self(mask_XK: Tensor, is_self_XK: Tensor) -> Tensor:

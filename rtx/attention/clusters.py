@@ -19,11 +19,18 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.cache import Cache, attend_step, mask_without_self
+from rtx.attention.cache import (
+    Cache,
+    as_heads,
+    attend_step,
+    mask_without_self,
+    rotated_queries,
+)
 from rtx.attention.documents import Documents
-from rtx.attention.engine import MERGES
+from rtx.attention.engine import MERGES, with_sink
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
+from rtx.attention.grouped import expanded
 from rtx.attention.members import lists_of_places, normalise_twice
 from rtx.attention.once import made_once
 from rtx.attention.pairs import window_pairs
@@ -108,6 +115,8 @@ class ClusterPattern(Pattern):
         merge: "mean": a position in several clusters gets the mean of their outputs (the paper's
             released code divides by their number + 0.01). "lse": one softmax over the keys of all.
     """
+
+    normalises = True
 
     def __init__(
         self,
@@ -382,6 +391,7 @@ class ClusterCache(Cache):
         parts: list[Reads] | None = None,
     ) -> None:
         """Store the last S members of each list; the next key takes the slot of the oldest."""
+        v_BHND = self.for_heads(v_BHND)
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
@@ -442,7 +452,15 @@ class ClusterCache(Cache):
         self.value_LSD[slots] = v_BHND.flatten(0, 2)[row_J]
         self.position_LS[slots] = position_J
 
+    def for_heads(self, v_BHND: Tensor) -> Tensor:
+        """Return values for each head that chooses its clusters."""
+        if self.pattern.chooses_together:
+            return v_BHND
+        return expanded(v_BHND, self.pattern.queries)
+
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
+        v_BH1D = self.for_heads(v_BH1D)
+        q_BHQD = rotated_queries(qk).to(v_BH1D.dtype)
         joins = self.pattern.clusters_of_next(qk, position, self)
         self.put(qk, v_BH1D, joins.key_BHC, joins.slot_BHC, position)
         is_read_L = joins.query_BHC.flatten()
@@ -450,53 +468,65 @@ class ClusterCache(Cache):
             # A query with separate memberships may join a list that has no key yet.
             is_read_L = is_read_L & (self.joined_L > 0)
         list_J = is_read_L.nonzero().flatten()
+        rows = q_BHQD.shape[:3]
         if not len(list_J):
-            return torch.zeros_like(v_BH1D)
-        partial_J = self.attend_lists(qk, list_J, position, v_BH1D.dtype)
-        rows = v_BH1D.shape[:3].numel()
-        out_RD = combine([partial_J], rows)
-        return out_RD.to(v_BH1D.dtype).view_as(v_BH1D)
+            return as_heads(v_BH1D.new_zeros(*rows, v_BH1D.shape[-1]))
+        partials = [self.attend_lists(q_BHQD, list_J, position)]
+        sink_HQ = self.sinks()
+        if sink_HQ is not None and self.pattern.merge == "lse":
+            partials.append(sinks_alone(sink_HQ, partials[0], len(q_BHQD)))
+        out_RD = combine(partials, rows.numel())
+        return as_heads(out_RD.to(v_BH1D.dtype).view(*rows, -1))
 
-    def attend_lists(
-        self,
-        qk: QueriesKeys,
-        list_J: Tensor,
-        position: int,
-        dtype: torch.dtype,
-    ) -> Partial:
+    def sinks(self) -> Tensor | None:
+        """Return the sink of each query of the newest position, `[H, Q]`; None: there are none."""
+        sink_IH = self.pattern.sinks()
+        if sink_IH is None:
+            return None
+        return sink_IH.T
+
+    def attend_lists(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Partial:
         """Return the outputs of the newest position in each of J lists; `combine` merges them.
 
         With merge="mean" the log-sums are zero, so that all lists of a row have equal weight.
+
+        Args:
+            q_BHQD: the queries of the position; those of one head read the same keys.
         """
         assert self.key_LSD is not None
-        row_J = list_J // self.clusters
+        _, H, Q, D = q_BHQD.shape
+        head_J = list_J // self.clusters
+        query_Q = torch.arange(Q, device=list_J.device)
+        row_JQ = head_J[:, None] * Q + query_Q
         position_JS = self.position_LS[list_J]
-        q_J1D = qk.rotated_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
+        q_JQD = q_BHQD.flatten(0, 1)[head_J]
         k_JSD = self.key_LSD[list_J]
         v_JSD = self.value_LSD[list_J]
         mask_J1S = self.slots_read(position_JS, list_J, position)[:, None]
-        _, H, _, D = qk.q_BHND.shape
         terms = self.pattern.terms(D, self.relative)
-        if terms.by_distance or self.pattern.merge == "lse":
+        sink_HQ = self.sinks()
+        if terms.by_distance or self.pattern.merge == "lse" or sink_HQ is not None:
             distance_J1S = (position - position_JS)[:, None]
-            inputs = (q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S)
-            out_J1D, sum_J1 = soft_attend(*inputs, row_J % H, terms)
-            out_JD = out_J1D[:, 0]
-            sum_J = sum_J1[:, 0]
+            distance_JQS = distance_J1S.expand(-1, Q, -1)
+            inputs = (q_JQD, k_JSD, v_JSD, mask_J1S, distance_JQS)
+            out_JQD, sum_JQ = soft_attend(*inputs, head_J % H, terms)
         else:
-            out_J11D = attend_step(
-                q_J1D[:, None],
+            out_J1QD = attend_step(
+                q_JQD[:, None],
                 k_JSD[:, None],
                 v_JSD[:, None],
                 mask_J1S[:, None],
                 None,
                 terms,
             )
-            out_JD = out_J11D[:, 0, 0]
-            sum_J = torch.zeros(len(list_J), dtype=wide_type(dtype), device=out_JD.device)
-        if self.pattern.merge == "mean":
-            sum_J = torch.zeros_like(sum_J)
-        return Partial(row_J, out_JD, sum_J)
+            out_JQD = out_J1QD[:, 0]
+            sum_JQ = row_JQ.new_zeros(row_JQ.shape, dtype=wide_type(q_JQD.dtype))
+        partial = Partial(row_JQ.flatten(), out_JQD.flatten(0, 1), sum_JQ.flatten())
+        if self.pattern.merge == "lse":
+            return partial
+        if sink_HQ is not None:
+            return with_sink(partial, sink_HQ[head_J % H].flatten())
+        return partial._replace(sum_S=torch.zeros_like(partial.sum_S))
 
     def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
@@ -508,3 +538,15 @@ class ClusterCache(Cache):
         if self.pattern.attend_self:
             return is_filled_JS
         return mask_without_self(is_filled_JS, position_JS == position)
+
+
+def sinks_alone(sink_HQ: Tensor, partial: Partial, streams: int) -> Partial:
+    """Return the sinks of all queries of the newest position as members without a value.
+
+    Args:
+        partial: outputs and log-sums of the same rows.
+    """
+    sink_R = sink_HQ.repeat(streams, 1).flatten()
+    row_R = torch.arange(len(sink_R), device=sink_R.device)
+    no_value_RD = partial.out_SD.new_zeros(len(sink_R), partial.out_SD.shape[1])
+    return Partial(row_R, no_value_RD, sink_R.to(partial.sum_S.dtype))

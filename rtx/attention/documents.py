@@ -56,6 +56,10 @@ class Documents:
         """Return the same documents on a device."""
         return Documents(self.first_BN.to(device))
 
+    def repeated(self, times: int) -> Documents:
+        """Return the documents of as many copies of all sequences."""
+        return self.made_once(("copies", times), lambda: Documents(self.first_BN.repeat(times, 1)))
+
     def first_rows(self, heads: int) -> Tensor:
         """Return the row of the first token of the document of each row, `[R]`."""
 

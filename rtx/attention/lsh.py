@@ -137,6 +137,8 @@ class Lsh(ClusterPattern):
             or a seed that torch does not take.
     """
 
+    normalises = False
+
     def __init__(
         self,
         heads: int,

@@ -21,6 +21,7 @@ from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV
 from rtx.attention.pattern import Pattern, Rotate
+from rtx.attention.reads import QueriesKeys
 
 
 def attend(
@@ -41,27 +42,49 @@ def attend(
     if documents is not None:
         attend_alone = partial(attend, rotate=rotate, relative=relative, streaming=streaming)
         return attend_documents(attend_alone, pattern, (q_BHND, k_BHND, v_BHND), documents)
-    B, H, _, D = q_BHND.shape
+    B, H, N, D = q_BHND.shape
     terms = pattern.terms(D, relative)
+    shape = (B, H, N, v_BHND.shape[-1])
     outs = []
     for b in range(B):
         k_1HND = None
         if k_BHND is not None:
             k_1HND = k_BHND[b : b + 1]
-        qk = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
+        chosen_by = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
         for h in range(H):
-            mask_CNN = pattern.rule(qk, h, streaming)
+            v_ND = v_BHND[b, h // pattern.queries]
+            head = h
+            qk = chosen_by
+            if pattern.chooses_together:
+                head = h // pattern.queries
+                qk = of_query_head(chosen_by, h % pattern.queries)
+            mask_CNN = pattern.rule(chosen_by, head, streaming)
             if not pattern.attend_self:
                 mask_CNN = others_if_any(mask_CNN)
-            q_ND = qk.rotated_q_BHND[0, h]
-            k_ND = qk.rotated_k_BHND[0, h]
-            v_ND = v_BHND[b, h]
-            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, h, pattern.merge)
-            outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, h, terms))
-    shape = (*q_BHND.shape[:3], v_BHND.shape[-1])
+            q_ND = qk.rotated_q_BHND[0, head]
+            k_ND = qk.rotated_k_BHND[0, head]
+            sink = None
+            if pattern.sink_H is not None:
+                sink = pattern.sink_H[h]
+            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, head, pattern.merge, sink)
+            outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, head, terms))
     if not outs:
         return v_BHND.new_zeros(shape)
     return torch.stack(outs).view(shape)
+
+
+def of_query_head(qk: QueriesKeys, number: int) -> QueriesKeys:
+    """Return the queries of one of the query heads that choose together, with the keys.
+
+    Args:
+        qk: of one sequence.
+        number: of the query head among those of its key-value head.
+    """
+    assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
+    return qk._replace(
+        q_BHND=qk.each_q_XHND[number : number + 1],
+        rotated_q_BHND=qk.rotated_each_q_XHND[number : number + 1],
+    )
 
 
 def attend_documents(
@@ -76,7 +99,7 @@ def attend_documents(
         attend_alone: takes the pattern, and queries, keys and values of a document.
     """
     q_BHND, k_BHND, v_BHND = qkv
-    sequences = [v_BHND[:0]]
+    sequences = [v_BHND.new_zeros(0, *q_BHND.shape[1:3], v_BHND.shape[-1])]
     for b, first_N in enumerate(documents.first_BN):
         outs = []
         for first in first_N.unique().tolist():
@@ -106,6 +129,7 @@ def dense(
     terms: LogitTerms,
     head: int = 0,
     merge: str = "mean",
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[N, D]` of one head of one sequence, and its weights `[C, N, N]`.
 
@@ -115,12 +139,13 @@ def dense(
         head: the number of the head, which selects its terms.
         merge: "mean": a position gets the mean over the lists in which it reads something. "lse":
             one softmax over all its lists.
+        sink: a logit without a value in every softmax, a scalar; None: there is none.
     """
     query_N1 = torch.arange(len(q_ND), device=q_ND.device)[:, None]
     key_N = torch.arange(len(k_ND), device=q_ND.device)
     distance_NN = (query_N1 - key_N).clamp(min=0)
     logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
-    weight_CNN = weights(logits_NN, mask_CNN, merge)
+    weight_CNN = weights(logits_NN, mask_CNN, merge, sink)
     out_ND = weight_CNN.sum(0) @ v_ND
     relative = terms.relative
     if relative is not None and relative.values_MD is not None:
@@ -146,10 +171,10 @@ def logits(q_ND: Tensor, k_ND: Tensor, distance_NN: Tensor, terms: LogitTerms, h
     return logits_NN
 
 
-def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str) -> Tensor:
+def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str, sink: Tensor | None = None) -> Tensor:
     """Return the weight of each key in each list for each query, `[C, N, N]`.
 
-    The weights of a query sum to 1, or to 0 where it reads nothing.
+    The weights of a query sum to 1 without a sink, or to 0 where it reads nothing.
     """
     mask_CNN = mask_CNN & (logits_NN > -inf)
     over: tuple[int, ...] = (-1,)
@@ -161,6 +186,8 @@ def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str) -> Tensor:
     logits_CNN = torch.where(mask_CNN | ~reads_some_CN1, logits_NN, -inf)
     logits_CNN = logits_CNN.nan_to_num(0.0, neginf=-inf)
     log_sum_CN1 = logits_CNN.logsumexp(over, keepdim=True)
+    if sink is not None:
+        log_sum_CN1 = torch.logaddexp(log_sum_CN1, sink)
     softmax_CNN = (logits_CNN - log_sum_CN1).exp()
     lists_N1 = reads_some_CN1.sum(0).clamp(min=1)
     return softmax_CNN * mask_CNN / lists_N1

@@ -89,7 +89,9 @@ def attend_groups(
         outs.append(by_rows(out_BHND))
         share = group.positions() / real_positions
         losses.append(loss * share)
-    out_BHND = scattered(torch.cat(outs), row_J, v_BHND.shape)
+    # Values may have fewer heads than queries.
+    shape = torch.Size([*q_BHND.shape[:3], v_BHND.shape[3]])
+    out_BHND = scattered(torch.cat(outs), row_J, shape)
     return out_BHND[:, :, memory:], torch.stack(losses).sum()
 
 

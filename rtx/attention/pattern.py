@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention import grouped
 from rtx.attention.arguments import (
     check_across,
     check_both_sides,
@@ -26,6 +27,7 @@ from rtx.attention.arguments import (
     check_heads,
     check_memory,
     check_number,
+    check_positive,
     check_shape,
 )
 from rtx.attention.cache import Cache
@@ -36,6 +38,7 @@ from rtx.attention.padding import QKV, attend_groups, attend_padded
 from rtx.attention.pairs import triangle
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
+from rtx.attention.static import is_static
 from rtx.attention.stream import Stream
 
 Rotate = Callable[..., Tensor]
@@ -92,6 +95,8 @@ class Pattern(nn.Module, ABC):
     takes_other_keys = False
     """Whether, with causal=False, there may be another number of keys than of queries
     (cross-attention). Otherwise positions decide what is read."""
+    normalises = False
+    """Whether `prepare` normalises the queries and the keys."""
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
@@ -103,6 +108,10 @@ class Pattern(nn.Module, ABC):
     """H, if a tensor of the pattern fixes it."""
     size: int | None = None
     """D, if a tensor of the pattern fixes it."""
+    queries = 1
+    """The number of query heads of each key-value head, see `group_queries`."""
+    chooses_together = False
+    """Whether the query heads of a key-value head choose together."""
 
     def __init__(
         self,
@@ -122,6 +131,8 @@ class Pattern(nn.Module, ABC):
         self.scale = scale
         self.dropout = dropout
         self.backend = backend
+        self.register_parameter("sink_H", None)
+        self.sink_H: nn.Parameter | None
         if attend_self is None:
             attend_self = self.attend_self or not causal
         self.attend_self = attend_self
@@ -129,6 +140,46 @@ class Pattern(nn.Module, ABC):
         if not causal:
             check_both_sides(self)
             self.strictly_causal = False
+
+    def group_queries(self, queries: int, *, together: bool = False) -> None:
+        """Let `queries` query heads share each key-value head; see `rtx.attention.grouped`.
+
+        Keys and values then have that many times fewer heads than queries.
+
+        Args:
+            together: the query heads of a key-value head read the same keys, by the mean of their
+                queries. The pattern must have been made for as many heads as there are key-value
+                heads; otherwise for as many as there are query heads.
+
+        Raises:
+            ValueError: a number below 1.
+        """
+        check_positive(queries=queries)
+        self.queries = queries
+        self.chooses_together = together and queries > 1
+
+    def add_sinks(self, heads: int) -> None:
+        """Give each query head a learned sink, a logit in its softmaxes that has no value.
+
+        A query can then attend to nothing (OpenAI 2025, gpt-oss). Sinks start at 0.
+        """
+        check_positive(0, heads=heads)
+        self.sink_H = nn.Parameter(torch.zeros(heads))
+
+    def sinks(self) -> Tensor | None:
+        """Return the sinks as `LogitTerms.sink_IH` has them; None: there are none."""
+        if self.sink_H is None:
+            return None
+        if not self.chooses_together:
+            return self.sink_H[None]
+        return self.sink_H.unflatten(0, (-1, self.queries)).T
+
+    @property
+    def key_copies(self) -> int:
+        """How many heads of the prepared keys are the same, one after the other."""
+        if self.chooses_together or not self.has_keys:
+            return 1
+        return self.queries
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -237,10 +288,10 @@ class Pattern(nn.Module, ABC):
 
         Every selection is made from the prefix, as in a stream.
         """
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative, self.queries)
         qk = self.inputs(q_BHND, k_BHND, rotate)
-        parts = self.observe(qk, streaming=True)
-        return self.attend(qk, v_BHND, parts, relative), qk, parts
+        out_BHND, _, parts = self.choose_and_attend(qk, v_BHND, relative, streaming=True)
+        return out_BHND, qk, parts
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms of logits and weights besides queries, keys and values.
@@ -254,7 +305,7 @@ class Pattern(nn.Module, ABC):
         dropout = 0.0
         if self.training:
             dropout = self.dropout
-        return LogitTerms(scale, dropout, relative)
+        return LogitTerms(scale, dropout, relative, sink_IH=self.sinks())
 
     def forward(
         self,
@@ -274,9 +325,9 @@ class Pattern(nn.Module, ABC):
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
-                With `takes_other_keys` and causal=False the number of keys and values may be
-                another than that of queries (cross-attention, without padding, documents and
-                rotation).
+                After `group_queries`, keys and values have fewer heads. With `takes_other_keys` and
+                causal=False the number of keys and values may be another than that of queries
+                (cross-attention, without padding, documents and rotation).
             rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers
                 select by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
@@ -303,7 +354,7 @@ class Pattern(nn.Module, ABC):
             if k_BHND is not None and k_BHND.shape[2:3] != q_BHND.shape[2:3]:
                 is_plain = rotate is None and real_BN is None and documents is None
                 return self.forward_across(q_BHND, k_BHND, v_BHND, is_plain, check_finite)
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, self.queries)
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
         check_memory(memory, q_BHND.shape[2], self.takes_memory)
@@ -355,10 +406,8 @@ class Pattern(nn.Module, ABC):
         v_BHND = F.pad(v_BHND, fill_keys)
         qk = self.inputs(F.pad(q_BHND, fill_queries), k_BHND, None)
         qk = qk._replace(counts=(queries, keys))
-        with torch.no_grad():
-            parts = self.observe(qk, streaming=False)
-        out_BHND = self.attend(qk, v_BHND, parts, None)
-        return out_BHND[:, :, :queries], self.loss(qk, parts)
+        out_BHND, loss, _ = self.choose_and_attend(qk, v_BHND, None, streaming=False)
+        return out_BHND[:, :, :queries], loss
 
     def forward_unpadded(
         self,
@@ -377,10 +426,60 @@ class Pattern(nn.Module, ABC):
         q_BHND, k_BHND, v_BHND = qkv
         qk = self.inputs(q_BHND, k_BHND, rotate)
         qk = qk._replace(memory=memory, documents=documents)
+        out_BHND, loss, _ = self.choose_and_attend(qk, v_BHND, relative, streaming)
+        return out_BHND[:, :, memory:], loss
+
+    def choose_and_attend(
+        self,
+        qk: QueriesKeys,
+        v_BHND: Tensor,
+        relative: RelativeTables | None,
+        streaming: bool,
+    ) -> tuple[Tensor, Tensor, list[Reads] | None]:
+        """Return the outputs of all query heads, `[B, H, N, D]`, and the auxiliary loss.
+
+        The third result is what the heads of `qk` read; None: there are lists for copies alone.
+        """
+        if self.chooses_together:
+            return self.attend_together(qk, v_BHND, relative, streaming)
         with torch.no_grad():
             parts = self.observe(qk, streaming)
+        v_BHND = grouped.expanded(v_BHND, self.queries)
         out_BHND = self.attend(qk, v_BHND, parts, relative)
-        return out_BHND[:, :, memory:], self.loss(qk, parts)
+        return out_BHND, self.loss(qk, parts), parts
+
+    def attend_together(
+        self,
+        qk: QueriesKeys,
+        v_BGND: Tensor,
+        relative: RelativeTables | None,
+        streaming: bool,
+    ) -> tuple[Tensor, Tensor, list[Reads] | None]:
+        """Return the result of `choose_and_attend` for query heads that choose together."""
+        # Static lists have room behind their last member, so that they cannot follow one another.
+        is_in_copies = is_static(qk.q_BHND, self.backend)
+        if is_in_copies:
+            qk = grouped.repeated(qk, self.queries)._replace(
+                each_q_XHND=qk.each_q_XHND,
+                rotated_each_q_XHND=qk.rotated_each_q_XHND,
+            )
+        with torch.no_grad():
+            parts = self.observe(qk, streaming)
+        loss = self.loss(qk, parts)
+        parts_of_choice = None
+        copies = 1
+        if not is_in_copies:
+            parts_of_choice = parts
+            copies = self.queries
+            rows = qk.q_BHND.shape[:3].numel()
+            parts = [grouped.repeated_reads(part, copies, rows) for part in parts]
+        out_XGND = self.attend(
+            grouped.for_attention(qk, copies),
+            v_BGND.repeat(self.queries, 1, 1, 1),
+            parts,
+            relative,
+        )
+        return grouped.together(out_XGND, self.queries), loss, parts_of_choice
 
     def inputs(
         self,
@@ -389,7 +488,45 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         first: int = 0,
     ) -> QueriesKeys:
-        """Return the queries and keys of the positions from `first` on, prepared and rotated."""
+        """Return the queries and keys of the positions from `first` on, prepared and rotated.
+
+        Of query heads that choose together they are those by which they choose.
+        """
+        if self.chooses_together:
+            return self.inputs_together(q_BHND, k_BHND, rotate, first)
+        if k_BHND is not None:
+            k_BHND = grouped.expanded(k_BHND, self.queries)
+        return self.inputs_of_heads(q_BHND, k_BHND, rotate, first)
+
+    def inputs_together(
+        self,
+        q_BHND: Tensor,
+        k_BGND: Tensor | None,
+        rotate: Rotate | None,
+        first: int,
+    ) -> QueriesKeys:
+        """Return the result of `inputs` for query heads that choose together."""
+        mean_BGND = grouped.group_mean(q_BHND, self.queries)
+        qk = self.inputs_of_heads(mean_BGND, k_BGND, rotate, first)
+        q_XGND = grouped.apart(q_BHND, self.queries)
+        k_XGND = None
+        if self.has_keys:
+            # Queries alone are prepared here, but `prepare` needs some keys.
+            k_XGND = q_XGND
+        prepared_XGND = self.prepare(q_XGND, k_XGND).q_BHND
+        return qk._replace(
+            each_q_XHND=prepared_XGND,
+            rotated_each_q_XHND=rotated(prepared_XGND, rotate, first),
+        )
+
+    def inputs_of_heads(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        rotate: Rotate | None,
+        first: int,
+    ) -> QueriesKeys:
+        """Return the result of `inputs` for as many keys as queries."""
         check_heads(q_BHND, self.heads, self.size)
         prepared = self.prepare(q_BHND, k_BHND)
         rotated_q_BHND = rotated(prepared.q_BHND, rotate, first)

@@ -32,6 +32,7 @@ from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.grouped import gathered
 from rtx.attention.once import made_once
 from rtx.attention.pairs import count_pairs
 from rtx.attention.pattern import Pattern
@@ -190,7 +191,8 @@ class PositionPattern(Pattern):
 
     def form_of_attributes(self) -> Hashable | None:
         """Return the names and values of all attributes; None: an attribute is not `PLAIN`."""
-        if [*self.parameters()] or [*self.buffers()]:
+        learned = [name for name, _ in self.named_parameters() if name != "sink_H"]
+        if learned or [*self.buffers()]:
             return None
         attributes = {}
         for name, value in vars(self).items():
@@ -615,12 +617,14 @@ class PositionCache(RowCache):
         relative: RelativeTables | None = None,
         ring: int | None = None,
     ) -> None:
-        super().__init__(partial(pattern.terms, relative=relative), ring)
+        terms = partial(pattern.terms, relative=relative)
+        super().__init__(terms, ring, pattern.key_copies)
         self.pattern = pattern
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
-        H, slots = k_BHSD.shape[1:3]
+        H = qk.q_BHND.shape[1]
+        slots = k_BHSD.shape[2]
         filled = min(slots, position + 1)
         k_BHSD = k_BHSD[:, :, :filled]
         v_BHSD = v_BHSD[:, :, :filled]
@@ -635,8 +639,8 @@ class PositionCache(RowCache):
             # Most slots are not read: copy the others, and attend over the copies.
             slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
             slot_1HK1 = slot_HK[None, :, :, None]
-            k_BHKD = k_BHSD.take_along_dim(slot_1HK1, 2)
-            v_BHKD = v_BHSD.take_along_dim(slot_1HK1, 2)
+            k_BHKD = gathered(k_BHSD, slot_1HK1)
+            v_BHKD = gathered(v_BHSD, slot_1HK1)
             distance_1H1K = distance_S[slot_HK][None, :, None]
             return self.attend(qk, k_BHKD, v_BHKD, None, distance_1H1K)
         read_1H1S = read_HS[None, :, None]

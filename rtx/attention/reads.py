@@ -49,6 +49,10 @@ class QueriesKeys(NamedTuple):
     narrow_q_BHND: Tensor | None = None
     """`rotated_q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
+    each_q_XHND: Tensor | None = None
+    """If several query heads choose together (`rtx.attention.grouped`), by the mean in `q_BHND`:
+    the queries of each, as `grouped.apart` returns them; else None."""
+    rotated_each_q_XHND: Tensor | None = None
     documents: Documents | None = None
     """Documents that reads must keep to; None: each sequence is one document."""
     counts: tuple[int, int] | None = None

@@ -24,6 +24,7 @@ from torch import Tensor
 from rtx.attention.arguments import check_positive
 from rtx.attention.cache import Cache, RowCache, place
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.grouped import gathered
 from rtx.attention.members import normalise_twice, products
 from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.pattern import Pattern, Prepared
@@ -81,6 +82,7 @@ class TopKeys(Pattern):
         check_positive(window=window)
         self.window = window
         self.qk_norm = qk_norm
+        self.normalises = qk_norm
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
         prepared = super().prepare(q_BHND, k_BHND)
@@ -248,14 +250,17 @@ class Exact(TopKeys):
 
 
 class GrowingCache(RowCache):
-    """All keys and values so far, and the vectors that the choice compares for these keys."""
+    """All keys and values so far, and the vectors that the choice compares for these keys.
+
+    Of grouped queries that choose by themselves, these vectors are stored once for each query head.
+    """
 
     choice_BHSE: Tensor | None = None
     """What the choice compares, one vector in each slot; see `put_choice`."""
 
     def __init__(self, pattern: TopKeys, relative: RelativeTables | None = None) -> None:
         terms = partial(pattern.terms, relative=relative)
-        super().__init__(terms)
+        super().__init__(terms, copies=pattern.key_copies)
         self.pattern = pattern
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -271,8 +276,8 @@ class GrowingCache(RowCache):
         k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
         slot_BH1K = self.chosen_slots(qk, position)
         slot_BHK1 = slot_BH1K.mT.clamp(min=0)
-        k_BHKD = k_BHSD.take_along_dim(slot_BHK1, 2)
-        v_BHKD = v_BHSD.take_along_dim(slot_BHK1, 2)
+        k_BHKD = gathered(k_BHSD, slot_BHK1)
+        v_BHKD = gathered(v_BHSD, slot_BHK1)
         is_read_BH1K = slot_BH1K >= 0
         distance_BH1K = position - slot_BH1K
         return self.attend(qk, k_BHKD, v_BHKD, is_read_BH1K, distance_BH1K)

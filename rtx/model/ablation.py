@@ -37,6 +37,8 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
             if group.name != ROUTED:
                 continue
             substitute = substitute_for(group, config, layer, how)
+            substitute.group_queries(group.queries, together=group.pattern.chooses_together)
+            substitute.sink_H = group.pattern.sink_H
             substitute = substitute.to(model.device)
             group.pattern = substitute.train(model.training)
             if how == "routing":
@@ -67,7 +69,7 @@ def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pa
         reseeded = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)
         return RandomSubstitute(
             routed,
-            group.heads,
+            group.choosing_heads,
             clusters(config),
             length=config.data.length,
             seed=layer_seed(reseeded, layer),

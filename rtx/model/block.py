@@ -14,14 +14,15 @@ from rtx.attention.recompute import recomputed
 from rtx.model.heads import HeadStream
 from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
-from rtx.settings.schema import Config, ModelConfig
+from rtx.model.norm import make_norm
+from rtx.settings.schema import GATED, Config, ModelConfig
 
 
 class FeedForward(nn.Module):
-    """Two matrices with relu or gelu between them, or geglu (Shazeer 2020).
+    """Two matrices with relu or gelu between them, or geglu or swiglu (Shazeer 2020).
 
-    With geglu the first matrix has twice as many outputs; one half is multiplied by the gelu of the
-    other.
+    With geglu and swiglu the first matrix has twice as many outputs: the first half is multiplied
+    by the gelu or silu of the second. These have no biases.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -31,7 +32,7 @@ class FeedForward(nn.Module):
         self.parts = config.ffn_parts
         inner_width = config.ffn_hidden
         has_bias = True
-        if config.ffn == "geglu":
+        if config.ffn in GATED:
             inner_width = 2 * config.ffn_hidden
             has_bias = False
         self.inner = Linear(config.hidden, inner_width, bias=has_bias)
@@ -60,8 +61,10 @@ class FeedForward(nn.Module):
 
     def activate(self, x_BNF: Tensor) -> Tensor:
         """Return the hidden units from the outputs of the first matrix."""
-        if self.activation == "geglu":
+        if self.activation in GATED:
             x_BNF, gate_BNF = x_BNF.chunk(2, dim=-1)
+            if self.activation == "swiglu":
+                return F.silu(gate_BNF) * x_BNF
             return F.gelu(gate_BNF, approximate="tanh") * x_BNF
         if self.activation == "relu":
             return F.relu(x_BNF)
@@ -80,8 +83,8 @@ class Block(nn.Module):
         self.dropout = config.model.dropout
         self.attention = MultiheadAttention(config, layer)
         self.feed_forward = FeedForward(config.model)
-        self.attention_norm = nn.LayerNorm(config.model.hidden)
-        self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
+        self.attention_norm = make_norm(config.model, config.model.hidden)
+        self.feed_forward_norm = make_norm(config.model, config.model.hidden)
 
     def forward(
         self,

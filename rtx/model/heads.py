@@ -6,6 +6,7 @@ Shapes: B sequences, H heads of a group, N positions, D head size, S earlier key
 reads.
 """
 
+import functools
 import traceback
 from typing import Any, Literal
 
@@ -36,15 +37,24 @@ from rtx.attention import (
     Thresholds,
     TopK,
 )
+from rtx.attention.grouped import group_mean
 from rtx.attention.pattern import Rotate
 from rtx.attention.reads import QueriesKeys
 from rtx.errors import UserError
 from rtx.model.key_mix import KeyMix
-from rtx.model.positions import Shaw, SinusoidKeys, rotate
-from rtx.settings.derived import ROUTED, clusters, hash_buckets, memory_slots, reads_self
+from rtx.model.norm import make_norm
+from rtx.model.positions import ROTARY_BASE, Shaw, SinusoidKeys, rotate
+from rtx.settings.derived import (
+    ROUTED,
+    clusters,
+    hash_buckets,
+    memory_slots,
+    queries_of_key_head,
+    reads_self,
+)
 from rtx.settings.fields import imported
 from rtx.settings.names import BASES, SELECTIONS, how_to_register, maker_problem
-from rtx.settings.schema import Config, RoutingConfig
+from rtx.settings.schema import Config, ModelConfig, RoutingConfig
 
 KeySource = Literal["matrix", "queries", "none"]
 """Where the keys of heads come from: a projection matrix, or the queries.
@@ -72,7 +82,10 @@ class HeadGroup(nn.Module):
         self.name = name
         self.heads = heads
         self.size = head_size(config)
-        self.pattern = make_pattern(name, heads, config, layer)
+        self.queries = queries_of_key_head(config.model)
+        """The number of query heads that share a head of keys and values."""
+        self.kv_heads = heads // self.queries
+        self.pattern = self.make_pattern(config, layer)
         self.key_source: KeySource = "none"
         if self.pattern.has_keys:
             self.key_source = "matrix"
@@ -83,10 +96,28 @@ class HeadGroup(nn.Module):
         """Rotates queries and keys by their positions."""
         if config.model.positions == "rotary":
             self.rotate = rotate
+            if config.model.rotary_base != ROTARY_BASE:
+                self.rotate = functools.partial(rotate, base=config.model.rotary_base)
         self.tables: Shaw | SinusoidKeys | None = None
         """Terms of the logits by distance."""
         if name == ROUTED:
             self.apply_routing(config.routing)
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
+        if config.model.qk_norm and not self.pattern.normalises:
+            self.add_norms(config.model)
+
+    def make_pattern(self, config: Config, layer: int) -> Pattern:
+        """Return the pattern of the heads, with their groups of queries."""
+        together = self.name == ROUTED and config.routing.group == "shared"
+        self.choosing_heads = self.heads
+        if together:
+            self.choosing_heads = self.kv_heads
+        pattern = make_pattern(self.name, self.choosing_heads, config, layer)
+        pattern.group_queries(self.queries, together=together)
+        if config.model.sinks:
+            pattern.add_sinks(self.heads)
+        return pattern
 
     def apply_routing(self, routing: RoutingConfig) -> None:
         """Apply the options of routing heads."""
@@ -95,9 +126,15 @@ class HeadGroup(nn.Module):
         if self.key_source == "matrix":
             self.key_loss = routing.key_loss
         if routing.key_shift or routing.key_conv > 1:
-            self.key_mix = KeyMix(self.heads, self.size, routing.key_shift, routing.key_conv)
+            self.key_mix = KeyMix(self.kv_heads, self.size, routing.key_shift, routing.key_conv)
         if not routing.rotary:
             self.rotate = None
+
+    def add_norms(self, model: ModelConfig) -> None:
+        """Add the norms of queries and keys, which all heads of the group share."""
+        self.query_norm = make_norm(model, self.size)
+        if self.key_source != "none":
+            self.key_norm = make_norm(model, self.size)
 
     def add_tables(self, config: Config) -> None:
         """Add the tables by distance that the positions of the configuration need."""
@@ -111,6 +148,11 @@ class HeadGroup(nn.Module):
     def width(self) -> int:
         """H * D, the number of columns that the queries of this group have, and its outputs."""
         return self.heads * self.size
+
+    @property
+    def kv_width(self) -> int:
+        """The number of columns that the keys of this group have, and its values."""
+        return self.kv_heads * self.size
 
     def forward(
         self,
@@ -150,14 +192,20 @@ class HeadGroup(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the queries and keys that the pattern gets, and `before_BHSD` of the next call.
 
+        Keys that are made of queries (W_K = W_Q) are the means of the queries that share them.
+
         Args:
             before_BHSD: the earlier keys that the key mix reads; None at position 0.
             documents: the documents of the sequences.
         """
+        if self.key_source == "queries":
+            k_BHND = group_mean(q_BHND, self.queries)
+        if self.query_norm is not None:
+            q_BHND = self.query_norm(q_BHND)
+        if self.key_norm is not None:
+            k_BHND = self.key_norm(k_BHND)
         if isinstance(self.tables, SinusoidKeys):
             q_BHND = self.tables.with_content(q_BHND)
-        if self.key_source == "queries":
-            k_BHND = q_BHND
         if self.key_mix is None:
             return q_BHND, k_BHND, None
         assert k_BHND is not None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rtx.attention.gradients import with_zero_gradients
 from rtx.model.block import Block
+from rtx.model.norm import without_gradient
 from rtx.settings.schema import Config, ModelConfig
 
 
@@ -81,12 +82,18 @@ class MemoryBlock(Block):
         """
         weight_FE = self.attention.qkv.weight.detach()
         query_FE, key_FE, value_FE = weight_FE.split(self.attention.widths)
+        (group,) = self.attention.head_groups()
         q_BHND = self.heads_of(x_BNE.detach(), query_FE)
+        if group.query_norm is not None:
+            q_BHND = without_gradient(group.query_norm, q_BHND)
 
         def attend(x_BKE: Tensor) -> Tensor:
             k_BHKD = self.heads_of(x_BKE, key_FE)
             v_BHKD = self.heads_of(x_BKE, value_FE)
-            return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD)
+            if group.key_norm is not None:
+                k_BHKD = without_gradient(group.key_norm, k_BHKD)
+            has_groups = group.queries > 1
+            return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD, enable_gqa=has_groups)
 
         out_BHND = attend(compressed_BCE)
         old_out_BHND = attend(old_BOE.detach())
@@ -95,10 +102,7 @@ class MemoryBlock(Block):
     def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
         """Return the vectors projected by a matrix, `[B, H, K, D]`; the norm gets no gradient."""
         if self.pre:
-            norm = self.attention_norm
-            weight_E = norm.weight.detach()
-            bias_E = norm.bias.detach()
-            x_BKE = F.layer_norm(x_BKE, norm.normalized_shape, weight_E, bias_E, norm.eps)
+            x_BKE = without_gradient(self.attention_norm, x_BKE)
         columns = F.linear(x_BKE, weight_FE)
         x_BKHD = columns.unflatten(-1, (-1, self.attention.size))
         return x_BKHD.transpose(1, 2)

@@ -31,14 +31,16 @@ class MultiheadAttention(nn.Module):
         groups = []
         widths = []
         key_widths = []
+        value_widths = []
         for name, heads in layer_patterns(config, layer).items():
             group = HeadGroup(name, heads, config, layer)
             groups.append(group)
             widths.append(group.width)
+            value_widths.append(group.kv_width)
             if group.key_source == "matrix":
-                key_widths.append(group.width)
+                key_widths.append(group.kv_width)
         self.size = groups[0].size
-        self.widths = [*widths, *key_widths, *widths]
+        self.widths = [*widths, *key_widths, *value_widths]
         """Columns of the projection: the queries of each group, then keys, then values."""
         # The order of draws and of modules decides the first weights that a seed gives: patterns,
         # matrices, tables.
@@ -73,7 +75,10 @@ class MultiheadAttention(nn.Module):
         return parts_of_groups
 
     def project(self, x_BNE: Tensor) -> list[Parts[Tensor]]:
-        """Return the queries, keys and values of each group, `[B, H, N, D]`."""
+        """Return the queries, keys and values of each group, `[B, H, N, D]`.
+
+        With `model.kv_heads`, keys and values have fewer heads.
+        """
         parts = []
         qkv = self.qkv(x_BNE)
         for columns in qkv.split(self.widths, dim=-1):

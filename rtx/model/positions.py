@@ -21,10 +21,10 @@ TABLE_DEVIATION = 0.02
 """Standard deviation of position tables at the start."""
 
 ROTARY_BASE = 10_000.0
-"""Pair f of D / 2 turns by base ** (-2 f / D) radians a position."""
+"""Pair f of D / 2 turns by base ** (-2 f / D) radians a position, by default with this base."""
 
 
-def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
+def rotate(x_BHND: Tensor, first: int = 0, base: float = ROTARY_BASE) -> Tensor:
     """Return vectors rotated by their positions `first`, `first` + 1, ... (rotary, Su et al. 2021).
 
     Columns f and f + D / 2 are a pair, which turns by the position times a fixed frequency. A dot
@@ -32,7 +32,7 @@ def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
     """
     size = x_BHND.shape[-1]
     count = x_BHND.shape[-2]
-    cos_ND, sin_ND = angles(size, first, count, x_BHND.dtype, x_BHND.device)
+    cos_ND, sin_ND = angles(size, first, count, x_BHND.dtype, x_BHND.device, base)
     partner_BHND = x_BHND.roll(size // 2, -1)
     return torch.addcmul(x_BHND * cos_ND, partner_BHND, sin_ND)
 
@@ -43,16 +43,23 @@ held_angles: dict[Hashable, Angles] = {}
 """A cache of the last angles, which all layers share. torch.compile can read a dictionary."""
 
 
-def angles(size: int, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Angles:
+def angles(
+    size: int,
+    first: int,
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    base: float = ROTARY_BASE,
+) -> Angles:
     """Return cosines and signed sines of `count` positions from `first` on, `[count, size]`.
 
     The sines of the first half of the columns are negative.
     """
-    key = (size, first, count, dtype, device)
+    key = (size, first, count, dtype, device, base)
     if key not in held_angles:
         if len(held_angles) >= MAX_HELD:
             held_angles.pop(next(iter(held_angles)))
-        held_angles[key] = make_angles(size, first, count, dtype, device)
+        held_angles[key] = make_angles(*key)
     return held_angles[key]
 
 
@@ -62,12 +69,13 @@ def make_angles(
     count: int,
     dtype: torch.dtype,
     device: torch.device,
+    base: float,
 ) -> Angles:
     """Compute the result of `angles`, in float64: at far positions rounding errors would grow."""
     with torch.inference_mode(False):
         position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
         column_F = torch.arange(0, size, 2, device=device, dtype=torch.float64)
-        frequency_F = ROTARY_BASE ** -(column_F / size)
+        frequency_F = base ** -(column_F / size)
         angle_NF = position_N[:, None] * frequency_F
         cos_NF = angle_NF.cos().to(dtype)
         sin_NF = angle_NF.sin().to(dtype)

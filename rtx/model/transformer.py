@@ -28,6 +28,7 @@ from rtx.model.likelihood import (
 from rtx.model.linear import use_products
 from rtx.model.memory import Memory, MemoryBlock
 from rtx.model.multihead import MultiheadAttention
+from rtx.model.norm import make_norm
 from rtx.model.positions import TABLE_DEVIATION, SinusoidKeys
 from rtx.settings.derived import embedding_width
 from rtx.settings.schema import Config
@@ -63,7 +64,7 @@ class Transformer(nn.Module):
             self.tie_biases()
         self.norm: nn.Module = nn.Identity()
         if model.norm == "pre":
-            self.norm = nn.LayerNorm(model.hidden)
+            self.norm = make_norm(model, model.hidden)
         self.project_out = projection(model.hidden, embedding_width(model))
         self.softmax: AdaptiveSoftmax | None = None
         self.add_output()

@@ -90,6 +90,13 @@ def reads_self(config: Config) -> bool:
     return routing.keys in ("separate", "projected") or routing.key_shift > 0
 
 
+def queries_of_key_head(model: ModelConfig) -> int:
+    """Query heads that share a head of keys and values: model.heads / model.kv_heads."""
+    if model.kv_heads is None:
+        return 1
+    return model.heads // model.kv_heads
+
+
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters; unset: ceil(N / W)."""
     if config.routing.clusters is not None:
@@ -149,7 +156,8 @@ def full_group(config: Config, layer: int) -> tuple[int, int]:
     """Return the number of a layer's group that reads all of its prefix, and its heads.
 
     These are full heads, or routing heads with keys apart from the queries and one cluster that is
-    as wide as the sequence. Without such a group the number of heads is 0.
+    as wide as the sequence, each with keys for itself. Without such a group the number of heads is
+    0.
     """
     groups = layer_patterns(config, layer)
     routing = config.routing
@@ -159,6 +167,7 @@ def full_group(config: Config, layer: int) -> tuple[int, int]:
         and routing.window >= config.data.length
     )
     name = "full"
-    if has_one_cluster and routing.keys != "shared" and ROUTED in groups:
+    has_keys = routing.keys != "shared" and queries_of_key_head(config.model) == 1
+    if has_one_cluster and has_keys and ROUTED in groups:
         name = ROUTED
     return [*groups, name].index(name), groups.get(name, 0)

@@ -62,6 +62,8 @@ CENTROIDS = (*BY_CENTROIDS, "probed")
 """Selections by centroids that k-means moves."""
 ROUTING_SIZES = ("heads", "layers", "window", "candidates", "clusters", "block")
 """Keys of routing that are sizes, not rules."""
+GATED = ("geglu", "swiglu")
+"""Values of model.ffn with a third matrix."""
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name with one process per device."""
 
@@ -78,7 +80,7 @@ IF_LSH = {"model.base": ("lsh",)}
 IF_SPAN = {"model.base": ("adaptive_span",)}
 IF_XL = {"model.positions": ("xl",)}
 IF_BANDS = {"model.embedding": ("adaptive",)}
-IF_ADAM = {"optimizer.name": ("adam", "adamw")}
+IF_ADAM = {"optimizer.name": ("adam", "adamw", "muon")}
 IF_WANDB = {"logger.wandb": ("true",)}
 
 
@@ -214,8 +216,11 @@ class RoutingConfig:
     """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as
     its comment has)."""
     qk_norm: bool = key(False, read_with={"routing.selection": CHOSEN}, since=Since("0.4.0", False))
-    """Normalise queries and keys before all else, as heads of clusters do (exact, probed, indexer,
-    blocks)."""
+    """Normalise queries and keys as heads of clusters do, by LayerNorm without a scale (exact,
+    probed, indexer, blocks)."""
+    group: Literal["shared", "own"] = key("shared", since=Since("0.4.0", "shared"))
+    """With model.kv_heads: query heads that share keys choose together by their mean query
+    (shared), or each by itself (own)."""
     attend_self: bool | None = None
     """Whether a position may always read itself; false: only where there is no other key; unset:
     not where queries are keys."""
@@ -269,6 +274,9 @@ class ModelConfig:
     """Decoder blocks."""
     heads: int = key(8, low=1, high=2**20)
     """Attention heads in each block."""
+    kv_heads: int | None = key(None, low=1, high=2**20, since=Since("0.4.0", None))
+    """Heads of keys and values in each block, each shared by heads / kv_heads query heads (grouped
+    queries); unset: as many as heads."""
     hidden: int = key(256, low=1, high=2**20)
     """Width of the residual stream; a head has the size hidden / heads."""
     causal: bool = key(True, since=Since("0.5.0", True))
@@ -328,6 +336,14 @@ class ModelConfig:
     positions: Literal["rotary", "shaw", "xl", "learned", "axial", "none"] = "rotary"
     """Position terms: rotary angles, Shaw's tables, Transformer-XL's sinusoids, a learned table,
     one an axis, none."""
+    rotary_base: float = key(
+        10_000.0,
+        above=1.0,
+        read_with={"model.positions": ("rotary",)},
+        since=Since("0.4.0", 10_000.0),
+    )
+    """Base of rotary angles: the slowest pair of columns turns by about one radian in as many
+    positions."""
     clamp: int | None = key(None, low=1, read_with=IF_XL, since=Since("0.2.0", None))
     """Largest distance that positions=xl tells apart; unset: any."""
     tie_biases: bool = key(True, read_with=IF_XL, since=Since("0.2.0", True))
@@ -339,9 +355,20 @@ class ModelConfig:
     max_distance: int = key(256, low=1, high=2**30, read_with={"model.positions": ("shaw",)})
     """Largest distance that positions=shaw tells apart."""
     norm: Literal["pre", "post"] = "pre"
-    """LayerNorm before each sub-layer, or after its residual sum."""
-    ffn: Literal["gelu", "relu", "geglu"] = "gelu"
-    """Activation of the feed-forward layer; geglu gates with a third matrix."""
+    """Norm before each sub-layer, or after its residual sum."""
+    norm_kind: Literal["layernorm", "rmsnorm"] = key("layernorm", since=Since("0.4.0", "layernorm"))
+    """Kind of all norms of the blocks: LayerNorm, or RMSNorm, which has no mean and no bias."""
+    norm_eps: float = key(1e-5, above=0.0, high=1.0, since=Since("0.4.0", 1e-5))
+    """Number that these norms add to the mean square before its root."""
+    qk_norm: bool = key(False, since=Since("0.4.0", False))
+    """Normalise queries and keys by norms that learn a scale, in all heads but those that Algorithm
+    1 or routing.qk_norm normalises."""
+    sinks: bool = key(False, since=Since("0.4.0", False))
+    """Give every head a learned logit without a value, so that its softmaxes may attend to
+    nothing."""
+    ffn: Literal["gelu", "relu", "geglu", "swiglu"] = "gelu"
+    """Activation of the feed-forward layer; geglu and swiglu gate with a third matrix, without
+    biases."""
     ffn_hidden: int = key(1024, low=1, high=2**20)
     """Hidden width of the feed-forward layer."""
     dropout: float = key(0.0, low=0.0, high=0.95)
@@ -396,15 +423,23 @@ class ModelConfig:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "adafactor"] = "adam"
+    name: Literal["adam", "adamw", "adafactor", "muon"] = "adam"
     """Optimizer: adam (the paper's), adamw (decoupled weight decay), adafactor (the paper's for
-    PG-19)."""
+    PG-19), muon (with adamw)."""
     lr: float = key(2e-4, above=0.0)
     """Peak learning rate."""
     beta1: float = key(0.9, low=0.0, high=0.9999, read_with=IF_ADAM)
-    """Decay of the first moment (adam, adamw)."""
+    """Decay of the first moment (adam, adamw, and muon for what adamw updates)."""
     beta2: float = key(0.98, low=0.0, high=0.99999, read_with=IF_ADAM)
-    """Decay of the second moment (adam, adamw)."""
+    """Decay of the second moment (adam, adamw, and muon for what adamw updates)."""
+    momentum: float = key(
+        0.95,
+        low=0.0,
+        high=0.9999,
+        read_with={"optimizer.name": ("muon",)},
+        since=Since("0.4.0", 0.95),
+    )
+    """Momentum of the matrices that muon updates."""
     weight_decay: float = key(0.0, low=0.0)
     """Weight decay of linear layers and of an untied output matrix; biases, norms and tables have
     none."""

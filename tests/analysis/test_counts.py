@@ -52,6 +52,7 @@ SHRUNK = (
 NO_DROPOUT = ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0")
 LOCAL = ("routing.heads=0", "routing.layers=0")
 TOPK = ("routing=topk", "routing.layers=2", "routing.heads=4")
+MODERN = ("model.norm=pre", "model.positions=rotary", *NO_DROPOUT)
 PLAIN = ("model.positions=rotary", *NO_DROPOUT)
 ROUGHLY = [
     (*LOCAL, "model.recompute=true"),
@@ -64,6 +65,9 @@ ROUGHLY = [
 CASES = [
     (*LOCAL, "model.positions=none", "model.norm=pre", "model.ffn=relu"),
     (*LOCAL, "model.norm=pre", "model.ffn=gelu", *PLAIN),
+    (*LOCAL, "model.norm_kind=rmsnorm", "model.ffn=swiglu", *MODERN),
+    (*LOCAL, "model.norm_kind=rmsnorm", "model.qk_norm=true", "model.kv_heads=1", *MODERN),
+    ("routing=causal", "model.kv_heads=2", "model.qk_norm=true", *MODERN),
     LOCAL,
     (*LOCAL, "trainer.batch_size=1"),
     (*LOCAL, "model.base=full", *PLAIN),

@@ -173,9 +173,15 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
 def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """Return queries, keys, values, rotary angles and Shaw's tables of a case, with gradients."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    shape = case.B, case.H, case.N, case.D
+    heads = case.H
+    if pattern.chooses_together:
+        heads = case.H * pattern.queries
+    shared = heads // pattern.queries
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    q, k, v = (draw(*shape).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (
+        draw(case.B, number, case.N, case.D).to(dtype).requires_grad_()
+        for number in (heads, shared, shared)
+    )
     relative = None
     if case.distances:
         relative = RelativeTables(
@@ -223,7 +229,7 @@ def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str,
     named |= {
         name: parameter
         for name, parameter in pattern.named_parameters()
-        if name in ("share_H", "gate_H2D")
+        if name in ("share_H", "gate_H2D", "sink_H")
     }
     weight = torch.randn(
         out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64

@@ -48,7 +48,7 @@ def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedFor
     ).double()
 
 
-@pytest.mark.parametrize("ffn", ["gelu", "relu", "geglu"])
+@pytest.mark.parametrize("ffn", ["gelu", "relu", "geglu", "swiglu"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 14, 4096])
 def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(
     ffn: str, parts: int
@@ -58,6 +58,9 @@ def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(
     inner = F.linear(x_BNE, layer.inner.weight, layer.inner.bias)
     if ffn == "geglu":
         wide = inner[..., :24] * F.gelu(inner[..., 24:], approximate="tanh")
+    elif ffn == "swiglu":
+        gate = inner[..., 24:]
+        wide = inner[..., :24] * gate / (1 + torch.exp(-gate))
     else:
         wide = (
             inner.clamp(min=0)

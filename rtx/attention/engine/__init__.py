@@ -86,16 +86,20 @@ def attend(
         # Engines for CPUs read rows. Those of contiguous tensors are views, so there is at most one
         # copy for all parts. Kernels for GPUs read tensors of any strides.
         q_BHND, k_BHND, v_BHND = contiguous(q_BHND, k_BHND, v_BHND)
-    terms = terms._replace(heads=q_BHND.shape[1])
-    by_member = merge != "mean" or len(parts) > 1
+    sink_IH = terms.sink_IH
+    terms = terms._replace(heads=q_BHND.shape[1], sink_IH=None)
+    by_member = merge != "mean" or len(parts) > 1 or sink_IH is not None
     problems = [Problem(q_BHND, k_BHND, v_BHND, part, terms, by_member) for part in parts]
     if not v_BHND.numel() or not q_BHND.numel():
         out_RD = torch.zeros_like(v_BHND).flatten(0, 2)
+    elif sink_IH is not None:
+        is_mean = merge == "mean" and len(parts) == 1
+        out_RD = attend_with_sinks(problems, backend, is_mean, sinks_of_rows(sink_IH, q_BHND))
     elif by_member:
         out_RD = attend_joined(problems, backend)
     else:
         out_RD, _ = choose(problems[0], backend).attend(problems[0])
-    out_RD = with_gradients(out_RD, problems[0])
+    out_RD = with_gradients(out_RD, problems[0], sink_IH)
     return out_RD.to(v_BHND.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
 
 
@@ -133,7 +137,54 @@ def partial_of(problem: Problem, backend: str) -> Partial:
     return Partial(torch.arange(len(out_RD), device=out_RD.device), out_RD, sum_R)
 
 
-def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
+def sinks_of_rows(sink_IH: Tensor, q_BHND: Tensor) -> Tensor:
+    """Return the sink of each row, `[R]`; see `LogitTerms.sink_IH`."""
+    B, H, N, _ = q_BHND.shape
+    sink_BH = sink_IH.repeat_interleave(B // len(sink_IH), dim=0)
+    return sink_BH[:, :, None].expand(B, H, N).flatten()
+
+
+def attend_with_sinks(
+    problems: list[Problem], backend: str, is_mean: bool, sink_R: Tensor
+) -> Tensor:
+    """Return attention whose softmaxes also have a sink, a logit without a value, `[R, D]`.
+
+    With the log-sum s over the keys that are read and the sink z, the output of the softmax over
+    these keys is multiplied by e^s / (e^s + e^z) (OpenAI 2025, gpt-oss).
+
+    Args:
+        is_mean: a row gets the mean over its lists, each of which has the sink. Otherwise one
+            softmax spans all of its keys, and the sink once.
+    """
+    partials = []
+    for problem in problems:
+        out_PD, sum_P = choose(problem, backend).attend(problem)
+        partials.append(Partial(problem.query_rows(), out_PD, sum_P))
+    if is_mean:
+        (partial,) = partials
+        sink_P = sink_R[partial.row_S].to(partial.sum_S.dtype)
+        partials = [with_sink(partial, sink_P)]
+    else:
+        row_R = torch.arange(len(sink_R), device=sink_R.device)
+        first = partials[0]
+        no_value_RD = first.out_SD.new_zeros(len(sink_R), first.out_SD.shape[1])
+        partials.append(Partial(row_R, no_value_RD, sink_R.to(first.sum_S.dtype)))
+    return combine(partials, rows=len(sink_R))
+
+
+def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
+    """Return outputs of softmaxes with sinks, and log-sums by which `combine` takes their mean.
+
+    Members that read nothing do not count in the mean.
+    """
+    share_S = (partial.sum_S - sink_S).sigmoid()
+    out_SD = partial.out_SD * share_S[:, None].to(partial.out_SD.dtype)
+    reads_nothing_S = partial.sum_S == float("-inf")
+    no_sum_S = torch.zeros_like(partial.sum_S).masked_fill(reads_nothing_S, float("-inf"))
+    return Partial(partial.row_S, out_SD, no_sum_S)
+
+
+def with_gradients(out_RD: Tensor, problem: Problem, sink_IH: Tensor | None) -> Tensor:
     """Return the outputs, with a gradient for every input that requires one, read or not.
 
     Otherwise `backward` would fail if no query reads any key. These gradients are zeros.
@@ -141,7 +192,7 @@ def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
     if out_RD.requires_grad or not torch.is_grad_enabled():
         return out_RD
     terms = problem.terms
-    inputs = [problem.q_BHND, problem.k_BHND, problem.v_BHND, terms.bias_HM]
+    inputs = [problem.q_BHND, problem.k_BHND, problem.v_BHND, terms.bias_HM, sink_IH]
     if terms.relative is not None:
         inputs.extend(terms.relative)
     return with_zero_gradients(out_RD, inputs)

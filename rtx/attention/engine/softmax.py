@@ -60,6 +60,10 @@ class LogitTerms(NamedTuple):
 
     The last column is also for larger distances.
     """
+    sink_IH: Tensor | None = None
+    """A logit of each head that its queries attend to without a value, I rows of H heads: row i is
+    of the i-th of I equal parts of the sequences. `rtx.attention.engine.attend` and streams apply
+    it; engines do not."""
     heads: int = 1
     """H, by which the head of a row is computed; `rtx.attention.engine.attend` sets it."""
 

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 from rtx.errors import written
 from rtx.settings.data_sets import MADE
-from rtx.settings.derived import reads_self, routes, sizes_of
+from rtx.settings.derived import (
+    layer_patterns,
+    queries_of_key_head,
+    reads_self,
+    routes,
+    sizes_of,
+)
 from rtx.settings.names import BASES
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import BOTH_SIDES, BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
@@ -65,6 +71,62 @@ def size_of_heads(config: Config) -> Iterator[str]:
     model = config.model
     if model.hidden % model.heads:
         yield f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}"
+
+
+@rule(
+    "model.kv_heads",
+    "model.heads",
+    "model.layers",
+    "model.base",
+    "routing.heads",
+    "routing.layers",
+)
+def groups_of_queries(config: Config) -> Iterator[str]:
+    """Query heads share keys and values with heads of the same pattern."""
+    model = config.model
+    if model.kv_heads is None:
+        return
+    key = f"model.kv_heads={model.kv_heads}"
+    if model.kv_heads > model.heads or model.heads % model.kv_heads:
+        yield f"{key} must divide model.heads={model.heads}"
+        return
+    sharing = model.heads // model.kv_heads
+    for layer in {0, model.layers - 1}:
+        for name, heads in layer_patterns(config, layer).items():
+            if heads % sharing:
+                needed = f"{sharing} heads share keys, so every pattern needs a multiple of that"
+                yield f"{key}: {needed}, not {heads} {name} heads"
+
+
+@rule(
+    "model.kv_heads",
+    "model.heads",
+    "routing.heads",
+    "routing.layers",
+    "routing.keys",
+    "routing.group",
+    "routing.key_loss",
+)
+def groups_of_routing_heads(config: Config) -> Iterator[str]:
+    """Routing heads that share keys need keys of their group."""
+    routing = config.routing
+    if not routes(config) or queries_of_key_head(config.model) == 1:
+        return
+    if routing.keys == "shared" and routing.group == "own":
+        reason = "where queries stand for keys, so a group has no common keys"
+        yield f"routing.group=own is not for routing.keys=shared, {reason}; take shared"
+    if routing.key_loss:
+        reason = "which pulls W_Q to a W_K of as many heads"
+        yield f"model.kv_heads={config.model.kv_heads} is not for routing.key_loss, {reason}"
+
+
+@rule("model.kv_heads", "model.heads", "model.positions")
+def biases_of_heads(config: Config) -> Iterator[str]:
+    """Transformer-XL's keys by distance are of each head."""
+    model = config.model
+    if model.positions == "xl" and queries_of_key_head(model) > 1:
+        reason = "whose keys by distance are of each head; take rotary, shaw or none"
+        yield f"model.kv_heads={model.kv_heads} is not for model.positions=xl, {reason}"
 
 
 @rule("model.positions", "model.hidden", "model.heads")

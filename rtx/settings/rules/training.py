@@ -35,6 +35,9 @@ def whole_weights(config: Config) -> Iterator[str]:
     if config.optimizer.name == "adafactor":
         reason = "which has parts of matrices; take ddp, or optimizer=adam"
         yield f"optimizer=adafactor is not for hardware=fsdp, {reason}"
+    if config.optimizer.name == "muon":
+        reason = "which has parts of matrices; take ddp, or optimizer=adamw"
+        yield f"optimizer=muon is not for hardware=fsdp, {reason}"
 
 
 @rule("trainer.batch_size", "trainer.micro_batch_size", "hardware.devices", "hardware.nodes")

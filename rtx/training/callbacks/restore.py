@@ -17,8 +17,8 @@ from rtx.training.checkpoint import (
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import (
     check_moments,
-    decaying_and_exempt,
     learning_rate,
+    parameter_groups,
     set_learning_rate,
 )
 from rtx.training.session import Session
@@ -56,7 +56,7 @@ def restore(trainer: Trainer, module: TrainingModule, checkpoint: Checkpoint) ->
     """Restore trainer, module and callbacks from a checkpoint, even of an older version."""
     tensors = with_current_names(checkpoint["model"], module.model.state_dict())
     checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    groups = decaying_and_exempt(module.model)
+    groups = parameter_groups(module.model, module.config.optimizer.name)
     for state, optimizer in zip(checkpoint["optimizer_states"], trainer.optimizers, strict=True):
         state["state"] = renumbered(state["state"], tensors, groups)
         state["param_groups"] = with_options_of(optimizer, state["param_groups"])

@@ -1,0 +1,152 @@
+"""Grouped queries: several query heads share the keys and values of one head (Ainslie et al. 2023).
+
+With H query heads and G key-value heads, I = H / G query heads share each key-value head: head g
+has the query heads g I to g I + I - 1. A pattern chooses in one of two ways which keys they read:
+
+    own      every query head chooses by its query. Keys and values count once for each query head.
+    shared   the query heads of a key-value head read the same keys, chosen by the mean of their
+             queries. A score that is a product with a key is then the mean of their scores.
+
+For the second way the I query heads of a key-value head are attended as I sequences of G heads, all
+of which read by the same lists.
+
+Shapes: B sequences, H query heads, G key-value heads, I query heads of a key-value head, N
+positions, D head size, S slots of a cache, K keys that a query reads.
+"""
+
+import torch
+from torch import Tensor
+
+from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, RangeReads, Reads
+
+
+def expanded(x_BGND: Tensor, queries: int) -> Tensor:
+    """Return keys or values once for each query head, `[B, H, N, D]`.
+
+    Args:
+        queries: I.
+    """
+    if queries == 1:
+        return x_BGND
+    return x_BGND.repeat_interleave(queries, dim=1)
+
+
+def first_of_each(x_BHND: Tensor, queries: int) -> Tensor:
+    """Return the vectors of the first query head of each key-value head, `[B, G, N, D]`.
+
+    It undoes `expanded`.
+    """
+    return x_BHND[:, ::queries]
+
+
+def group_mean(q_BHND: Tensor, queries: int) -> Tensor:
+    """Return the mean of the queries that share a key-value head, `[B, G, N, D]`."""
+    if queries == 1:
+        return q_BHND
+    return q_BHND.unflatten(1, (-1, queries)).mean(2)
+
+
+def apart(q_BHND: Tensor, queries: int) -> Tensor:
+    """Return the query heads of each key-value head as sequences, `[I * B, G, N, D]`.
+
+    The first query heads of all sequences come first.
+    """
+    q_BGIND = q_BHND.unflatten(1, (-1, queries))
+    return q_BGIND.permute(2, 0, 1, 3, 4).flatten(0, 1)
+
+
+def together(out_XGND: Tensor, queries: int) -> Tensor:
+    """Return the vectors of all query heads, `[B, H, N, D]`; it undoes `apart`."""
+    out_IBGND = out_XGND.unflatten(0, (queries, -1))
+    return out_IBGND.permute(1, 2, 0, 3, 4).flatten(1, 2)
+
+
+def repeated(qk: QueriesKeys, queries: int) -> QueriesKeys:
+    """Return the queries and keys by which sequences choose, once for each query head."""
+    tensors = [x_BGND.repeat(queries, 1, 1, 1) for x_BGND in qk[:4]]
+    q_XGND, k_XGND, rotated_q_XGND, rotated_k_XGND = tensors
+    if qk.k_BHND is qk.q_BHND:
+        k_XGND = q_XGND
+        rotated_k_XGND = rotated_q_XGND
+    documents = qk.documents
+    if documents is not None:
+        documents = documents.repeated(queries)
+    return QueriesKeys(
+        q_XGND,
+        k_XGND,
+        rotated_q_XGND,
+        rotated_k_XGND,
+        memory=qk.memory,
+        documents=documents,
+        counts=qk.counts,
+    )
+
+
+def for_attention(qk: QueriesKeys, queries: int) -> QueriesKeys:
+    """Return what the logits of query heads that choose together use, as I * B sequences."""
+    assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
+    return QueriesKeys(
+        qk.each_q_XHND,
+        qk.k_BHND.repeat(queries, 1, 1, 1),
+        qk.rotated_each_q_XHND,
+        qk.rotated_k_BHND.repeat(queries, 1, 1, 1),
+        qk.memory,
+    )
+
+
+def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
+    """Return who reads whom in as many copies of all sequences.
+
+    Args:
+        rows: of one copy, B * G * N.
+    """
+    if isinstance(part, IndexReads):
+        copies = []
+        for number in range(times):
+            is_row_RK = part.index_RK >= 0
+            copies.append(part.index_RK + is_row_RK * (number * rows))
+        return part._replace(index_RK=torch.cat(copies))
+    queries = repeated_lists(part.query, times, rows)
+    keys = queries
+    if part.key is not part.query:
+        keys = repeated_lists(part.key, times, rows)
+    holes = part.holes
+    if holes is not None:
+        # Bounds and values are compared within a copy alone, so they stay as they are.
+        holes = Holes(*(x.repeat(1, times) for x in holes))
+    members = len(part.key.row_M)
+    return RangeReads(
+        queries,
+        keys,
+        shifted(part.start_P, times, members),
+        shifted(part.stop_P, times, members),
+        part.length,
+        holes,
+        part.most,
+        part.window,
+    )
+
+
+def repeated_lists(lists: MemberLists, times: int, rows: int) -> MemberLists:
+    """Return the lists of as many copies of all sequences; see `repeated_reads`."""
+    return MemberLists(shifted(lists.row_M, times, rows), lists.count_L.repeat(times))
+
+
+def shifted(x_M: Tensor, times: int, step: int) -> Tensor:
+    """Return as many copies of numbers, each larger by `step` than the one before."""
+    return torch.cat([x_M + number * step for number in range(times)])
+
+
+def gathered(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
+    """Return the vectors in the slots that each query head reads, `[B, H, K, D]`.
+
+    Args:
+        slot_BHK1: the slots, in a shape that broadcasts over B and H.
+    """
+    B, G, S, D = x_BGSD.shape
+    H = slot_BHK1.shape[1]
+    if H in (1, G):
+        return x_BGSD.take_along_dim(slot_BHK1, 2)
+    x_BGISD = x_BGSD[:, :, None].expand(B, G, H // G, S, D)
+    slot_BGIK1 = slot_BHK1.unflatten(1, (G, -1))
+    return x_BGISD.take_along_dim(slot_BGIK1, 3).flatten(1, 2)

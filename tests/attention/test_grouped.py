@@ -1,0 +1,117 @@
+"""Query heads that share keys and values: by the oracle, by copies of the keys, and in streams."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from rtx import attention
+from rtx.attention import Pattern, oracle
+from rtx.attention.cache import RowCache
+from rtx.attention.documents import Documents
+from tests.helpers.cases import CASES, CLUSTERED, KINDS, Case, check, gradients, make, run, tensors
+
+CHOSEN = ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
+quick = settings(max_examples=6, deadline=None)
+BY_CONTENT = (*CLUSTERED, *CHOSEN, "probed", "probed-best")
+
+
+def grouped(kind: str, case: Case, queries: int, together: bool) -> tuple[Pattern, Case]:
+    """Return a pattern of `case.H` key-value heads, and the case of the heads that choose."""
+    if not together:
+        case = dataclasses.replace(case, H=case.H * queries)
+    pattern = make(kind, case)
+    pattern.group_queries(queries, together=together)
+    return pattern, case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=CASES)
+@example(case=Case(H=2, N=3, C=5, W=40))
+@quick
+def test_heads_that_choose_by_themselves_are_those_of_the_oracle_and_of_copied_keys(
+    kind: str, case: Case
+) -> None:
+    pattern, case = grouped(kind, case, queries=2, together=False)
+    check(pattern, case)
+    here = tensors(pattern, case)
+    out = run(pattern, here)
+    plain = make(kind, case)
+    keys = None
+    if here["k"] is not None:
+        keys = here["k"].repeat_interleave(2, dim=1)
+    copies = {**here, "k": keys, "v": here["v"].repeat_interleave(2, dim=1)}
+    expected = run(plain, copies)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    ours = gradients(pattern, here, out)
+    theirs = gradients(plain, here, expected)
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", BY_CONTENT)
+@given(case=CASES)
+@example(case=Case(H=2, N=3, C=5, W=40))
+@quick
+def test_heads_that_choose_together_are_those_of_the_oracle(kind: str, case: Case) -> None:
+    pattern, case = grouped(kind, case, queries=3, together=True)
+    check(pattern, case)
+
+
+@pytest.mark.parametrize("kind", ["causal-separate", "exact", "topk-shared", "probed"])
+@torch.no_grad()
+def test_heads_that_choose_together_read_the_same_keys(kind: str) -> None:
+    """With unit vectors as values an output is the weight of each key."""
+    pattern, case = grouped(kind, Case(N=12, H=2), queries=3, together=True)
+    here = tensors(pattern, case)
+    here["v"] = torch.eye(12, dtype=torch.float64).expand(case.B, case.H, -1, -1)
+    read = run(pattern, here) > 0
+    by_group = read.unflatten(1, (case.H, 3))
+    assert torch.equal(by_group, by_group[:, :, :1].expand_as(by_group))
+    assert not torch.equal(by_group[:, 0], by_group[:, 1]), "groups choose apart"
+
+
+@pytest.mark.parametrize("kind", ["full", "local", "strided", "exact", "blocks", "probed"])
+@pytest.mark.parametrize("together", [True, False])
+@torch.no_grad()
+def test_a_stream_stores_keys_and_values_once_for_a_group(kind: str, together: bool) -> None:
+    if together and kind not in BY_CONTENT:
+        pytest.skip("patterns that choose by position choose apart")
+    pattern, case = grouped(kind, Case(N=12, H=2), queries=4, together=together)
+    here = tensors(pattern, case)
+    cache = pattern.start()
+    assert isinstance(cache, RowCache)
+    cache.prefill(pattern.inputs(here["q"], here["k"], None), here["v"])
+    assert cache.key_BHSD is not None and cache.value_BHSD is not None
+    assert cache.key_BHSD.shape[1] == cache.value_BHSD.shape[1] == case.B == 2
+
+
+def test_tensors_of_other_numbers_of_heads_are_refused() -> None:
+    pattern = attention.Local(window=3)
+    with pytest.raises(ValueError, match="queries=0: must be at least 1"):
+        pattern.group_queries(0)
+    pattern.group_queries(2)
+    three = torch.zeros(1, 3, 4, 2)
+    with pytest.raises(ValueError, match="q_BHND has 3 heads: must have a multiple of 2"):
+        pattern(three, three, three)
+    four = torch.zeros(1, 4, 4, 2)
+    with pytest.raises(ValueError, match=r"k_BHND has the shape \(1, 4, 4, 2\): must be"):
+        pattern(four, four, four)
+
+
+@pytest.mark.parametrize(
+    "kind", ["full", "fixed", "causal-separate", "topk-shared", "exact", "probed"]
+)
+@pytest.mark.parametrize("together", [True, False])
+@torch.no_grad()
+def test_documents_are_sequences_by_themselves(kind: str, together: bool) -> None:
+    pattern, case = grouped(kind, Case(), queries=2, together=together and kind in BY_CONTENT)
+    here = tensors(pattern, case)
+    is_start_BN = torch.zeros(case.B, case.N, dtype=torch.bool)
+    is_start_BN[0, [5, 9]] = True
+    is_start_BN[1, 3] = True
+    documents = Documents.that_start(is_start_BN)
+    found = run(pattern, here, documents=documents)
+    expected = run(partial(oracle.attend, pattern), here, documents=documents)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
