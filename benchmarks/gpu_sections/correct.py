@@ -200,13 +200,10 @@ def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> 
     weight = (torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)) / 8).to(
         out
     )
-    gradients = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
-    whole = [
-        torch.zeros_like(x) if g is None else g
-        for x, g in zip(leaves.values(), gradients, strict=True)
-    ]
+    total = (out * weight).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
     return {"out": out.detach().cpu()} | {
-        name: x.cpu() for name, x in zip(leaves, whole, strict=True)
+        name: x.cpu() for name, x in zip(leaves, gradients, strict=True)
     }
 
 

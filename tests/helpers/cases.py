@@ -228,11 +228,9 @@ def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str,
     weight = torch.randn(
         out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).to(out.dtype)
-    found = torch.autograd.grad((out * weight).sum(), list(named.values()), allow_unused=True)
-    return {
-        n: torch.zeros_like(x) if g is None else g
-        for (n, x), g in zip(named.items(), found, strict=True)
-    }
+    total = (out * weight).sum()
+    gradients = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
+    return dict(zip(named, gradients, strict=True))
 
 
 def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
