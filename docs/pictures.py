@@ -39,12 +39,12 @@ def sequence() -> tuple[Tensor, Tensor, Tensor]:
     return centroid_HCD, near[0][None, None], near[1][None, None]
 
 
-def routed(selection: str, keys: str = "shared") -> Pattern:
+def routed(selection: str, keys: str = "shared", causal: bool = True) -> Pattern:
     """Return a routing head whose centroids are those of the sequence."""
     store = attention.Centroids(1, C, D, window=W, length=N, decay=1.0, keys=keys)
     store.centroid_HCD.copy_(sequence()[0])
     store.threshold_HC.fill_(0.55 * D)
-    return attention.ROUTING_CLASSES[selection](store)
+    return attention.ROUTING_CLASSES[selection](store, causal=causal)
 
 
 def probed() -> Pattern:
@@ -83,6 +83,8 @@ def patterns() -> dict[str, Pattern]:
             "blocks": attention.Blocks(1, D, window=W, block=W // 2),
             "indexer": attention.Indexer(1, D, window=W),
             "probed": probed(),
+            "encoder": routed("topk", "separate", causal=False),
+            "encoder-local": attention.Local(window=W, causal=False),
         }
 
 
@@ -107,10 +109,12 @@ def draw(name: str, reads_PNN: Tensor) -> str:
                 paths[(*COLOURS, SEVERAL)[colour]] += (
                     f"M{CELL * columns[0]} {CELL * row}h{width}v{CELL - 1}h-{width}z"
                 )
-    side, share = (
-        CELL * N,
-        f"{(lists_NN > 0).sum() / math.comb(N + 1, 2):.0%} of all pairs j \u2264 i",
-    )
+    pairs = math.comb(N + 1, 2)
+    whose = " j \u2264 i"
+    if lists_NN.triu(1).any():
+        pairs = N**2
+        whose = ""
+    side, share = CELL * N, f"{(lists_NN > 0).sum() / pairs:.0%} of all pairs{whose}"
     stairs = "".join(f"V{CELL * (n + 1)}H{CELL * (n + 2)}" for n in range(N - 1))
     drawn = "".join(
         f'<path fill="{colour}" d="{path}"/>\n' for colour, path in paths.items() if path

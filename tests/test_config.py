@@ -27,6 +27,7 @@ HASHES = {
 same words.
 """
 
+ENCODER = "data.name=masked data.keys=99 model.causal=false"
 RECURRENT = "model.base=recurrent routing.heads=0"
 COMPRESSIVE = f"{RECURRENT} model.memory=32 model.compressed=24 model.compression_rate=4"
 
@@ -368,6 +369,41 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
             "model.embedding=adaptive model.cutoffs=2x5 model.band_factor=99",
             "at least model.band_factor=99^2 = 9801",
         ),
+        (
+            f"{RECURRENT} data.documents=true",
+            "data.documents=true is not for model.base=recurrent, which goes on from segment to",
+        ),
+        *(
+            (
+                f"data.documents=true hardware.{key}=true",
+                f"hardware.{key}=true is not for data.documents=true",
+            )
+            for key in ("compile", "graphs")
+        ),
+        (
+            "model.causal=false",
+            "model.causal=false needs data=masked, not stdlib, of which an encoder",
+        ),
+        (
+            "data.name=masked data.keys=99",
+            "data=masked, whose units are predicted from both sides,",
+        ),
+        *(
+            (f"{ENCODER} {words}", said)
+            for words, said in (
+                ("model.base=lsh", "is for model.base of full, local, strided, not lsh"),
+                (
+                    "model.positions=shaw",
+                    "model.positions=shaw needs model.causal=true; take rotary",
+                ),
+                (
+                    "routing.selection=exact routing.keys=separate",
+                    "is for routing.selection of causal, topk, nearest, random, not exact",
+                ),
+                ("model.attend_self=false", "model.attend_self=false needs model.causal=true"),
+                ("routing.attend_self=false", "routing.attend_self=false needs model.causal=true"),
+            )
+        ),
         ("name=a/b", "name='a/b' must be a folder's name"),
         (f"name={'x' * 201}", "must be a folder's name, of at most 200 bytes"),
     ],
@@ -443,6 +479,10 @@ def test_what_fits() -> None:
         (
             "model.max_distance=8",
             "model.max_distance=8 has no effect with model.positions=rotary; it is for shaw",
+        ),
+        (
+            "data=mqar data.documents=true",
+            "data.documents=true has no effect with data.name=mqar; it is for stdlib, text,",
         ),
         (
             "logger=jsonl logger.project=x",

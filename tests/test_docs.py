@@ -89,10 +89,21 @@ def section_of(name: str, page: str) -> str:
 def test_the_code_of_the_page_on_models_of_your_own_runs() -> None:
     page = (DOCS / "library.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(code) == 5
+    assert len(code) == 7
     names: dict[str, object] = {"__name__": "library"}
     for block in code:
         exec(compile(block, "library.md", "exec"), names)
+
+
+def test_the_code_of_the_page_on_pretrained_models_runs() -> None:
+    pytest.importorskip("transformers", reason="the extra rtx[hf] is not installed")
+    page = (DOCS / "pretrained.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(code) == 3
+    names: dict[str, Any] = {"__name__": "pretrained"}
+    for block in code:
+        exec(compile(block, "pretrained.md", "exec"), names)
+    assert names["loss"].isfinite() and names["written"].shape == (1, 72)
 
 
 def test_every_test_that_the_page_on_reliability_names_exists() -> None:

@@ -200,8 +200,9 @@ def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> 
     weight = (torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)) / 8).to(
         out
     )
-    total = (out * weight).sum()
-    gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(
+        (out * weight).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
     return {"out": out.detach().cpu()} | {
         name: x.cpu() for name, x in zip(leaves, gradients, strict=True)
     }

@@ -130,7 +130,8 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     if isinstance(pattern, TopKeys) and pattern.has_index:
         index_NK = torch.zeros(N, pattern.max_keys(N), dtype=torch.int8)
         return [IndexReads(index_NK, N)]
-    if gpu and isinstance(pattern, Routing | Probed):
+    # Lists that read both sides have the lengths that their scores give them, on a GPU, too.
+    if gpu and isinstance(pattern, Routing | Probed) and pattern.causal:
         return static_parts(pattern.to(META).train(), N, size)
     if gpu and isinstance(pattern, AdaptiveSpan):
         # On a GPU spans reach as far as the window: their true reach would make the CPU wait.

@@ -6,13 +6,19 @@ levels of context.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from rtx.data.windows import Window, equal_batches, read_windows
+from rtx.data.windows import (
+    Window,
+    equal_batches,
+    read_windows,
+    tokens_and_documents,
+)
 from rtx.errors import RunFailed
 
 CONTEXTS = 8
@@ -45,6 +51,7 @@ def unit_bits(
     spans: Sequence[Window],
     *,
     streaming: bool = False,
+    starts: np.ndarray | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> list[np.ndarray]:
     """Return the bits of every scored unit of each span, float64.
@@ -53,6 +60,7 @@ def unit_bits(
         model: in evaluation mode; has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`.
         tokens: the split, unsigned integers `[units]`.
         streaming: every selection of keys is made from the prefix alone.
+        starts: where documents start, if units are predicted from their document alone.
         on_progress: is called with the number of spans done, and of all spans.
 
     Raises:
@@ -63,8 +71,12 @@ def unit_bits(
     bits_of_spans: dict[Window, np.ndarray] = {}
     for numbers in equal_batches(ordered, None):
         batch = [ordered[number] for number in numbers]
-        tokens_BN, skipped_B = read_windows(tokens, batch)
-        nats_BN, _ = model.loss(tokens_BN.to(device), streaming=streaming)  # type: ignore[operator]
+        units, skipped_B = read_windows(tokens, batch, starts)
+        tokens_BN, first_BN = tokens_and_documents(units.to(device))
+        documents = {} if first_BN is None else {"first_BN": first_BN}
+        nats_BN, _ = model.loss(  # type: ignore[operator]
+            tokens_BN, streaming=streaming, **documents
+        )
         if not bool(nats_BN.isfinite().all()):
             raise RunFailed("the model gives nats that are no numbers: the run has diverged")
         bits_BN = (nats_BN.double() / math.log(2)).cpu().numpy()
@@ -151,6 +163,7 @@ def price(
     windows_K: Sequence[Window],
     positions: np.ndarray,
     on_progress: Progress = lambda done, total: None,
+    starts: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the bits of windows at some positions in three readings, float64 `[K, P]` each.
 
@@ -164,16 +177,18 @@ def price(
 
     Args:
         positions: `[K, P]`, or `[P]` for the same ones in all windows.
+        starts: where documents start, if units are predicted from their document alone.
     """
+    bits_of = partial(unit_bits, model, tokens, starts=starts)
     positions_KP = np.broadcast_to(positions, (len(windows_K), positions.shape[-1]))
     prefixes = []
     for window, positions_P in zip(windows_K, positions_KP.tolist(), strict=True):
         for position in positions_P:
             last = window.start + position
             prefixes.append(Window(window.start, last + 1, last))
-    rerun = np.concatenate(unit_bits(model, tokens, prefixes, on_progress=on_progress))
-    whole_KN = np.stack(unit_bits(model, tokens, windows_K))
-    streamed_KN = np.stack(unit_bits(model, tokens, windows_K, streaming=True))
+    rerun = np.concatenate(bits_of(prefixes, on_progress=on_progress))
+    whole_KN = np.stack(bits_of(windows_K))
+    streamed_KN = np.stack(bits_of(windows_K, streaming=True))
     return {
         TEACHER_FORCED: np.take_along_axis(whole_KN, positions_KP, axis=1),
         RERUN: rerun.reshape(positions_KP.shape),

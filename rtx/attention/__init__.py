@@ -21,6 +21,7 @@ The other files, in the order in which they help to read on:
     engine/            attention over the keys that are read
     cache.py, stream.py: the KV caches of streams, and a stream that counts its positions
     padding.py         attention over padded sequences
+    documents.py       sequences of several documents, which read nothing of each other
     oracle.py          slow attention by the rules, with which tests compare everything
     ties.py            which scores count as equal
     members.py         selection of the members of clusters by their scores
@@ -56,6 +57,7 @@ from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.clusters import ClusterPattern, Random
+from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
@@ -84,6 +86,7 @@ __all__ = [
     "Centroids",
     "ClusterPattern",
     "ContiguousPattern",
+    "Documents",
     "Exact",
     "Fixed",
     "FixedBlock",

@@ -5,10 +5,12 @@ Shapes: B sequences, H heads, N positions, D head size, M distances.
 
 import numbers
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -79,6 +81,60 @@ def check_memory(memory: int, length: int, takes_memory: bool) -> None:
         check_whole("memory", memory, 0, length, f"from 0 to N={length}")
     else:
         check_whole("memory", memory, 0, 0, "0 for this pattern")
+
+
+def check_both_sides(pattern: Any) -> None:
+    """Refuse causal=False of patterns that are always causal, and without a position's own key."""
+    name = type(pattern).__name__
+    if not pattern.takes_both_sides:
+        allowed = "Full, Local, Strided, Random, TopK, Thresholds or Nearest"
+        raise ValueError(f"causal=False: {name} reads earlier positions alone: take {allowed}")
+    if not pattern.attend_self:
+        raise ValueError("attend_self=False: must be True or None with causal=False")
+
+
+def check_causal(is_causal: bool, what: str) -> None:
+    """Refuse what needs a left-to-right mask."""
+    if not is_causal:
+        raise ValueError(f"{what}: needs causal=True, as positions read later ones without it")
+
+
+def check_across(
+    pattern: Any,
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    is_plain: bool,
+) -> None:
+    """Refuse cross-attention of patterns that need positions, and tensors that do not fit."""
+    if not pattern.takes_other_keys:
+        name = type(pattern).__name__
+        counts = f"{k_BHND.shape[2]} keys for {q_BHND.shape[2]} queries"
+        needs = f"{name} chooses by the positions of queries: take Full, or TopK"
+        raise ValueError(f"k_BHND has {counts}: {needs} with keys='separate'")
+    if not is_plain:
+        allowed = "neither rotate nor real_BN nor documents"
+        raise ValueError(f"k_BHND has another length than q_BHND: cross-attention takes {allowed}")
+    check_tensor("v_BHND", v_BHND)
+    check_call(True, k_BHND, k_BHND, v_BHND, None, None)
+    B, H, _, D = k_BHND.shape
+    check_tensor("q_BHND", q_BHND)
+    check_shape("q_BHND", q_BHND, (B, H, q_BHND.shape[2], D), k_BHND, k_BHND.dtype)
+
+
+def check_documents(documents: Documents | None, q_BHND: Tensor, memory: int) -> None:
+    """Refuse documents of other sequences than the queries', and beside a memory; None passes."""
+    if documents is None:
+        return
+    if not isinstance(documents, Documents):
+        kind = type(documents).__name__
+        raise ValueError(
+            f"documents is a {kind}: must be None or rtx.attention.Documents(first_BN)"
+        )
+    B, _, N, _ = q_BHND.shape
+    check_shape("documents.first_BN", documents.first_BN, (B, N), q_BHND)
+    if memory:
+        raise ValueError(f"memory={memory}: must be 0 with documents")
 
 
 def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, attend_step, mask_without_self
+from rtx.attention.documents import Documents
 from rtx.attention.engine import MERGES
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
-from rtx.attention.members import normalise_twice
+from rtx.attention.members import lists_of_places, normalise_twice
 from rtx.attention.once import made_once
-from rtx.attention.pairs import triangle
+from rtx.attention.pairs import window_pairs
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import (
@@ -34,7 +35,9 @@ from rtx.attention.reads import (
     RangeReads,
     Reads,
     first_rows,
+    members_around,
     members_read,
+    within_documents,
 )
 
 
@@ -57,6 +60,27 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     return mask_CNN
 
 
+def members_near(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
+    """Return the mask `[C, Q, K]`: a query reads the `window` keys of its clusters around it.
+
+    Half of them are before its position; those that are missing on one side are on the other.
+
+    Args:
+        query_CN: whether each of Q queries is a member of each cluster.
+        key_CN: whether each of K keys is a member of each cluster.
+    """
+    C, Q = query_CN.shape
+    mask_CQK = torch.zeros(C, Q, key_CN.shape[1], dtype=torch.bool, device=query_CN.device)
+    for c in range(C):
+        keys = key_CN[c].nonzero().flatten().tolist()
+        for i in query_CN[c].nonzero().flatten().tolist():
+            before = len([j for j in keys if j < i])
+            last_start = max(0, len(keys) - window)
+            start = min(max(0, before - window // 2), last_start)
+            mask_CQK[c, i, keys[start : start + window]] = True
+    return mask_CQK
+
+
 class Joins(NamedTuple):
     """The clusters that the next query and the next key of each stream join, `[B, H, C]`, bool."""
 
@@ -69,6 +93,9 @@ class Joins(NamedTuple):
 
 class ClusterPattern(Pattern):
     """Heads with clusters, in each of which a position reads the last W members up to itself.
+
+    With causal=False it reads the W members around it, half of them before it. If a cluster has at
+    most W members, it reads all of them.
 
     Queries and keys are normalised by LayerNorm without scale or bias, unless a subclass overrides
     `prepare`.
@@ -91,7 +118,7 @@ class ClusterPattern(Pattern):
         merge: str = "mean",
         **options: Any,
     ) -> None:
-        if attend_self is None:
+        if attend_self is None and options.get("causal", True):
             attend_self = has_keys
         super().__init__(attend_self=attend_self, **options)
         check_positive(window=window)
@@ -116,11 +143,30 @@ class ClusterPattern(Pattern):
         """
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        N = qk.q_BHND.shape[2]
         lists = self.lists(qk)
         queries = lists[0]
         keys = lists[-1]
-        return [members_read(queries, keys, N, self.window, self.attend_self)]
+        return [self.read_of_lists(queries, keys, qk)]
+
+    def read_of_lists(self, queries: MemberLists, keys: MemberLists, qk: QueriesKeys) -> RangeReads:
+        """Return which members read which, as packed lists."""
+        N = qk.q_BHND.shape[2]
+        if not self.causal:
+            return members_around(queries, keys, N, self.window)
+        part = members_read(queries, keys, N, self.window, self.attend_self)
+        return bounded(part, qk)
+
+    def read_by_rule(self, query_CN: Tensor, key_CN: Tensor) -> Tensor:
+        """Return the mask of what members read, `[C, N, N]`, bool."""
+        if not self.causal:
+            return members_near(query_CN, key_CN, self.window)
+        return last_members(query_CN, key_CN, self.window)
+
+    def pairs_of_cluster(self, members: float) -> float:
+        """Return the number of pairs that are read in a cluster of so many members."""
+        if self.causal:
+            return window_pairs(members, self.window)
+        return members * min(members, self.window)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)
@@ -141,6 +187,14 @@ class ClusterPattern(Pattern):
     @abstractmethod
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         """Return which clusters the query and the key at the next position of each stream join."""
+
+
+def bounded(part: RangeReads, qk: QueriesKeys) -> RangeReads:
+    """Return ranges within the documents of `qk`; the ranges themselves if it has none."""
+    if qk.documents is None:
+        return part
+    heads = qk.q_BHND.shape[1]
+    return within_documents(part, qk.documents.first_rows(heads))
 
 
 def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
@@ -175,6 +229,9 @@ class Random(ClusterPattern):
         options: see `ClusterPattern`.
     """
 
+    bounds_documents = True
+    takes_both_sides = True
+
     def __init__(
         self,
         heads: int,
@@ -205,12 +262,21 @@ class Random(ClusterPattern):
             is_member_N = torch.isin(position_N % self.length, drawn_W)
             clusters.append(is_member_N)
         member_CN = torch.stack(clusters)
-        return last_members(member_CN, member_CN, self.window)
+        return self.read_by_rule(member_CN, member_CN)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
-        options = (self.clusters, self.length, self.seed, self.window, self.attend_self)
+        options = (
+            self.clusters,
+            self.length,
+            self.seed,
+            self.window,
+            self.attend_self,
+            self.causal,
+        )
         form = (type(self), options, B, H, N)
+        if qk.documents is not None:
+            return qk.documents.made_once(form, partial(super().reads, qk, streaming))
         make = partial(self.make_reads, B, H, N)
         device = qk.q_BHND.device
         return [*made_once(form, device, make)]
@@ -218,11 +284,27 @@ class Random(ClusterPattern):
     def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return the result of `reads` for B sequences of N positions."""
         members = self.members(B, H, N, device)
+        if not self.causal:
+            return [members_around(members, members, N, self.window)]
         return [members_read(members, members, N, self.window, self.attend_self)]
 
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
         B, H, N, _ = qk.q_BHND.shape
+        if qk.documents is not None:
+            return [self.members_of_documents(qk.documents)]
         return [self.members(B, H, N, qk.q_BHND.device)]
+
+    def members_of_documents(self, documents: Documents) -> MemberLists:
+        """Return the members of every cluster by their positions in documents."""
+        N = documents.first_BN.shape[1]
+        drawn_HCW = self.position_HCW.to(documents.first_BN.device)
+        H, C, _ = drawn_HCW.shape
+        is_drawn_HCN = torch.zeros(H, C, self.length, dtype=torch.bool, device=drawn_HCW.device)
+        is_drawn_HCN.scatter_(-1, drawn_HCW, True)
+        drawn_position_BN = documents.position_BN % self.length
+        is_member_BHCN = is_drawn_HCN[..., drawn_position_BN].permute(2, 0, 1, 3)
+        place_M = is_member_BHCN.flatten().nonzero()[:, 0]
+        return lists_of_places(place_M, is_member_BHCN.shape[:2].numel(), C, N)
 
     def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
         """Return the members of every cluster in B sequences of N positions."""
@@ -241,7 +323,7 @@ class Random(ClusterPattern):
         return MemberLists(row_BHCM[is_inside_BHCM], count_BHC.flatten())
 
     def pairs_of_head(self, length: int) -> float:
-        return self.clusters * triangle(min(self.window, length))
+        return self.clusters * self.pairs_of_cluster(min(self.window, length))
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         B = len(qk.q_BHND)

@@ -4,15 +4,22 @@ Tests compare the outputs, gradients and streams of every pattern with it in flo
 mask `[C, N, N]`, true where the query (first) reads the key (second) in a list. The output of a
 position is the mean over the lists in which it reads something, or one softmax over all of them.
 
+In cross-attention the keys have another N than the queries: masks are `[C, N of queries, N of
+keys]`.
+
 Shapes: B sequences, H heads, N positions, D head size, C lists of a head, M distances.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import torch
 from torch import Tensor
 
+from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.padding import QKV
 from rtx.attention.pattern import Pattern, Rotate
 
 
@@ -25,8 +32,15 @@ def attend(
     rotate: Rotate | None = None,
     relative: RelativeTables | None = None,
     streaming: bool = False,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Return the outputs `[B, H, N, D]` of a pattern by its rule, without padding and dropout."""
+    """Return the outputs `[B, H, N, D]` of a pattern by its rule, without padding and dropout.
+
+    Each document is a sequence by itself.
+    """
+    if documents is not None:
+        attend_alone = partial(attend, rotate=rotate, relative=relative, streaming=streaming)
+        return attend_documents(attend_alone, pattern, (q_BHND, k_BHND, v_BHND), documents)
     B, H, _, D = q_BHND.shape
     terms = pattern.terms(D, relative)
     outs = []
@@ -44,9 +58,35 @@ def attend(
             v_ND = v_BHND[b, h]
             out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, h, pattern.merge)
             outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, h, terms))
+    shape = (*q_BHND.shape[:3], v_BHND.shape[-1])
     if not outs:
-        return torch.zeros_like(v_BHND)
-    return torch.stack(outs).view(v_BHND.shape)
+        return v_BHND.new_zeros(shape)
+    return torch.stack(outs).view(shape)
+
+
+def attend_documents(
+    attend_alone: Callable[..., Tensor],
+    pattern: Pattern,
+    qkv: QKV,
+    documents: Documents,
+) -> Tensor:
+    """Return the outputs `[B, H, N, D]` of documents, each attended by itself.
+
+    Args:
+        attend_alone: takes the pattern, and queries, keys and values of a document.
+    """
+    q_BHND, k_BHND, v_BHND = qkv
+    sequences = [v_BHND[:0]]
+    for b, first_N in enumerate(documents.first_BN):
+        outs = []
+        for first in first_N.unique().tolist():
+            at_N = first_N == first
+            k_1HJD = None if k_BHND is None else k_BHND[b : b + 1, :, at_N]
+            q_1HJD = q_BHND[b : b + 1, :, at_N]
+            v_1HJD = v_BHND[b : b + 1, :, at_N]
+            outs.append(attend_alone(pattern, q_1HJD, k_1HJD, v_1HJD))
+        sequences.append(torch.cat(outs, dim=2))
+    return torch.cat(sequences)
 
 
 def others_if_any(mask_CNN: Tensor) -> Tensor:
@@ -76,9 +116,9 @@ def dense(
         merge: "mean": a position gets the mean over the lists in which it reads something. "lse":
             one softmax over all its lists.
     """
-    N = len(q_ND)
-    position_N = torch.arange(N, device=q_ND.device)
-    distance_NN = (position_N[:, None] - position_N).clamp(min=0)
+    query_N1 = torch.arange(len(q_ND), device=q_ND.device)[:, None]
+    key_N = torch.arange(len(k_ND), device=q_ND.device)
+    distance_NN = (query_N1 - key_N).clamp(min=0)
     logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
     weight_CNN = weights(logits_NN, mask_CNN, merge)
     out_ND = weight_CNN.sum(0) @ v_ND

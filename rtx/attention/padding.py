@@ -51,8 +51,27 @@ def attend_padded(
         real_BN: false at padding.
         memory: see `Pattern.forward`.
     """
-    q_BHND, k_BHND, v_BHND = qkv
     groups, row_J = groups_padded_alike(real_BN, memory)
+    return attend_groups(attend, qkv, groups, row_J, memory)
+
+
+def attend_groups(
+    attend: Callable[[QKV, int], tuple[Tensor, Tensor]],
+    qkv: QKV,
+    groups: list[Group],
+    row_J: Tensor,
+    memory: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[B, H, N, D]` of the positions after a memory, and the auxiliary loss.
+
+    Positions in no group get zero. The loss is the mean over the positions of all groups.
+
+    Args:
+        attend: see `attend_padded`.
+        row_J: the rows of the positions of all groups, group after group.
+        memory: see `Pattern.forward`.
+    """
+    q_BHND, k_BHND, v_BHND = qkv
     # One gather and one write for all groups, so that gradients are added up once.
     queries = real_parts(q_BHND, row_J, groups)
     keys: list[Tensor] | list[None] = [None for _ in groups]
@@ -123,7 +142,7 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
 
 
 def real_parts(x_BHND: Tensor, row_J: Tensor, groups: list[Group]) -> list[Tensor]:
-    """Return the vectors of each group's sequences at its real positions, `[B, H, N, D]` each."""
+    """Return the vectors of each group's sequences at its positions, `[B, H, N, D]` each."""
     x_RHD = by_rows(x_BHND)
     x_JHD = x_RHD[row_J]
     counts = [group.positions() for group in groups]

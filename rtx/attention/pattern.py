@@ -12,11 +12,16 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import (
+    check_across,
+    check_both_sides,
     check_call,
+    check_causal,
     check_choice,
+    check_documents,
     check_finite_call,
     check_heads,
     check_memory,
@@ -24,9 +29,10 @@ from rtx.attention.arguments import (
     check_shape,
 )
 from rtx.attention.cache import Cache
+from rtx.attention.documents import Documents, groups_of_documents
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.padding import QKV, attend_padded
+from rtx.attention.padding import QKV, attend_groups, attend_padded
 from rtx.attention.pairs import triangle
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
@@ -64,9 +70,12 @@ class Pattern(nn.Module, ABC):
             default of the class.
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
             give the same results, up to rounding.
+        causal: False: without a left-to-right mask, as in an encoder. A position then reads later
+            positions, too, always its own, and there are no streams and no tables by distance.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or causal=False of a pattern that is always causal
+            (`takes_both_sides`).
     """
 
     has_keys = True
@@ -78,10 +87,18 @@ class Pattern(nn.Module, ABC):
 
     `rule` ignores it; the oracle applies it to the mask that `rule` returns.
     """
+    takes_both_sides = False
+    """Whether the pattern can be made with causal=False."""
+    takes_other_keys = False
+    """Whether, with causal=False, there may be another number of keys than of queries
+    (cross-attention). Otherwise positions decide what is read."""
     takes_memory = False
     """Whether the first positions of the inputs may be a memory, see `forward`."""
     merge = "mean"
     """How the outputs of several lists are merged, see `rtx.attention.engine.attend`."""
+    bounds_documents = False
+    """Whether `reads` keeps to `QueriesKeys.documents`. Otherwise `forward` attends documents of
+    equal length together, as sequences."""
     heads: int | None = None
     """H, if a tensor of the pattern fixes it."""
     size: int | None = None
@@ -94,6 +111,7 @@ class Pattern(nn.Module, ABC):
         dropout: float = 0.0,
         attend_self: bool | None = None,
         backend: str = "auto",
+        causal: bool = True,
     ) -> None:
         super().__init__()
         if scale is not None:
@@ -105,8 +123,12 @@ class Pattern(nn.Module, ABC):
         self.dropout = dropout
         self.backend = backend
         if attend_self is None:
-            attend_self = self.attend_self
+            attend_self = self.attend_self or not causal
         self.attend_self = attend_self
+        self.causal = causal
+        if not causal:
+            check_both_sides(self)
+            self.strictly_causal = False
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -189,7 +211,12 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None = None,
         relative: RelativeTables | None = None,
     ) -> Stream:
-        """Return a new stream, at position 0; the arguments are those of `forward`."""
+        """Return a new stream, at position 0; the arguments are those of `forward`.
+
+        Raises:
+            ValueError: the pattern has causal=False.
+        """
+        check_causal(self.causal, "stream()")
 
         def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
             return self.inputs(q_BHND, k_BHND, rotate, first)
@@ -241,11 +268,15 @@ class Pattern(nn.Module, ABC):
         real_BN: Tensor | None = None,
         check_finite: bool = False,
         memory: int = 0,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs `[B, H, N, D]` of positions after a memory, and the auxiliary loss.
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where queries serve as keys) and values.
+                With `takes_other_keys` and causal=False the number of keys and values may be
+                another than that of queries (cross-attention, without padding, documents and
+                rotation).
             rotate: rotates queries and keys (rotary positions). Clusters, blocks and indexers
                 select by the vectors before rotation, `Exact` and `Probed` by the rotated ones.
             relative: tables by distance.
@@ -258,24 +289,76 @@ class Pattern(nn.Module, ABC):
                 spread, even to earlier positions.
             memory: the number of positions at the start that serve as keys and values alone, for
                 patterns that take a memory. They have no outputs.
+            documents: the documents of the sequences. Positions get the outputs that they would get
+                if each document were a sequence by itself, see `rtx.attention.documents`. None:
+                each sequence is one document.
 
         Raises:
             ValueError: tensors that do not fit together. The message names the argument.
         """
+        if not self.causal:
+            check_causal(relative is None, "relative")
+            check_causal(not streaming, "streaming=True")
+            check_causal(not memory, "memory")
+            if k_BHND is not None and k_BHND.shape[2:3] != q_BHND.shape[2:3]:
+                is_plain = rotate is None and real_BN is None and documents is None
+                return self.forward_across(q_BHND, k_BHND, v_BHND, is_plain, check_finite)
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative)
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
         check_memory(memory, q_BHND.shape[2], self.takes_memory)
+        check_documents(documents, q_BHND, memory)
         qkv = (q_BHND, k_BHND, v_BHND)
-        if real_BN is None or bool(real_BN.all()):
-            return self.forward_unpadded(qkv, memory, rotate, relative, streaming)
+        if real_BN is not None and bool(real_BN.all()):
+            real_BN = None
         attend_unpadded = partial(
             self.forward_unpadded,
             rotate=rotate,
             relative=relative,
             streaming=streaming,
         )
-        return attend_padded(attend_unpadded, qkv, real_BN, memory)
+        # With tables by distance, logits depend on the angles of rotated queries, which must then
+        # begin anew with each document.
+        is_turned_anew = rotate is not None and relative is not None
+        is_bounded = self.bounds_documents and self.causal
+        is_bounded = is_bounded and not is_turned_anew and real_BN is None
+        if documents is not None and not is_bounded:
+            groups, row_J = groups_of_documents(documents, real_BN)
+            return attend_groups(attend_unpadded, qkv, groups, row_J)
+        if real_BN is not None:
+            return attend_padded(attend_unpadded, qkv, real_BN, memory)
+        return attend_unpadded(qkv, memory, documents=documents)
+
+    def forward_across(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor,
+        v_BHND: Tensor,
+        is_plain: bool,
+        check_finite: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of `forward` for another number of keys than of queries.
+
+        The shorter ones are filled up with zeros, which no query reads and no list contains.
+
+        Args:
+            is_plain: whether there are neither padding nor documents nor rotation.
+        """
+        check_across(self, q_BHND, k_BHND, v_BHND, is_plain)
+        if check_finite:
+            check_finite_call(q_BHND, k_BHND, v_BHND, None, None)
+        queries = q_BHND.shape[2]
+        keys = k_BHND.shape[2]
+        fill_queries = (0, 0, 0, max(0, keys - queries))
+        fill_keys = (0, 0, 0, max(0, queries - keys))
+        k_BHND = F.pad(k_BHND, fill_keys)
+        v_BHND = F.pad(v_BHND, fill_keys)
+        qk = self.inputs(F.pad(q_BHND, fill_queries), k_BHND, None)
+        qk = qk._replace(counts=(queries, keys))
+        with torch.no_grad():
+            parts = self.observe(qk, streaming=False)
+        out_BHND = self.attend(qk, v_BHND, parts, None)
+        return out_BHND[:, :, :queries], self.loss(qk, parts)
 
     def forward_unpadded(
         self,
@@ -284,10 +367,16 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         relative: RelativeTables | None,
         streaming: bool,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `forward` for sequences without padding."""
+        """Return the result of `forward` for sequences without padding.
+
+        Args:
+            documents: None unless `bounds_documents`.
+        """
         q_BHND, k_BHND, v_BHND = qkv
-        qk = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
+        qk = self.inputs(q_BHND, k_BHND, rotate)
+        qk = qk._replace(memory=memory, documents=documents)
         with torch.no_grad():
             parts = self.observe(qk, streaming)
         out_BHND = self.attend(qk, v_BHND, parts, relative)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.cache import Cache, RowCache, mask_without_self
+from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.once import made_once
 from rtx.attention.pairs import count_pairs
@@ -50,7 +51,9 @@ PLAIN = (bool, int, float, str, type(None))
 """Types of attributes that may enter a cache key, see `PositionPattern.form_of_attributes`."""
 
 
-FIRST_OF_ALL = -(1 << 40)
+FAR = 1 << 40
+"""A position after all others."""
+FIRST_OF_ALL = -FAR
 """A position before all others; those of a memory are negative."""
 
 
@@ -110,7 +113,8 @@ class PositionPattern(Pattern):
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether the query at i reads the key at j, for j <= i.
 
-        i and j are tensors that broadcast; results for j > i are ignored.
+        i and j are tensors that broadcast; results for j > i are ignored, unless the pattern has
+        causal=False.
         """
 
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists] | None:
@@ -130,12 +134,21 @@ class PositionPattern(Pattern):
     def pairs(self, head: int, position_N: Tensor) -> Tensor:
         """Return the mask of the pairs (query, key) by `sees`, `[N, N]`, bool."""
         i_N1 = position_N[:, None]
+        is_seen_NN = self.sees(head, i_N1, position_N)
+        if not self.causal:
+            return is_seen_NN.expand(len(position_N), -1)
         is_past_NN = position_N <= i_N1
-        return is_past_NN & self.sees(head, i_N1, position_N)
+        return is_past_NN & is_seen_NN
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
-        return self.reads_of_shape((B, H, N), qk.memory, qk.q_BHND.device)
+        if qk.documents is None:
+            return self.reads_of_shape((B, H, N), qk.memory, qk.q_BHND.device)
+        form = self.form()
+        make = partial(self.reads_of_documents, qk.documents, H)
+        if form is None:
+            return [*make()]
+        return [*qk.documents.made_once((type(self), form, H), make)]
 
     def reads_of_shape(
         self,
@@ -210,6 +223,31 @@ class PositionPattern(Pattern):
             return parts
         return without_self(parts, B * H * N)
 
+    @property
+    def bounds_documents(self) -> bool:  # type: ignore[override]
+        """Whether there are lists, whose ranges documents can bound."""
+        return type(self).position_lists is not PositionPattern.position_lists
+
+    @torch.no_grad()
+    def reads_of_documents(self, documents: Documents, H: int) -> list[RangeReads]:
+        """Return the result of `reads` for H heads of sequences of several documents.
+
+        Positions count from the start of each document, and its bounds are added to the ranges.
+        """
+        lists_of_sequences = []
+        for position_N in documents.position_BN:
+            lists = self.position_lists(position_N, H)
+            assert lists is not None
+            lists_of_sequences.append(lists)
+        parts = []
+        for lists_B in zip(*lists_of_sequences, strict=True):
+            parts.append(bounded_ranges(lists_B, documents, H))
+        B, N = documents.first_BN.shape
+        if self.attend_self:
+            return parts
+        bounded = without_self(parts, B * H * N)
+        return [part._replace(derived={}) for part in bounded]
+
     def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
         """Return the pairs of `sees`, which is evaluated for all of them, as an index."""
         N = len(position_N)
@@ -259,6 +297,31 @@ def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
     return bounded_read(queries, keys, N, since_N, until_N)
 
 
+def bounded_ranges(lists_B: Sequence[PositionLists], documents: Documents, H: int) -> RangeReads:
+    """Return lists of the positions in documents as packed lists of rows, bounded by documents.
+
+    A list may contain positions of several documents.
+
+    Args:
+        lists_B: the lists of each sequence, whose positions are those in its documents.
+    """
+    B, N = documents.first_BN.shape
+    count = max(lists.count() for lists in lists_B)
+    key_lists = [lists.key_list_HN.expand(H, N) for lists in lists_B]
+    keys = pack(torch.stack(key_lists), count)
+    queries = keys
+    if any(lists.list_HN is not lists.key_list_HN for lists in lists_B):
+        query_lists = [lists.list_HN.expand(H, N) for lists in lists_B]
+        queries = pack(torch.stack(query_lists), count)
+    # Before its document a query reads nothing, and it stops at its own position at the latest.
+    since_BN = torch.stack([lists.since_N for lists in lists_B]).clamp(min=0)
+    until_BN = torch.stack([lists.until_N for lists in lists_B])
+    since_R = (since_BN + documents.first_BN)[:, None].expand(B, H, N).flatten()
+    until_R = (until_BN + documents.first_BN)[:, None].expand(B, H, N).flatten()
+    part = bounded_read(queries, keys, N, since_R, until_R)
+    return part._replace(derived={})
+
+
 class ContiguousPattern(PositionPattern):
     """A pattern in which the query at i reads all keys from position `since(i)` to i."""
 
@@ -271,12 +334,17 @@ class ContiguousPattern(PositionPattern):
         It may be negative.
         """
 
+    def until(self, i: Tensor) -> Tensor:
+        """Return the position before which the queries at `i` stop reading; it never decreases."""
+        return i + 1
+
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return j >= self.since(i)
+        return (j >= self.since(i)) & (j < self.until(i))
 
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         list_N = torch.zeros_like(position_N)
-        return [PositionLists(list_N, list_N, self.since(position_N), position_N + 1)]
+        since_N = self.since(position_N)
+        return [PositionLists(list_N, list_N, since_N, self.until(position_N))]
 
     def make_reads(
         self,
@@ -291,6 +359,8 @@ class ContiguousPattern(PositionPattern):
         if device.type != "cpu":
             return parts
         if not self.attend_self or len(parts) > 1 or memory >= N:
+            return parts
+        if not self.causal:
             return parts
         (part,) = parts
         assert isinstance(part, RangeReads)
@@ -323,15 +393,47 @@ class Full(ContiguousPattern):
     """
 
     reads_all_cached = True
+    takes_both_sides = True
+    takes_other_keys = True
 
     def since(self, i: Tensor) -> Tensor:
         return torch.full_like(i, FIRST_OF_ALL)
 
+    def until(self, i: Tensor) -> Tensor:
+        if self.causal:
+            return super().until(i)
+        return torch.full_like(i, FAR)
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        if self.causal:
+            return super().rule(qk, head, streaming)
+        queries = qk.q_BHND.shape[2]
+        keys = qk.k_BHND.shape[2]
+        return torch.ones(1, queries, keys, dtype=torch.bool, device=qk.q_BHND.device)
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        if qk.counts is None:
+            return super().reads(qk, streaming)
+        queries, keys = qk.counts
+        B, H, N, _ = qk.q_BHND.shape
+        position_N = torch.arange(N, device=qk.q_BHND.device)
+        lists = PositionLists(
+            list_HN=torch.where(position_N < queries, 0, -1),
+            key_list_HN=torch.where(position_N < keys, 0, -1),
+            since_N=torch.zeros_like(position_N),
+            until_N=torch.full_like(position_N, N),
+        )
+        return [ranges_of(lists, B, H, memory=0)]
+
 
 class Local(ContiguousPattern):
-    """Position i reads i - W < j <= i: the last W = `window` positions, itself included."""
+    """Position i reads i - W < j <= i: the last W = `window` positions, itself included.
+
+    With causal=False it reads W positions around it, W // 2 of them before it.
+    """
 
     reads_all_cached = True
+    takes_both_sides = True
 
     def __init__(self, *, window: int, **options: Any) -> None:
         super().__init__(**options)
@@ -340,7 +442,14 @@ class Local(ContiguousPattern):
         self.cache_size = window
 
     def since(self, i: Tensor) -> Tensor:
-        return i + 1 - self.window
+        if self.causal:
+            return i + 1 - self.window
+        return i - self.window // 2
+
+    def until(self, i: Tensor) -> Tensor:
+        if self.causal:
+            return super().until(i)
+        return self.since(i) + self.window
 
 
 class Recurrent(ContiguousPattern):
@@ -391,8 +500,11 @@ class Recurrent(ContiguousPattern):
 class Strided(PositionPattern):
     """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
 
-    For data with a period, such as the rows of an image. Cost N^2 / (2 stride).
+    For data with a period, such as the rows of an image. Cost N^2 / (2 stride). With causal=False
+    it reads i + stride, i + 2 stride, ..., too.
     """
+
+    takes_both_sides = True
 
     def __init__(self, *, stride: int, **options: Any) -> None:
         super().__init__(**options)
@@ -406,7 +518,10 @@ class Strided(PositionPattern):
         """Return a list for each remainder."""
         list_N = position_N % self.stride
         first_N = torch.zeros_like(position_N)
-        return [PositionLists(list_N, list_N, first_N, position_N + 1)]
+        until_N = position_N + 1
+        if not self.causal:
+            until_N = torch.full_like(position_N, FAR)
+        return [PositionLists(list_N, list_N, first_N, until_N)]
 
 
 class Fixed(PositionPattern):

@@ -25,10 +25,13 @@ conditions of holes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rtx.attention.documents import Documents
 
 
 class QueriesKeys(NamedTuple):
@@ -46,6 +49,10 @@ class QueriesKeys(NamedTuple):
     narrow_q_BHND: Tensor | None = None
     """`rotated_q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
+    documents: Documents | None = None
+    """Documents that reads must keep to; None: each sequence is one document."""
+    counts: tuple[int, int] | None = None
+    """In cross-attention the number of queries and of keys; what follows is filled up. None: N."""
 
 
 class MemberLists(NamedTuple):
@@ -240,6 +247,32 @@ def members_read(
     return RangeReads(queries, keys, start_P, stop_P, length, most=most)
 
 
+def members_around(
+    queries: MemberLists,
+    keys: MemberLists,
+    length: int,
+    window: int,
+) -> RangeReads:
+    """Return ranges: every query reads the `window` keys of its list that are around its position.
+
+    Half of them are before it, and those that a list lacks on one side are taken from the other. A
+    list with at most `window` keys is read whole.
+
+    Args:
+        length: N.
+    """
+    key_order_M = order(keys, length)
+    query_order_P = order(queries, length)
+    list_P = queries.list_M()
+    first_P = keys.first_L()[list_P]
+    stop_of_list_P = first_P + keys.count_L[list_P]
+    start_P = torch.searchsorted(key_order_M, query_order_P) - window // 2
+    last_start_P = (stop_of_list_P - window).maximum(first_P)
+    start_P = start_P.maximum(first_P).minimum(last_start_P)
+    stop_P = (start_P + window).minimum(stop_of_list_P)
+    return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+
+
 def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Tensor:
     """Return whether the last key before each stop has the query's row; `keys` is not empty."""
     last_P = (stop_P - 1).clamp(min=0)
@@ -270,6 +303,30 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     return others
 
 
+def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
+    """Return ranges without the keys of other documents than that of the query.
+
+    A query whose own key was left out, as it reads others, reads it if no other key remains.
+
+    Args:
+        part: ranges of keys up to the position of the query, without holes.
+        first_R: the row of the first token of the document of each row.
+    """
+    assert part.holes is None
+    N = part.length
+    key_order_M = order(part.key, N)
+    first_P = first_R[part.query.row_M] % max(1, N)
+    first_order_P = part.query.list_M() * N + first_P
+    start_P = part.start_P.maximum(torch.searchsorted(key_order_M, first_order_P))
+    stop_P = part.stop_P.maximum(start_P)
+    if len(key_order_M):
+        # The key after the range is the query's own if that was left out.
+        next_order_P = key_order_M[stop_P.clamp(max=len(key_order_M) - 1)]
+        is_self_P = next_order_P == order(part.query, N)
+        stop_P = stop_P + (is_self_P & (stop_P == start_P)).long()
+    return RangeReads(part.query, part.key, start_P, stop_P, N, most=part.most)
+
+
 def bounded_read(
     queries: MemberLists,
     keys: MemberLists,
@@ -283,10 +340,13 @@ def bounded_read(
 
     Args:
         length: N.
+        since_N, until_N: `[N]`, or `[R]` for bounds that depend on the sequence.
     """
     key_order_M = order(keys, length)
     first_order_P = queries.list_M() * length
     position_P = positions(queries, length)
+    if len(since_N) != length:
+        position_P = queries.row_M
     since_P = since_N[position_P].clamp(0, length)
     until_P = until_N[position_P].clamp(0, length)
     start_P = torch.searchsorted(key_order_M, first_order_P + since_P)

@@ -53,7 +53,7 @@ from rtx.attention.arguments import check_number
 from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
-from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins, last_members
+from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.engine.static_selection import Selected, memberships, separate_lists
@@ -65,7 +65,6 @@ from rtx.attention.members import (
     products,
     sums_of_lists,
 )
-from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     Holes,
@@ -100,6 +99,8 @@ class SideMembers(NamedTuple):
 class Routing(ClusterPattern):
     """H routing heads. Subclasses decide who is a member of a cluster.
 
+    With causal=False a whole sequence decides, whatever the subclass: the encoder of the paper.
+
     `ClusterPattern` documents the other options. The window is that of the centroids.
 
     Args:
@@ -113,6 +114,8 @@ class Routing(ClusterPattern):
             their nearest centroids. Both released codes of the paper have this loss, with weight
             1e-4; Roy et al. 2021 does not mention it.
     """
+
+    takes_both_sides = True
 
     def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
         has_keys = centroids.keys != "shared"
@@ -131,6 +134,9 @@ class Routing(ClusterPattern):
         """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
         q_BHND = qk.q_BHND
         k_BHND = qk.k_BHND
+        if qk.counts is not None:
+            queries, keys = qk.counts
+            return [q_BHND[:, :, :queries], k_BHND[:, :, :keys]]
         if self.centroids.keys == "separate":
             return [q_BHND, k_BHND]
         if self.centroids.projection_HDD is None:
@@ -158,7 +164,7 @@ class Routing(ClusterPattern):
             members.append(member_CN)
         query_CN = members[0]
         key_CN = members[-1]
-        return last_members(query_CN, key_CN, self.window)
+        return self.read_by_rule(query_CN, key_CN)
 
     def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
         """Return the scores of the first sequence in one head, `[C, N]` for each side."""
@@ -177,26 +183,35 @@ class Routing(ClusterPattern):
     # The batch form.
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        N = qk.q_BHND.shape[2]
-        members = self.select(self.clustered(qk))
-        return [self.reads_of(members, N)]
+        members = self.select(self.clustered(qk), is_dynamic=self.needs_dynamic(qk))
+        return [self.reads_of(members, qk)]
 
     @torch.no_grad()
-    def select(self, vectors: list[Tensor], with_nearest: bool = False) -> list[SideMembers]:
+    def select(
+        self,
+        vectors: list[Tensor],
+        with_nearest: bool = False,
+        is_dynamic: bool = False,
+    ) -> list[SideMembers]:
         """Return the members of each side.
 
         Args:
             vectors: the vectors of each side, `[B, H, N, D]`.
             with_nearest: compute `SideMembers.nearest` from the same scores (dynamic shapes only).
+            is_dynamic: in lists whose lengths depend on the scores, on a GPU, too.
         """
         members = []
         for side, x_BHND in enumerate(vectors):
-            if is_static(x_BHND, self.backend):
+            if is_static(x_BHND, self.backend) and not is_dynamic:
                 selected = self.select_static(x_BHND, side)
                 members.append(side_members(selected))
             else:
                 members.append(self.select_dynamic(x_BHND, side, with_nearest))
         return members
+
+    def needs_dynamic(self, qk: QueriesKeys) -> bool:
+        """Return whether ranges are bounded otherwise than lists in static shapes have them."""
+        return qk.documents is not None or not self.causal
 
     @abstractmethod
     def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
@@ -206,18 +221,22 @@ class Routing(ClusterPattern):
     def select_static(self, x_BHND: Tensor, side: int) -> Selected:
         """Return the members of one side in static shapes."""
 
-    def reads_of(self, members: list[SideMembers], length: int) -> RangeReads:
+    def reads_of(self, members: list[SideMembers], qk: QueriesKeys) -> RangeReads:
         """Return which members read which, as packed lists.
 
         Args:
             members: of each side.
-            length: N.
         """
+        length = qk.q_BHND.shape[2]
         # With one side, `queries` and `keys` are the same object.
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
-            return members_read(queries.lists, keys.lists, length, self.window, self.attend_self)
+            if qk.counts is None:
+                return self.read_of_lists(queries.lists, keys.lists, qk)
+            query_lists = longer_rows(queries.lists, qk.counts[0], length)
+            key_lists = longer_rows(keys.lists, qk.counts[1], length)
+            return self.read_of_lists(query_lists, key_lists, qk)
         lists = queries.selected.lists
         if keys is not queries:
             lists = separate_lists(
@@ -256,15 +275,14 @@ class Routing(ClusterPattern):
         if selects_from_prefixes or not self.training or gathering.is_paused:
             return self.reads(qk, streaming)
         vectors = self.clustered(qk)
-        members = self.select(vectors, self.follows_nearest)
-        B, H, N, _ = qk.q_BHND.shape
-        rows = B * H * N
+        members = self.select(vectors, self.follows_nearest, self.needs_dynamic(qk))
+        rows = vectors[0].shape[:3].numel()
         if rows:
             for side, x_BHND in enumerate(vectors):
                 self.add_statistics(members[side], x_BHND, side)
             lists = [members_of_side.lists for members_of_side in members]
             self.last_members = (lists, rows)
-        return [self.reads_of(members, N)]
+        return [self.reads_of(members, qk)]
 
     def seed(self, qk: QueriesKeys) -> None:
         """Initialise the centroids with vectors of this batch, if `seed_with_next` is set."""
@@ -404,13 +422,20 @@ class Routing(ClusterPattern):
 
     def pairs_of_head(self, length: int) -> float:
         C = self.centroids.centroid_HCD.shape[1]
-        return C * triangle(min(self.window, length))
+        return C * self.pairs_of_cluster(min(self.window, length))
 
     def choice_operations(self, length: int, size: int) -> float:
         """Return the operations of all scores, and of the projection if there is one."""
         C = self.centroids.centroid_HCD.shape[1]
         products_of_position = {"shared": C, "separate": 2 * C, "projected": C + size}
         return 2.0 * size * length * products_of_position[self.centroids.keys]
+
+
+def longer_rows(lists: MemberLists, length: int, filled: int) -> MemberLists:
+    """Return lists of rows of `length` positions a head, whose heads are filled up to `filled`."""
+    head_M = lists.row_M // max(1, length)
+    row_M = lists.row_M + head_M * (filled - length)
+    return MemberLists(row_M, lists.count_L)
 
 
 def side_members(selected: Selected) -> SideMembers:
@@ -459,30 +484,44 @@ class TopK(Routing):
     decide which past positions are members. In streams, and with `streaming`, position i joins a
     cluster if it is among the W best of the positions 0 to i, and then reads these W positions.
 
-    The lines of Algorithm 1 (Roy et al. 2021, section 4.1), with its left-to-right mask:
+    The lines of Algorithm 1 (Roy et al. 2021, section 4.1):
 
-         4  K <- Q                            `keys="shared"`
+         4  if left to right mask then        `causal`
+         5    K <- Q                          `keys="shared"`
          7  Q <- LayerNorm(Q)                 `ClusterPattern.prepare`
          8  K <- LayerNorm(K)
          9  Q_prod <- mu Q^T                  the scores, `products`
+        10  if not left to right mask then    `causal=False`
+        11    K_prod <- mu K^T                `keys="separate"`
         12  w <- n / k                        W, the window of the centroids
         13  Q_idx <- top-k(Q_prod, w)         `select_dynamic`, `select_static`
         14  Q_idx <- sort(Q_idx)              members are in order of position
         15  K_idx <- Q_idx                    one list for queries and keys
+        16  if not left to right mask then    `causal=False`
+        17    K_idx <- top-k(K_prod, w)       `keys="separate"`: lists of keys
+        18    K_idx <- sort(K_idx)
         19  Q', K', V' <- gather(...)         `reads_of` returns which members read which;
         22  A <- Q' K'^T                      `Pattern.attend` does lines 19 to 26
-        24  A <- ltr(A)
+        23  if left to right mask then        `causal`
+        24    A <- ltr(A)
         25  A <- softmax(A)
         26  V' <- einsum(A, V')
         27  X <- scatter(K_idx, V')           outputs of several clusters: `merge`
         28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
         31  mu <- decay mu + ...
 
-    The mask compares positions in the sequence, not places in a list. With `keys="separate"`, key
-    members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
+    The mask compares positions in the sequence, not places in a list. With `keys="separate"` and
+    `causal`, key members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
+    With `causal=False` and `keys="separate"` a query reads all W keys of its clusters, and there
+    may be another number of keys than of queries.
     """
 
     strictly_causal = False
+
+    @property
+    def takes_other_keys(self) -> bool:  # type: ignore[override]
+        """Whether keys have memberships of their own."""
+        return self.centroids.keys == "separate"
 
     # The rule.
 
@@ -670,6 +709,7 @@ class Thresholds(Routing):
     """
 
     may_lose_members = True
+    bounds_documents = True
 
     def __init__(self, centroids: Centroids, **options: Any) -> None:
         super().__init__(centroids, **options)
@@ -749,6 +789,8 @@ class Thresholds(Routing):
 class Nearest(Routing):
     """A position joins its highest-scoring cluster alone. This is a baseline, strictly causal."""
 
+    bounds_documents = True
+
     # The rule.
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
@@ -777,7 +819,7 @@ class Nearest(Routing):
 
     def pairs_of_head(self, length: int) -> float:
         C = self.centroids.centroid_HCD.shape[1]
-        return C * window_pairs(length / C, self.window)
+        return C * self.pairs_of_cluster(length / C)
 
     # The stream.
 

@@ -17,6 +17,7 @@ from rtx.cli.options import (
     ExportOptions,
     PatternsOptions,
     PlanOptions,
+    PretrainedOptions,
     ReportOptions,
     SampleOptions,
     SweepOptions,
@@ -70,7 +71,8 @@ class Command:
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
-    """Whether the words compose a configuration, of which the command reads every key."""
+    """Whether the words compose a configuration, of which the command reads `keys`, or without any
+    every key."""
     prefix: str = ""
     """Begins the names of its options where keys of a configuration are beside them."""
     flags: tuple[str, ...] = ()
@@ -88,7 +90,9 @@ class Command:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
             return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
-        patterns = ("*",) if self.composes else self.keys
+        patterns = self.keys
+        if self.composes and not self.keys:
+            patterns = ("*",)
         keys = [key for key in settings() if any(fnmatchcase(key, pattern) for pattern in patterns)]
         # A run may need the code of its extensions.
         extensions = ["extensions"] if self.positional.needs_run else []
@@ -110,6 +114,18 @@ DEVICE = ("hardware", *(name for name, field in fields_of(Config).items() if fie
 """Keys of hardware that commands on a trained run read: they use one device."""
 RUN = ("data.*", *DEVICE)
 DATA = ("data", "data.*", "extensions")
+DATA_SOURCE = (
+    "data",
+    "data.path",
+    "data.column",
+    "data.subset",
+    "data.revision",
+    "data.fetch",
+    "data.verify",
+    "data.processes",
+    "extensions",
+)
+"""Keys that say which text is read, whatever its tokens."""
 COMMANDS = (
     Command(
         "train",
@@ -170,6 +186,13 @@ COMMANDS = (
         CoverageOptions,
         Positional.RUN,
         RUN,
+    ),
+    Command(
+        "analyze pretrained",
+        "what selections cost in a model of Hugging Face transformers",
+        PretrainedOptions,
+        keys=(*DATA_SOURCE, *DEVICE),
+        composes=True,
     ),
     Command("sample", "generate from a run", SampleOptions, Positional.RUN, DEVICE),
     Command(

@@ -64,7 +64,10 @@ def command_page(word: str, words: Sequence[str]) -> str:
     """
     commands = [command for command in COMMANDS if command.name.split()[0] == word]
     first = commands[0]
-    known = first.known()
+    known: set[str] = set()
+    for command in commands:
+        # An option may have the name of a group, such as model.
+        known |= {*command.known()} - {*command.own}
     values: dict[str, Any] = {}
     topics: list[str] = []
     if first.composes:

@@ -136,6 +136,54 @@ class CoverageOptions(AnalyzeOptions):
 
 
 @dataclass
+class PretrainedOptions:
+    model: str = ""
+    """Model of Hugging Face transformers: an id of the hub, a folder, or a .gguf file."""
+    length: int = option(2048, low=16, high=2**20)
+    """Tokens of a window (N), of the model's tokenizer."""
+    windows: int = option(4, low=1, high=10_000)
+    """Windows scored, evenly from the second half of the text."""
+    window: int = option(64, low=1)
+    """Last keys that every head reads, its own position's included."""
+    sinks: int = option(4, low=0)
+    """First keys that every head reads."""
+    selection: str = "exact,probed,causal,blocks,lsh,random"
+    """Selections of further keys, separated by commas: exact, probed, causal, nearest, topk,
+    blocks, blocks_random, lsh, random, drawn.
+    """
+    keys: str = "32,64,128"
+    """Keys that a selection may choose for a query, separated by commas; each is tried."""
+    per: str = "head"
+    """Who chooses: every query head, or all of one key-value head together (group); head,group
+    tries both.
+    """
+    rotary: str = "after"
+    """Whether queries and keys are compared after or before their rotary angles; after,before tries
+    both.
+    """
+    dense_layers: str = "0"
+    """First layers that stay dense; 0,3 tries both."""
+    clusters: int | None = option(None, low=1)
+    """Clusters of a head; unset: 128 for probed, else length / keys."""
+    candidates: int | None = option(None, low=1)
+    """Keys that probed compares with a query at least; unset: four times its keys."""
+    block: int = option(16, low=1)
+    """Positions of a block (blocks, blocks_random), at most its keys."""
+    rounds: int = option(4, low=1)
+    """Hash rounds (lsh)."""
+    buckets: int = option(32, low=2)
+    """Hash values of a round (lsh), an even number."""
+    fit: str | None = None
+    """Text file that centroids are fitted to; unset: the first half of the text."""
+    fit_windows: int = option(3, low=1, high=1_000)
+    """Windows that centroids are fitted to."""
+    fit_steps: int = option(10, low=1, high=10_000)
+    """How often centroids move when they are fitted."""
+    seed: int = option(0, low=0, high=2**31 - 1)
+    """Seed of what is drawn."""
+
+
+@dataclass
 class ReportOptions:
     output: str | None = None
     """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first, with the names of

@@ -18,7 +18,7 @@ from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import unknown, unquoted
 from rtx.settings.hydra_words import is_hydra_key
 from rtx.settings.overrides import LAUNCHED, Override, check_overrides, is_unset, split_words
-from rtx.settings.schema import SPREAD, all_fields, settings
+from rtx.settings.schema import GROUPS, SPREAD, all_fields, settings
 
 if TYPE_CHECKING:
     from rtx.settings.schema import Config
@@ -151,7 +151,9 @@ def refuse_foreign(command: Command, key: str) -> None:
     refused_later = refused_later or "@" in key or is_hydra_key(key)
     if key in known or refused_later:
         return
-    if not any(name.endswith(f".{key}") for name in known):
+    # `model` is a group, and an option of rtx analyze pretrained.
+    is_other = key not in GROUPS and not any(name.endswith(f".{key}") for name in known)
+    if is_other:
         refuse_option_of_another(command, key)
     if key in settings():
         raise UserError(f"rtx {command.name} does not read {key}; it reads {listed(known, 300)}")

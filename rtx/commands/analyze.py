@@ -1,6 +1,6 @@
 """`rtx analyze WHAT RUN`: what heads read, and what far context is worth.
 
-Each analysis has a file in `rtx/commands/analyses`.
+Each analysis has a file in `rtx/commands/analyses`. That of pretrained models takes no run.
 """
 
 import dataclasses
@@ -28,6 +28,11 @@ ANALYSES = {
 
 def main(request: Request) -> int:
     """Run an analysis, and record it and its picture in the run's `analysis/` folder."""
+    if request.command.name == "analyze pretrained":
+        # transformers is an extra, and takes seconds.
+        from rtx.commands.analyses.pretrained import main as analyze_pretrained
+
+        return analyze_pretrained(request)
     folder = request.run
     options = request.options
     run, store = open_run(folder, request.config, options.checkpoint)

@@ -159,6 +159,7 @@ def verdict(audit: Audit) -> str:
 def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> PriceRecord:
     """Price a run on its data, print the table and return the record."""
     tokens = store.split(options.split)
+    starts = store.document_starts(options.split, run.config.data)
     all_windows = windows(len(tokens), run.config.data.length)
     chosen = [
         window._replace(first=window.start)
@@ -172,7 +173,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> PriceRecor
     most = min(options.positions, *map(len, candidates))
     positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])
     with run.autocast(), progress_bar("prefixes") as show:
-        bits = price(run.model, tokens, chosen, positions_KP, show)
+        bits = price(run.model, tokens, chosen, positions_KP, show, starts)
     means = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}
     paired = differences(bits)
     places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"

@@ -13,6 +13,7 @@ from rtx.data.store import Store
 from rtx.errors import UserError, printable
 from rtx.evaluation.measures import baselines, measures, read_as_released
 from rtx.evaluation.protocol import (
+    DOCUMENTS,
     Reading,
     further_lines,
     memory_phrases,
@@ -201,6 +202,8 @@ def file_name(record: EvaluationRecord) -> str:
     parts = [how.split, how.mode, f"N{how.length}", f"stride{how.stride}", sample]
     if record.memory:
         parts.append(f"memory_{short_hash({'': list(record.memory)})}")
+    if DOCUMENTS in how.stamps:
+        parts.append("documents")
     parts += [record.precision, record.read_as, f"ablate_{how.ablate}", how.fingerprint[:8]]
     return "-".join([*parts, record.checkpoint.name, f"step{record.checkpoint.step}"])
 

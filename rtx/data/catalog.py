@@ -115,7 +115,7 @@ def options_of(data: DataConfig) -> str:
     path = preset("data", data.name)
     defaults = yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults
     default = DataConfig(**(defaults or {}))
-    hidden = {"name", "verify", "processes"}
+    hidden = {"name", "verify", "processes", "documents"}
     if data.tokenizer != "sentencepiece":
         hidden.add("vocabulary")
     if not SETS[data.name].image:

@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from rtx.data.sampler import FirstBatches, Sampler
 from rtx.data.store import Store
-from rtx.data.windows import Window, equal_batches, read_windows, sample_windows, windows
+from rtx.data.windows import (
+    Window,
+    equal_batches,
+    read_windows,
+    sample_windows,
+    tokens_and_documents,
+    windows,
+)
 from rtx.settings.derived import spans
 from rtx.settings.schema import Config, flat, to_dict
 
@@ -28,13 +35,16 @@ REPEATED = -1
 
 def token_ids(sampler: Sampler, index: int) -> Tensor:
     """Return the token ids of a training sequence, int64 `[N]`."""
-    return torch.from_numpy(sampler.sequence(index).astype(np.int64))
+    sequence = torch.from_numpy(sampler.sequence(index).astype(np.int64))
+    tokens_1N, _ = tokens_and_documents(sequence[None])
+    return tokens_1N[0]
 
 
 class MicroBatches(Dataset[Tensor]):
     """`size` successive sequences, by the number of the first: token ids `[size, N]`.
 
-    The type of the ids is that of the store, so that they are copied to the device in few bytes.
+    With documents each sequence has two rows, see `tokens_and_documents`. The type of the ids is
+    otherwise that of the store, so that they are copied to the device in few bytes.
     """
 
     def __init__(self, sampler: Sampler, size: int) -> None:
@@ -93,6 +103,7 @@ class RtxDataModule(pl.LightningDataModule):
         if config.trainer.overfit_batches:
             self.sampler = FirstBatches(self.sampler, config.trainer.overfit_batches)
         self.held_out = store.split("valid")
+        self.starts = store.document_starts("valid", config.data)
         length, stride = spans(flat(to_dict(config)))
         self.windows = windows(len(self.held_out), length, stride)
 
@@ -101,7 +112,7 @@ class RtxDataModule(pl.LightningDataModule):
         return token_ids(self.sampler, 0)
 
     def first_micro_batch(self) -> Tensor:
-        """Return the first micro-batch of the run, `[micro_batch, N]`."""
+        """Return the first micro-batch of the run, see `MicroBatches`."""
         return MicroBatches(self.sampler, self.loader.get("micro_batch") or 1)[0]
 
     def train_dataloader(self) -> Iterator[list[Tensor]]:
@@ -124,15 +135,16 @@ class RtxDataModule(pl.LightningDataModule):
         chosen = sample_windows(self.windows, count or self.config.trainer.val_windows)
         rank = self.loader.get("rank", 0)
         world = self.loader.get("world", 1)
-        return WindowBatches(self.held_out, chosen, rank, world)
+        return WindowBatches(self.held_out, chosen, rank, world, self.starts)
 
 
 class WindowBatches:
     """Windows of a split in batches of equal length, of which each rank scores its share.
 
-    Yields ids `[B, N]`, the number of tokens of each window that only serve as context `[B]`, and
-    the number of each window `[B]`; int64. A rank without a batch in the last turn repeats the last
-    batch with numbers REPEATED, because under FSDP all ranks take part in every pass.
+    Yields ids `[B, N]` (with documents see `tokens_and_documents`), the number of tokens of each
+    window that only serve as context `[B]`, and the number of each window `[B]`; int64. A rank
+    without a batch in the last turn repeats the last batch with numbers REPEATED, because under
+    FSDP all ranks take part in every pass.
     """
 
     def __init__(
@@ -141,8 +153,10 @@ class WindowBatches:
         chosen: Sequence[Window],
         rank: int = 0,
         world: int = 1,
+        starts: np.ndarray | None = None,
     ) -> None:
         self.tokens = tokens
+        self.starts = starts
         self.chosen = chosen
         self.rank = rank
         self.world = world
@@ -155,7 +169,8 @@ class WindowBatches:
         last = len(self.batches) - 1
         for turn in range(self.rank, len(self) * self.world, self.world):
             numbers = self.batches[min(turn, last)]
-            tokens_BN, skipped_B = read_windows(self.tokens, [self.chosen[k] for k in numbers])
+            here = [self.chosen[k] for k in numbers]
+            units, skipped_B = read_windows(self.tokens, here, self.starts)
             if turn > last:
                 numbers = [REPEATED] * len(numbers)
-            yield tokens_BN, skipped_B, torch.tensor(numbers)
+            yield units, skipped_B, torch.tensor(numbers)

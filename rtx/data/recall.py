@@ -10,6 +10,9 @@ mqar: pairs at the start; questions at positions drawn without replacement after
 tokens (Arora et al. 2024).
 induction: pairs, too, at positions drawn evenly, each question at least D tokens after its pair.
 copy: one key, the marker, before a string of values; the string again at a position as in mqar.
+masked: sequences of induction, for encoders. Of each key one of its two values is hidden, so that
+the other one may be on either side: the first value if half the sum of the positions of both keys
+is odd, else the second.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class RecallStore(SyntheticStore):
     def find_answers(self, tokens_BN: Tensor) -> FoundAnswers:
         """Return where answers are, and their distances to their pairs.
 
-        An answer is a value whose nearest key before it also occurs before that.
+        An answer is a value whose nearest key before it also occurs before that. Of data=masked
+        the first value of a key may be the answer instead, and positions do not ascend.
         """
         # Reports read this module without torch.
         import torch
@@ -83,9 +87,13 @@ class RecallStore(SyntheticStore):
         at_BA = at_BN[:, : self.task.pairs]
         is_missing_BA = at_BA == N
         distance_BA = distance_BN.gather(1, at_BA.clamp(max=N - 1))
+        at_BA = torch.where(is_missing_BA, -1, at_BA)
+        distance_BA = distance_BA.masked_fill(is_missing_BA, 0)
+        if self.name == "masked":
+            at_BA = at_BA - distance_BA * hides_first(at_BA, distance_BA)
         return FoundAnswers(
-            position_BA=torch.where(is_missing_BA, -1, at_BA),
-            distance_BA=distance_BA.masked_fill(is_missing_BA, 0),
+            position_BA=at_BA,
+            distance_BA=distance_BA,
             hops_BA=(~is_missing_BA).long(),
         )
 
@@ -95,7 +103,7 @@ class RecallStore(SyntheticStore):
         draws = self.draws(header)
         entries = self.entries(draws)
         rows, width = entries.shape
-        if self.name == "induction":
+        if self.name in ("induction", "masked"):
             starts = self.scattered_starts(header, draws.pairs)
         else:
             starts = self.starts(draws.questions, rows, width)
@@ -165,6 +173,17 @@ class RecallStore(SyntheticStore):
             if len(chosen) == pairs:
                 return 2 * np.array(chosen).T
             count *= 2
+
+
+def hides_first(at_BA: Tensor, distance_BA: Tensor) -> Tensor:
+    """Return whether the first of two values is hidden, bool `[B, A]`.
+
+    Args:
+        at_BA: the position of the second value, one after its key; keys are at even positions.
+        distance_BA: from the first value to the second.
+    """
+    halves_BA = (2 * (at_BA - 1) - distance_BA) // 2
+    return halves_BA % 2 == 1
 
 
 def disjoint(candidates: list[list[int]], count: int) -> list[list[int]]:

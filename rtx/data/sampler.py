@@ -30,8 +30,30 @@ class Sampler(Protocol):
     batch_size: int
 
     def sequence(self, index: int) -> np.ndarray:
-        """Return the token ids of sequence `index`, unsigned integers `[N]`."""
+        """Return the token ids of sequence `index`, unsigned integers `[N]`.
+
+        With documents, `with_documents` of them, `[2, N]`.
+        """
         ...
+
+
+def with_documents(tokens: np.ndarray, starts: np.ndarray, first: int, stop: int) -> np.ndarray:
+    """Return the tokens of a split from `first` to `stop` - 1, and where their documents start.
+
+    The result is int32 `[2, N]`. Its second row has for each token the position of the first token
+    of its document, counted from `first`; 0 for a document that began before.
+
+    Args:
+        tokens: the split.
+        starts: where its documents start, ascending.
+    """
+    inside = starts[np.searchsorted(starts, first, side="right") : np.searchsorted(starts, stop)]
+    sequence = np.zeros((2, stop - first), dtype=np.int32)
+    sequence[0] = tokens[first:stop]
+    position = inside - first
+    sequence[1, position] = position
+    np.maximum.accumulate(sequence[1], out=sequence[1])
+    return sequence
 
 
 class SyntheticSampler:
@@ -57,6 +79,9 @@ class ShuffledWindows:
     Windows of an epoch are adjacent. Their order is a keyed permutation. In text, the first one
     starts at a phase drawn for each epoch, and an epoch has as many windows as fit at any phase.
     With `aligned`, every window starts at a multiple of `length` (an image each).
+
+    Args:
+        starts: where documents start, if sequences are to have them, see `Sampler`.
     """
 
     def __init__(
@@ -66,6 +91,7 @@ class ShuffledWindows:
         seed: int,
         batch_size: int,
         aligned: bool = False,
+        starts: np.ndarray | None = None,
     ) -> None:
         total = len(tokens)
         assert 1 <= length <= total, (length, total)
@@ -75,13 +101,18 @@ class ShuffledWindows:
         self.seed = seed
         self.batch_size = batch_size
         self.aligned = aligned
+        self.starts = starts
         if aligned:
             self.per_epoch = total // length
         else:
             self.per_epoch = max(1, (total - length + 1) // length)
 
     def sequence(self, index: int) -> np.ndarray:
-        return self.tokens.read(self.start(index), self.length)
+        start = self.start(index)
+        if self.starts is None:
+            return self.tokens.read(start, self.length)
+        stop = start + self.length
+        return with_documents(self.tokens.tokens, self.starts, start, stop)
 
     def start(self, index: int) -> int:
         """Return the position in the split at which sequence `index` starts."""

@@ -25,7 +25,7 @@ from rtx.data.sampler import ContiguousStreams, Sampler, ShuffledWindows
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import read_file, replace_file
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
-from rtx.settings.schema import Config
+from rtx.settings.schema import Config, DataConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +102,15 @@ class Store(ABC):
     def split(self, name: str) -> np.ndarray:
         """Return the token ids of a split `[tokens]`; UserError where the store lacks it."""
 
+    def document_starts(self, name: str, data: DataConfig) -> np.ndarray | None:
+        """Return where the documents of a split start, ascending; None if they are not kept apart.
+
+        Raises UserError where the store has no documents.
+        """
+        if not data.documents:
+            return None
+        raise UserError(f"data.documents=true: data={self.name} has no documents")
+
     @abstractmethod
     def training_sampler(self, config: Config) -> Sampler:
         """Return the training sequences; UserError where the data do not fit `config`."""
@@ -156,6 +165,21 @@ class TokenStore(Store):
             raise UserError(f"{self.name} has no split {name!r}: {allowed}")
         return self.splits[name]
 
+    def document_starts(self, name: str, data: DataConfig) -> np.ndarray | None:
+        if not data.documents or self.image is not None:
+            return super().document_starts(name, data)
+        path = self.folder / f"{name}.starts.npy"
+        units = len(self.split(name))
+        try:
+            offsets = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, *DAMAGED) as error:
+            raise open_failure(path, f"data={self.name}", "starts of documents", error) from error
+        is_ascending = offsets.ndim == 1 and bool((np.diff(offsets) > 0).all())
+        if not is_ascending or not len(offsets) or offsets[-1] != units:
+            expected = f"ascending starts of documents, and {units:,}, the number of units"
+            raise DamagedStore(f"data={self.name}", path, expected, "other numbers")
+        return offsets[:-1]
+
     def training_sampler(self, config: Config) -> Sampler:
         tokens = self.split("train")
         length = config.data.length
@@ -163,7 +187,8 @@ class TokenStore(Store):
         is_image = self.image is not None
         # Recurrent models without a memory read streams, too: runs then differ by the memory alone.
         if is_image or config.model.base != "recurrent":
-            return ShuffledWindows(tokens, length, config.seed, batch_size, aligned=is_image)
+            starts = self.document_starts("train", config.data)
+            return ShuffledWindows(tokens, length, config.seed, batch_size, is_image, starts)
         check_streams(config, len(tokens))
         return ContiguousStreams(tokens, length, config.seed, batch_size)
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rtx.data.sampler import with_documents
+
 BATCH_UNITS = 16_384
 """Units of a batch, unless the user says otherwise."""
 
@@ -66,11 +68,35 @@ def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[lis
     return batches
 
 
-def read_windows(tokens: np.ndarray, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
+def tokens_and_documents(units: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return tokens `[B, N]`, and the position of the first token of each one's document, or None.
+
+    Args:
+        units: tokens `[B, N]`, or with documents both, `[B, 2, N]`.
+    """
+    if units.dim() == 2:
+        return units, None
+    tokens_BN, first_BN = units.unbind(1)
+    return tokens_BN, first_BN
+
+
+def read_windows(
+    tokens: np.ndarray,
+    windows: Sequence[Window],
+    starts: np.ndarray | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the tokens of windows of equal length, `[B, N]`, and how many are not scored, `[B]`.
 
     Both are int64. Those that are not scored come first.
+
+    Args:
+        starts: where documents start; the first result is then for `tokens_and_documents`.
     """
-    rows = np.stack([tokens[window.start : window.stop] for window in windows])
+    rows = []
+    for window in windows:
+        if starts is None:
+            rows.append(tokens[window.start : window.stop])
+        else:
+            rows.append(with_documents(tokens, starts, window.start, window.stop))
     skipped_B = torch.tensor([window.first - window.start for window in windows])
-    return torch.from_numpy(rows.astype(np.int64)), skipped_B
+    return torch.from_numpy(np.stack(rows).astype(np.int64)), skipped_B

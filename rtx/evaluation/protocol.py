@@ -27,6 +27,8 @@ ABLATED = {
     "random": "routing heads read random members",
 }
 """What option `ablate` does to a model, in words."""
+DOCUMENTS = "nothing read across documents"
+"""How a model with data.documents=true reads a window, in words."""
 
 
 def routes(values: Values) -> bool:
@@ -46,8 +48,10 @@ def hashes(values: Values) -> bool:
 def looks_ahead(values: Values, ablate: str = "none") -> bool:
     """Tell whether a teacher-forced score may depend on later tokens.
 
-    That is so for top-w selection of members, and for LSH as published.
+    That is so for encoders, for top-w selection of members, and for LSH as published.
     """
+    if values.get("model.causal") is False:
+        return True
     if routes(values) and ablate == "none" and values.get("routing.selection") == "topk":
         return True
     return hashes(values) and values.get("model.lsh") == "reformer"
@@ -77,6 +81,8 @@ def selection_words(values: Values, ablate: str = "none") -> str:
         words = f"ablated ({ABLATED[ablate]}; trained with {words})"
     if hashes(values):
         words += f", lsh={values['model.lsh']}"
+    if values.get("model.causal") is False:
+        words += ", an encoder"
     return words
 
 
@@ -119,6 +125,8 @@ def protocol_of(
     values = flat(to_dict(config))
     length, stride = spans(values)
     stamps = [*stamp_phrases(data.stamps, split), *memory_phrases(values)]
+    if config.data.documents:
+        stamps.append(DOCUMENTS)
     if reading.released:
         stamps.insert(0, f"protocol=released ({reading.released})")
     return Protocol(

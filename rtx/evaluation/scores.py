@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from rtx.data.store import Answers
-from rtx.data.windows import Window, equal_batches, read_windows
+from rtx.data.windows import (
+    Window,
+    equal_batches,
+    read_windows,
+    tokens_and_documents,
+)
 from rtx.evaluation.far_repeats import far_repeated
 
 Progress = Callable[[int, int], None]
@@ -127,6 +132,7 @@ def score_windows(
     reach: int | None = None,
     batch_size: int | None = None,
     streaming: bool = False,
+    starts: np.ndarray | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Score:
     """Score windows of a split with a model in evaluation mode.
@@ -138,13 +144,15 @@ def score_windows(
         reach: count the units that are far-repeated by it, see `far_repeated`.
         batch_size: windows scored at once.
         streaming: every selection of keys is made from the prefix alone.
+        starts: where documents start, if units are predicted from their document alone.
         on_progress: is called with the number of windows scored, and of all windows.
     """
     device = next(model.parameters()).device
     scored: list[Tensor] = []
     for numbers in equal_batches(windows, batch_size):
-        tokens_BN, skipped_B = read_windows(tokens, [windows[number] for number in numbers])
-        batch = (tokens_BN.to(device), skipped_B.to(device))
+        here = [windows[number] for number in numbers]
+        units, skipped_B = read_windows(tokens, here, starts)
+        batch = (units.to(device), skipped_B.to(device))
         scored.append(score_batch(model, batch, answers, reach, streaming))
         on_progress(numbers[-1] + 1, len(windows))
     return joined(torch.cat(scored).numpy(), answers)
@@ -176,13 +184,19 @@ def score_batch(
     with a `reach`, the far-repeated units and their nats.
 
     Args:
-        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)` or, for answers,
+        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`, which takes `first_BN`,
+            too, if there are documents. For answers it has
             `answers(tokens_BN, position_BA, streaming=...) -> (nats_BA, right_BA, auxiliary)`.
         batch: what `read_windows` returns.
     """
-    tokens_BN, skipped_B = batch
+    units, skipped_B = batch
+    tokens_BN, first_BN = tokens_and_documents(units)
     if answers is None:
-        columns = score_units(model, tokens_BN, skipped_B, reach, streaming)
+        documents = {} if first_BN is None else {"first_BN": first_BN}
+        nats_BN, _ = model.loss(  # type: ignore[operator]
+            tokens_BN, streaming=streaming, **documents
+        )
+        columns = score_units(tokens_BN, nats_BN, skipped_B, reach)
     else:
         assert not skipped_B.any(), "answers are scored in whole windows"
         columns = score_answers(model, tokens_BN, answers, streaming)
@@ -190,14 +204,12 @@ def score_batch(
 
 
 def score_units(
-    model: nn.Module,
     tokens_BN: Tensor,
+    nats_BN: Tensor,
     skipped_B: Tensor,
     reach: int | None,
-    streaming: bool,
 ) -> list[Tensor]:
     """Return the columns of `score_batch` for windows of which all units are scored."""
-    nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
     position_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
     is_scored_BN = position_N >= skipped_B[:, None]
     columns = count_and_nats(is_scored_BN, nats_BN)

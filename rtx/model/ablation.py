@@ -61,6 +61,7 @@ def substitute_for(group: HeadGroup, config: Config, layer: int, how: str) -> Pa
         "attend_self": routed.attend_self,
         "dropout": routed.dropout,
         "backend": routed.backend,
+        "causal": routed.causal,
     }
     if how == "random":
         reseeded = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)

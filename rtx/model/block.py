@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention import Documents
 from rtx.attention.recompute import recomputed
 from rtx.model.heads import HeadStream
 from rtx.model.linear import Linear
@@ -82,13 +83,20 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.model.hidden)
         self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
 
-    def forward(self, x_BNE: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x_BNE: Tensor,
+        streaming: bool = False,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the block's output `[B, N, E]` and the auxiliary loss of its attention.
 
         Args:
             streaming: every selection of keys is made from the prefix alone.
+            documents: the documents of the sequences; None: each sequence is one.
         """
-        branch_BNE, loss = self.attention(self.before_attention(x_BNE), streaming)
+        x_in_BNE = self.before_attention(x_BNE)
+        branch_BNE, loss = self.attention(x_in_BNE, streaming, documents=documents)
         return self.after_attention(x_BNE, branch_BNE), loss
 
     def before_attention(self, x_BNE: Tensor) -> Tensor:

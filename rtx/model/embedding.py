@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention import Documents
 from rtx.attention.gradients import with_zero_gradients
 from rtx.model.likelihood import Bands, make_bands
 from rtx.model.linear import Linear
@@ -16,9 +17,10 @@ from rtx.settings.schema import Config
 
 
 class Embedding(nn.Module):
-    """Token embeddings, shifted right by one position.
+    """Token embeddings, shifted right by one position, or those of an encoder, not shifted.
 
-    The input at position 0 is a learned start vector, so that the first token has a likelihood.
+    The input at position 0 is a learned start vector, so that the first token has a likelihood. In
+    an encoder (model.causal=false) it stands for hidden tokens.
     """
 
     def __init__(self, config: Config, vocabulary: int) -> None:
@@ -33,23 +35,44 @@ class Embedding(nn.Module):
         self.start_S = nn.Parameter(torch.empty(width))
         self.project_in = projection(width, model.hidden)
         self.positions = learned_positions(config)
+        self.is_shifted = model.causal
         self.dropout = model.dropout
 
-    def forward(self, tokens_BN: Tensor, before_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        before_B: Tensor | None = None,
+        documents: Documents | None = None,
+        hidden_BN: Tensor | None = None,
+    ) -> Tensor:
         """Return the input of the first block, `[B, N, E]`.
 
-        At position i it is the vector of token i - 1.
+        At position i it is the vector of token i - 1; in an encoder that of token i.
 
         Args:
             before_B: the token before each sequence, if it continues a stream.
+            documents: each begins with the start vector, and positions count from its start.
+            hidden_BN: which tokens an encoder must not see; None: it sees all.
         """
+        if not self.is_shifted:
+            return self.to_hidden(self.visible(tokens_BN, hidden_BN), 0, documents)
         first_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
         if before_B is not None:
             before_B1S = self.vectors(before_B)[:, None]
             first_B1S = with_zero_gradients(before_B1S, [self.start_S])
         later_BNS = self.vectors(tokens_BN[:, :-1])
         x_BNS = torch.cat([first_B1S, later_BNS], dim=1)
-        return self.to_hidden(x_BNS, 0)
+        if documents is not None:
+            is_start_BN = documents.position_BN == 0
+            x_BNS = torch.where(is_start_BN[..., None], first_B1S, x_BNS)
+        return self.to_hidden(x_BNS, 0, documents)
+
+    def visible(self, tokens_BN: Tensor, hidden_BN: Tensor | None) -> Tensor:
+        """Return the vectors of tokens, and the start vector for those that are hidden."""
+        x_BNS = self.vectors(tokens_BN)
+        if hidden_BN is None:
+            return x_BNS
+        return torch.where(hidden_BN[..., None], self.start_S.to(x_BNS.dtype), x_BNS)
 
     def vectors(self, tokens: Tensor) -> Tensor:
         """Return the vectors of tokens, `[..., S]`."""
@@ -57,16 +80,19 @@ class Embedding(nn.Module):
             return self.bands(tokens)
         return F.embedding(tokens, self.table_VS)
 
-    def to_hidden(self, x_BNS: Tensor, first: int) -> Tensor:
+    def to_hidden(self, x_BNS: Tensor, first: int, documents: Documents | None = None) -> Tensor:
         """Return the input of the first block, `[B, N, E]`, from the vectors of tokens.
 
         They are projected to the hidden width, then get learned positions and dropout.
 
         Args:
             first: the position of the first vector of each sequence.
+            documents: positions count from the starts of these.
         """
         x_BNE = self.project_in(x_BNS)
-        if self.positions is not None:
+        if self.positions is not None and documents is not None:
+            x_BNE = x_BNE + self.positions.at(documents.position_BN)
+        elif self.positions is not None:
             x_BNE = x_BNE + self.positions(first, x_BNE.shape[1])
         return F.dropout(x_BNE, self.dropout, self.training)
 

@@ -15,6 +15,7 @@ from rtx.attention import (
     AdaptiveSpan,
     Blocks,
     Centroids,
+    Documents,
     Exact,
     Fixed,
     FixedBlock,
@@ -118,6 +119,7 @@ class HeadGroup(nn.Module):
         v_BHND: Tensor,
         streaming: bool = False,
         memory_length: int = 0,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs `[B, H, N, D]` and the auxiliary loss of the pattern.
 
@@ -125,8 +127,9 @@ class HeadGroup(nn.Module):
             k_BHND: the keys, if `key_source` is "matrix"; otherwise None.
             streaming: every selection is made from the prefix alone.
             memory_length: the number of positions at the start that serve as keys and values alone.
+            documents: the documents of the sequences; None: each sequence is one.
         """
-        q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND)
+        q_BHND, k_BHND, _ = self.queries_and_keys(q_BHND, k_BHND, documents=documents)
         return self.pattern(
             q_BHND,
             k_BHND,
@@ -135,6 +138,7 @@ class HeadGroup(nn.Module):
             relative=self.relative(),
             streaming=streaming,
             memory=memory_length,
+            documents=documents,
         )
 
     def queries_and_keys(
@@ -142,11 +146,13 @@ class HeadGroup(nn.Module):
         q_BHND: Tensor,
         k_BHND: Tensor | None,
         before_BHSD: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the queries and keys that the pattern gets, and `before_BHSD` of the next call.
 
         Args:
             before_BHSD: the earlier keys that the key mix reads; None at position 0.
+            documents: the documents of the sequences.
         """
         if isinstance(self.tables, SinusoidKeys):
             q_BHND = self.tables.with_content(q_BHND)
@@ -155,7 +161,7 @@ class HeadGroup(nn.Module):
         if self.key_mix is None:
             return q_BHND, k_BHND, None
         assert k_BHND is not None
-        return q_BHND, *self.key_mix(k_BHND, before_BHSD)
+        return q_BHND, *self.key_mix(k_BHND, before_BHSD, documents)
 
     def relative(self) -> RelativeTables | None:
         """Return the terms by distance for the pattern; None: there are none."""
@@ -343,7 +349,7 @@ def base_options(config: Config) -> dict[str, Any]:
     options = common_options(config)
     options["scale"] = base_scale(config)
     options["attend_self"] = config.model.attend_self
-    return options
+    return options | encoder_options(config)
 
 
 def selection_options(config: Config) -> dict[str, Any]:
@@ -352,8 +358,15 @@ def selection_options(config: Config) -> dict[str, Any]:
     scales = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}
     options = common_options(config)
     options["scale"] = scales[config.routing.logit_scale]
-    options["attend_self"] = reads_self(config.routing)
-    return options
+    options["attend_self"] = reads_self(config)
+    return options | encoder_options(config)
+
+
+def encoder_options(config: Config) -> dict[str, Any]:
+    """Return what makes a pattern of an encoder; nothing for a decoder."""
+    if config.model.causal:
+        return {}
+    return {"causal": False}
 
 
 def base_scale(config: Config) -> float:

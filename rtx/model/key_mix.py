@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention import Documents
+
 
 class KeyMix(nn.Module):
     """Shifts keys to later positions, and adds a causal convolution over keys.
@@ -27,11 +29,17 @@ class KeyMix(nn.Module):
             zero_HDK = torch.zeros(heads, size, width)
             self.taps_HDK = nn.Parameter(zero_HDK)
 
-    def forward(self, k_BHND: Tensor, before_BHSD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        k_BHND: Tensor,
+        before_BHSD: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the mixed keys `[B, H, N, D]`, and `before_BHSD` of the next call.
 
         Args:
             before_BHSD: the S = shift + width - 1 keys before these; None: zeros, at position 0.
+            documents: a position gets zeros in place of keys of earlier documents.
         """
         N = k_BHND.shape[2]
         if before_BHSD is None:
@@ -40,9 +48,11 @@ class KeyMix(nn.Module):
         last_BHSD = longer_BHKD[:, :, N:]
         first = self.width - 1
         shifted_BHND = longer_BHKD[:, :, first : first + N]
+        if documents is not None:
+            shifted_BHND = keys_of_document(shifted_BHND, documents, self.shift)
         if self.taps_HDK is None:
             return shifted_BHND, last_BHSD
-        convolved_BHND = self.convolve(longer_BHKD, self.taps_HDK, N)
+        convolved_BHND = self.convolve(longer_BHKD, self.taps_HDK, N, documents)
         return shifted_BHND + F.silu(convolved_BHND), last_BHSD
 
     def zeros_before(self, k_BHND: Tensor) -> Tensor:
@@ -51,11 +61,26 @@ class KeyMix(nn.Module):
         earlier = self.shift + self.width - 1
         return k_BHND.new_zeros(B, H, earlier, D)
 
-    def convolve(self, longer_BHKD: Tensor, taps_HDK: Tensor, N: int) -> Tensor:
+    def convolve(
+        self,
+        longer_BHKD: Tensor,
+        taps_HDK: Tensor,
+        N: int,
+        documents: Documents | None,
+    ) -> Tensor:
         """Return the causal convolution of N positions, `[B, H, N, D]`."""
         products = []
         taps_HDK = taps_HDK.to(longer_BHKD.dtype)
         for first, tap_HD in enumerate(taps_HDK.unbind(-1)):
             window_BHND = longer_BHKD[:, :, first : first + N]
+            if documents is not None:
+                back = self.shift + self.width - 1 - first
+                window_BHND = keys_of_document(window_BHND, documents, back)
             products.append(window_BHND * tap_HD[:, None])
         return torch.stack(products).sum(0)
+
+
+def keys_of_document(earlier_BHND: Tensor, documents: Documents, back: int) -> Tensor:
+    """Return keys of `back` positions earlier, with zeros in place of those of other documents."""
+    is_other_BN = documents.position_BN < back
+    return earlier_BHND.masked_fill(is_other_BN[:, None, :, None], 0.0)

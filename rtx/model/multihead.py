@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from rtx.attention import Documents
 from rtx.model.heads import HeadGroup, HeadStream
 from rtx.model.linear import Linear
 from rtx.settings.derived import layer_patterns
@@ -91,12 +92,14 @@ class MultiheadAttention(nn.Module):
         x_BNE: Tensor,
         streaming: bool = False,
         memory_length: int = 0,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output `[B, N, E]` and its auxiliary loss.
 
         Args:
             streaming: every selection of keys is made from the prefix alone.
             memory_length: the number of positions at the start that serve as keys and values alone.
+            documents: the documents of the sequences; None: each sequence is one.
         """
         loss = x_BNE.new_zeros((), dtype=torch.float32)
         if self.training and self.has_key_loss:
@@ -104,7 +107,7 @@ class MultiheadAttention(nn.Module):
         outputs = []
         projected = self.project(x_BNE)
         for group, qkv in zip(self.head_groups(), projected, strict=True):
-            out_BHND, group_loss = group(*qkv, streaming, memory_length)
+            out_BHND, group_loss = group(*qkv, streaming, memory_length, documents)
             outputs.append(out_BHND)
             loss = loss + group_loss
         return self.join(outputs), loss

@@ -181,7 +181,10 @@ class LearnedPositions(nn.Module):
             covered = f"learned positions cover 0 to {self.length - 1} (data.length)"
             raise ValueError(f"position {last}: {covered}")
         device = self.tables[0].device
-        position_N = torch.arange(first, first + count, device=device)
+        return self.at(torch.arange(first, first + count, device=device))
+
+    def at(self, position_N: Tensor) -> Tensor:
+        """Return the vectors of some positions, `[..., E]`."""
         # Positions from one entry of an axis to the next; torch.compile has no unravel_index.
         stride = self.length
         vectors = []

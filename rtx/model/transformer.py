@@ -1,4 +1,7 @@
-"""The Routing Transformer: a decoder from a sequence of tokens to the likelihood of each.
+"""The Routing Transformer: from a sequence of tokens to the likelihood of each.
+
+It is a decoder, which predicts a token from those before it, or an encoder (model.causal=false),
+which predicts hidden tokens from both sides.
 
 Shapes: B sequences, N positions, A positions of answers, E hidden width, S embedding width, V
 vocabulary.
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention import Documents
 from rtx.attention.precision import widened
 from rtx.model.block import Block
 from rtx.model.compiling import recomputed_block
@@ -30,9 +34,10 @@ from rtx.settings.schema import Config
 
 
 class Transformer(nn.Module):
-    """The decoder of a resolved configuration; torch's global generator draws the first weights.
+    """The model of a resolved configuration; torch's global generator draws the first weights.
 
-    `loss` computes the loss of whole sequences; `rtx.model.decoding` generates token by token.
+    `loss` computes the loss of whole sequences, and `answers` that of some tokens, which an encoder
+    does not see; `rtx.model.decoding` generates token by token.
 
     Args:
         vocabulary: V.
@@ -162,6 +167,8 @@ class Transformer(nn.Module):
         tokens_BN: Tensor,
         streaming: bool = False,
         memory: Memory | None = None,
+        first_BN: Tensor | None = None,
+        hidden_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the last hidden vectors, `[B, N, S]`, and the auxiliary loss.
 
@@ -171,18 +178,33 @@ class Transformer(nn.Module):
             streaming: every selection of keys is made from the prefix alone, which changes the
                 outputs of routing=topk and of lsh=reformer.
             memory: the memory of earlier segments of the same streams, to which this one is added.
+            first_BN: the position of the first token of the document of each token, see
+                `Documents`: a token is predicted from its document alone. None: each sequence is
+                one document.
+            hidden_BN: which tokens an encoder must not see; None: it sees all.
         """
         if memory is None:
-            x_BNE, auxiliary = self.run_blocks(self.embedding(tokens_BN), streaming)
+            documents = several_documents(first_BN)
+            x_BNE = self.embedding(tokens_BN, documents=documents, hidden_BN=hidden_BN)
+            x_BNE, auxiliary = self.run_blocks(x_BNE, streaming, documents)
         else:
             x_BNE, auxiliary = self.continue_streams(memory, tokens_BN, streaming)
         return self.output(x_BNE), auxiliary
 
-    def run_blocks(self, x_BNE: Tensor, streaming: bool) -> tuple[Tensor, Tensor]:
+    def run_blocks(
+        self,
+        x_BNE: Tensor,
+        streaming: bool,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the output of the last block, `[B, N, E]`, and the auxiliary loss of all."""
+        inputs: tuple[Any, ...] = (streaming,)
+        if documents is not None:
+            # A block with a memory takes no documents.
+            inputs = (streaming, documents)
         total = x_BNE.new_zeros((), dtype=torch.float32)
         for block in self.blocks:
-            x_BNE, loss = self.run_block(block, x_BNE, streaming)
+            x_BNE, loss = self.run_block(block, x_BNE, *inputs)
             total = total + loss
         return x_BNE, total
 
@@ -219,16 +241,18 @@ class Transformer(nn.Module):
         tokens_BN: Tensor,
         streaming: bool = False,
         memory: Memory | None = None,
+        first_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return -log p of every token, in nats, `[B, N]`, and the auxiliary loss.
 
         The first token counts, too. A model with a memory reads a long sequence segment by segment.
-        For `streaming` and `memory` see `forward`.
+        For `streaming`, `memory` and `first_BN` see `forward`. An encoder has `answers` instead.
         """
+        assert self.model_config.causal, "an encoder would see the tokens that it predicts"
         has_segments = 0 < self.segment < tokens_BN.shape[1]
         if memory is None and has_segments:
             return self.loss_of_segments(tokens_BN, streaming)
-        hidden_BNS, auxiliary = self(tokens_BN, streaming, memory)
+        hidden_BNS, auxiliary = self(tokens_BN, streaming, memory, first_BN)
         if self.softmax is not None:
             return self.softmax.token_nats(hidden_BNS, tokens_BN), auxiliary
         nats_BN = token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN)
@@ -246,13 +270,18 @@ class Transformer(nn.Module):
         nats_BN = torch.cat(nats, dim=1)
         return nats_BN, torch.stack(losses).sum()
 
-    def fused_loss(self, tokens_BN: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+    def fused_loss(
+        self,
+        tokens_BN: Tensor,
+        memory: Memory | None = None,
+        first_BN: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the mean nats of all tokens, a scalar, and the auxiliary loss.
 
         This is the mean of `loss`, computed by Liger-Kernel, for training.
         """
         assert self.softmax is None, "the bands of an adaptive softmax have no fused loss"
-        hidden_BNS, auxiliary = self(tokens_BN, memory=memory)
+        hidden_BNS, auxiliary = self(tokens_BN, memory=memory, first_BN=first_BN)
         nats = fused_mean_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN)
         return nats, auxiliary
 
@@ -265,9 +294,12 @@ class Transformer(nn.Module):
         """Return the nats of the tokens at some positions, and whether each is the likeliest token.
 
         Both are `[B, A]`, with 0 and False where `position_BA` is -1. The third result is the
-        auxiliary loss of the whole sequences.
+        auxiliary loss of the whole sequences. An encoder does not see these tokens.
         """
-        hidden_BNS, auxiliary = self(tokens_BN, streaming)
+        hidden_BN = None
+        if not self.model_config.causal:
+            hidden_BN = are_among(position_BA, tokens_BN.shape[1])
+        hidden_BNS, auxiliary = self(tokens_BN, streaming, hidden_BN=hidden_BN)
         sequence_B = torch.arange(len(tokens_BN), device=position_BA.device)
         sequence_B1 = sequence_B[:, None]
         real_position_BA = position_BA.clamp(min=0)
@@ -296,3 +328,18 @@ class Transformer(nn.Module):
     def count_parameters(self) -> int:
         """Return the number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def are_among(position_BA: Tensor, length: int) -> Tensor:
+    """Return which of `length` positions are among some, of which -1 is none, bool `[B, N]`."""
+    is_there_BN = position_BA.new_zeros(len(position_BA), length + 1, dtype=torch.bool)
+    # The last column takes the positions that are none.
+    column_BA = torch.where(position_BA < 0, length, position_BA)
+    return is_there_BN.scatter(1, column_BA, True)[:, :length]
+
+
+def several_documents(first_BN: Tensor | None) -> Documents | None:
+    """Return the documents of sequences; None if each sequence is one document."""
+    if first_BN is None or not bool(first_BN.any()):
+        return None
+    return Documents(first_BN)

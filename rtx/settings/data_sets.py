@@ -33,7 +33,7 @@ SETS: dict[str, DataSet] = {
     "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
     "images": DataSet("rtx.data.images.own_images", image=True),
 }
-RECALL = ("recall", "mqar", "copy", "induction")
+RECALL = ("recall", "mqar", "copy", "induction", "masked")
 """Recall tasks."""
 LONG_CONTEXT = ("needles", "tracking", "counting")
 """Tasks whose questions are all at the end of a sequence."""

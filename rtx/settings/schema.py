@@ -67,6 +67,8 @@ SPREAD = ("ddp", "fsdp")
 
 # Values of `read_with`: another key, and its values (or parts, joined by +) that read the key.
 IF_HUB = {"data.name": ("hub",)}
+BOTH_SIDES = ("full", "local", "strided")
+"""Base patterns of an encoder (model.causal=false)."""
 IF_MADE = {"data.name": tuple(MADE)}
 IF_PAIRS = {"data.name": (*RECALL, "needles", "tracking")}
 IF_SUBWORDS = {"data.tokenizer": ("sentencepiece",)}
@@ -100,6 +102,9 @@ class DataConfig:
     length: int = key(1024, low=2, high=2**30)
     """Sequence length N in tokens; an image is one sequence, so image sets fix it to height x width
     x 3."""
+    documents: bool = key(False, read_with={"data.name": TEXTS}, since=Since("0.5.0", False))
+    """Whether attention, shifted keys and positions keep to the document of a position; false:
+    sequences are read whole."""
     fetch: Literal["hub", "archive"] = key("hub", read_with={"data.name": (*TWO_WAYS, "enwik8")})
     """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors
     published."""
@@ -142,7 +147,7 @@ class DataConfig:
     distance: int = key(
         0,
         low=0,
-        read_with={"data.name": ("mqar", "copy", "induction", *LONG_CONTEXT)},
+        read_with={"data.name": ("mqar", "copy", "induction", "masked", *LONG_CONTEXT)},
         since=Since("0.2.0", 0),
     )
     """Smallest distance in tokens between a pair and its question; all pairs come first but in
@@ -266,6 +271,9 @@ class ModelConfig:
     """Attention heads in each block."""
     hidden: int = key(256, low=1, high=2**20)
     """Width of the residual stream; a head has the size hidden / heads."""
+    causal: bool = key(True, since=Since("0.5.0", True))
+    """Whether a position reads earlier ones alone; false: both sides, an encoder that predicts
+    hidden units (data=masked)."""
     base: str = key("local", names=BASES, joined=True)
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh
     two to one."""

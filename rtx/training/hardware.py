@@ -161,14 +161,21 @@ def compiles(config: Config, gpu: bool) -> bool:
     hardware = config.hardware
     if hardware.compile != "auto":
         return bool(hardware.compile)
-    return gpu and hardware.name != "fsdp" and not config.model.memory and has_gpu_compiler()
+    if has_lists_of_batch(config):
+        return False
+    return gpu and hardware.name != "fsdp" and has_gpu_compiler()
 
 
 def records(config: Config, gpu: bool) -> bool:
     """Return hardware.graphs, where auto is true on one GPU."""
     if config.hardware.graphs != "auto":
         return bool(config.hardware.graphs)
-    return gpu and config.hardware.name not in SPREAD and not config.model.memory
+    return gpu and config.hardware.name not in SPREAD and not has_lists_of_batch(config)
+
+
+def has_lists_of_batch(config: Config) -> bool:
+    """Return whether the shapes of a pass depend on its batch: on its memory or its documents."""
+    return config.model.memory > 0 or config.data.documents
 
 
 def prepare_torch(config: Config, hardware: Hardware) -> None:

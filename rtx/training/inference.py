@@ -258,7 +258,9 @@ def score_split(
     all_windows = windows(len(tokens), *spans(flat(to_dict(run.config))))
     chosen = sample_windows(all_windows, limit, run.config.seed)
     report(f"{len(chosen):,} of {len(all_windows):,} windows of split {split}")
-    options = {"answers": store.answers, "reach": local_reach(run.config), **how}
+    starts = store.document_starts(split, run.config.data)
+    reach = local_reach(run.config)
+    options = {"answers": store.answers, "reach": reach, "starts": starts, **how}
     with run.autocast(), progress_bar("windows") as show:
         score = score_windows(run.model, tokens, chosen, **options, on_progress=show)
     if not math.isfinite(score.nats):

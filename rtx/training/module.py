@@ -89,12 +89,13 @@ class TrainingModule(pl.LightningModule):
         """Take an optimizer step. Weights and centroids change nowhere else.
 
         Args:
-            micro_batches: the tokens of this process, each `[B, N]` on the model's device.
+            micro_batches: the tokens of this process, each `[B, N]` on the model's device, or with
+                documents `[B, 2, N]`, see `tokens_and_documents`.
             step: the number of the step, counted from 1.
         """
         count = len(micro_batches)
-        for index, tokens_BN in enumerate(micro_batches):
-            objective = self.passes(tokens_BN.long(), self.memory(index))
+        for index, micro_batch in enumerate(micro_batches):
+            objective = self.passes(micro_batch.long(), self.memory(index))
             loss = objective.loss / count
             is_last = index + 1 == count
             self.backward_pass(loss, is_last)
@@ -162,12 +163,12 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score a batch of windows.
 
-        A batch contains the tokens `[B, N]` of the windows, how many tokens of each precede the
-        first scored token `[B]`, and the number of each window `[B]`. Number -1 marks padding: its
-        score is dropped, because another rank scores that window.
+        A batch contains the tokens of the windows as a micro-batch does, how many tokens of each
+        precede the first scored token `[B]`, and the number of each window `[B]`. Number -1 marks
+        padding: its score is dropped, because another rank scores that window.
         """
-        tokens_BN, skipped_B, number_B = batch
-        scored_BX = score_batch(self.model, (tokens_BN, skipped_B), self.answers, self.reach)
+        units, skipped_B, number_B = batch
+        scored_BX = score_batch(self.model, (units, skipped_B), self.answers, self.reach)
         number_B = number_B.cpu()
         numbered = torch.cat([number_B[:, None], scored_BX], dim=1)
         is_window_B = number_B >= 0

@@ -17,6 +17,7 @@ from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
 from rtx.attention.room import make_room
 from rtx.data.store import Answers
+from rtx.data.windows import tokens_and_documents
 from rtx.errors import UserError, shorten
 from rtx.model.compiling import compile_loss
 from rtx.model.memory import Memory
@@ -124,12 +125,20 @@ class Passes:
             self.loss = compile_loss(model, self.loss)
         self.loss = self.with_autocast(self.loss)
 
-    def __call__(self, tokens_BN: Tensor, memory: Memory | None = None) -> Objective:
-        """Compute the loss of a micro-batch; `memory` is that of its streams."""
+    def __call__(self, units: Tensor, memory: Memory | None = None) -> Objective:
+        """Compute the loss of a micro-batch.
+
+        Args:
+            units: its tokens `[B, N]`, or with documents what `tokens_and_documents` divides.
+            memory: that of its streams.
+        """
+        tokens_BN, first_BN = tokens_and_documents(units)
         with self.arithmetic.forward_context():
             if self.answers is not None:
                 return self.objective_of_answers(tokens_BN, self.answers)
-            options = {} if memory is None else {"memory": memory}
+            options: dict[str, Any] = {} if memory is None else {"memory": memory}
+            if first_BN is not None:
+                options["first_BN"] = first_BN
             nats_BN, auxiliary = self.loss(tokens_BN, **options)
             return Objective(nats_BN.mean(), nats_BN.new_zeros(()), auxiliary)
 

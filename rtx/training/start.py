@@ -148,7 +148,7 @@ def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
     for centroids in all_centroids(model):
         centroids.seed_with_next = True
         centroids.train()
-    model.loss(tokens_BN[:1])  # type: ignore[operator]
+    model(tokens_BN[:1])
     model.train(was_training)
 
 

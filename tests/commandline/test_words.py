@@ -78,7 +78,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train data=enwik9", "data=enwik9 (did you mean 'enwik8'?): must be one of cifar10, copy"),
         (
             "train data=enwik9",
-            "text, wikitext103 (a file of conf/data/); extensions=<file>.py adds names of your "
+            "tracking, wikitext103 (a file of conf/data/); extensions=<file>.py adds names of your "
             "own\n",
         ),
         ("train model=RT24", "model=RT24 (did you mean 'rt24'?): must be one of adaptive_input, "),

@@ -156,3 +156,23 @@ def test_held_out_splits_are_fixed_counted_and_named_by_the_fingerprint() -> Non
     assert len({RecallStore(task).fingerprint for task in [RECALL, RECALL, *others]}) == 7
     highest = sum(all_fields()[f"data.{name}"].high for name in ("keys", "values", "fillers"))
     assert highest < 2**16, "units are kept as uint16"
+
+
+def test_masked_hides_one_of_the_two_values_of_each_key_on_either_side():
+    task = replace(MQAR, name="masked")
+    tokens, at, distance = drawn(task, 300)
+    same, second, _ = drawn(INDUCTION, 300)
+    assert np.array_equal(tokens, same)
+    is_answer = at >= 0
+    assert np.array_equal(is_answer, second >= 0)
+    # The other value of the key is visible, and is the same.
+    is_first = (at != second)[is_answer]
+    rows = np.nonzero(is_answer)[0]
+    hidden = at[is_answer]
+    other = hidden + np.where(is_first, 1, -1) * distance[is_answer]
+    assert np.array_equal(tokens[rows, hidden], tokens[rows, other])
+    assert np.array_equal(tokens[rows, hidden - 1], tokens[rows, other - 1])
+    assert 0.4 < is_first.mean() < 0.6
+    assert (distance[is_answer] >= task.distance).all()
+    shown = {(row, place) for row, place in zip(rows.tolist(), other.tolist(), strict=True)}
+    assert shown.isdisjoint(zip(rows.tolist(), hidden.tolist(), strict=True))

@@ -16,10 +16,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rtx.data import preparation, store
 from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
+from rtx.data.sampler import ShuffledWindows
 from rtx.data.store import DamagedStore, TokenStore, is_verified
+from rtx.data.windows import Window, read_windows, tokens_and_documents
 from rtx.errors import RunFailed, UserError
 from rtx.settings.compose import compose_data
-from rtx.settings.schema import DataConfig
+from rtx.settings.schema import Config, DataConfig
 from tests.helpers.disturbances import damage
 from tests.helpers.made_sets import SETS, prose, refused, write_table
 
@@ -305,10 +307,9 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     (root / "downloads" / "x.zip.part").write_bytes(b"12345")
     (root / "my-own").mkdir()
     part, store_line = listing(root)
-    assert (
-        "downloads/x.zip.part  unfinished" in part
-        and f"{folder.name}  data=text data." in store_line
-    )
+    assert part.split()[1:] == ["downloads/x.zip.part", "unfinished"]
+    assert store_line.split()[1:3] == [folder.name, "data=text"]
+    assert part.index("unfinished") == store_line.index("data=text"), "columns line up"
     for name in ("my-own", "../text", "downloads/x.zip.part", folder.name[:-1]):
         with pytest.raises(UserError, match="no store of this name"):
             remove_store(root, name)
@@ -316,3 +317,49 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     remove_store(root, folder.name, said.append)
     assert said[0].startswith(f"{folder}: removed, ") and len(said) == 2
     assert sorted(path.name for path in root.iterdir()) == ["downloads", "my-own"]
+
+
+def test_sequences_and_windows_have_the_documents_of_their_units(data, root):
+    apart = dataclasses.replace(data, documents=True)
+    found = opened(apart, root)
+    units = found.split("train")
+    begins = found.document_starts("train", apart)
+    assert begins is not None and begins.tolist() == [0, len(TEXT)]
+    assert found.document_starts("train", data) is None
+    # The store is the same whether documents are kept apart or not.
+    assert opened(data, root).folder == found.folder
+    config = Config(data=apart)
+    sampler = found.training_sampler(config)
+    assert isinstance(sampler, ShuffledWindows)
+    plain = found.training_sampler(dataclasses.replace(config, data=data))
+    crossing = 0
+    for number in range(2 * len(units) // data.length):
+        tokens, first = sampler.sequence(number)
+        assert np.array_equal(tokens, plain.sequence(number))
+        begin = len(TEXT) - sampler.start(number)
+        expected = np.zeros(data.length, int)
+        if 0 < begin < data.length:
+            expected[begin:] = begin
+            crossing += 1
+        assert np.array_equal(first, expected)
+    assert crossing
+    window = Window(len(TEXT) - 5, len(TEXT) + 11, len(TEXT))
+    batch, skipped_B = read_windows(units, [window], begins)
+    tokens_BN, first_BN = tokens_and_documents(batch)
+    assert np.array_equal(tokens_BN[0], units[window.start : window.stop])
+    assert first_BN is not None and first_BN.tolist() == [[0] * 5 + [5] * 11]
+    assert skipped_B.tolist() == [5]
+
+
+def test_documents_are_refused_where_there_are_none_or_they_are_damaged(data, root):
+    apart = dataclasses.replace(data, documents=True)
+    found = opened(apart, root)
+    np.save(found.folder / "valid.starts.npy", np.array([0, 3]))
+    with pytest.raises(DamagedStore, match=r"valid.starts.npy: damaged: expected ascending starts"):
+        found.document_starts("valid", apart)
+    (found.folder / "valid.starts.npy").unlink()
+    with pytest.raises(DamagedStore, match=r"valid.starts.npy: damaged"):
+        found.document_starts("valid", apart)
+    images = dataclasses.replace(found, image=(2, 2))
+    with pytest.raises(UserError, match=r"data.documents=true: data=text has no documents"):
+        images.document_starts("train", apart)

@@ -173,7 +173,10 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
         group[name.removeprefix("routing_")] = value
     routing = RoutingConfig(**clusters)
     model = ModelConfig(**sizes)
-    return resolve(Config(data=DataConfig(length=length), routing=routing, model=model))
+    data = DataConfig(length=length)
+    if not model.causal:
+        data = DataConfig(name="masked", length=length, pairs=1)
+    return resolve(Config(data=data, routing=routing, model=model))
 
 
 def tiny_model(seed: int = 0, **config: Any) -> Transformer:

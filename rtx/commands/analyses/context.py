@@ -35,13 +35,15 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Compute and print the loss by position, and with ever less context."""
     config = run.config
     tokens = store.split(options.split)
+    starts = store.document_starts(options.split, config.data)
     cut = whole_windows(store, options.split, config.data.length)
     chosen = sample_windows(cut, options.windows, options.seed)
     streaming = options.mode == "streaming"
 
     def score(spans: Sequence[Window]) -> list[np.ndarray]:
         with run.autocast(), progress_bar("spans") as show:
-            return unit_bits(run.model, tokens, spans, streaming=streaming, on_progress=show)
+            how = {"streaming": streaming, "starts": starts, "on_progress": show}
+            return unit_bits(run.model, tokens, spans, **how)
 
     bits_KN = np.stack(score(chosen))
     values = flat(to_dict(config))

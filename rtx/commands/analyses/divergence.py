@@ -16,8 +16,8 @@ from rtx.training.inference import LoadedRun
 
 def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
     """Compute and print divergences by layer, and as a mean over the layers."""
-    length = run.config.data.length
-    chosen = sampled_windows(store, options.split, length, options.sequences, options.seed)
+    data = run.config.data
+    chosen = sampled_windows(store, options.split, data, options.sequences, options.seed)
     tokens_BN, _ = read_windows(store.split(options.split), chosen)
     with run.autocast(), progress_bar("layers") as show:
         rows = divergences(

@@ -39,8 +39,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     layer = options.layer
     if layer is None:
         layer = run.config.model.layers - 1
-    length = run.config.data.length
-    chosen = sampled_windows(store, options.split, length, 1, options.seed)
+    chosen = sampled_windows(store, options.split, run.config.data, 1, options.seed)
     tokens_1N, _ = read_windows(store.split(options.split), chosen)
     N = tokens_1N.shape[1]
     position_P = torch.linspace(0, N - 1, min(MAX_ROWS, N)).round().long()

@@ -67,7 +67,7 @@ def tokens_of_pairs(data: DataConfig) -> int:
     """Return the least number of tokens that pairs and questions of a recall task need."""
     if data.name == "copy":
         return 2 * data.pairs + 2
-    if data.name == "induction":
+    if data.name in ("induction", "masked"):
         return 8 * data.pairs
     return 4 * data.pairs
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from rtx.errors import written
 from rtx.settings.data_sets import MADE
-from rtx.settings.derived import routes, sizes_of
+from rtx.settings.derived import reads_self, routes, sizes_of
+from rtx.settings.names import BASES
 from rtx.settings.rules.rule import at_most, rule
-from rtx.settings.schema import BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
+from rtx.settings.schema import BOTH_SIDES, BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
 
 WITHOUT_WINDOW = {"full", "recurrent", *SPARSE}
 """Base patterns that do not read model.window."""
@@ -235,6 +236,59 @@ def memory_of_segments(config: Config) -> Iterator[str]:
     if config.hardware.compile is True:
         memory = f"model.memory={model.memory}, which grows over the first steps"
         yield f"hardware.compile=true is not for {memory}"
+
+
+@rule("model.causal", "data.name")
+def data_of_encoder(config: Config) -> Iterator[str]:
+    """An encoder predicts hidden units, and only an encoder does."""
+    name = config.data.name
+    if not config.model.causal and name != "masked":
+        reason = "an encoder would see the units that it predicts"
+        yield f"model.causal=false needs data=masked, not {name}, of which {reason}"
+    if config.model.causal and name == "masked":
+        reason = "whose units are predicted from both sides"
+        yield f"data=masked, {reason}, needs model.causal=false, as model=encoder has it"
+
+
+@rule(
+    "model.causal",
+    "model.base",
+    "model.positions",
+    "model.attend_self",
+    "routing.heads",
+    "routing.layers",
+    "routing.selection",
+    "routing.keys",
+    "routing.attend_self",
+)
+def heads_of_encoder(config: Config) -> Iterator[str]:
+    """Heads of an encoder read both sides, always their own position, and have no distances."""
+    model = config.model
+    if model.causal:
+        return
+    if not set(patterns_of(config)) <= {*BOTH_SIDES}:
+        allowed = ", ".join(BOTH_SIDES)
+        yield f"model.causal=false is for model.base of {allowed}, not {model.base}"
+    if model.positions in ("shaw", "xl"):
+        allowed = "rotary, learned, axial or none"
+        yield f"model.positions={model.positions} needs model.causal=true; take {allowed}"
+    selection = config.routing.selection
+    if routes(config) and selection not in CLUSTERED:
+        allowed = ", ".join(CLUSTERED)
+        yield f"model.causal=false is for routing.selection of {allowed}, not {selection}"
+    if not model.attend_self:
+        yield "model.attend_self=false needs model.causal=true"
+    if routes(config) and not reads_self(config):
+        yield "routing.attend_self=false needs model.causal=true; take true"
+
+
+@rule("data.documents", "model.base")
+def documents_of_base(config: Config) -> Iterator[str]:
+    """Segments of streams read earlier segments, of whatever document."""
+    if config.data.documents and config.model.base == "recurrent":
+        allowed = ", ".join(name for name in BASES if name != "recurrent")
+        reason = "which goes on from segment to segment"
+        yield f"data.documents=true is not for model.base=recurrent, {reason}; take {allowed}"
 
 
 @rule("model.positions", "model.tie_biases", "hardware.name")

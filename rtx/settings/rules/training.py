@@ -104,6 +104,17 @@ def graphs_of_one_gpu(config: Config) -> Iterator[str]:
         yield "hardware.graphs=true is not for hardware=ddp or fsdp, nor for model.memory"
 
 
+@rule("data.documents", "hardware.compile", "hardware.graphs")
+def passes_of_documents(config: Config) -> Iterator[str]:
+    """What a pass with documents reads depends on the batch."""
+    if not config.data.documents:
+        return
+    for key, value in (("compile", config.hardware.compile), ("graphs", config.hardware.graphs)):
+        if value is True:
+            reason = "whose lists differ from batch to batch; take auto or false"
+            yield f"hardware.{key}=true is not for data.documents=true, {reason}"
+
+
 @rule("hardware.loss", "hardware.name", "hardware.precision", "model.embedding", "data.name")
 def fused_loss(config: Config) -> Iterator[str]:
     """Liger-Kernel computes a loss over all tokens by one whole output matrix."""
