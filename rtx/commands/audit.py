@@ -14,6 +14,7 @@ from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED
 from rtx.attention import Pattern
 from rtx.cli.options import AuditOptions
 from rtx.cli.request import Request
+from rtx.colour import GREEN, RED, YELLOW, painted
 from rtx.data.store import Store
 from rtx.data.windows import read_windows, sample_windows, windows
 from rtx.errors import plural
@@ -111,7 +112,7 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> tuple[ChangesRecord, li
             "repeat": audit.repeat,
         }
         changes[mode] = {**verdicts, "rows": rows}
-        print(f"\n{mode}: {verdict(audit)}")
+        print(f"\n{mode}: {painted(verdict(audit), colour_of(audit))}")
         print_table([shown_move(row) for row in rows], MOVES)
     if choices := choice_gradients(run.model, ids_BN[:1].roll(-1, dims=1)):
         print("\nwhat trains each choice of keys")
@@ -154,6 +155,13 @@ def verdict(audit: Audit) -> str:
         return f"sees no future: nothing in the past moved by more than {audit.tolerance:.0e}"
     places = [f"layer {layer} ({named(heads)} heads)" for layer, heads in audit.origins]
     return f"sees the future; arises in {', '.join(places)}"
+
+
+def colour_of(audit: Audit) -> int:
+    """Return the colour of the verdict."""
+    if audit.repeat > audit.tolerance:
+        return YELLOW
+    return RED if audit.sees_future else GREEN
 
 
 def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> PriceRecord:

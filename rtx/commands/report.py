@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rtx.cli.request import Request
+from rtx.colour import BOLD, painted
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.report.contents import Report, build
 from rtx.report.formats import write
@@ -70,7 +71,8 @@ def default_folder(runs: Sequence[Path]) -> Path:
 def report_lines(report: Report, width: int) -> list[str]:
     """Return a report for a terminal of `width` columns."""
     if report.answer:
-        lines = wrapped([report.headline, *report.lines], width)
+        (headline,) = wrapped([report.headline], width)
+        lines = [painted(headline, BOLD), *wrapped(report.lines, width)]
         ranking = replace(report.answer, lines=[])
         lines += ["", table_text(ranking, width, intervals=True), ""]
         lines += wrapped([report.noise, *report.answer.lines], width)

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import ConfigDict
 
 from rtx.cli.request import Request
+from rtx.colour import with_state
 from rtx.errors import UserError, printable
 from rtx.runs.folder import ENVIRONMENT, outputs_root, runs_below, shown
 from rtx.runs.records import Record, read_record
@@ -50,7 +51,12 @@ def main(request: Request) -> int:
         differs = " ".join(word for word in words if word not in shared)
         rows.append(row_of(run, root, differs))
     width = terminal_width() if sys.stdout.isatty() else None
-    print("\n".join(listed(rows, width)))
+    # The row's state is the last word of its line; the first line has the titles.
+    head, *lines = listed(rows, width)
+    states = [row[-1] for row in rows]
+    for number, state in enumerate(states):
+        lines[number] = with_state(lines[number], state)
+    print("\n".join([head, *lines]))
     return 0
 
 

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rtx.cli.request import Request
+from rtx.colour import with_state
 from rtx.errors import UserError, printable
 from rtx.progress import clock
 from rtx.runs.folder import METRICS, outputs_root, shown
@@ -94,7 +95,7 @@ def board(root: Path, width: int = 80) -> tuple[Group, bool]:
     lines += cell_lines(cells, width)
     if any("~" in cell.bits for cell in cells):
         lines.append(SAMPLED)
-    return Group(*map(Text, lines)), counts.keys() <= {"done", "failed"}
+    return Group(*map(Text.from_ansi, lines)), counts.keys() <= {"done", "failed"}
 
 
 def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
@@ -110,7 +111,7 @@ def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
     head, *texts = aligned([heads, *rows], right={2, 3, 4})
     lines = [head]
     for cell, text in zip(cells, texts, strict=True):
-        lines.append(text)
+        lines.append(with_state(text, cell.state))
         lines += textwrap.wrap(
             printable(cell.reason), width, initial_indent="  ", subsequent_indent="  "
         )

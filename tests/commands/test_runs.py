@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rtx.runs.status import utc_now
 from tests.helpers.small_runs import Workshop
 
 OLD, NEW = "20260101-000000-abcd1234", "20260102-000000-9876fedc"
@@ -88,6 +89,24 @@ def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
     (row,) = [line for line in lines if names[0] in line]
     seen = {140: whole, 80: short[:20], 60: "unknown", 40: "unknown"}
     assert seen[columns] in row
+
+
+@pytest.mark.parametrize(("refusal", "is_coloured"), [("", True), ("1", False)])
+def test_a_terminal_shows_states_in_colour_unless_no_color_is_set(
+    tmp_path: Path, refusal: str, is_coloured: bool
+) -> None:
+    for name, state in ((NEW, "failed"), (OLD, "done")):
+        run = tmp_path / "done" / name
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("seed: 0\n")
+        status = {"state": state, "step": 9, "steps": 9, "host": "here", "pid": 1}
+        (run / "status.json").write_text(json.dumps({**status, "heartbeat": utc_now()}))
+    program = f"from rtx.cli.main import main; main(['runs', {str(tmp_path)!r}])"
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": refusal}
+    lines = on_a_terminal([sys.executable, "-c", program], environment)
+    ends = {"\x1b[31mfailed\x1b[0m", "\x1b[32mdone\x1b[0m"} if is_coloured else {"failed", "done"}
+    assert {line.split()[-1] for line in lines[1:3]} == ends
+    assert "\x1b" not in lines[0] and "done/" in lines[1], "the name of a run has no colour"
 
 
 def on_a_terminal(command: list[str], environment: dict[str, str]) -> list[str]:
