@@ -84,13 +84,11 @@ def check_memory(memory: int, length: int, takes_memory: bool) -> None:
 
 
 def check_both_sides(pattern: Any) -> None:
-    """Refuse causal=False of patterns that are always causal, and without a position's own key."""
+    """Refuse causal=False of patterns that are always causal."""
     name = type(pattern).__name__
     if not pattern.takes_both_sides:
         allowed = "Full, Local, Strided, Random, TopK, Thresholds or Nearest"
         raise ValueError(f"causal=False: {name} reads earlier positions alone: take {allowed}")
-    if not pattern.attend_self:
-        raise ValueError("attend_self=False: must be True or None with causal=False")
 
 
 def check_causal(is_causal: bool, what: str) -> None:
@@ -112,6 +110,8 @@ def check_across(
         counts = f"{k_BHND.shape[2]} keys for {q_BHND.shape[2]} queries"
         needs = f"{name} chooses by the positions of queries: take Full, or TopK"
         raise ValueError(f"k_BHND has {counts}: {needs} with keys='separate'")
+    if not pattern.attend_self:
+        raise ValueError("attend_self=False: must be True for keys of another sequence")
     if not is_plain:
         allowed = "neither rotate nor real_BN nor documents"
         raise ValueError(f"k_BHND has another length than q_BHND: cross-attention takes {allowed}")

@@ -71,7 +71,7 @@ class Pattern(nn.Module, ABC):
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
             give the same results, up to rounding.
         causal: False: without a left-to-right mask, as in an encoder. A position then reads later
-            positions, too, always its own, and there are no streams and no tables by distance.
+            positions, too, and there are no streams and no tables by distance.
 
     Raises:
         ValueError: an argument out of its range, or causal=False of a pattern that is always causal
@@ -123,7 +123,7 @@ class Pattern(nn.Module, ABC):
         self.dropout = dropout
         self.backend = backend
         if attend_self is None:
-            attend_self = self.attend_self or not causal
+            attend_self = self.attend_self
         self.attend_self = attend_self
         self.causal = causal
         if not causal:
