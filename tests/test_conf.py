@@ -25,7 +25,7 @@ from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options
 from rtx.settings.rules import resolve
-from rtx.settings.schema import GROUPS, Config, all_fields, with_values
+from rtx.settings.schema import CLUSTERED, GROUPS, Config, all_fields, with_values
 from rtx.sweeps.cells import lay_out
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
@@ -250,6 +250,8 @@ def test_a_model_writes_its_own_keys(model: str) -> None:
     sizes = {"data.length"}
     if model not in BASELINES:
         sizes |= {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
+    if model == "encoder":
+        sizes.add("routing.keys")  # K <- Q is a step of the left-to-right mask
     assert "model.window" in keys
     assert {key for key in keys if not key.startswith("model.")} == sizes
 
@@ -258,7 +260,7 @@ def test_a_model_writes_its_own_keys(model: str) -> None:
 def test_a_model_names_its_source_and_how_to_train_it(model: str) -> None:
     lines = header("model", model)
     titles = ["# Source: "]
-    if model not in ("tiny", "recall"):
+    if model not in ("tiny", "recall", "encoder"):
         titles += ["# Score: ", "# The released code differs"]
     for title in titles:
         assert any(line.startswith(title) for line in lines), title
@@ -314,7 +316,8 @@ def test_topk_is_algorithm_1_with_every_model_and_none_has_no_routing_heads(mode
     assert isinstance(file, DictConfig)
     assert {key: getattr(routing, str(key)) for key in file} == OmegaConf.to_container(file)
     others = (routing.keys, routing.key_shift, routing.key_conv, routing.rotary, routing.merge)
-    assert others == ("shared", 0, 1, True, "mean")
+    keys = "separate" if model == "encoder" else "shared"
+    assert others == (keys, 0, 1, True, "mean")
 
 
 ROUTINGS = [routing for routing in options("routing") if routing != "none"]
@@ -414,7 +417,13 @@ def take_step(config: Config) -> None:
     model = Transformer(config, 256).train()
     optimizer = build_optimizer(model, config.optimizer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    nats_BN, auxiliary = model.loss(torch.randint(0, 256, (2, config.data.length)))
+    tokens_BN = torch.randint(0, 256, (2, config.data.length))
+    if config.model.causal:
+        nats_BN, auxiliary = model.loss(tokens_BN)
+    else:
+        nats_BN, _, auxiliary = model.answers(
+            tokens_BN, torch.arange(config.data.length).expand(2, -1)
+        )
     (nats_BN.mean() + auxiliary).backward()
     set_learning_rate(optimizer, learning_rate(config, 1))
     optimizer.step()
@@ -429,7 +438,12 @@ def take_step(config: Config) -> None:
 
 
 ROUTED = [[f"model={model}"] for model in MODELS if model not in BASELINES]
-ROUTED = [[*words, f"routing={routing}"] for words in ROUTED for routing in ROUTINGS]
+ROUTED = [
+    [*words, f"routing={routing}"]
+    for words in ROUTED
+    for routing in ROUTINGS
+    if words != ["model=encoder"] or routing in CLUSTERED
+]
 OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [
     [f"optimizer={name}"] for name in options("optimizer")
 ]

@@ -384,10 +384,6 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
             "model.causal=false",
             "model.causal=false needs data=masked, not stdlib, of which an encoder",
         ),
-        (
-            "data.name=masked data.keys=99",
-            "data=masked, whose units are predicted from both sides,",
-        ),
         *(
             (f"{ENCODER} {words}", said)
             for words, said in (
@@ -400,8 +396,6 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
                     "routing.selection=exact routing.keys=separate",
                     "is for routing.selection of causal, topk, nearest, random, not exact",
                 ),
-                ("model.attend_self=false", "model.attend_self=false needs model.causal=true"),
-                ("routing.attend_self=false", "routing.attend_self=false needs model.causal=true"),
             )
         ),
         ("name=a/b", "name='a/b' must be a folder's name"),

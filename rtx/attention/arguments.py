@@ -92,13 +92,11 @@ def check_memory(memory: int, length: int, takes_memory: bool) -> None:
 
 
 def check_both_sides(pattern: Any) -> None:
-    """Refuse causal=False of patterns that are always causal, and without a position's own key."""
+    """Refuse causal=False of patterns that are always causal."""
     name = type(pattern).__name__
     if not pattern.takes_both_sides:
         allowed = "Full, Local, Strided, Random, TopK, Thresholds or Nearest"
         raise ValueError(f"causal=False: {name} reads earlier positions alone: take {allowed}")
-    if not pattern.attend_self:
-        raise ValueError("attend_self=False: must be True or None with causal=False")
 
 
 def check_causal(is_causal: bool, what: str) -> None:
@@ -107,20 +105,36 @@ def check_causal(is_causal: bool, what: str) -> None:
         raise ValueError(f"{what}: needs causal=True, as positions read later ones without it")
 
 
+def check_both_sides_call(
+    relative: RelativeTables | None,
+    streaming: bool,
+    memory: int,
+) -> None:
+    """Refuse arguments of `Pattern.forward` that need a left-to-right mask."""
+    check_causal(relative is None, "relative")
+    check_causal(not streaming, "streaming=True")
+    check_causal(not memory, "memory")
+
+
 def check_across(
     pattern: Any,
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
-    is_plain: bool,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    others: tuple[object, ...],
 ) -> None:
-    """Refuse cross-attention of patterns that need positions, and tensors that do not fit."""
+    """Refuse cross-attention of patterns that need positions, and tensors that do not fit.
+
+    Args:
+        others: the rotation, padding and documents, which must be None.
+    """
+    q_BHND, k_BHND, v_BHND = qkv
     if not pattern.takes_other_keys:
         name = type(pattern).__name__
         counts = f"{k_BHND.shape[2]} keys for {q_BHND.shape[2]} queries"
         needs = f"{name} chooses by the positions of queries: take Full, or TopK"
         raise ValueError(f"k_BHND has {counts}: {needs} with keys='separate'")
-    if not is_plain:
+    if not pattern.attend_self:
+        raise ValueError("attend_self=False: must be True for keys of another sequence")
+    if any(other is not None for other in others):
         allowed = "neither rotate nor real_BN nor documents"
         raise ValueError(f"k_BHND has another length than q_BHND: cross-attention takes {allowed}")
     check_tensor("v_BHND", v_BHND)

@@ -127,7 +127,7 @@ class ClusterPattern(Pattern):
         merge: str = "mean",
         **options: Any,
     ) -> None:
-        if attend_self is None and options.get("causal", True):
+        if attend_self is None:
             attend_self = has_keys
         super().__init__(attend_self=attend_self, **options)
         check_positive(window=window)
@@ -161,7 +161,7 @@ class ClusterPattern(Pattern):
         """Return which members read which, as packed lists."""
         N = qk.q_BHND.shape[2]
         if not self.causal:
-            return members_around(queries, keys, N, self.window)
+            return members_around(queries, keys, N, self.window, self.attend_self)
         part = members_read(queries, keys, N, self.window, self.attend_self)
         return bounded(part, qk)
 
@@ -294,7 +294,7 @@ class Random(ClusterPattern):
         """Return the result of `reads` for B sequences of N positions."""
         members = self.members(B, H, N, device)
         if not self.causal:
-            return [members_around(members, members, N, self.window)]
+            return [members_around(members, members, N, self.window, self.attend_self)]
         return [members_read(members, members, N, self.window, self.attend_self)]
 
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:

@@ -19,6 +19,7 @@ from rtx.attention import grouped
 from rtx.attention.arguments import (
     check_across,
     check_both_sides,
+    check_both_sides_call,
     check_call,
     check_causal,
     check_choice,
@@ -74,7 +75,7 @@ class Pattern(nn.Module, ABC):
         backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`. All
             give the same results, up to rounding.
         causal: False: without a left-to-right mask, as in an encoder. A position then reads later
-            positions, too, always its own, and there are no streams and no tables by distance.
+            positions, too, and there are no streams and no tables by distance.
 
     Raises:
         ValueError: an argument out of its range, or causal=False of a pattern that is always causal
@@ -134,7 +135,7 @@ class Pattern(nn.Module, ABC):
         self.register_parameter("sink_H", None)
         self.sink_H: nn.Parameter | None
         if attend_self is None:
-            attend_self = self.attend_self or not causal
+            attend_self = self.attend_self
         self.attend_self = attend_self
         self.causal = causal
         if not causal:
@@ -348,44 +349,45 @@ class Pattern(nn.Module, ABC):
             ValueError: tensors that do not fit together. The message names the argument.
         """
         if not self.causal:
-            check_causal(relative is None, "relative")
-            check_causal(not streaming, "streaming=True")
-            check_causal(not memory, "memory")
+            check_both_sides_call(relative, streaming, memory)
             if k_BHND is not None and k_BHND.shape[2:3] != q_BHND.shape[2:3]:
-                is_plain = rotate is None and real_BN is None and documents is None
-                return self.forward_across(q_BHND, k_BHND, v_BHND, is_plain, check_finite)
+                others = (rotate, real_BN, documents)
+                return self.forward_across((q_BHND, k_BHND, v_BHND), others, check_finite)
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, self.queries)
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
         check_memory(memory, q_BHND.shape[2], self.takes_memory)
         check_documents(documents, q_BHND, memory)
         qkv = (q_BHND, k_BHND, v_BHND)
-        if real_BN is not None and bool(real_BN.all()):
-            real_BN = None
         attend_unpadded = partial(
             self.forward_unpadded,
             rotate=rotate,
             relative=relative,
             streaming=streaming,
         )
+        if real_BN is not None and not bool(real_BN.all()):
+            if documents is None:
+                return attend_padded(attend_unpadded, qkv, real_BN, memory)
+            return attend_groups(attend_unpadded, qkv, *groups_of_documents(documents, real_BN))
+        if documents is not None and self.attends_documents_apart(rotate, relative):
+            return attend_groups(attend_unpadded, qkv, *groups_of_documents(documents))
+        return attend_unpadded(qkv, memory, documents=documents)
+
+    def attends_documents_apart(
+        self,
+        rotate: Rotate | None,
+        relative: RelativeTables | None,
+    ) -> bool:
+        """Return whether documents are attended as sequences, as nothing bounds what is read."""
         # With tables by distance, logits depend on the angles of rotated queries, which must then
         # begin anew with each document.
         is_turned_anew = rotate is not None and relative is not None
-        is_bounded = self.bounds_documents and self.causal
-        is_bounded = is_bounded and not is_turned_anew and real_BN is None
-        if documents is not None and not is_bounded:
-            groups, row_J = groups_of_documents(documents, real_BN)
-            return attend_groups(attend_unpadded, qkv, groups, row_J)
-        if real_BN is not None:
-            return attend_padded(attend_unpadded, qkv, real_BN, memory)
-        return attend_unpadded(qkv, memory, documents=documents)
+        return is_turned_anew or not self.bounds_documents or not self.causal
 
     def forward_across(
         self,
-        q_BHND: Tensor,
-        k_BHND: Tensor,
-        v_BHND: Tensor,
-        is_plain: bool,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        others: tuple[object, ...],
         check_finite: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward` for another number of keys than of queries.
@@ -393,9 +395,10 @@ class Pattern(nn.Module, ABC):
         The shorter ones are filled up with zeros, which no query reads and no list contains.
 
         Args:
-            is_plain: whether there are neither padding nor documents nor rotation.
+            others: arguments that must be None here.
         """
-        check_across(self, q_BHND, k_BHND, v_BHND, is_plain)
+        check_across(self, qkv, others)
+        q_BHND, k_BHND, v_BHND = qkv
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, None, None)
         queries = q_BHND.shape[2]

@@ -45,6 +45,7 @@ from rtx.attention.reads import (
     bounded_read,
     first_rows,
     pack,
+    with_own_holes,
     without_self,
 )
 
@@ -223,6 +224,9 @@ class PositionPattern(Pattern):
         parts = [ranges_of(lists, B, H, memory) for lists in all_lists]
         if self.attend_self:
             return parts
+        if not self.causal:
+            # Patterns that read both sides have one part.
+            return [with_own_holes(part) for part in parts]
         return without_self(parts, B * H * N)
 
     @property

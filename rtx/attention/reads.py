@@ -256,6 +256,7 @@ def members_around(
     keys: MemberLists,
     length: int,
     window: int,
+    attend_self: bool = True,
 ) -> RangeReads:
     """Return ranges: every query reads the `window` keys of its list that are around its position.
 
@@ -264,6 +265,7 @@ def members_around(
 
     Args:
         length: N.
+        attend_self: False: a query leaves out its own key, unless that is the only one.
     """
     key_order_M = order(keys, length)
     query_order_P = order(queries, length)
@@ -274,7 +276,22 @@ def members_around(
     last_start_P = (stop_of_list_P - window).maximum(first_P)
     start_P = start_P.maximum(first_P).minimum(last_start_P)
     stop_P = (start_P + window).minimum(stop_of_list_P)
-    return RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+    part = RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+    if attend_self:
+        return part
+    return with_own_holes(part)
+
+
+def with_own_holes(part: RangeReads) -> RangeReads:
+    """Return ranges with a hole at the query's own key, unless a range has that key alone."""
+    row_P = part.query.row_M
+    has_others_P = part.stop_P - part.start_P > 1
+    holes = Holes(
+        value_IM=part.key.row_M[None],
+        low_IP=row_P[None],
+        high_IP=(row_P + has_others_P.long())[None],
+    )
+    return part._replace(holes=holes)
 
 
 def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Tensor:

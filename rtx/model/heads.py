@@ -406,7 +406,7 @@ def selection_options(config: Config) -> dict[str, Any]:
     scales = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}
     options = common_options(config)
     options["scale"] = scales[config.routing.logit_scale]
-    options["attend_self"] = reads_self(config)
+    options["attend_self"] = reads_self(config.routing)
     return options | encoder_options(config)
 
 

@@ -223,8 +223,7 @@ def preset_routing(config: Config) -> dict[str, Any]:
     rules = {key: value for key, value in in_file.items() if key not in ROUTING_SIZES}
     sizes = {size: getattr(config.routing, size) for size in ROUTING_SIZES}
     routing = RoutingConfig(**{**rules, **sizes})
-    attend_self = reads_self(replace(config, routing=routing))
-    routing = replace(routing, attend_self=attend_self)
+    routing = replace(routing, attend_self=reads_self(routing))
     return {f"routing.{key}": value for key, value in vars(routing).items()}
 
 

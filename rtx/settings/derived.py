@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rtx.settings.data_sets import SETS
-from rtx.settings.schema import TEXTS, Config, DataConfig, ModelConfig
+from rtx.settings.schema import TEXTS, Config, DataConfig, ModelConfig, RoutingConfig
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; other groups have the name of their pattern."""
@@ -77,14 +77,11 @@ def hash_buckets(config: Config) -> int:
     return max(2, 2 * half)
 
 
-def reads_self(config: Config) -> bool:
+def reads_self(routing: RoutingConfig) -> bool:
     """Whether routing heads always read their own position: routing.attend_self.
 
-    Unset: whether the key of a position differs from its query, and in an encoder always.
+    Unset: whether the key of a position differs from its query.
     """
-    routing = config.routing
-    if not config.model.causal and routing.attend_self is None:
-        return True
     if routing.attend_self is not None:
         return routing.attend_self
     return routing.keys in ("separate", "projected") or routing.key_shift > 0

@@ -47,7 +47,7 @@ ALWAYS_CAUSAL = (
 
 def encoder(kind: str, case: Case, **options: Any) -> Pattern:
     """Return a pattern of a kind without a left-to-right mask."""
-    return make(kind, replace(case, attend_self=True), causal=False, **options)
+    return make(kind, case, causal=False, **options)
 
 
 def encoder_case(case: Case) -> Case:
@@ -167,8 +167,8 @@ def test_bad_calls_are_refused_in_one_line() -> None:
         (partial(full, q, k, v, relative=tables), "relative: needs causal=True"),
         (partial(full, q, k, v, memory=1), "memory: needs causal=True"),
         (
-            partial(Local, window=2, causal=False, attend_self=False),
-            "attend_self=False: must be True",
+            partial(Full(causal=False, attend_self=False), q, k[:, :, :3], v[:, :, :3]),
+            "attend_self=False: must be True for keys of another sequence",
         ),
         (
             partial(Local(window=2, causal=False), q, k[:, :, :3], v[:, :, :3]),

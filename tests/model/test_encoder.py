@@ -28,7 +28,7 @@ KINDS: list[Kind] = [
 
 def encoder(kind: Kind) -> Transformer:
     """Return a tiny encoder in float64."""
-    return tiny_model(**kind, causal=False, routing_attend_self=None)
+    return tiny_model(**kind, causal=False)
 
 
 def hidden_vectors(model: Transformer, tokens_BN: Tensor) -> Tensor:

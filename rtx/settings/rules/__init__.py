@@ -30,7 +30,7 @@ def derived_values(config: Config) -> dict[str, Any]:
     """Return the values, by dotted keys, of keys that follow others where they are unset."""
     values: dict[str, Any] = {
         "routing.clusters": clusters(config),
-        "routing.attend_self": reads_self(config),
+        "routing.attend_self": reads_self(config.routing),
     }
     if "lsh" in config.model.base.split("+"):
         values["model.hash_buckets"] = hash_buckets(config)

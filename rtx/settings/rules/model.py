@@ -8,7 +8,6 @@ from rtx.settings.data_sets import MADE
 from rtx.settings.derived import (
     layer_patterns,
     queries_of_key_head,
-    reads_self,
     routes,
     sizes_of,
 )
@@ -302,29 +301,23 @@ def memory_of_segments(config: Config) -> Iterator[str]:
 
 @rule("model.causal", "data.name")
 def data_of_encoder(config: Config) -> Iterator[str]:
-    """An encoder predicts hidden units, and only an encoder does."""
+    """An encoder predicts hidden units."""
     name = config.data.name
     if not config.model.causal and name != "masked":
         reason = "an encoder would see the units that it predicts"
         yield f"model.causal=false needs data=masked, not {name}, of which {reason}"
-    if config.model.causal and name == "masked":
-        reason = "whose units are predicted from both sides"
-        yield f"data=masked, {reason}, needs model.causal=false, as model=encoder has it"
 
 
 @rule(
     "model.causal",
     "model.base",
     "model.positions",
-    "model.attend_self",
     "routing.heads",
     "routing.layers",
     "routing.selection",
-    "routing.keys",
-    "routing.attend_self",
 )
 def heads_of_encoder(config: Config) -> Iterator[str]:
-    """Heads of an encoder read both sides, always their own position, and have no distances."""
+    """Heads of an encoder read both sides, and have no tables by distance."""
     model = config.model
     if model.causal:
         return
@@ -338,10 +331,6 @@ def heads_of_encoder(config: Config) -> Iterator[str]:
     if routes(config) and selection not in CLUSTERED:
         allowed = ", ".join(CLUSTERED)
         yield f"model.causal=false is for routing.selection of {allowed}, not {selection}"
-    if not model.attend_self:
-        yield "model.attend_self=false needs model.causal=true"
-    if routes(config) and not reads_self(config):
-        yield "routing.attend_self=false needs model.causal=true; take true"
 
 
 @rule("data.documents", "model.base")
