@@ -292,7 +292,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("analyze patterns a lyer=1", "unknown key 'lyer' (did you mean 'layer'?)"),
         (
             "analyze diverge a",
-            "say divergence, patterns, context, coverage (did you mean 'divergence'?)",
+            "say divergence, patterns, context, coverage, pretrained (did you mean 'divergence'?)",
         ),
         ("sweep", "rtx sweep needs the sweep's folder: rtx sweep outputs/<name>"),
         ("sweep grids", "holds no sweep; a sweep is a folder such as"),
