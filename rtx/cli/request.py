@@ -200,6 +200,9 @@ def with_lengths(request: Request) -> Request:
     """As `with_configuration`, of `rtx eval`: a configuration for each of its lengths."""
     from rtx.settings.run_config import load_run_config, on_one_device
 
+    has_key = any(override.key == KEY_OPTIONS["length"] for override in request.overrides)
+    if has_key and "length" in request.named:
+        raise UserError(f"length= is {KEY_OPTIONS['length']}=; give one of them")
     trained = load_run_config(request.run)
     overrides = [*request.overrides, *key_overrides(request)]
     configs = []
@@ -213,14 +216,12 @@ def with_lengths(request: Request) -> Request:
 
 def overrides_of_lengths(request: Request, trained: "Config") -> list[list[Override]]:
     """Return the overrides for each value of option `length`; none of them for a run's own."""
-    from rtx.cli.lengths import LENGTH, overrides_of_length, read_lengths, refuse_length
+    from rtx.cli.lengths import overrides_of_length, read_lengths, refuse_length
 
     text = request.options.length
     if text is None:
         return [[]]
     lengths = read_lengths(text)
-    if any(override.key == LENGTH for override in request.overrides):
-        raise UserError(f"length={shorten(text)} is {LENGTH}; give one of them")
     for length in lengths:
         refuse_length(trained, length)
     return [overrides_of_length(trained, length) for length in lengths]

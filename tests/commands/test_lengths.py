@@ -135,7 +135,7 @@ def test_what_does_not_extend_is_refused_in_a_line(workshop: Workshop) -> None:
     for words, message in (
         (("length=4",), "model.window=8 must be at most length=4"),
         (("length=1000",), "length=1000 must be at most"),
-        (("length=64", "data.length=64"), "length=64 is data.length; give one of them"),
+        (("length=64", "data.length=64"), "length= is data.length=; give one of them"),
         (("length=64,64",), "names 64 twice"),
     ):
         printed = workshop.command("eval", str(run), *words, code=2)
