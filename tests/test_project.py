@@ -45,11 +45,13 @@ def declared(extra: str | None) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize(("name", "extra"), [("train.txt", None), ("dev.txt", "dev")])
-def test_the_locked_versions_are_those_that_pyproject_allows(name: str, extra: str | None) -> None:
-    versions = {**locked(name), **locked("torch.txt")}
+@pytest.mark.parametrize(("file", "extra"), [("train.txt", None), ("dev.txt", "dev")])
+def test_the_locked_versions_are_those_that_pyproject_allows(file: str, extra: str | None) -> None:
+    versions = {**locked(file), **locked("torch.txt")}
     for requirement in declared(extra):
-        version, marker = versions[canonicalize_name(requirement.name)]
+        name = canonicalize_name(requirement.name)
+        assert name in versions, f"{requirement}: run make lock"
+        version, marker = versions[name]
         assert requirement.specifier.contains(version), f"{requirement}: run make lock"
         if requirement.marker is None:
             for python in PYTHONS:
