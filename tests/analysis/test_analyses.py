@@ -59,18 +59,21 @@ OPTIONS: list[Kind] = [
 
 
 def oracle_weights(heads: weights.Heads) -> list[Tensor]:
-    pattern, given, _, relative = heads
-    terms = pattern.terms(given.q_BHND.shape[-1], relative)
-    found = []
-    for head in range(given.q_BHND.shape[1]):
-        q_ND = given.rotated_q_BHND[0, head]
-        k_ND = given.rotated_k_BHND[0, head]
-        mask_PNN = pattern.rule(given, head, False)
+    pattern = heads.pattern
+    qk = heads.qk
+    terms = pattern.terms(qk.q_BHND.shape[-1], heads.relative)
+    weights_H = []
+    for head in range(qk.q_BHND.shape[1]):
+        q_ND = qk.rotated_q_BHND[0, head]
+        k_ND = qk.rotated_k_BHND[0, head]
+        mask_PNN = pattern.rule(qk, head, False)
         if not pattern.attend_self:
             mask_PNN = oracle.others_if_any(mask_PNN)
         _, weight_PNN = oracle.dense(q_ND, k_ND, k_ND, mask_PNN, terms, head)
-        found.append(weight_PNN.sum(0))
-    return found
+        weights_H.append(weight_PNN.sum(0))
+    if heads.head_H is None:
+        return weights_H
+    return [weights_H[head] for head in heads.head_H.tolist()]
 
 
 @torch.no_grad()
