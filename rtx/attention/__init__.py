@@ -13,8 +13,8 @@ pattern, open its file:
     indexer.py         Indexer
     blocks.py          Blocks, RandomBlocks
 
-It has the rule in plain Python, then the batch form (whole sequences on tensors), then the stream.
-The other files, in the order in which they help to read on:
+Each of these files has the rule in plain Python first, then the batch form (whole sequences on
+tensors), then the stream. The other files, in the order in which they help to read on:
 
     pattern.py         the base class of all patterns, with the forward pass
     reads.py           how a pattern describes which query reads which keys: lists, or an index
@@ -22,6 +22,7 @@ The other files, in the order in which they help to read on:
     cache.py, stream.py: the KV caches of streams, and a stream that counts its positions
     padding.py         attention over padded sequences
     documents.py       sequences of several documents, which read nothing of each other
+    grouped.py         grouped queries: query heads that share keys and values
     oracle.py          slow attention by the rules, with which tests compare everything
     ties.py            which scores count as equal
     members.py         selection of the members of clusters by their scores
@@ -30,6 +31,7 @@ The other files, in the order in which they help to read on:
     static.py, room.py: selection in static shapes for GPUs, and lists of limited length for it
     once.py            caches of lists that follow from shapes
     pairs.py           numbers of pairs, for plans
+    arguments.py, precision.py, pieces.py, recompute.py, gradients.py: small helpers of all others
 
 Names of tensors end with the letters of their dimensions: `q_BHND` is `[B, H, N, D]`, and 1 is a
 dimension of size 1. All files of this folder use these letters; those of engine/ have a few more,
@@ -48,9 +50,12 @@ which each file explains:
     J  some lists, members or blocks        Y  layers
     K  keys of a query                      Z  numbers in a row of statistics
     L  lists of all heads, B * H * C
-    M  key members of lists; in tables by distance (`keys_MD`, `bias_HM`), which checkpoints and
-       users name so, distances
+    M  key members of lists; distances in the tables by distance (`keys_MD`, `bias_HM`), because
+       users and checkpoints have these names
     N  positions of a sequence
+
+With grouped queries (grouped.py) G is also key-value heads, I the query heads that share one of
+them, and X the I * B copies of sequences.
 """
 
 from rtx.attention.adaptive_span import AdaptiveSpan

@@ -138,6 +138,7 @@ def check_across(
         allowed = "neither rotate nor real_BN nor documents"
         raise ValueError(f"k_BHND has another length than q_BHND: cross-attention takes {allowed}")
     check_tensor("v_BHND", v_BHND)
+    # Keys and values are checked as those of queries with the shape of the keys.
     check_call(True, k_BHND, k_BHND, v_BHND, None, None)
     B, H, _, D = k_BHND.shape
     check_tensor("q_BHND", q_BHND)

@@ -1,10 +1,10 @@
 """Selections of blocks of keys: each query reads its own block and the best of the finished ones.
 
-A sequence is cut into blocks of b positions. A block is *finished* for the queries after it. The
-query at position i reads the keys of its own block up to i, and those of the W // b finished
-blocks with the largest q_i . (mean of the block's keys) (Lu et al. 2025, MoBA, arXiv 2502.13189,
-section 2.2). Queries and keys are compared before they are rotated. Attention and choice use the
-same queries and keys, so the gradient of the attention trains the choice as well.
+A sequence is cut into blocks of b positions. A block is *finished* for the queries after it, and
+*open* for all others. The query at position i reads the keys of its own block up to i, and those of
+the W // b finished blocks with the largest q_i . (mean of the block's keys) (Lu et al. 2025, MoBA,
+arXiv 2502.13189, section 2.2). Queries and keys are compared before they are rotated. Attention and
+choice use the same queries and keys, so the gradient of the attention trains the choice as well.
 
 Example: b = 2, W = 4. The query at position 7 is in block 3, of the positions 6 and 7. If its
 products with the means of the blocks 0 to 2 are 3, 1 and 2, it reads the blocks 0 and 2: the
@@ -175,19 +175,18 @@ class Blocks(TopKeys):
             scores = []
             margins = []
             for g in range(open_block):
-                place = (head, i, g)
-                scores.append(self.score_by_rule(q_D, means[g], place))
+                scores.append(self.score_by_rule(q_D, means[g], (head, i, g)))
                 margins.append(self.margin_by_rule(q_D, means[g]))
             for g in best(scores, margins, self.count):
                 first = g * self.block
                 mask_NN[i, first : first + self.block] = True
         return mask_NN[None]
 
-    def score_by_rule(self, q_D: Tensor, mean_D: Tensor, place: tuple[int, int, int]) -> float:
+    def score_by_rule(self, q_D: Tensor, mean_D: Tensor, numbers: tuple[int, int, int]) -> float:
         """Return the score of a finished block for a query.
 
         Args:
-            place: the head, the position of the query, and the block.
+            numbers: of the head, the position of the query, and the block.
         """
         return float(q_D @ mean_D)
 
@@ -230,8 +229,8 @@ class Blocks(TopKeys):
         open_Qb = open_block_Q1 * self.block + column_b
         open_BHQb = open_Qb.expand(B, H, -1, -1)
         key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
-        # A query after at most `count` finished blocks reads all keys up to its position. Some of
-        # its `block_BHQJ` are not finished.
+        # A query with at most `count` finished blocks reads all keys up to its position. Its
+        # `block_BHQJ` may contain open blocks, so they are not used.
         number_K = torch.arange(key_BHQK.shape[-1], device=device)
         key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)
@@ -350,9 +349,9 @@ class RandomBlocks(Blocks):
         """Return zeros: the scores are not rounded."""
         return torch.zeros_like(super().tie_margins(query, key))
 
-    def score_by_rule(self, q_D: Tensor, mean_D: Tensor, place: tuple[int, int, int]) -> float:
+    def score_by_rule(self, q_D: Tensor, mean_D: Tensor, numbers: tuple[int, int, int]) -> float:
         """Return the hash of `scores`, by Python's integers."""
-        head, i, g = place
+        head, i, g = numbers
         number = i * POSITION_FACTOR + g * BLOCK_FACTOR + head * HEAD_FACTOR
         number = as_int64(number + self.seed * SEED_FACTOR)
         for factor in MIXING_FACTORS:

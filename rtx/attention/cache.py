@@ -4,8 +4,12 @@ A stream begins with a prompt, which `prefill` takes in one pass over all its po
 `decode` takes one position at a time. The caches of patterns with a window are bounded; those of
 patterns that may read any earlier position grow.
 
-Shapes: B streams, H heads, N positions, S slots, K keys that a query reads, Q queries of a head, D
-head size.
+Grouped queries (`rtx.attention.grouped`): query heads that choose together are Q queries of one
+head, all at the newest position. H is then the number of key-value heads. For all others Q is 1,
+and H the number of query heads.
+
+Shapes: B streams, H heads, N positions, S slots, K keys that a query reads, Q queries of a head, X
+= Q * B, D head size.
 """
 
 from __future__ import annotations
@@ -37,12 +41,11 @@ class Cache(ABC):
     ) -> None:
         """Store the positions 0 to N - 1 of each stream, before any step.
 
-        Of grouped queries, the values have as many heads as there are key-value heads.
-
         The cache then has the same contents as after N calls of `decode`. The outputs of these
         positions come from the pattern's forward pass with `streaming`.
 
         Args:
+            v_BHND: the values, for key-value heads.
             parts: the result of `Pattern.reads` with `streaming`, so that a selection need not be
                 computed twice; None: not available.
         """
@@ -58,7 +61,7 @@ class RowCache(Cache):
     Args:
         terms: takes the head size, and returns the terms of logits besides queries and keys.
         ring: a fixed number of slots, which later positions overwrite; None: the cache grows.
-        copies: how many heads of `qk` have the same key, one after the other; it is stored once.
+        copies: the number of successive heads of `qk` with the same keys, which are stored once.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class RowCache(Cache):
         self.ring = ring
         self.copies = copies
         self.key_BHSD: Tensor | None = None
-        """As many heads as the values have."""
+        """Keys of key-value heads, as `value_BHSD`."""
         self.value_BHSD: Tensor | None = None
 
     def prefill(
@@ -108,10 +111,7 @@ class RowCache(Cache):
 
 
 def queries(qk: QueriesKeys) -> Tensor:
-    """Return the queries of the newest position, before rotation, `[B, H, Q, D]`.
-
-    Q is 1, or the number of query heads that choose together.
-    """
+    """Return the queries of the newest position, before rotation, `[B, H, Q, D]`."""
     if qk.each_q_XHND is None:
         return qk.q_BHND
     return as_queries(qk.each_q_XHND, len(qk.q_BHND))
@@ -125,7 +125,12 @@ def rotated_queries(qk: QueriesKeys) -> Tensor:
 
 
 def as_queries(q_XH1D: Tensor, streams: int) -> Tensor:
-    """Return query heads that choose together as queries of one head, `[B, H, Q, D]`."""
+    """Return query heads that choose together as queries of one head, `[B, H, Q, D]`.
+
+    Args:
+        q_XH1D: the query heads as copies of the streams, see `grouped.apart`.
+        streams: B.
+    """
     q_QBHD = q_XH1D.unflatten(0, (-1, streams))[:, :, :, 0]
     return q_QBHD.permute(1, 2, 0, 3)
 
@@ -176,8 +181,8 @@ def attend_step(
 ) -> Tensor:
     """Return softmax attention of the queries of each head, `[B, H, Q, D]`.
 
-    All queries are at one position. Keys and values may have fewer heads than queries, which then
-    share them.
+    All queries are at one position. If keys and values have fewer heads than queries, successive
+    heads share them. Sinks are logits without a value, one for each head and query.
 
     Args:
         mask_BH1K: true at keys that are read, in a shape that broadcasts over B and H; None: all.
@@ -194,7 +199,7 @@ def attend_step(
             enable_gqa=q_BHQD.shape[1] != k_BHKD.shape[1],
         )
     B, H, Q, _ = q_BHQD.shape
-    sharing = H // k_BHKD.shape[1]
+    heads_of_key_head = H // k_BHKD.shape[1]
     K = k_BHKD.shape[2]
     device = k_BHKD.device
     if mask_BH1K is None:
@@ -204,14 +209,15 @@ def attend_step(
         distance_XQK = distance_BH1K.expand(B, H, Q, K).flatten(0, 1)
     out_XQD, sum_XQ = soft_attend(
         q_BHQD.flatten(0, 1),
-        expanded(k_BHKD, sharing).flatten(0, 1),
-        expanded(v_BHKD, sharing).flatten(0, 1),
+        expanded(k_BHKD, heads_of_key_head).flatten(0, 1),
+        expanded(v_BHKD, heads_of_key_head).flatten(0, 1),
         mask_BH1K.expand(B, H, 1, K).flatten(0, 1),
         distance_XQK,
         torch.arange(H, device=device).repeat(B),
         terms,
     )
     if terms.sink_IH is not None:
+        # With the log-sum s and the sink z, the weights become e^s / (e^s + e^z) times as large.
         sink_XQ = terms.sink_IH.T.repeat(B, 1)
         out_XQD = out_XQD * (sum_XQ - sink_XQ).sigmoid()[..., None]
     return out_XQD.to(v_BHKD.dtype).unflatten(0, (B, H))

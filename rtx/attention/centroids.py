@@ -66,11 +66,13 @@ class Centroids(nn.Module):
         window, length: thresholds move so that a cluster gets `window` of `length` positions.
         decay: the weight of the old centroid in a step; the new vectors have 1 - decay.
         update: what a centroid moves towards.
-            "members": the mean of its members, then back to the sphere. If thresholds do not move,
-            a centroid without members moves towards the mean of the others' means. This is ours.
-            "nearest": the mean of the positions whose highest score is that of this centroid, then
-            back to the sphere. Without such positions it stays. The paper's released code takes the
-            same positions, but sets a centroid to a running sum over a running count, of any norm.
+            "members": the mean of its members; then it is scaled to norm sqrt(D). If thresholds do
+            not move, a centroid without members moves towards the mean of the others' means. The
+            paper has no such update.
+            "nearest": the mean of the positions whose highest score is that of this centroid; then
+            it is scaled to norm sqrt(D). Without such positions it stays. The paper's released code
+            takes the same positions, but sets a centroid to a running sum over a running count, of
+            any norm.
             "sum": Algorithm 1 of the paper as printed: the sum of the same positions of a sequence,
             averaged over the sequences of a step, not normalised.
         threshold_rate: eta. After a step the threshold of a cluster rises by

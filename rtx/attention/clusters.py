@@ -5,7 +5,8 @@ hashing and random heads differ in how positions become members.
 
 Shapes: B sequences or streams, H heads, C clusters, N positions, D head size, W attention window,
 S slots of a cluster, L = B * H * C lists (the clusters of all heads), M members of the lists of one
-head or of all, J some lists or members, I repeats, R = B * H * N rows.
+head or of all, J some lists, members or repeats, Q queries of a head at one position (cache.py), R
+= B * H * N rows.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ class ClusterPattern(Pattern):
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         lists = self.lists(qk)
+        # If there is one item, `queries` and `keys` are the same object.
         queries = lists[0]
         keys = lists[-1]
         return [self.read_of_lists(queries, keys, qk)]
@@ -172,7 +174,7 @@ class ClusterPattern(Pattern):
         return last_members(query_CN, key_CN, self.window)
 
     def pairs_of_cluster(self, members: float) -> float:
-        """Return the number of pairs that are read in a cluster of so many members."""
+        """Return the number of pairs that are read in a cluster with this number of members."""
         if self.causal:
             return window_pairs(members, self.window)
         return members * min(members, self.window)
@@ -274,6 +276,10 @@ class Random(ClusterPattern):
         return self.read_by_rule(member_CN, member_CN)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        """Return the lists, which depend on shapes and options alone, or also on documents.
+
+        They are made once for each shape, or once for each batch with documents.
+        """
         B, H, N, _ = qk.q_BHND.shape
         options = (
             self.clusters,
@@ -291,7 +297,7 @@ class Random(ClusterPattern):
         return [*made_once(form, device, make)]
 
     def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
-        """Return the result of `reads` for B sequences of N positions."""
+        """Return the result of `reads` for B sequences of N positions without documents."""
         members = self.members(B, H, N, device)
         if not self.causal:
             return [members_around(members, members, N, self.window, self.attend_self)]
@@ -468,15 +474,15 @@ class ClusterCache(Cache):
             # A query with separate memberships may join a list that has no key yet.
             is_read_L = is_read_L & (self.joined_L > 0)
         list_J = is_read_L.nonzero().flatten()
-        rows = q_BHQD.shape[:3]
+        shape_BHQ = q_BHQD.shape[:3]
         if not len(list_J):
-            return as_heads(v_BH1D.new_zeros(*rows, v_BH1D.shape[-1]))
+            return as_heads(v_BH1D.new_zeros(*shape_BHQ, v_BH1D.shape[-1]))
         partials = [self.attend_lists(q_BHQD, list_J, position)]
         sink_HQ = self.sinks()
         if sink_HQ is not None and self.pattern.merge == "lse":
             partials.append(sinks_alone(sink_HQ, partials[0], len(q_BHQD)))
-        out_RD = combine(partials, rows.numel())
-        return as_heads(out_RD.to(v_BH1D.dtype).view(*rows, -1))
+        out_RD = combine(partials, rows=shape_BHQ.numel())
+        return as_heads(out_RD.to(v_BH1D.dtype).view(*shape_BHQ, -1))
 
     def sinks(self) -> Tensor | None:
         """Return the sink of each query of the newest position, `[H, Q]`; None: there are none."""
@@ -488,45 +494,63 @@ class ClusterCache(Cache):
     def attend_lists(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Partial:
         """Return the outputs of the newest position in each of J lists; `combine` merges them.
 
-        With merge="mean" the log-sums are zero, so that all lists of a row have equal weight.
+        With merge="mean" the log-sums are zero, so that all lists of a row have equal weight, and
+        every list has the sink. With "lse" the caller adds the sink, once for all lists of a row.
 
         Args:
             q_BHQD: the queries of the position; those of one head read the same keys.
         """
-        assert self.key_LSD is not None
-        _, H, Q, D = q_BHQD.shape
+        H = q_BHQD.shape[1]
+        Q = q_BHQD.shape[2]
         head_J = list_J // self.clusters
         query_Q = torch.arange(Q, device=list_J.device)
         row_JQ = head_J[:, None] * Q + query_Q
-        position_JS = self.position_LS[list_J]
         q_JQD = q_BHQD.flatten(0, 1)[head_J]
+        out_JQD, sum_JQ = self.softmaxes(q_JQD, list_J, head_J % H, position)
+        partial = Partial(row_JQ.flatten(), out_JQD.flatten(0, 1), sum_JQ.flatten())
+        if self.pattern.merge == "lse":
+            return partial
+        sink_HQ = self.sinks()
+        if sink_HQ is not None:
+            return with_sink(partial, sink_HQ[head_J % H].flatten())
+        return partial._replace(sum_S=torch.zeros_like(partial.sum_S))
+
+    def softmaxes(
+        self,
+        q_JQD: Tensor,
+        list_J: Tensor,
+        head_J: Tensor,
+        position: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of queries over the slots of their lists, `[J, Q, D]`, and log-sums.
+
+        The log-sums `[J, Q]` do not count sinks. If nothing needs them, they are zero.
+
+        Args:
+            list_J, head_J: the list of each item, and its head, 0 to H - 1.
+        """
+        assert self.key_LSD is not None
+        J, Q, D = q_JQD.shape
+        position_JS = self.position_LS[list_J]
         k_JSD = self.key_LSD[list_J]
         v_JSD = self.value_LSD[list_J]
         mask_J1S = self.slots_read(position_JS, list_J, position)[:, None]
         terms = self.pattern.terms(D, self.relative)
-        sink_HQ = self.sinks()
-        if terms.by_distance or self.pattern.merge == "lse" or sink_HQ is not None:
+        needs_sums = self.pattern.merge == "lse" or terms.sink_IH is not None
+        if needs_sums or terms.by_distance:
             distance_J1S = (position - position_JS)[:, None]
             distance_JQS = distance_J1S.expand(-1, Q, -1)
-            inputs = (q_JQD, k_JSD, v_JSD, mask_J1S, distance_JQS)
-            out_JQD, sum_JQ = soft_attend(*inputs, head_J % H, terms)
-        else:
-            out_J1QD = attend_step(
-                q_JQD[:, None],
-                k_JSD[:, None],
-                v_JSD[:, None],
-                mask_J1S[:, None],
-                None,
-                terms,
-            )
-            out_JQD = out_J1QD[:, 0]
-            sum_JQ = row_JQ.new_zeros(row_JQ.shape, dtype=wide_type(q_JQD.dtype))
-        partial = Partial(row_JQ.flatten(), out_JQD.flatten(0, 1), sum_JQ.flatten())
-        if self.pattern.merge == "lse":
-            return partial
-        if sink_HQ is not None:
-            return with_sink(partial, sink_HQ[head_J % H].flatten())
-        return partial._replace(sum_S=torch.zeros_like(partial.sum_S))
+            return soft_attend(q_JQD, k_JSD, v_JSD, mask_J1S, distance_JQS, head_J, terms)
+        out_J1QD = attend_step(
+            q_JQD[:, None],
+            k_JSD[:, None],
+            v_JSD[:, None],
+            mask_J1S[:, None],
+            None,
+            terms,
+        )
+        no_sum_JQ = q_JQD.new_zeros(J, Q, dtype=wide_type(q_JQD.dtype))
+        return out_J1QD[:, 0], no_sum_JQ
 
     def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
@@ -541,10 +565,11 @@ class ClusterCache(Cache):
 
 
 def sinks_alone(sink_HQ: Tensor, partial: Partial, streams: int) -> Partial:
-    """Return the sinks of all queries of the newest position as members without a value.
+    """Return the sinks as outputs of one more list of each row: the output 0, the log-sum the sink.
 
     Args:
-        partial: outputs and log-sums of the same rows.
+        sink_HQ: the sink of each query of the newest position.
+        partial: outputs of lists, whose head size and types the result has.
     """
     sink_R = sink_HQ.repeat(streams, 1).flatten()
     row_R = torch.arange(len(sink_R), device=sink_R.device)

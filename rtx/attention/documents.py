@@ -12,8 +12,8 @@ begin anew with it. Two ways lead there:
 For example, a sequence of six positions with documents that start at 0 and 2 has `first_BN`
 [[0, 0, 2, 2, 2, 2]] and `position_BN` [[0, 1, 0, 1, 2, 3]].
 
-Shapes: B sequences, H heads, N positions, R = B * H * N rows of all heads, J positions of some
-documents.
+Shapes: B sequences, H heads, N positions, R = B * H * N rows of all heads, J documents, or the
+positions of all of them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Documents:
 
 
 def check_runs(position_BN: Tensor) -> None:
-    """Raise ValueError unless positions count from 0 in runs; the first may only start at 0."""
+    """Raise ValueError unless positions count up from 0, and again from 0 with each document."""
     before_BN = position_BN[:, :-1]
     after_BN = position_BN[:, 1:]
     goes_on_BN = after_BN == before_BN + 1
@@ -96,7 +96,9 @@ def groups_of_documents(
     documents: Documents,
     real_BN: Tensor | None = None,
 ) -> tuple[list[Group], Tensor]:
-    """Return the documents of equal length as groups of sequences, and their rows b * N + n, `[J]`.
+    """Return the documents of equal length as groups of sequences, and the rows of their positions.
+
+    The rows b * N + n are `[J]`, group after group.
 
     Args:
         real_BN: false at padding, which belongs to no document.

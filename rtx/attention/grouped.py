@@ -4,14 +4,15 @@ With H query heads and G key-value heads, I = H / G query heads share each key-v
 has the query heads g I to g I + I - 1. A pattern chooses in one of two ways which keys they read:
 
     own      every query head chooses by its query. Keys and values count once for each query head.
-    shared   the query heads of a key-value head read the same keys, chosen by the mean of their
-             queries. A score that is a product with a key is then the mean of their scores.
+    shared   the query heads of a key-value head *choose together*: they read the same keys, chosen
+             by the mean of their queries. A score that is a product with a key is then the mean of
+             their scores.
 
-For the second way the I query heads of a key-value head are attended as I sequences of G heads, all
-of which read by the same lists.
+For the second way all sequences are copied I times: copy i has query head i of each key-value head,
+so that it has G heads, and all copies read by the same lists.
 
-Shapes: B sequences, H query heads, G key-value heads, I query heads of a key-value head, N
-positions, D head size, S slots of a cache, K keys that a query reads.
+Shapes: B sequences, H query heads, G key-value heads, I query heads of a key-value head, X = I * B
+copies of sequences, N positions, D head size, S slots of a cache, K keys that a query reads.
 """
 
 import torch
@@ -47,9 +48,9 @@ def group_mean(q_BHND: Tensor, queries: int) -> Tensor:
 
 
 def apart(q_BHND: Tensor, queries: int) -> Tensor:
-    """Return the query heads of each key-value head as sequences, `[I * B, G, N, D]`.
+    """Return the query heads of each key-value head as copies of the sequences, `[X, G, N, D]`.
 
-    The first query heads of all sequences come first.
+    The first copy of all sequences comes first.
     """
     q_BGIND = q_BHND.unflatten(1, (-1, queries))
     return q_BGIND.permute(2, 0, 1, 3, 4).flatten(0, 1)
@@ -61,16 +62,17 @@ def together(out_XGND: Tensor, queries: int) -> Tensor:
     return out_IBGND.permute(1, 2, 0, 3, 4).flatten(1, 2)
 
 
-def repeated(qk: QueriesKeys, queries: int) -> QueriesKeys:
-    """Return the queries and keys by which sequences choose, once for each query head."""
-    tensors = [x_BGND.repeat(queries, 1, 1, 1) for x_BGND in qk[:4]]
+def repeated(qk: QueriesKeys, copies: int) -> QueriesKeys:
+    """Return the queries and keys by which sequences choose, in as many copies of all sequences."""
+    # The first four are the queries and keys, before and after rotation.
+    tensors = [x_BGND.repeat(copies, 1, 1, 1) for x_BGND in qk[:4]]
     q_XGND, k_XGND, rotated_q_XGND, rotated_k_XGND = tensors
     if qk.k_BHND is qk.q_BHND:
         k_XGND = q_XGND
         rotated_k_XGND = rotated_q_XGND
     documents = qk.documents
     if documents is not None:
-        documents = documents.repeated(queries)
+        documents = documents.repeated(copies)
     return QueriesKeys(
         q_XGND,
         k_XGND,
@@ -82,23 +84,27 @@ def repeated(qk: QueriesKeys, queries: int) -> QueriesKeys:
     )
 
 
-def for_attention(qk: QueriesKeys, queries: int) -> QueriesKeys:
-    """Return what the logits of query heads that choose together use, as I * B sequences."""
+def for_attention(qk: QueriesKeys, copies: int) -> QueriesKeys:
+    """Return the queries and keys by which all query heads attend, as X sequences.
+
+    Args:
+        copies: how often to repeat the keys of `qk`: I, or 1 if they are of X sequences already.
+    """
     assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
     return QueriesKeys(
         qk.each_q_XHND,
-        qk.k_BHND.repeat(queries, 1, 1, 1),
+        qk.k_BHND.repeat(copies, 1, 1, 1),
         qk.rotated_each_q_XHND,
-        qk.rotated_k_BHND.repeat(queries, 1, 1, 1),
+        qk.rotated_k_BHND.repeat(copies, 1, 1, 1),
         qk.memory,
     )
 
 
 def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
-    """Return who reads whom in as many copies of all sequences.
+    """Return which query reads which keys in as many copies of all sequences.
 
     Args:
-        rows: of one copy, B * G * N.
+        rows: the number of rows of one copy, B * G * N.
     """
     if isinstance(part, IndexReads):
         copies = []

@@ -167,7 +167,8 @@ class Indexer(TopKeys):
             qk.rotated_q_BHND.detach(),
             qk.rotated_k_BHND.detach(),
         ]
-        # The scores and logits of all keys are in memory at once, and copies of those that count.
+        # For each query its scores and logits of all keys are in memory at once, and some copies of
+        # those of the keys that it reads.
         scores = 4 * N
         (part,) = parts
         if isinstance(part, IndexReads):

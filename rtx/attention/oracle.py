@@ -50,15 +50,16 @@ def attend(
         k_1HND = None
         if k_BHND is not None:
             k_1HND = k_BHND[b : b + 1]
-        chosen_by = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
+        qk_of_choice = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
         for h in range(H):
             v_ND = v_BHND[b, h // pattern.queries]
+            # The head that chooses. Query heads that choose together share it; each has its logits.
             head = h
-            qk = chosen_by
+            qk = qk_of_choice
             if pattern.chooses_together:
                 head = h // pattern.queries
-                qk = of_query_head(chosen_by, h % pattern.queries)
-            mask_CNN = pattern.rule(chosen_by, head, streaming)
+                qk = of_query_head(qk_of_choice, h % pattern.queries)
+            mask_CNN = pattern.rule(qk_of_choice, head, streaming)
             if not pattern.attend_self:
                 mask_CNN = others_if_any(mask_CNN)
             q_ND = qk.rotated_q_BHND[0, head]

@@ -1,10 +1,11 @@
 """Attention over padded sequences: remove the padding, attend, and write the outputs back.
 
-Sequences with padding at the same positions form a group, which is attended in one pass.
-
 Windows, distances and rotary angles are then those of the real positions alone. For example, of two
 sequences of the positions 0 to 3 the first is real at 0, 1 and 3. It is attended as a sequence of
 three positions; its outputs return to 0, 1 and 3, and position 2 gets zero.
+
+Sequences with padding at the same positions form a group, which is attended in one pass. Documents
+of equal length form groups as well (documents.py).
 
 Shapes: B sequences, H heads, N positions, D head size, U groups of sequences that are padded alike,
 J real positions of all sequences, group after group; a row is a position of a sequence, b * N + n.
@@ -22,7 +23,7 @@ QKV = tuple[Tensor, Tensor | None, Tensor]
 
 
 class Group(NamedTuple):
-    """Sequences with padding at the same positions."""
+    """Sequences that are attended in one pass: those that are padded alike, or some documents."""
 
     sequences: int
     length: int

@@ -95,7 +95,7 @@ class Pattern(nn.Module, ABC):
     """Whether the pattern can be made with causal=False."""
     takes_other_keys = False
     """Whether, with causal=False, there may be another number of keys than of queries
-    (cross-attention). Otherwise positions decide what is read."""
+    (cross-attention). False where positions decide what is read."""
     normalises = False
     """Whether `prepare` normalises the queries and the keys."""
     takes_memory = False
@@ -145,7 +145,7 @@ class Pattern(nn.Module, ABC):
     def group_queries(self, queries: int, *, together: bool = False) -> None:
         """Let `queries` query heads share each key-value head; see `rtx.attention.grouped`.
 
-        Keys and values then have that many times fewer heads than queries.
+        Keys and values then have the number of query heads divided by `queries`.
 
         Args:
             together: the query heads of a key-value head read the same keys, by the mean of their
@@ -168,7 +168,10 @@ class Pattern(nn.Module, ABC):
         self.sink_H = nn.Parameter(torch.zeros(heads))
 
     def sinks(self) -> Tensor | None:
-        """Return the sinks as `LogitTerms.sink_IH` has them; None: there are none."""
+        """Return the sinks of H heads that choose, for I query heads of each, `[I, H]`.
+
+        I is above 1 only if query heads choose together. None: there are no sinks.
+        """
         if self.sink_H is None:
             return None
         if not self.chooses_together:
@@ -177,7 +180,10 @@ class Pattern(nn.Module, ABC):
 
     @property
     def key_copies(self) -> int:
-        """How many heads of the prepared keys are the same, one after the other."""
+        """The number of successive heads of prepared keys that are copies of one key head.
+
+        Query heads that choose by themselves get a copy each.
+        """
         if self.chooses_together or not self.has_keys:
             return 1
         return self.queries
@@ -284,10 +290,11 @@ class Pattern(nn.Module, ABC):
         *,
         rotate: Rotate | None,
         relative: RelativeTables | None,
-    ) -> tuple[Tensor, QueriesKeys, list[Reads]]:
+    ) -> tuple[Tensor, QueriesKeys, list[Reads] | None]:
         """Return the outputs of a prompt, its prepared queries and keys, and what it reads.
 
-        Every selection is made from the prefix, as in a stream.
+        Every selection is made from the prefix, as in a stream. The third result may be None, see
+        `choose_and_attend`.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative, self.queries)
         qk = self.inputs(q_BHND, k_BHND, rotate)
@@ -378,11 +385,11 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         relative: RelativeTables | None,
     ) -> bool:
-        """Return whether documents are attended as sequences, as nothing bounds what is read."""
-        # With tables by distance, logits depend on the angles of rotated queries, which must then
-        # begin anew with each document.
-        is_turned_anew = rotate is not None and relative is not None
-        return is_turned_anew or not self.bounds_documents or not self.causal
+        """Return whether each document must be attended as a sequence by itself."""
+        # A table by distance has the same keys for all positions. Its product with a rotated query
+        # depends on the angle of the query, which must then be 0 at the start of each document.
+        needs_new_angles = rotate is not None and relative is not None
+        return needs_new_angles or not self.bounds_documents or not self.causal
 
     def forward_across(
         self,
@@ -392,25 +399,26 @@ class Pattern(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward` for another number of keys than of queries.
 
-        The shorter ones are filled up with zeros, which no query reads and no list contains.
+        Zeros are added to the queries, or to keys and values, so that all have the same number of
+        positions; no list contains these, and no query reads them.
 
         Args:
-            others: arguments that must be None here.
+            others: the rotation, padding and documents, which must be None here.
         """
         check_across(self, qkv, others)
         q_BHND, k_BHND, v_BHND = qkv
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, None, None)
-        queries = q_BHND.shape[2]
-        keys = k_BHND.shape[2]
-        fill_queries = (0, 0, 0, max(0, keys - queries))
-        fill_keys = (0, 0, 0, max(0, queries - keys))
-        k_BHND = F.pad(k_BHND, fill_keys)
-        v_BHND = F.pad(v_BHND, fill_keys)
-        qk = self.inputs(F.pad(q_BHND, fill_queries), k_BHND, None)
-        qk = qk._replace(counts=(queries, keys))
+        query_count = q_BHND.shape[2]
+        key_count = k_BHND.shape[2]
+        after_queries = (0, 0, 0, max(0, key_count - query_count))
+        after_keys = (0, 0, 0, max(0, query_count - key_count))
+        k_BHND = F.pad(k_BHND, after_keys)
+        v_BHND = F.pad(v_BHND, after_keys)
+        qk = self.inputs(F.pad(q_BHND, after_queries), k_BHND, None)
+        qk = qk._replace(counts=(query_count, key_count))
         out_BHND, loss, _ = self.choose_and_attend(qk, v_BHND, None, streaming=False)
-        return out_BHND[:, :, :queries], loss
+        return out_BHND[:, :, :query_count], loss
 
     def forward_unpadded(
         self,
@@ -439,9 +447,10 @@ class Pattern(nn.Module, ABC):
         relative: RelativeTables | None,
         streaming: bool,
     ) -> tuple[Tensor, Tensor, list[Reads] | None]:
-        """Return the outputs of all query heads, `[B, H, N, D]`, and the auxiliary loss.
+        """Return the outputs of all query heads, `[B, H, N, D]`, the auxiliary loss, and the reads.
 
-        The third result is what the heads of `qk` read; None: there are lists for copies alone.
+        The third result is what `reads` returns for `qk`. It is None if `attend_together` has made
+        the choice in another form.
         """
         if self.chooses_together:
             return self.attend_together(qk, v_BHND, relative, streaming)
@@ -458,31 +467,31 @@ class Pattern(nn.Module, ABC):
         relative: RelativeTables | None,
         streaming: bool,
     ) -> tuple[Tensor, Tensor, list[Reads] | None]:
-        """Return the result of `choose_and_attend` for query heads that choose together."""
-        # Static lists have room behind their last member, so that they cannot follow one another.
-        is_in_copies = is_static(qk.q_BHND, self.backend)
-        if is_in_copies:
-            qk = grouped.repeated(qk, self.queries)._replace(
+        """Return the result of `choose_and_attend` for query heads that choose together.
+
+        They are attended as copies of the sequences (`rtx.attention.grouped`). The sequences choose
+        once, and their lists are repeated for the copies. But lists in static shapes have room
+        behind their last member, and cannot be repeated: there the copies choose, all alike, and
+        the third result is None.
+        """
+        copies_choose = is_static(qk.q_BHND, self.backend)
+        copies = self.queries
+        if copies_choose:
+            qk = grouped.repeated(qk, copies)._replace(
                 each_q_XHND=qk.each_q_XHND,
                 rotated_each_q_XHND=qk.rotated_each_q_XHND,
             )
         with torch.no_grad():
             parts = self.observe(qk, streaming)
         loss = self.loss(qk, parts)
-        parts_of_choice = None
-        copies = 1
-        if not is_in_copies:
-            parts_of_choice = parts
-            copies = self.queries
-            rows = qk.q_BHND.shape[:3].numel()
-            parts = [grouped.repeated_reads(part, copies, rows) for part in parts]
-        out_XGND = self.attend(
-            grouped.for_attention(qk, copies),
-            v_BGND.repeat(self.queries, 1, 1, 1),
-            parts,
-            relative,
-        )
-        return grouped.together(out_XGND, self.queries), loss, parts_of_choice
+        v_XGND = v_BGND.repeat(copies, 1, 1, 1)
+        if copies_choose:
+            out_XGND = self.attend(grouped.for_attention(qk, 1), v_XGND, parts, relative)
+            return grouped.together(out_XGND, copies), loss, None
+        rows = qk.q_BHND.shape[:3].numel()
+        copied = [grouped.repeated_reads(part, copies, rows) for part in parts]
+        out_XGND = self.attend(grouped.for_attention(qk, copies), v_XGND, copied, relative)
+        return grouped.together(out_XGND, copies), loss, parts
 
     def inputs(
         self,
@@ -493,7 +502,8 @@ class Pattern(nn.Module, ABC):
     ) -> QueriesKeys:
         """Return the queries and keys of the positions from `first` on, prepared and rotated.
 
-        Of query heads that choose together they are those by which they choose.
+        They have a head for each head that chooses. If query heads choose together, `q_BHND` has
+        the means by which they choose, and `each_q_XHND` the queries of all query heads.
         """
         if self.chooses_together:
             return self.inputs_together(q_BHND, k_BHND, rotate, first)
@@ -514,7 +524,7 @@ class Pattern(nn.Module, ABC):
         q_XGND = grouped.apart(q_BHND, self.queries)
         k_XGND = None
         if self.has_keys:
-            # Queries alone are prepared here, but `prepare` needs some keys.
+            # Only the queries are used here, but `prepare` needs some keys.
             k_XGND = q_XGND
         prepared_XGND = self.prepare(q_XGND, k_XGND).q_BHND
         return qk._replace(
@@ -529,7 +539,7 @@ class Pattern(nn.Module, ABC):
         rotate: Rotate | None,
         first: int,
     ) -> QueriesKeys:
-        """Return the result of `inputs` for as many keys as queries."""
+        """Return the result of `inputs` for as many heads of keys as of queries."""
         check_heads(q_BHND, self.heads, self.size)
         prepared = self.prepare(q_BHND, k_BHND)
         rotated_q_BHND = rotated(prepared.q_BHND, rotate, first)

@@ -192,6 +192,7 @@ class PositionPattern(Pattern):
 
     def form_of_attributes(self) -> Hashable | None:
         """Return the names and values of all attributes; None: an attribute is not `PLAIN`."""
+        # Sinks change weights, and not what is read.
         learned = [name for name, _ in self.named_parameters() if name != "sink_H"]
         if learned or [*self.buffers()]:
             return None
@@ -246,6 +247,7 @@ class PositionPattern(Pattern):
             assert lists is not None
             lists_of_sequences.append(lists)
         parts = []
+        # Each part has one `PositionLists` of every sequence.
         for lists_B in zip(*lists_of_sequences, strict=True):
             parts.append(bounded_ranges(lists_B, documents, H))
         B, N = documents.first_BN.shape
@@ -325,11 +327,15 @@ def bounded_ranges(lists_B: Sequence[PositionLists], documents: Documents, H: in
     since_R = (since_BN + documents.first_BN)[:, None].expand(B, H, N).flatten()
     until_R = (until_BN + documents.first_BN)[:, None].expand(B, H, N).flatten()
     part = bounded_read(queries, keys, N, since_R, until_R)
+    # All layers read the same lists, so engines store their tables in them.
     return part._replace(derived={})
 
 
 class ContiguousPattern(PositionPattern):
-    """A pattern in which the query at i reads all keys from position `since(i)` to i."""
+    """A pattern in which the query at i reads all keys from `since(i)` to `until(i)` - 1.
+
+    `until(i)` is i + 1, except with causal=False.
+    """
 
     takes_memory = True
 

@@ -324,7 +324,10 @@ class Probed(TopKeys):
         )
 
     def lists_read(self, q_BHND: Tensor, k_BHND: Tensor) -> list[Reads]:
-        """Return the lists of early positions and of clusters."""
+        """Return the lists of early positions and of clusters.
+
+        A query at an early position may read m keys at most (`early_count`); all others are *late*.
+        """
         centroid_HCD = self.centroids.centroid_HCD
         B, H, N, _ = q_BHND.shape
         reach = self.reach(N)
@@ -343,7 +346,7 @@ class Probed(TopKeys):
         return parts
 
     def late_part(self, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
-        """Return the lists of clusters, by torch's operations."""
+        """Return the lists of clusters, for late queries, by torch's operations."""
         inputs = (self.centroids.centroid_HCD, q_BHND, k_BHND, reach)
         if not is_static(q_BHND, self.backend):
             return dynamic_lists(*inputs)
@@ -466,8 +469,8 @@ class Probed(TopKeys):
 class ProbedCache(GrowingCache):
     """All keys and values so far, and the inverted file: the cluster and the rank of each key.
 
-    The rank of a key is the number of keys before it in its cluster. So the last m keys that a
-    query may read of a cluster are those whose rank is at least their number less m.
+    The rank of a key is the number of keys before it in its cluster. So if a query may read the
+    first n keys of a cluster, the last m of these have the ranks n - m to n - 1.
     """
 
     pattern: Probed
@@ -479,8 +482,8 @@ class ProbedCache(GrowingCache):
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
         """Store the keys of positions from `first` on.
 
-        `choice_BHSE` has the keys in their own type, if queries choose by logits: `key_BHSD` has
-        them in the type of the values.
+        If queries choose by logits (`candidates`), `choice_BHSE` has the keys once more, in their
+        type in `qk`, because `key_BHSD` has them rounded to the type of the values.
         """
         pattern = self.pattern
         k_BHND = widened(qk.rotated_k_BHND)

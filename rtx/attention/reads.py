@@ -20,7 +20,7 @@ in two lists is two members.
 
 Shapes: B sequences, H heads, X = B * H, C lists of a head, N positions, R = B * H * N rows, L lists
 of all heads, P query members and M key members of all lists together, K keys of a query at most, I
-conditions of holes.
+conditions of holes. In `QueriesKeys` X is the copies of sequences of grouped.py.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ class QueriesKeys(NamedTuple):
     """`rotated_q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
     each_q_XHND: Tensor | None = None
-    """If several query heads choose together (`rtx.attention.grouped`), by the mean in `q_BHND`:
-    the queries of each, as `grouped.apart` returns them; else None."""
+    """The queries of every query head, as `grouped.apart` returns them, if several query heads
+    choose together (`rtx.attention.grouped`): `q_BHND` has their means. Otherwise None."""
     rotated_each_q_XHND: Tensor | None = None
+    """The same after rotation."""
     documents: Documents | None = None
     """Documents that reads must keep to; None: each sequence is one document."""
     counts: tuple[int, int] | None = None
-    """In cross-attention the number of queries and of keys; what follows is filled up. None: N."""
+    """In cross-attention the numbers of queries and of keys, without the zeros that make both N.
+
+    None: both are N.
+    """
 
 
 class MemberLists(NamedTuple):
@@ -286,6 +290,7 @@ def with_own_holes(part: RangeReads) -> RangeReads:
     """Return ranges with a hole at the query's own key, unless a range has that key alone."""
     row_P = part.query.row_M
     has_others_P = part.stop_P - part.start_P > 1
+    # If there are no others, `high_IP` equals `low_IP`, and the hole excludes nothing.
     holes = Holes(
         value_IM=part.key.row_M[None],
         low_IP=row_P[None],
@@ -327,7 +332,8 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
 def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
     """Return ranges without the keys of other documents than that of the query.
 
-    A query whose own key was left out, as it reads others, reads it if no other key remains.
+    If `part` leaves out the own key of a query, because it reads others there, and none of these
+    others remain, the query reads its own key.
 
     Args:
         part: ranges of keys up to the position of the query, without holes.
@@ -357,7 +363,7 @@ def bounded_read(
 ) -> RangeReads:
     """Return ranges: a query at n reads the keys of its list at since_N[n] to until_N[n] - 1.
 
-    All of these are positions.
+    n and both bounds are positions.
 
     Args:
         length: N.
@@ -365,11 +371,12 @@ def bounded_read(
     """
     key_order_M = order(keys, length)
     first_order_P = queries.list_M() * length
-    position_P = positions(queries, length)
+    # The entry of each query member in the bounds: its position, or its row.
+    entry_P = positions(queries, length)
     if len(since_N) != length:
-        position_P = queries.row_M
-    since_P = since_N[position_P].clamp(0, length)
-    until_P = until_N[position_P].clamp(0, length)
+        entry_P = queries.row_M
+    since_P = since_N[entry_P].clamp(0, length)
+    until_P = until_N[entry_P].clamp(0, length)
     start_P = torch.searchsorted(key_order_M, first_order_P + since_P)
     stop_P = torch.searchsorted(key_order_M, first_order_P + until_P)
     return RangeReads(queries, keys, start_P, stop_P.maximum(start_P), length)

@@ -99,7 +99,8 @@ class SideMembers(NamedTuple):
 class Routing(ClusterPattern):
     """H routing heads. Subclasses decide who is a member of a cluster.
 
-    With causal=False a whole sequence decides, whatever the subclass: the encoder of the paper.
+    With causal=False (the encoder of the paper) outputs depend on the whole sequence, whatever the
+    subclass.
 
     `ClusterPattern` documents the other options. The window is that of the centroids.
 
@@ -135,8 +136,9 @@ class Routing(ClusterPattern):
         q_BHND = qk.q_BHND
         k_BHND = qk.k_BHND
         if qk.counts is not None:
-            queries, keys = qk.counts
-            return [q_BHND[:, :, :queries], k_BHND[:, :, :keys]]
+            # Cross-attention: `takes_other_keys` has made sure that there are two sides.
+            query_count, key_count = qk.counts
+            return [q_BHND[:, :, :query_count], k_BHND[:, :, :key_count]]
         if self.centroids.keys == "separate":
             return [q_BHND, k_BHND]
         if self.centroids.projection_HDD is None:
@@ -210,7 +212,10 @@ class Routing(ClusterPattern):
         return members
 
     def needs_dynamic(self, qk: QueriesKeys) -> bool:
-        """Return whether ranges are bounded otherwise than lists in static shapes have them."""
+        """Return whether selection in static shapes cannot make the ranges.
+
+        It makes neither ranges within documents nor ranges on both sides of a query.
+        """
         return qk.documents is not None or not self.causal
 
     @abstractmethod
@@ -232,11 +237,7 @@ class Routing(ClusterPattern):
         queries = members[0]
         keys = members[-1]
         if queries.selected is None or keys.selected is None:
-            if qk.counts is None:
-                return self.read_of_lists(queries.lists, keys.lists, qk)
-            query_lists = longer_rows(queries.lists, qk.counts[0], length)
-            key_lists = longer_rows(keys.lists, qk.counts[1], length)
-            return self.read_of_lists(query_lists, key_lists, qk)
+            return self.dynamic_reads(queries.lists, keys.lists, qk)
         lists = queries.selected.lists
         if keys is not queries:
             lists = separate_lists(
@@ -255,6 +256,16 @@ class Routing(ClusterPattern):
             most=min(self.window, length),
             derived={LISTS: lists},
         )
+
+    def dynamic_reads(self, queries: MemberLists, keys: MemberLists, qk: QueriesKeys) -> RangeReads:
+        """Return which members read which, from lists whose lengths depend on the scores."""
+        if qk.counts is not None:
+            # Rows of these lists count the real queries or keys; those of `qk` count zeros, too.
+            query_count, key_count = qk.counts
+            length = qk.q_BHND.shape[2]
+            queries = with_rows_of(queries, query_count, length)
+            keys = with_rows_of(keys, key_count, length)
+        return self.read_of_lists(queries, keys, qk)
 
     @torch.no_grad()
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
@@ -431,10 +442,14 @@ class Routing(ClusterPattern):
         return 2.0 * size * length * products_of_position[self.centroids.keys]
 
 
-def longer_rows(lists: MemberLists, length: int, filled: int) -> MemberLists:
-    """Return lists of rows of `length` positions a head, whose heads are filled up to `filled`."""
+def with_rows_of(lists: MemberLists, length: int, new_length: int) -> MemberLists:
+    """Return the same members with the rows of heads of `new_length` positions.
+
+    Args:
+        length: the number of positions of a head by which rows are numbered in `lists`.
+    """
     head_M = lists.row_M // max(1, length)
-    row_M = lists.row_M + head_M * (filled - length)
+    row_M = lists.row_M + head_M * (new_length - length)
     return MemberLists(row_M, lists.count_L)
 
 
@@ -520,7 +535,7 @@ class TopK(Routing):
 
     @property
     def takes_other_keys(self) -> bool:  # type: ignore[override]
-        """Whether keys have memberships of their own."""
+        """Whether queries and keys have separate memberships."""
         return self.centroids.keys == "separate"
 
     # The rule.

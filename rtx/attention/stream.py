@@ -30,7 +30,7 @@ class Stream:
         inputs: Callable[[Tensor, Tensor | None, int], QueriesKeys],
         read_prompt: Callable[
             [Tensor, Tensor | None, Tensor],
-            tuple[Tensor, QueriesKeys, list[Reads]],
+            tuple[Tensor, QueriesKeys, list[Reads] | None],
         ],
     ) -> None:
         self.cache = cache
@@ -39,7 +39,7 @@ class Stream:
         self.position = 0
         """The number of positions that have been read."""
         self.shape_BH: tuple[int, int] | None = None
-        """The numbers of sequences and heads; None: nothing has been read yet."""
+        """The numbers of sequences and of heads of values; None: nothing has been read yet."""
 
     @torch.no_grad()
     def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:

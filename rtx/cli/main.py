@@ -151,7 +151,11 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
-    """Read the words after a command, and run it; `preview`: print the configuration instead."""
+    """Read and check the words after a command, then import it and run it.
+
+    Args:
+        preview: print the configuration instead.
+    """
     from rtx.cli.request import read_request, startable, with_configuration
 
     request = read_request(command, words)

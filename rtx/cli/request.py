@@ -48,7 +48,10 @@ class Request:
     trained_length: int | None = None
     """For eval: `data.length` of the run."""
     state: str = ""
-    """For train and resume: the state of the run before it goes on; empty for a new run."""
+    """For train and resume: how the run had ended (stopped, failed, ...) that now goes on.
+
+    Empty for a new run.
+    """
 
     @property
     def run(self) -> Path:
@@ -267,7 +270,7 @@ def startable(request: Request) -> Request | None:
 
 
 def startable_training(request: Request) -> Request | None:
-    """As `startable`, of `rtx train`: in a new folder, or in that of RTX_RUN."""
+    """As `startable`, of `rtx train`, which begins a new run or goes on with that of RTX_RUN."""
     from rtx.data.catalog import check_source, data_root
     from rtx.runs.folder import requested_folder
     from rtx.runs.lock import refuse_busy
@@ -278,6 +281,7 @@ def startable_training(request: Request) -> Request | None:
     check_source(request.config.data, data_root())
     config, folder, state = place_of(with_absolute_path(request.config))
     if state is None:
+        # Nothing is left to do.
         return None
     refuse_without_driver(config.hardware)
     requested = requested_folder()

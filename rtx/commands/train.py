@@ -73,6 +73,7 @@ SAMPLE_TOKENS = 3072
 def main(request: Request) -> int:
     """Train what a command line asks for, and return the exit code."""
     folder = request.run if request.runs else None
+    # The state of a run that goes on is the reason why it had stopped.
     return run(request.config, folder, reason=request.state)
 
 
@@ -263,14 +264,17 @@ def train_within_memory(session: Session) -> None:
 
 
 def train(session: Session) -> None:
-    """Build the model, train it, and print its score and a sample; only the first rank writes."""
+    """Build the model, train it, and print its score and a sample.
+
+    Every rank comes here. Only the first one has a status, and only it writes and prints.
+    """
     session.signals.release()
     start, changed = find_start(session)
     session.begin(start)
     config = session.config
     data = data_module(session)
-    first_N = None if start else data.first_sequence
-    model = build_model(config, session.store.vocabulary, first_N)
+    first_sequence = None if start else data.first_sequence
+    model = build_model(config, session.store.vocabulary, first_sequence)
     if session.status:
         parameters = model.count_parameters()
         record_beginning(session, parameters, changed)

@@ -20,7 +20,7 @@ class Embedding(nn.Module):
     """Token embeddings, shifted right by one position, or those of an encoder, not shifted.
 
     The input at position 0 is a learned start vector, so that the first token has a likelihood. In
-    an encoder (model.causal=false) it stands for hidden tokens.
+    an encoder (model.causal=false) this vector replaces hidden tokens.
     """
 
     def __init__(self, config: Config, vocabulary: int) -> None:

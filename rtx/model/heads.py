@@ -85,6 +85,10 @@ class HeadGroup(nn.Module):
         self.queries = queries_of_key_head(config.model)
         """The number of query heads that share a head of keys and values."""
         self.kv_heads = heads // self.queries
+        self.choosing_heads = heads
+        """The number of heads that choose keys: all, or one for each head of keys and values."""
+        if chooses_in_groups(name, config):
+            self.choosing_heads = self.kv_heads
         self.pattern = self.make_pattern(config, layer)
         self.key_source: KeySource = "none"
         if self.pattern.has_keys:
@@ -92,12 +96,8 @@ class HeadGroup(nn.Module):
         self.key_mix: KeyMix | None = None
         self.key_loss = 0.0
         """Weight of the distance between the matrices of queries and of keys in the loss."""
-        self.rotate: Rotate | None = None
+        self.rotate = rotation(config.model)
         """Rotates queries and keys by their positions."""
-        if config.model.positions == "rotary":
-            self.rotate = rotate
-            if config.model.rotary_base != ROTARY_BASE:
-                self.rotate = functools.partial(rotate, base=config.model.rotary_base)
         self.tables: Shaw | SinusoidKeys | None = None
         """Terms of the logits by distance."""
         if name == ROUTED:
@@ -108,12 +108,9 @@ class HeadGroup(nn.Module):
             self.add_norms(config.model)
 
     def make_pattern(self, config: Config, layer: int) -> Pattern:
-        """Return the pattern of the heads, with their groups of queries."""
-        together = self.name == ROUTED and config.routing.group == "shared"
-        self.choosing_heads = self.heads
-        if together:
-            self.choosing_heads = self.kv_heads
+        """Return the pattern of the heads, with grouped queries and sinks."""
         pattern = make_pattern(self.name, self.choosing_heads, config, layer)
+        together = chooses_in_groups(self.name, config)
         pattern.group_queries(self.queries, together=together)
         if config.model.sinks:
             pattern.add_sinks(self.heads)
@@ -192,11 +189,11 @@ class HeadGroup(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the queries and keys that the pattern gets, and `before_BHSD` of the next call.
 
-        Keys that are made of queries (W_K = W_Q) are the means of the queries that share them.
+        With `key_source` "queries" (W_K = W_Q), a key is the mean of the queries that share it.
 
         Args:
             before_BHSD: the earlier keys that the key mix reads; None at position 0.
-            documents: the documents of the sequences.
+            documents: the documents of the sequences; None: each sequence is one.
         """
         if self.key_source == "queries":
             k_BHND = group_mean(q_BHND, self.queries)
@@ -227,6 +224,15 @@ class HeadGroup(nn.Module):
         return self.pattern.inputs(q_BHND, k_BHND, self.rotate)
 
 
+def rotation(model: ModelConfig) -> Rotate | None:
+    """Return the function that rotates queries and keys; None: positions are not rotary."""
+    if model.positions != "rotary":
+        return None
+    if model.rotary_base == ROTARY_BASE:
+        return rotate
+    return functools.partial(rotate, base=model.rotary_base)
+
+
 class HeadStream:
     """Autoregressive decoding with one group of heads: stream and key mix."""
 
@@ -249,11 +255,21 @@ class HeadStream:
         return self.stream.decode(q_BH1D, k_BH1D, v_BH1D)
 
 
+def chooses_in_groups(name: str, config: Config) -> bool:
+    """Return whether query heads that share a head of keys and values choose their keys together.
+
+    Args:
+        name: the base pattern of the heads, or `ROUTED`.
+    """
+    return name == ROUTED and config.routing.group == "shared"
+
+
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return the heads of a group.
 
     Args:
         name: the base pattern of the group, or `ROUTED`.
+        heads: the number of heads that choose keys, see `HeadGroup.choosing_heads`.
 
     Raises:
         UserError: an extension makes no pattern.
@@ -411,7 +427,7 @@ def selection_options(config: Config) -> dict[str, Any]:
 
 
 def encoder_options(config: Config) -> dict[str, Any]:
-    """Return what makes a pattern of an encoder; nothing for a decoder."""
+    """Return the arguments of patterns in an encoder; none for a decoder."""
     if config.model.causal:
         return {}
     return {"causal": False}

@@ -22,9 +22,9 @@ from rtx.settings.schema import Config, ModelConfig
 
 
 class Compression(nn.Module):
-    """Compresses `rate` positions to one.
+    """Compresses `rate` positions to one: by a convolution, or to their mean or maximum.
 
-    By a convolution, their mean, or their maximum (Rae et al., section 3).
+    Rae et al. 2020, section 3.
     """
 
     def __init__(self, hidden: int, rate: int, kind: str) -> None:

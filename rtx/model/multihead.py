@@ -41,7 +41,8 @@ class MultiheadAttention(nn.Module):
                 key_widths.append(group.kv_width)
         self.size = groups[0].size
         self.widths = [*widths, *key_widths, *value_widths]
-        """Columns of the projection: the queries of each group, then keys, then values."""
+        """The numbers of columns of the projection, in this order: the queries of each group, the
+        keys of each group with a matrix for them, and the values of each group."""
         # The order of draws and of modules decides the first weights that a seed gives: patterns,
         # matrices, tables.
         self.qkv = Linear(hidden, sum(self.widths), bias=False)
@@ -64,6 +65,7 @@ class MultiheadAttention(nn.Module):
         groups = self.head_groups()
         count = len(groups)
         queries = parts[:count]
+        # Groups without a matrix of keys have none of these.
         keys = iter(parts[count:-count])
         values = parts[-count:]
         parts_of_groups: list[Parts[Part]] = []
@@ -77,7 +79,7 @@ class MultiheadAttention(nn.Module):
     def project(self, x_BNE: Tensor) -> list[Parts[Tensor]]:
         """Return the queries, keys and values of each group, `[B, H, N, D]`.
 
-        With `model.kv_heads`, keys and values have fewer heads.
+        With `model.kv_heads`, keys and values have fewer heads than queries (grouped queries).
         """
         parts = []
         qkv = self.qkv(x_BNE)

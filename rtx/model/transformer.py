@@ -107,9 +107,9 @@ class Transformer(nn.Module):
         table and the start vector have that variance.
 
         Smaller embeddings, or an output matrix of zeros, slow learning down (experiment=recall
-        shows it). The first steps of the optimizer are equally large for all weights. They would
+        shows it): the first steps of the optimizer, which are equally large for all weights, would
         make the vectors of tokens with the same role nearly equal, and it takes many steps until
-        they differ again.
+        these vectors differ again.
         """
         self.initialise_matrices()
         embedding = self.embedding
@@ -179,9 +179,8 @@ class Transformer(nn.Module):
             streaming: every selection of keys is made from the prefix alone, which changes the
                 outputs of routing=topk and of lsh=reformer.
             memory: the memory of earlier segments of the same streams, to which this one is added.
-            first_BN: the position of the first token of the document of each token, see
-                `Documents`: a token is predicted from its document alone. None: each sequence is
-                one document.
+            first_BN: for each token, the position at which its document starts, see `Documents`. A
+                token is predicted from its document alone. None: each sequence is one document.
             hidden_BN: which tokens an encoder must not see; None: it sees all.
         """
         if memory is None:
@@ -332,11 +331,16 @@ class Transformer(nn.Module):
 
 
 def are_among(position_BA: Tensor, length: int) -> Tensor:
-    """Return which of `length` positions are among some, of which -1 is none, bool `[B, N]`."""
-    is_there_BN = position_BA.new_zeros(len(position_BA), length + 1, dtype=torch.bool)
-    # The last column takes the positions that are none.
+    """Return for each of N positions whether it is in `position_BA`, bool `[B, N]`.
+
+    Args:
+        position_BA: positions; -1: none.
+        length: N.
+    """
+    is_among_BN1 = position_BA.new_zeros(len(position_BA), length + 1, dtype=torch.bool)
+    # Each -1 sets the last column, which is then removed.
     column_BA = torch.where(position_BA < 0, length, position_BA)
-    return is_there_BN.scatter(1, column_BA, True)[:, :length]
+    return is_among_BN1.scatter(1, column_BA, True)[:, :length]
 
 
 def several_documents(first_BN: Tensor | None) -> Documents | None:

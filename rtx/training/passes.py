@@ -156,7 +156,7 @@ class Passes:
         return Objective(nats, right, auxiliary)
 
     def eager_loss(self) -> Callable[..., Any]:
-        """Return the method of the model that computes its loss."""
+        """Return the method of the model that computes its loss, neither compiled nor recorded."""
         if self.answers is not None:
             return self.model.answers
         if self.config.hardware.loss == "liger":
@@ -164,7 +164,7 @@ class Passes:
         return self.model.loss
 
     def with_autocast(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss that can be recorded, if it is to be; see `without_cast_cache`."""
+        """Return the loss with `without_cast_cache` if passes are to be recorded, else as it is."""
         if not self.recorded:
             return loss
         is_mixed = precision_on(self.config.hardware, gpu=True) == "bf16"

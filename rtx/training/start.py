@@ -119,19 +119,23 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def build_model(
-    config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None
+    config: Config, vocabulary: int, first_sequence: Callable[[], Tensor] | None
 ) -> Transformer:
     """Return the model of a configuration with its first weights.
 
-    `first_N` returns the sequence that routing.init=data and probed keys read. Raises `UserError`
-    for a tensor, of a pattern that the user has written, which no checkpoint may hold.
+    Args:
+        first_sequence: returns the sequence `[N]` at whose vectors centroids start, with
+            routing.init=data and for probed keys. None: a checkpoint has the centroids.
+
+    Raises:
+        UserError: a pattern that the user has written has a tensor that no checkpoint may hold.
     """
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
     check_savable(model)
     reads_data = config.routing.init == "data" or config.routing.selection == "probed"
-    if first_N and reads_data:
-        initialise_from_data(model, first_N()[None])
+    if first_sequence and reads_data:
+        initialise_from_data(model, first_sequence()[None])
     return model
 
 
