@@ -408,6 +408,6 @@ class BlockCache(GrowingCache):
         q_BHQD = queries(qk)
         position_Q = torch.full((q_BHQD.shape[2],), position, device=v_BH1D.device)
         mean_v_BHGD = expanded(self.mean_v_BHGD, self.copies)
-        out_BHQD = out_BH1D.reshape(*q_BHQD.shape[:3], -1)
+        out_BHQD = out_BH1D.reshape(*q_BHQD.shape[:3], out_BH1D.shape[-1])
         out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHGD, position_Q)
         return as_heads(out_BHQD)

@@ -199,7 +199,7 @@ def attend_step(
             enable_gqa=q_BHQD.shape[1] != k_BHKD.shape[1],
         )
     B, H, Q, _ = q_BHQD.shape
-    heads_of_key_head = H // k_BHKD.shape[1]
+    heads_of_key_head = H // max(1, k_BHKD.shape[1])
     K = k_BHKD.shape[2]
     device = k_BHKD.device
     if mask_BH1K is None:

@@ -334,8 +334,7 @@ def run_meter(session: Session) -> Meter:
     total = cost(config, session.store.vocabulary)
     result = meter(config, total, name, hardware.precision, hardware.world)
     if name and result.peak is None:
-        lack = f"rtx does not know that of {name} in {hardware.precision}"
-        say(f"no share of the peak is told: {lack}")
+        say(f"MFU is not computed: rtx does not know the peak of {name} in {hardware.precision}")
     return result
 
 

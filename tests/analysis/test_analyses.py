@@ -156,8 +156,9 @@ def test_telemetry_counts_the_members_of_a_whole_batch(selection: str, keys: str
     times = []
     counts = []
     for b in range(3):
-        heads, _, (part,), _ = weights.groups_of(attention, x_BNE[b : b + 1])["routed"]
-        assert isinstance(part, RangeReads) and isinstance(heads, Routing)
+        heads = weights.groups_of(attention, x_BNE[b : b + 1])["routed"]
+        (part,) = heads.parts
+        assert isinstance(part, RangeReads) and isinstance(heads.pattern, Routing)
         times += torch.bincount(part.query.row_M, minlength=2 * LENGTH).tolist()
         counts += part.key.count_L.tolist()
     assert len(counts) == 3 * 2 * CLUSTERS

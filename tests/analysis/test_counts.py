@@ -274,7 +274,7 @@ GIB = 2**30
 DATA = {"tiny": "stdlib", "rt10": "wikitext103", "rt22": "pg19", "reformer": "imagenet64"}
 DATA |= dict.fromkeys(("rt12", "rt24", "adaptive_span", "sparse_transformer"), "enwik8")
 DATA |= dict.fromkeys(("transformer_xl", "transformer_xl-base", "adaptive_input"), "wikitext103")
-DATA |= {"compressive_transformer": "pg19"}
+DATA |= {"compressive_transformer": "pg19", "modern": "stdlib", "encoder": "masked"}
 """The data set of every preset that does not name it."""
 SMALL = (
     *(

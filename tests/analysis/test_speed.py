@@ -50,17 +50,17 @@ def test_a_step_a_second_is_its_operations_over_the_peak_of_all_devices() -> Non
     assert meter(config, total, None, "bf16").share(units) is None
 
 
-def test_a_gpu_without_a_known_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
+def test_a_gpu_without_a_known_peak_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     hardware = SimpleNamespace(on_gpu=True, precision="bf16", world=1)
     store = SimpleNamespace(vocabulary=256)
-    session: Any = SimpleNamespace(
-        config=planned(), hardware=hardware, store=store, say=lines.append
-    )
+    session: Any = SimpleNamespace(config=planned(), hardware=hardware, store=store)
     for name in ("Radeon", "NVIDIA H200"):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
         assert (run_meter(session).peak is None) == (name == "Radeon")
-    assert lines == ["no share of the peak is told: rtx does not know that of Radeon in bf16"]
+    out = capsys.readouterr().out
+    assert out == "MFU is not computed: rtx does not know the peak of Radeon in bf16\n"
 
 
 def test_the_expected_time_is_that_of_products_and_memory_or_of_launches() -> None:

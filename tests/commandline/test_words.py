@@ -84,7 +84,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train model=RT24", "model=RT24 (did you mean 'rt24'?): must be one of adaptive_input, "),
         (
             "train model=RT24",
-            "sparse_transformer-imagenet64, ... (19 in all) (a file of conf/model/)\n",
+            "sparse_transformer-cifar10, ... (21 in all) (a file of conf/model/)\n",
         ),
         ("train data=Enwik8", "data=Enwik8 (did you mean 'enwik8'?): must be one of "),
         (

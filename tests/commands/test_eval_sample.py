@@ -23,7 +23,7 @@ from rtx.data.tokenizers import encode_text
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.runs.status import utc_now
-from rtx.training import inference
+from rtx.training import export
 from rtx.training.checkpoint import load_for_use
 from rtx.training.export import write_export
 from tests.helpers.small_runs import Workshop, final
@@ -270,7 +270,7 @@ def test_an_export_is_whole_or_told_and_alone(
 ) -> None:
     output = tmp_path / "half"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference, "replace_file", full_disk)
+        patch.setattr(export, "replace_file", full_disk)
         assert "No space left on device" in workshop.command(
             "export", str(run), f"output={output}", code=1
         )
