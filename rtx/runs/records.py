@@ -33,7 +33,8 @@ from rtx.errors import plural
 from rtx.runs import older
 
 Kind = TypeVar("Kind", bound=BaseModel)
-Number = int | float | None
+Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | None
+"""A number of a record. Larger integers would overflow in numpy and pandas."""
 ANALYSES = ("divergence", "patterns", "context", "coverage")
 TAGS = ("score", "older", *(f"{name} analysis" for name in ANALYSES))
 """Names of the versions of a closing score, and of the kinds of analyses, in paths of fields."""
