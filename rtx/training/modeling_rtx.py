@@ -98,9 +98,7 @@ class RtxForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: RtxConfig) -> None:
         super().__init__(config)
         self.start = config.vocab_size - 1
-        # `from_pretrained` makes models on the device "meta", on which constants have no values.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            self.model = Transformer(to_config(config.rtx), self.start)
+        self.model = make_model(config).to(torch.get_default_dtype())
         self.constants = constants_of(self)
         self._tied_weights_keys = shared_parameters(self)
         self.post_init()
@@ -222,6 +220,21 @@ class RtxForCausalLM(PreTrainedModel, GenerationMixin):
         if positions is not None and length > positions.length:
             most = f"learned positions end at {positions.length}, the start token included"
             raise ValueError(f"the text has {length - 1} tokens; {most}")
+
+
+def make_model(config: RtxConfig) -> Transformer:
+    """Return the model on the CPU in float32, its constants as in rtx.
+
+    `from_pretrained` sets the device "meta", on which constants have no values, and the type of
+    the weights, with which random constants would be others.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            return Transformer(to_config(config.rtx), config.vocab_size - 1)
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def padding(tokens_BN: Tensor, mask_BN: Tensor | None, start: int) -> Tensor:
