@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AddedToken, PreTrainedTokenizer
 
@@ -34,12 +34,12 @@ class RtxTokenizer(PreTrainedTokenizer):
         others: those of `PreTrainedTokenizer`.
     """
 
-    vocab_files_names = {
+    vocab_files_names: ClassVar[dict[str, str]] = {
         "record_file": TOKENIZER_RECORD,
         "subwords_file": SentencepieceTokenizer.file,
         "words_file": WordTokenizer.file,
     }
-    model_input_names = ["input_ids", "attention_mask"]
+    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
 
     def __init__(
         self,

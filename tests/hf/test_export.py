@@ -123,12 +123,29 @@ def test_transformers_scores_and_generates_as_rtx(workshop: Workshop, kind: str)
 
 
 def test_scores_of_a_split_are_those_of_eval(workshop: Workshop) -> None:
+    import torch
+
+    from rtx import load
+    from rtx.data.catalog import open_data
+    from rtx.training.modeling_rtx import RtxForCausalLM
+
     run = workshop.train("scored", "routing=causal", "trainer.steps=3", "trainer.val_every=3")
     workshop.command("export", str(run), "format=hf", f"output={workshop.folder / 'model'}")
     folder = workshop.folder / "model"
     of_run, _ = workshop.score(run, "split=test")
     of_export, _ = workshop.score(folder, "split=test")
     assert of_run["bits"] == of_export["bits"]
+    tokens = open_data(load(run).config.data, workshop.data).split("test").tolist()
+    assert of_run["units"] == len(tokens)
+    model = RtxForCausalLM.from_pretrained(folder)
+    start = model.config.bos_token_id
+    nats = 0.0
+    for begin in range(0, len(tokens), 32):
+        window = tokens[begin : begin + 32]
+        row = torch.tensor([[start, *window]])
+        with torch.no_grad():
+            nats += float(model(row, labels=row).loss) * len(window)
+    assert nats / len(tokens) == pytest.approx(of_run["nats"] / len(tokens), abs=1e-6)
     assert "AutoModelForCausalLM" in (folder / "README.md").read_text()
     workshop.command("export", str(run), f"output={folder}")
     assert not (folder / "config.json").exists()
