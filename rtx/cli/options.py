@@ -193,8 +193,12 @@ class ReportOptions:
 
 @dataclass
 class ExportOptions(RunOptions):
+    format: Literal["rtx", "hf"] = "rtx"
+    """rtx: a folder for rtx eval, rtx sample and rtx.load; hf: the same folder loads with
+    AutoModelForCausalLM of Hugging Face transformers, too.
+    """
     output: str | None = None
-    """Folder to write to; unset: export/ in the run's folder."""
+    """Folder to write to; unset: export/ in the run's folder, hf/ with format=hf."""
 
 
 @dataclass

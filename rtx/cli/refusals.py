@@ -10,6 +10,7 @@ from rtx.cli.options import (
     CoverageOptions,
     DivergenceOptions,
     EvalOptions,
+    ExportOptions,
     PatternsOptions,
     PretrainedOptions,
     SampleOptions,
@@ -58,6 +59,17 @@ def check_sample(config: Config, options: SampleOptions) -> None:
         extra = f"prompt, or a length above {size}"
         reason = f"an image has {size} units"
         raise UserError(f"{extra}, has no place in a run on images: {reason}")
+
+
+def check_export(config: Config, options: ExportOptions) -> None:
+    if options.format != "hf":
+        return
+    if not config.model.causal:
+        reason = "an encoder is no causal language model of transformers"
+        raise UserError(f"format=hf is not for model.causal=false: {reason}; take format=rtx")
+    if config.extensions:
+        reason = "a folder for transformers does not hold code of extensions"
+        raise UserError(f"format=hf: {reason}; take format=rtx")
 
 
 def check_divergence(config: Config, options: DivergenceOptions) -> None:
@@ -126,6 +138,7 @@ def check_pretrained(config: Config, options: PretrainedOptions) -> None:
 
 CHECKS: dict[str, Callable[[Config, Any], None]] = {
     "eval": check_eval,
+    "export": check_export,
     "sample": check_sample,
     "analyze divergence": check_divergence,
     "analyze patterns": check_patterns,

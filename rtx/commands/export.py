@@ -1,8 +1,12 @@
 """`rtx export RUN [overrides]`: a run's model as safetensors, with its configuration and a card."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from rtx.cli.request import Request
+from rtx.data.tokenizers import Tokenizer
 from rtx.disk import MARK
 from rtx.errors import UserError
 from rtx.report.run_records import collect
@@ -13,7 +17,10 @@ from rtx.settings.run_config import RUN_CONFIG, to_yaml
 from rtx.settings.schema import to_dict
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
 from rtx.training.export import write_export
-from rtx.training.inference import run_tokenizer
+from rtx.training.hf_export import HF_FILES, hf_files
+from rtx.training.inference import load_run, run_config, run_tokenizer
+
+CPU = torch.device("cpu")
 
 ROUTING_STATE = ("centroid_HCD", "threshold_HC")
 """What the names of the tensors end with that routing keeps beside the weights."""
@@ -23,19 +30,36 @@ def main(request: Request) -> int:
     """Write the model of a run to a folder, for others to load."""
     folder = request.run
     options = request.options
+    config = request.config
+    for_transformers = options.format == "hf"
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
-    check_config(checkpoint, to_dict(request.config), folder / RUN_CONFIG)
-    output = Path(options.output or folder / "export").expanduser()
+    check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
+    default = "hf" if for_transformers else "export"
+    output = Path(options.output or folder / default).expanduser()
     refuse_other_files(output)
-    write_export(output, checkpoint, files_of(request, checkpoint))
+    files = files_of(request, checkpoint)
+    if for_transformers:
+        run = load_run(folder, run_config(folder), options.checkpoint, CPU, say=lambda line: None)
+        # The names of tensors in an older checkpoint may be others.
+        checkpoint["model"] = run.model.state_dict()
+        files |= hf_files(config, run.model, tokenizer_of(request, checkpoint))
+    remove_hf_files(output, files)
+    write_export(output, checkpoint, files)
     paths = sorted(output.iterdir())
     size = sum(path.stat().st_size for path in paths) / 1e6
     names = ", ".join(path.name for path in paths)
     print(f"{shown(output)}: {names} ({size:,.1f} MB)")
     print(f"next: rtx eval {shown(output)} split=test")
     return 0
+
+
+def remove_hf_files(output: Path, files: Mapping[str, bytes]) -> None:
+    """Remove what an earlier export for `transformers` wrote and this one does not write."""
+    for name in HF_FILES:
+        if name not in files:
+            (output / name).unlink(missing_ok=True)
 
 
 def refuse_other_files(output: Path) -> None:
@@ -53,13 +77,21 @@ def files_of(request: Request, checkpoint: Checkpoint) -> dict[str, bytes]:
     for name, tensor in checkpoint["model"].items():
         if name.endswith(ROUTING_STATE):
             state += tensor.numel()
-    page = card(collect([request.run]).cells[0], config, checkpoint, state)
+    for_transformers = request.options.format == "hf"
+    cell = collect([request.run]).cells[0]
+    page = card(cell, config, checkpoint, state, for_transformers=for_transformers)
     files = copies(config.extensions)
     files["config.yaml"] = to_yaml(config).encode()
     files["README.md"] = page.encode()
-    described = checkpoint["data"].get("tokenizer")
-    if described:
-        tokenizer = run_tokenizer(request.run, described)
-        if tokenizer.file:
-            files[tokenizer.file] = tokenizer.content
+    tokenizer = tokenizer_of(request, checkpoint)
+    if tokenizer is not None and tokenizer.file:
+        files[tokenizer.file] = tokenizer.content
     return files
+
+
+def tokenizer_of(request: Request, checkpoint: Checkpoint) -> Tokenizer | None:
+    """Return the tokenizer of a run; None where its data are no text."""
+    described = checkpoint["data"].get("tokenizer")
+    if not described:
+        return None
+    return run_tokenizer(request.run, described)

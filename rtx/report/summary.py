@@ -113,12 +113,19 @@ def closing_lines(run: str, steps: str, final: ScoreRecord, further: Sequence[st
     return "\n".join(lines)
 
 
-def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], centroids: int) -> str:
+def card(
+    cell: Cell,
+    config: Config,
+    checkpoint: Mapping[str, Any],
+    centroids: int,
+    for_transformers: bool = False,
+) -> str:
     """Return the card of an exported model as Markdown.
 
     Args:
         checkpoint: the exported one: its step, its file and the record of its data.
         centroids: the number of values of centroids and thresholds, which no gradient moves.
+        for_transformers: the folder loads with Hugging Face `transformers`, too.
     """
     values = flat(to_dict(config))
     idle_keys = unread(values)
@@ -132,6 +139,7 @@ def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], centroids: i
         step=checkpoint["step"],
         checkpoint=checkpoint["file"],
         centroids=centroids,
+        for_transformers=for_transformers,
         data=checkpoint["data"],
     )
 
