@@ -278,6 +278,9 @@ class ModelConfig:
 
     name: str = key("custom", changes=NOTHING)
     """Name of the preset, for records only."""
+    start: str | None = key(None, since=Since("0.5.0", None))
+    """Folder of a Llama-type model (config.json, *.safetensors) to start from; it sets the keys that
+    its weights need."""
     layers: int = key(4, low=1, high=10_000)
     """Decoder blocks."""
     heads: int = key(8, low=1, high=2**20)
@@ -287,9 +290,6 @@ class ModelConfig:
     queries); unset: as many as heads."""
     hidden: int = key(256, low=1, high=2**20)
     """Width of the residual stream; a head has the size hidden / heads."""
-    start: str | None = key(None, since=Since("0.5.0", None))
-    """Folder of a Llama-type model (config.json, *.safetensors) to start from; it decides the sizes
-    above and below."""
     causal: bool = key(True, since=Since("0.5.0", True))
     """Whether a position reads earlier ones alone; false: both sides, an encoder that predicts
     hidden units (data=masked)."""
