@@ -279,8 +279,8 @@ class ModelConfig:
     name: str = key("custom", changes=NOTHING)
     """Name of the preset, for records only."""
     start: str | None = key(None, since=Since("0.5.0", None))
-    """Folder of a Llama-type model (config.json, *.safetensors) to start from; it sets the keys that
-    its weights need."""
+    """Folder of a Llama-type model (config.json, *.safetensors) to start from; it sets the keys
+    that its weights need."""
     layers: int = key(4, low=1, high=10_000)
     """Decoder blocks."""
     heads: int = key(8, low=1, high=2**20)
