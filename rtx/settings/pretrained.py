@@ -4,7 +4,7 @@ pydantic is imported by this module, so it is imported only for runs with `model
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,15 +128,8 @@ def with_start(config: Config, keys: Collection[str]) -> Config:
     """
     start = config.model.start
     assert start is not None
-    file = read_llama(start)
-    needed = needed_values(file)
-    given = flat(to_dict(config))
-    problems = []
-    for key, value in needed.items():
-        if key in keys and given[key] != value:
-            rule = f"the weights of model.start={start} need {written(value)}; leave the key out"
-            problems.append(f"{key}={written(given[key])}: {rule}")
-    refuse(problems)
+    needed = needed_values(read_llama(start))
+    refuse_others(config, keys, needed)
     filled = {key: all_fields()[key].read(value) for key, value in needed.items()}
     for key, value in (KEPT_KEYS | data_values(config)).items():
         if key not in keys:
@@ -144,6 +137,17 @@ def with_start(config: Config, keys: Collection[str]) -> Config:
     if "model.name" not in keys:
         filled["model.name"] = Path(start).expanduser().resolve().name
     return with_values(config, filled)
+
+
+def refuse_others(config: Config, keys: Collection[str], needed: Mapping[str, Any]) -> None:
+    """Raise UserError for each of `keys` whose value is not the needed one."""
+    values = flat(to_dict(config))
+    problems = []
+    for key, value in needed.items():
+        if key in keys and values[key] != value:
+            rule = f"the weights of model.start={config.model.start} need {written(value)}"
+            problems.append(f"{key}={written(values[key])}: {rule}; leave the key out")
+    refuse(problems)
 
 
 def needed_values(file: LlamaFile) -> dict[str, Any]:
