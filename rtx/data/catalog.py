@@ -26,6 +26,7 @@ from rtx.data.store import (
     read_record,
 )
 from rtx.data.synthetic import HELD_OUT, SyntheticStore
+from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
@@ -98,6 +99,8 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
         tokenizer = ["bytes", "dim"]
     elif data.tokenizer == "sentencepiece":
         tokenizer += [data.vocabulary, data.tokenizer_sample]
+    elif data.tokenizer == "pretrained":
+        tokenizer.append(pretrained(data).describe()["sha256"])
     key = [
         FORMAT,
         source.name,
@@ -209,6 +212,12 @@ def verify_answers(data: DataConfig, report: Report) -> Store:
     return store
 
 
+def pretrained(data: DataConfig) -> PretrainedTokenizer:
+    """Return the tokenizer that data.tokenizer_path names; UserError where it cannot be read."""
+    assert data.tokenizer_path is not None
+    return read_pretrained(data.tokenizer_path)
+
+
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different tokens; UserError for words of a text without a store."""
     kinds = KINDS.get(data.name)
@@ -218,6 +227,8 @@ def vocabulary_size(data: DataConfig) -> int:
         return 256
     if data.tokenizer == "sentencepiece":
         return data.vocabulary
+    if data.tokenizer == "pretrained":
+        return pretrained(data).vocabulary
     if kinds is None:
         return find_data(data, data_root()).vocabulary
     return kinds

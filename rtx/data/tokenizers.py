@@ -1,6 +1,7 @@
 """Text <-> token ids: bytes, words, or subwords.
 
-Words and subwords are learned from split train and written to a file.
+Words and subwords are learned from split train and written to a file, or are those of a model that
+exists.
 """
 
 import contextlib
@@ -18,12 +19,13 @@ import numpy as np
 
 from rtx.data.sets import Report
 from rtx.disk import read_file, replace_file, write_json
-from rtx.errors import UserError
+from rtx.errors import UserError, shorten
 from rtx.settings.schema import DataConfig
 
 RECORD = "tokenizer.json"
 EOS = b"<eos>"
 UNK = b"<unk>"
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 WORD_BLOCK = re.compile(rb"(?s).{1,4194304}\S*")
 """Text whose words are found at once: 4 MiB, up to the next blank or newline."""
 FEW_BYTES = 1 << 16
@@ -212,7 +214,7 @@ class SentencepieceTokenizer(Tokenizer):
         pieces: list[str] = self.model.id_to_piece(list(range(self.vocabulary)))
         self.table = [piece.replace(BLANK, " ").encode() for piece in pieces]
         # Encoded text never has this id, but a model may choose it.
-        self.table[self.model.unk_id()] = "\ufffd".encode()
+        self.table[self.model.unk_id()] = UNKNOWN
         self.byte_ids = [self.model.piece_to_id(f"<0x{value:02X}>") for value in range(256)]
         for value, number in enumerate(self.byte_ids):
             self.table[number] = bytes([value])
@@ -237,6 +239,124 @@ class SentencepieceTokenizer(Tokenizer):
             if not is_exact:
                 ids = [self.byte_ids[value] for value in run]
             self.cache[run] = np.array(ids, self.dtype).tobytes()
+
+
+class PretrainedTokenizer(Tokenizer):
+    """Byte-level subwords of a tokenizer.json, as of GPT-2: each id has fixed bytes.
+
+    A text is encoded whole, as the package `tokenizers` does, without special tokens around it. A
+    line that is no UTF-8, or that its ids do not spell, is made of single bytes. A byte that has no
+    subword is read as U+FFFD, where the package would leave it out. `content` is the
+    tokenizer.json.
+    """
+
+    name = "pretrained"
+    file = "pretrained.json"
+
+    def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
+        self.vocabulary = settings["vocabulary"]
+        super().__init__("subword", content, settings)
+        self.model = byte_level_model(content)
+        letters = byte_of_letter()
+        self.table = [b""] * self.vocabulary
+        for word, number in self.model.get_vocab(with_added_tokens=False).items():
+            self.table[number] = bytes([letters[letter] for letter in word])
+        for number, added in self.model.get_added_tokens_decoder().items():
+            self.table[number] = added.content.encode()
+        ids = {word: number for number, word in enumerate(self.table)}
+        unknown = [ids[bytes([value])] for value in UNKNOWN]
+        self.ids_of_byte = [unknown] * 256
+        for value in range(256):
+            if bytes([value]) in ids:
+                self.ids_of_byte[value] = [ids[bytes([value])]]
+
+    def encode(self, text: bytes) -> np.ndarray:
+        ids = self.exact_ids(text)
+        if ids is None:
+            ids = []
+            for line in text.splitlines(keepends=True):
+                ids += self.exact_ids(line) or self.ids_of_bytes(line)
+        return np.array(ids, self.dtype)
+
+    def ids_of_bytes(self, line: bytes) -> list[int]:
+        """Return the ids of a line, byte by byte."""
+        ids = []
+        for value in line:
+            ids += self.ids_of_byte[value]
+        return ids
+
+    def exact_ids(self, text: bytes) -> list[int] | None:
+        """Return the ids of a text; None where the model has none that spell it."""
+        try:
+            ids = self.model.encode(text.decode(), add_special_tokens=False).ids
+        except UnicodeDecodeError:
+            return None
+        is_exact = b"".join([self.table[number] for number in ids]) == text
+        return ids if is_exact else None
+
+
+def byte_of_letter() -> dict[str, int]:
+    """Return the byte that each letter of byte-level subwords stands for.
+
+    Bytes that print as a character of Latin-1 are that character. The others, in order, are the
+    characters from 256 on (Radford et al. 2019, the released code of GPT-2).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in printable]
+    letters = {chr(value): value for value in printable}
+    for number, value in enumerate(others):
+        letters[chr(256 + number)] = value
+    return letters
+
+
+def byte_level_model(content: bytes) -> Any:
+    """Return the object of the package `tokenizers` for a tokenizer.json.
+
+    Raises:
+        ValueError: the package is missing, or the file is damaged, or its subwords are not those
+            of bytes.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError("needs the package tokenizers: pip install 'rtx[hf]'") from None
+    try:
+        model = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:
+        # The package raises no narrower class.
+        raise ValueError(f"no tokenizer.json: {shorten(str(error))}") from error
+    letters = byte_of_letter()
+    words = model.get_vocab(with_added_tokens=False)
+    needed = {letter for letter, value in letters.items() if value in UNKNOWN}
+    is_of_bytes = needed <= words.keys() and letters.keys() >= set("".join(words))
+    if not is_of_bytes or not isinstance(model.decoder, tokenizers.decoders.ByteLevel):
+        kind = "as of GPT-2, Llama 3 and SmolLM2"
+        raise ValueError(f"its subwords are not of bytes, {kind}; rtx reads no others")
+    # Texts may be longer than the model's context.
+    model.no_truncation()
+    model.no_padding()
+    return model
+
+
+def read_pretrained(path: str) -> PretrainedTokenizer:
+    """Return the tokenizer of a tokenizer.json, or of a folder that has one.
+
+    Raises:
+        UserError: there is none, or rtx does not read it.
+    """
+    where = f"data.tokenizer_path={path}"
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    try:
+        content = read_file(file)
+        numbers = [*byte_level_model(content).get_vocab().values()]
+        settings = {"vocabulary": max(numbers) + 1}
+        return PretrainedTokenizer(content, settings)
+    except OSError as error:
+        raise UserError(f"{where}: expected a tokenizer.json: {shorten(str(error))}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def learn_subwords(
@@ -354,6 +474,12 @@ def samples(text: bytes, length: int) -> Iterator[bytes]:
         yield piece
 
 
+KINDS: dict[str, type[WordTokenizer | SentencepieceTokenizer | PretrainedTokenizer]] = {
+    kind.name: kind for kind in (WordTokenizer, SentencepieceTokenizer, PretrainedTokenizer)
+}
+"""Tokenizers that have a file, by their names."""
+
+
 def encode_text(tokenizer: Tokenizer, text: bytes | str) -> np.ndarray:
     """Return the ids of `text`, int64 `[ids]`: of a str in UTF-8, surrogates as their bytes."""
     if isinstance(text, str):
@@ -368,12 +494,18 @@ def learned(
     options: str,
     report: Report,
 ) -> Tokenizer:
-    """Return the tokenizer of words or subwords in `folder`, learned where it is not finished."""
+    """Return the tokenizer of words or subwords in `folder`, learned where it is not finished.
+
+    One of a model that exists is copied there.
+    """
     # A missing or unfinished record means that there is none.
     with contextlib.suppress(OSError, ValueError):
         return load_tokenizer(json.loads(read_file(folder / RECORD)), folder)
-    if data.tokenizer == "words":
-        tokenizer: Tokenizer = learn_words(texts, options, report)
+    if data.tokenizer == "pretrained":
+        assert data.tokenizer_path is not None
+        tokenizer: Tokenizer = read_pretrained(data.tokenizer_path)
+    elif data.tokenizer == "words":
+        tokenizer = learn_words(texts, options, report)
     else:
         tokenizer = learn_subwords(texts, data.vocabulary, data.tokenizer_sample, options, report)
     replace_file(folder / tokenizer.file, lambda file: file.write(tokenizer.content))
@@ -389,7 +521,7 @@ def load_tokenizer(described: dict[str, Any], folder: Path) -> Tokenizer:
     name = described["name"]
     if name == "bytes":
         return Tokenizer(described["unit"])
-    kind = {"words": WordTokenizer, "sentencepiece": SentencepieceTokenizer}[name]
+    kind = KINDS[name]
     path = folder / kind.file
     content = read_file(path) if path.is_file() else b""
     actual = hashlib.sha256(content).hexdigest()

@@ -53,10 +53,16 @@ def compose(overrides: Iterable[str]) -> Config:
 def compose_checked(checked: Sequence[Override]) -> Config:
     """As `compose`, of checked overrides."""
     config = compose_unresolved(checked)
+    keys = [entry.key for entry in checked]
+    if config.model.start is not None:
+        # Imported here, because pydantic delays the start of all commands.
+        from rtx.settings.pretrained import with_start
+
+        config = with_start(config, keys)
     if SWEEP_VARIABLE in os.environ:
         # A cell gets every key of its sweep, also those that only other cells read.
         return resolve(config)
-    return resolve(config, [entry.key for entry in checked])
+    return resolve(config, keys)
 
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:

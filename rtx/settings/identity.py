@@ -112,11 +112,18 @@ def cell_hashes(config: Config) -> tuple[str, ...]:
 
 
 def with_absolute_path(config: Config) -> Config:
-    """Return a configuration whose data.path means the same from any folder."""
+    """Return a configuration whose paths of data and models mean the same from any folder."""
+    paths = {
+        "data.path": config.data.path,
+        "data.tokenizer_path": config.data.tokenizer_path,
+        "model.start": config.model.start,
+    }
     path = config.data.path
-    if path is None:
-        return config
-    is_name_on_hub = config.data.name == "hub" and not os.path.exists(path)
-    if is_name_on_hub:
-        return config
-    return with_values(config, {"data.path": os.path.abspath(os.path.expanduser(path))})
+    if path is not None and config.data.name == "hub" and not os.path.exists(path):
+        # The name of a data set on the hub.
+        del paths["data.path"]
+    absolute = {}
+    for key, path in paths.items():
+        if path is not None:
+            absolute[key] = os.path.abspath(os.path.expanduser(path))
+    return with_values(config, absolute)

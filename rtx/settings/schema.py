@@ -110,11 +110,19 @@ class DataConfig:
     fetch: Literal["hub", "archive"] = key("hub", read_with={"data.name": (*TWO_WAYS, "enwik8")})
     """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors
     published."""
-    tokenizer: Literal["bytes", "words", "sentencepiece"] = key(
+    tokenizer: Literal["bytes", "words", "sentencepiece", "pretrained"] = key(
         "bytes", read_with={"data.name": TEXTS}
     )
-    """Tokens of text: bytes, words between blanks with <eos> for every newline, or subwords learned
-    from split train."""
+    """Tokens of text: bytes, words between blanks with <eos> for every newline, subwords learned
+    from split train, or those of a model that exists."""
+    tokenizer_path: str | None = key(
+        None,
+        changes=LOCATION,
+        read_with={"data.tokenizer": ("pretrained",)},
+        since=Since("0.5.0", None),
+    )
+    """A tokenizer.json of byte-level subwords, or the folder of a model that has one
+    (tokenizer=pretrained)."""
     vocabulary: int = key(32_768, low=300, high=1_000_000, read_with=IF_SUBWORDS)
     """Subwords to train (tokenizer=sentencepiece)."""
     tokenizer_sample: int = key(100_000_000, low=1_000, read_with=IF_SUBWORDS)
@@ -270,6 +278,9 @@ class ModelConfig:
 
     name: str = key("custom", changes=NOTHING)
     """Name of the preset, for records only."""
+    start: str | None = key(None, since=Since("0.5.0", None))
+    """Folder of a Llama-type model (config.json, *.safetensors) to start from; it sets the keys
+    that its weights need."""
     layers: int = key(4, low=1, high=10_000)
     """Decoder blocks."""
     heads: int = key(8, low=1, high=2**20)

@@ -21,6 +21,7 @@ from rtx.settings.extensions import code_of, copies
 from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
 from rtx.settings.schema import Config, to_dict
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint, tensor_problem
+from rtx.training.pretrained import load_pretrained
 from rtx.training.session import Session
 
 
@@ -125,14 +126,19 @@ def build_model(
 
     Args:
         first_sequence: returns the sequence `[N]` at whose vectors centroids start, with
-            routing.init=data and for probed keys. None: a checkpoint has the centroids.
+            routing.init=data and for probed keys. None: a checkpoint has weights and centroids, and
+            model.start is not read.
 
     Raises:
-        UserError: a pattern that the user has written has a tensor that no checkpoint may hold.
+        UserError: a pattern that the user has written has a tensor that no checkpoint may hold, or
+            model.start does not fit the configuration or the data.
     """
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
     check_savable(model)
+    start = config.model.start
+    if first_sequence and start is not None:
+        load_pretrained(model, start)
     reads_data = config.routing.init == "data" or config.routing.selection == "probed"
     if first_sequence and reads_data:
         initialise_from_data(model, first_sequence()[None])

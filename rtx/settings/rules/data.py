@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rtx.settings.data_sets import RECALL, SETS
 from rtx.settings.derived import context_length, counts_of_values, image_side
 from rtx.settings.rules.rule import at_most, rule
-from rtx.settings.schema import Config, DataConfig
+from rtx.settings.schema import TEXTS, Config, DataConfig
 
 PATHS = {
     "text": "file, folder or glob",
@@ -21,6 +21,15 @@ def path_of_data(config: Config) -> Iterator[str]:
     data = config.data
     if data.name in PATHS and data.path is None:
         yield f"data={data.name} needs data.path=<{PATHS[data.name]}>"
+
+
+@rule("data.name", "data.tokenizer", "data.tokenizer_path")
+def path_of_tokenizer(config: Config) -> Iterator[str]:
+    """A tokenizer that exists is read from a file."""
+    data = config.data
+    is_needed = data.name in TEXTS and data.tokenizer == "pretrained"
+    if is_needed and data.tokenizer_path is None:
+        yield "data.tokenizer=pretrained needs data.tokenizer_path=<tokenizer.json, or its folder>"
 
 
 @rule("data.name", "data.length", "data.size")
