@@ -369,6 +369,8 @@ def measure(compared: Compared, tokens_BN: Tensor) -> Measured:
             dense, coverage = compared.measure(tokens_1N)
             measured.dense.append(dense)
             measured.coverage.append(coverage)
+            done += 1
+            show(done, total)
             for choice in compared.choices:
                 measured.scores[choice].append(compared.score(tokens_1N, choice))
                 done += 1
