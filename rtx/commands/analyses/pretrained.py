@@ -543,9 +543,13 @@ def draw(result: Result) -> bytes:
         for label, rows in by_label.items():
             draw_line(panel, label, rows, key)
         panel.axhline(0, color=drawing.GREY, linewidth=0.8)
-        panel.set_xscale("log")
+        # Ticks at 64, 128, ... and at 0.01, 0.1, ..., as plain numbers.
+        panel.set_xscale("log", base=2)
         panel.set_yscale("symlog", linthresh=0.01)
-    panels[0].legend(fontsize="x-small")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize="small")
     return drawing.plot_of("pretrained", "", figure).png
 
 
