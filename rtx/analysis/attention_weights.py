@@ -70,11 +70,17 @@ def one_by_one(heads: Heads, queries: int) -> Heads:
         queries: the number of query heads that choose together.
     """
     _, G, N, _ = heads.qk.q_BHND.shape
+    each = for_attention(heads.qk, queries)
     # The first query heads of all key-value heads come first.
-    tensors = [x_IGND.flatten(0, 1)[None] for x_IGND in for_attention(heads.qk, queries)[:4]]
+    qk = QueriesKeys(
+        each.q_BHND.flatten(0, 1)[None],
+        each.k_BHND.flatten(0, 1)[None],
+        each.rotated_q_BHND.flatten(0, 1)[None],
+        each.rotated_k_BHND.flatten(0, 1)[None],
+    )
     number_IG = torch.arange(queries * G).view(queries, G)
     return heads._replace(
-        qk=QueriesKeys(*tensors),
+        qk=qk,
         parts=[repeated_reads(part, queries, G * N) for part in heads.parts],
         head_H=number_IG.T.flatten(),
     )

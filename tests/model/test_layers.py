@@ -192,6 +192,7 @@ def test_a_block_puts_its_norms_where_it_says(norm: str) -> None:
     first = block.attention_norm
     second = block.feed_forward_norm
     for each in (first, second):
+        assert isinstance(each, nn.LayerNorm)
         torch.nn.init.normal_(each.weight)
     if norm == "pre":
         x1 = x + block.attention(first(x))[0]

@@ -212,6 +212,7 @@ def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> 
     assert isinstance(block, MemoryBlock) and block.compression is not None
     x_NE, old_OE = (torch.randn(n, 16, dtype=torch.float64, requires_grad=True) for n in (6, 8))
     used = block.attention_norm if norm == "pre" else None
+    assert used is None or isinstance(used, nn.LayerNorm)
     made_BCE = block.compression(old_OE.detach()[None])
     loss = block.compression_loss(x_NE[None], old_OE[None], made_BCE)
     expected = loss_by_loops(

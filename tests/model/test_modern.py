@@ -44,7 +44,7 @@ KINDS: list[Kind] = [
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norms_are_those_of_their_definitions(kind: str) -> None:
+def test_norms_are_those_of_their_definitions(kind: Literal["layernorm", "rmsnorm"]) -> None:
     norm = make_norm(ModelConfig(norm_kind=kind, norm_eps=0.1), 6).double()
     with torch.no_grad():
         for parameter in norm.parameters():
