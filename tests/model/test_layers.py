@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from rtx.attention.centroids import after_step
 from rtx.attention.clusters import Random

@@ -1,5 +1,7 @@
 """RMSNorm, normalised queries and keys, and grouped queries in whole models."""
 
+from typing import Literal
+
 import pytest
 import torch
 
