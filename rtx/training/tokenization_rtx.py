@@ -3,8 +3,8 @@
 `rtx export <run> format=hf` copies this file into the folder that it writes. It needs the package
 rtx (`pip install 'rtx[hf]'`), which has the tokenizers: bytes, words or subwords.
 
-The start token comes before every text, and pads. No text contains it: the characters of its name
-are encoded as any others.
+The start token pads, and is the prefix of a text whose first token is scored; it is not added to a
+text. No text contains it: the characters of its name are encoded as any others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class RtxTokenizer(PreTrainedTokenizer):
         for role in ("bos_token", "eos_token", "pad_token"):
             others[role] = start
         others.setdefault("padding_side", "left")
-        others.setdefault("special_tokens_pattern", "bos")
         others.setdefault("split_special_tokens", True)
         super().__init__(**others)
 

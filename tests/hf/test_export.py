@@ -33,7 +33,9 @@ model = AutoModelForCausalLM.from_pretrained(folder, **load).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder, **load)
 
 def generate(*texts, **options):
-    words = tokenizer(list(texts), return_tensors="pt", padding=True)
+    words = {"input_ids": torch.tensor([[tokenizer.bos_token_id]])}
+    if texts != ("",):
+        words = tokenizer(list(texts), return_tensors="pt", padding=True)
     tokens = model.generate(**words, max_new_tokens=20, do_sample=False, **options)
     return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
