@@ -1,5 +1,6 @@
 """`rtx export format=hf`: `transformers` loads the folder, scores and generates as rtx does."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -95,7 +96,8 @@ def test_transformers_scores_and_generates_as_rtx(workshop: Workshop, kind: str)
     from rtx import load
     from rtx.data.tokenizers import encode_text
 
-    (workshop.folder / "book.txt").write_bytes(b"a bc cab\nabc b ab ca\n" * 150)
+    words = ("".join(letters) for letters in itertools.product("abcdef", repeat=3))
+    (workshop.folder / "book.txt").write_text("a bc cab\n" + " ".join(words) * 4)
     run = workshop.train(kind, *KINDS[kind], "trainer.steps=3", "trainer.val_every=3")
     said = workshop.command("export", str(run), "format=hf")
     assert "config.json" in said and "modeling_rtx.py" in said
@@ -129,6 +131,7 @@ def test_scores_of_a_split_are_those_of_eval(workshop: Workshop) -> None:
 
     from rtx import load
     from rtx.data.catalog import open_data
+    from rtx.data.windows import windows
     from rtx.training.modeling_rtx import RtxForCausalLM
 
     run = workshop.train("scored", "routing=causal", "trainer.steps=3", "trainer.val_every=3")
@@ -142,11 +145,13 @@ def test_scores_of_a_split_are_those_of_eval(workshop: Workshop) -> None:
     model = RtxForCausalLM.from_pretrained(folder)
     start = model.config.bos_token_id
     nats = 0.0
-    for begin in range(0, len(tokens), 32):
-        window = tokens[begin : begin + 32]
-        row = torch.tensor([[start, *window]])
+    for window in windows(len(tokens), 32):
+        row = torch.tensor([[start, *tokens[window.start : window.stop]]])
+        labels = row.clone()
+        # The last window begins earlier than the tokens that it scores.
+        labels[0, : 1 + window.first - window.start] = -100
         with torch.no_grad():
-            nats += float(model(row, labels=row).loss) * len(window)
+            nats += float(model(row, labels=labels).loss) * (window.stop - window.first)
     assert nats / len(tokens) == pytest.approx(of_run["nats"] / len(tokens), abs=1e-6)
     assert "AutoModelForCausalLM" in (folder / "README.md").read_text()
     workshop.command("export", str(run), f"output={folder}")

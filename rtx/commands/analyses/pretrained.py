@@ -549,7 +549,8 @@ def draw(result: Result) -> bytes:
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize="small")
+    place: Any = "outside right"  # the stubs do not know places outside the panels
+    figure.legend(*panels[0].get_legend_handles_labels(), loc=place, fontsize="small")
     return drawing.plot_of("pretrained", "", figure).png
 
 
