@@ -18,8 +18,8 @@ from rtx.runs.status import changed, state_of
 from rtx.runs.study import read_run, read_steps, read_sweeps, write_study
 
 PRIVATE = {"host", "pid", "folder"}
-PROGRAM = re.compile(r"^\S*/rtx/__main__\.py ")
-"""The start of a command as Python has it."""
+PROGRAM = re.compile(r"^\S*/(rtx/__main__\.py|rtx) ")
+"""The start of a command as Python or a full path has it."""
 
 
 def main(runs: Path, study: Path) -> None:
