@@ -74,11 +74,12 @@ def test_a_run_with_damaged_records_keeps_those_that_are_whole(tmp_path: Path):
     ]
 
 
-def test_keep_leaves_out_what_names_a_machine(tmp_path: Path):
+@pytest.mark.parametrize("program", ["/opt/rtx/__main__.py", "/opt/.venv/bin/rtx", "rtx"])
+def test_keep_leaves_out_what_names_a_machine(tmp_path: Path, program: str):
     runs = tmp_path / "runs"
     run = made_run(runs)
     environment = json.loads((run / "environment.json").read_text())
-    environment["command"] = "/opt/rtx/__main__.py train data.path=/home/me/books/war.txt"
+    environment["command"] = f"{program} train data.path=/home/me/books/war.txt"
     environment["host"] = "secret"
     (run / "environment.json").write_text(json.dumps(environment))
     cells = {"time": "2026", "command": "rtx train -m", "cells": {run.name: "seed=0"}}
