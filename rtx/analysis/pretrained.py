@@ -129,8 +129,6 @@ class Compared:
         self.keys_read = []
         return self.model(tokens_1N, use_cache=False).logits
 
-    # The passes.
-
     @torch.no_grad()
     def fit(self, tokens_BN: Tensor, steps: int) -> None:
         """Fit the centroids of all choices in all layers, in one pass with dense attention."""
@@ -155,8 +153,6 @@ class Compared:
         coverage = self.coverage
         self.coverage = None
         return scores, coverage
-
-    # The attention function.
 
     def attention(
         self,

@@ -104,7 +104,7 @@ def visible(folder: Path, pattern: str) -> list[Path]:
 
 
 def row_count(paths: Sequence[Path]) -> int:
-    """Return how many rows (books, images) files have: one each, but for parquet files."""
+    """Return how many rows (books, images) files have: one each, except parquet files."""
     from pyarrow import parquet
 
     count = 0

@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 
 TENTHS = 10
-"""Parts of a window by which depths are told apart."""
+"""The number of equal parts of a window in which answers are counted by their depth."""
 
 
 class ScoredAnswers(NamedTuple):

@@ -81,7 +81,7 @@ def depth_table(title: str, names: Sequence[Column], rows: list[Entry]) -> Table
 def tables_by_length(cells: Sequence[Cell]) -> list[Table]:
     """Return the tables of runs that were scored at several lengths, or by depth.
 
-    The rows of a table were scored by one protocol but for the length.
+    The rows of a table were scored by protocols that differ in the length alone.
     """
     groups: dict[Any, dict[int, list[Row]]] = {}
     for group in rows_by_protocol(cells):

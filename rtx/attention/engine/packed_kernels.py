@@ -573,7 +573,7 @@ def by_row_kernel(
 ):  # fmt: skip
     """Write, for BR rows and BW columns, the sum over each row's members of x (and y).
 
-    Turn t of the loop adds the t-th member of every row that has so many: a fixed order.
+    Turn t of the loop adds the t-th member of every row that has one: a fixed order.
 
     Parameters:
         x, y [P, WIDTH]: y with HAS_Y.

@@ -243,7 +243,7 @@ def search(score, margin, taken, least, reached, N, W, BN: tl.constexpr):
     """Write the places of the W best scores of a row by reading all of it some 32 times.
 
     Args:
-        least, reached: so many scores reach the score `least`.
+        least, reached: `reached` is the number of scores that are at least `least`.
     """
     # The order of the last one taken is in [low, high).
     order = order_of(least).to(tl.int64)

@@ -286,7 +286,7 @@ def memory_of_segments(config: Config) -> Iterator[str]:
     if model.base != "recurrent":
         return
     if model.same_length and not model.memory:
-        reason = "so many keys every position reads"
+        reason = "every position reads that number of keys"
         yield f"model.same_length=true needs model.memory of at least 1: {reason}"
     if not model.memory:
         return
