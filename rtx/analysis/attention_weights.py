@@ -58,7 +58,7 @@ def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
         parts = group.pattern.reads(qk, False)
         heads = Heads(group.pattern, qk, parts, group.relative())
         if group.pattern.chooses_together:
-            heads = one_by_one(heads, group.queries)
+            heads = one_by_one(heads, group.queries_of_key_head)
         groups[group.name] = heads
     return groups
 

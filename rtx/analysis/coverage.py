@@ -124,7 +124,7 @@ def fit(config: Config, model: Transformer, patterns: nn.ModuleList, tokens_BN: 
         q_BHND, k_BHND, _ = full.attention.project(full.x_BNE)[full.number]
         q_BHND, k_BHND, _ = full.group.queries_and_keys(q_BHND, k_BHND)
         assert k_BHND is not None
-        k_BHND = expanded(k_BHND, full.group.queries)
+        k_BHND = expanded(k_BHND, full.group.queries_of_key_head)
         for pattern in full.patterns:
             if isinstance(pattern, Routing):
                 pattern.observe(pattern.inputs(q_BHND, k_BHND, None), False)

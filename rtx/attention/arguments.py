@@ -142,7 +142,7 @@ def check_across(
     check_call(True, k_BHND, k_BHND, v_BHND, None, None)
     B, H, _, D = k_BHND.shape
     check_tensor("q_BHND", q_BHND)
-    shape = (B, H * pattern.queries, q_BHND.shape[2], D)
+    shape = (B, H * pattern.queries_of_key_head, q_BHND.shape[2], D)
     check_shape("q_BHND", q_BHND, shape, k_BHND, k_BHND.dtype)
 
 

@@ -462,7 +462,7 @@ class ClusterCache(Cache):
         """Return values for each head that chooses its clusters."""
         if self.pattern.chooses_together:
             return v_BHND
-        return expanded(v_BHND, self.pattern.queries)
+        return expanded(v_BHND, self.pattern.queries_of_key_head)
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         v_BH1D = self.for_heads(v_BH1D)

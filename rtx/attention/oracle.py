@@ -52,13 +52,13 @@ def attend(
             k_1HND = k_BHND[b : b + 1]
         qk_of_choice = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
         for h in range(H):
-            v_ND = v_BHND[b, h // pattern.queries]
+            v_ND = v_BHND[b, h // pattern.queries_of_key_head]
             # The head that chooses. Query heads that choose together share it; each has its logits.
             head = h
             qk = qk_of_choice
             if pattern.chooses_together:
-                head = h // pattern.queries
-                qk = of_query_head(qk_of_choice, h % pattern.queries)
+                head = h // pattern.queries_of_key_head
+                qk = of_query_head(qk_of_choice, h % pattern.queries_of_key_head)
             mask_CNN = pattern.rule(qk_of_choice, head, streaming)
             if not pattern.attend_self:
                 mask_CNN = others_if_any(mask_CNN)

@@ -109,7 +109,7 @@ class Pattern(nn.Module, ABC):
     """H, if a tensor of the pattern fixes it."""
     size: int | None = None
     """D, if a tensor of the pattern fixes it."""
-    queries = 1
+    queries_of_key_head = 1
     """The number of query heads of each key-value head, see `group_queries`."""
     chooses_together = False
     """Whether the query heads of a key-value head choose together."""
@@ -156,7 +156,7 @@ class Pattern(nn.Module, ABC):
             ValueError: a number below 1.
         """
         check_positive(queries=queries)
-        self.queries = queries
+        self.queries_of_key_head = queries
         self.chooses_together = together and queries > 1
 
     def add_sinks(self, heads: int) -> None:
@@ -176,7 +176,7 @@ class Pattern(nn.Module, ABC):
             return None
         if not self.chooses_together:
             return self.sink_H[None]
-        return self.sink_H.unflatten(0, (-1, self.queries)).T
+        return self.sink_H.unflatten(0, (-1, self.queries_of_key_head)).T
 
     @property
     def key_copies(self) -> int:
@@ -186,7 +186,7 @@ class Pattern(nn.Module, ABC):
         """
         if self.chooses_together or not self.has_keys:
             return 1
-        return self.queries
+        return self.queries_of_key_head
 
     @abstractmethod
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -296,7 +296,7 @@ class Pattern(nn.Module, ABC):
         Every selection is made from the prefix, as in a stream. The third result may be None, see
         `choose_and_attend`.
         """
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative, self.queries)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, None, relative, self.queries_of_key_head)
         qk = self.inputs(q_BHND, k_BHND, rotate)
         out_BHND, _, parts = self.choose_and_attend(qk, v_BHND, relative, streaming=True)
         return out_BHND, qk, parts
@@ -360,7 +360,9 @@ class Pattern(nn.Module, ABC):
             if k_BHND is not None and k_BHND.shape[2:3] != q_BHND.shape[2:3]:
                 others = (rotate, real_BN, documents)
                 return self.forward_across((q_BHND, k_BHND, v_BHND), others, check_finite)
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, self.queries)
+        check_call(
+            self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, self.queries_of_key_head
+        )
         if check_finite:
             check_finite_call(q_BHND, k_BHND, v_BHND, real_BN, relative)
         check_memory(memory, q_BHND.shape[2], self.takes_memory)
@@ -456,7 +458,7 @@ class Pattern(nn.Module, ABC):
             return self.attend_together(qk, v_BHND, relative, streaming)
         with torch.no_grad():
             parts = self.observe(qk, streaming)
-        v_BHND = grouped.expanded(v_BHND, self.queries)
+        v_BHND = grouped.expanded(v_BHND, self.queries_of_key_head)
         out_BHND = self.attend(qk, v_BHND, parts, relative)
         return out_BHND, self.loss(qk, parts), parts
 
@@ -475,7 +477,7 @@ class Pattern(nn.Module, ABC):
         the third result is None.
         """
         copies_choose = is_static(qk.q_BHND, self.backend)
-        copies = self.queries
+        copies = self.queries_of_key_head
         if copies_choose:
             qk = grouped.repeated(qk, copies)._replace(
                 each_q_XHND=qk.each_q_XHND,
@@ -508,7 +510,7 @@ class Pattern(nn.Module, ABC):
         if self.chooses_together:
             return self.inputs_together(q_BHND, k_BHND, rotate, first)
         if k_BHND is not None:
-            k_BHND = grouped.expanded(k_BHND, self.queries)
+            k_BHND = grouped.expanded(k_BHND, self.queries_of_key_head)
         return self.inputs_of_heads(q_BHND, k_BHND, rotate, first)
 
     def inputs_together(
@@ -519,9 +521,9 @@ class Pattern(nn.Module, ABC):
         first: int,
     ) -> QueriesKeys:
         """Return the result of `inputs` for query heads that choose together."""
-        mean_BGND = grouped.group_mean(q_BHND, self.queries)
+        mean_BGND = grouped.group_mean(q_BHND, self.queries_of_key_head)
         qk = self.inputs_of_heads(mean_BGND, k_BGND, rotate, first)
-        q_XGND = grouped.apart(q_BHND, self.queries)
+        q_XGND = grouped.apart(q_BHND, self.queries_of_key_head)
         k_XGND = None
         if self.has_keys:
             # Only the queries are used here, but `prepare` needs some keys.

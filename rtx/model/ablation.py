@@ -37,7 +37,9 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
             if group.name != ROUTED:
                 continue
             substitute = substitute_for(group, config, layer, how)
-            substitute.group_queries(group.queries, together=group.pattern.chooses_together)
+            substitute.group_queries(
+                group.queries_of_key_head, together=group.pattern.chooses_together
+            )
             substitute.sink_H = group.pattern.sink_H
             substitute = substitute.to(model.device)
             group.pattern = substitute.train(model.training)

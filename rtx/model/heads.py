@@ -82,9 +82,9 @@ class HeadGroup(nn.Module):
         self.name = name
         self.heads = heads
         self.size = head_size(config)
-        self.queries = queries_of_key_head(config.model)
+        self.queries_of_key_head = queries_of_key_head(config.model)
         """The number of query heads that share a head of keys and values."""
-        self.kv_heads = heads // self.queries
+        self.kv_heads = heads // self.queries_of_key_head
         self.choosing_heads = heads
         """The number of heads that choose keys: all, or one for each head of keys and values."""
         if chooses_in_groups(name, config):
@@ -111,7 +111,7 @@ class HeadGroup(nn.Module):
         """Return the pattern of the heads, with grouped queries and sinks."""
         pattern = make_pattern(self.name, self.choosing_heads, config, layer)
         together = chooses_in_groups(self.name, config)
-        pattern.group_queries(self.queries, together=together)
+        pattern.group_queries(self.queries_of_key_head, together=together)
         if config.model.sinks:
             pattern.add_sinks(self.heads)
         return pattern
@@ -196,7 +196,7 @@ class HeadGroup(nn.Module):
             documents: the documents of the sequences; None: each sequence is one.
         """
         if self.key_source == "queries":
-            k_BHND = group_mean(q_BHND, self.queries)
+            k_BHND = group_mean(q_BHND, self.queries_of_key_head)
         if self.query_norm is not None:
             q_BHND = self.query_norm(q_BHND)
         if self.key_norm is not None:

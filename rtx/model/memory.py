@@ -92,7 +92,7 @@ class MemoryBlock(Block):
             v_BHKD = self.heads_of(x_BKE, value_FE)
             if group.key_norm is not None:
                 k_BHKD = without_gradient(group.key_norm, k_BHKD)
-            has_groups = group.queries > 1
+            has_groups = group.queries_of_key_head > 1
             return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD, enable_gqa=has_groups)
 
         out_BHND = attend(compressed_BCE)

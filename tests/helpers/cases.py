@@ -175,8 +175,8 @@ def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) ->
     generator = torch.Generator().manual_seed(case.seed + 1)
     heads = case.H
     if pattern.chooses_together:
-        heads = case.H * pattern.queries
-    shared = heads // pattern.queries
+        heads = case.H * pattern.queries_of_key_head
+    shared = heads // pattern.queries_of_key_head
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     q, k, v = (
         draw(case.B, number, case.N, case.D).to(dtype).requires_grad_()
