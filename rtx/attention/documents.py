@@ -1,19 +1,19 @@
-"""Documents that are packed into sequences: no position reads another document than its own.
+"""Sequences of several documents: a position reads only positions of the same document.
 
-A *document* is a run of consecutive positions. Each pattern gives the positions of a document what
-they would get if the document were a sequence by itself: windows, blocks, strides and positions
-begin anew with it. Two ways lead there:
+A *document* is a run of consecutive positions. A pattern returns the same outputs for it as if it
+were a whole sequence: windows, blocks, strides and positions start anew with each document. A
+pattern does so in one of two ways:
 
-- Some patterns bound the ranges of their lists by the documents (`Pattern.bounds_documents`). That
-  costs little, however short documents are.
-- For all others, documents of equal length are attended together as sequences
-  (`groups_of_documents`).
+- Some patterns end the ranges of their lists where documents end (`Pattern.bounds_documents`). The
+  cost is small even for short documents.
+- For all others, each document becomes a sequence. Documents of equal length are attended in one
+  pass (`groups_of_documents`).
 
 For example, a sequence of six positions with documents that start at 0 and 2 has `first_BN`
 [[0, 0, 2, 2, 2, 2]] and `position_BN` [[0, 1, 0, 1, 2, 3]].
 
-Shapes: B sequences, H heads, N positions, R = B * H * N rows of all heads, J documents, or the
-positions of all of them.
+Shapes: B sequences, H heads, N positions, R = B * H * N rows of all heads, J positions of all
+documents, without padding.
 """
 
 from __future__ import annotations
@@ -31,63 +31,78 @@ class Documents:
     """The documents of B sequences of N positions.
 
     Args:
-        first_BN: the position of the first token of the document of each position, integers
-            `[B, N]`. A document that began before the sequence has 0.
+        first_BN: for each position, the position at which its document starts, integers `[B, N]`.
+            It is 0 for a document that started before the sequence.
 
     Raises:
-        ValueError: documents that are no runs of consecutive positions.
+        ValueError: a document is not a run of consecutive positions.
     """
 
     def __init__(self, first_BN: Tensor) -> None:
         self.first_BN = first_BN.long()
-        self.position_BN = torch.arange(first_BN.shape[1], device=first_BN.device) - self.first_BN
+        position_N = torch.arange(first_BN.shape[1], device=first_BN.device)
+        self.position_BN = position_N - self.first_BN
         """The position of each token in its document, from 0."""
         check_runs(self.position_BN)
-        self.made: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
+        """The results of `made_once` by key."""
 
     @classmethod
     def that_start(cls, is_start_BN: Tensor) -> Documents:
-        """Return the documents that start at some positions, bool `[B, N]`, and at position 0."""
-        position_BN = torch.arange(is_start_BN.shape[1], device=is_start_BN.device)
-        start_BN = torch.where(is_start_BN, position_BN, 0)
-        return cls(start_BN.cummax(dim=1).values)
+        """Return the documents that start at position 0 and at each position marked as a start.
+
+        Args:
+            is_start_BN: true at the first position of each document, bool `[B, N]`.
+        """
+        position_N = torch.arange(is_start_BN.shape[1], device=is_start_BN.device)
+        start_BN = torch.where(is_start_BN, position_N, 0)
+        latest_start_BN = start_BN.cummax(dim=1).values
+        return cls(latest_start_BN)
 
     def to(self, device: torch.device) -> Documents:
         """Return the same documents on a device."""
         return Documents(self.first_BN.to(device))
 
     def repeated(self, times: int) -> Documents:
-        """Return the documents of as many copies of all sequences."""
-        return self.made_once(("copies", times), lambda: Documents(self.first_BN.repeat(times, 1)))
+        """Return the documents of a batch that has all sequences `times` times."""
+
+        def make() -> Documents:
+            return Documents(self.first_BN.repeat(times, 1))
+
+        return self.made_once(("copies", times), make)
 
     def first_rows(self, heads: int) -> Tensor:
-        """Return the row of the first token of the document of each row, `[R]`."""
+        """Return, for each row, the row at which its document starts, `[R]`."""
 
         def make() -> Tensor:
             B, N = self.first_BN.shape
-            head_BH1 = torch.arange(B * heads, device=self.first_BN.device).view(B, heads, 1)
-            row_BHN = head_BH1 * N + self.first_BN[:, None]
-            return row_BHN.flatten()
+            head_X = torch.arange(B * heads, device=self.first_BN.device)
+            head_BH1 = head_X.view(B, heads, 1)
+            first_B1N = self.first_BN[:, None]
+            first_row_BHN = head_BH1 * N + first_B1N
+            return first_row_BHN.flatten()
 
         return self.made_once(("first rows", heads), make)
 
     def made_once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return `make()`; later calls with an equal key return the same result.
+        """Return the result of `make()`, which runs only in the first call with a key.
 
-        All layers of a model share what depends on the documents alone.
+        Thus all layers of a model share results that depend only on the documents.
         """
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
 
 def check_runs(position_BN: Tensor) -> None:
-    """Raise ValueError unless positions count up from 0, and again from 0 with each document."""
+    """Raise ValueError unless the positions in each document are 0, 1, 2, and so on."""
+    starts_with_0 = bool((position_BN[:, :1] == 0).all())
     before_BN = position_BN[:, :-1]
     after_BN = position_BN[:, 1:]
-    goes_on_BN = after_BN == before_BN + 1
-    begins_at_0 = bool((position_BN[:, :1] == 0).all())
-    if not begins_at_0 or not bool((goes_on_BN | (after_BN == 0)).all()):
+    continues_BN = after_BN == before_BN + 1
+    restarts_BN = after_BN == 0
+    is_run_BN = continues_BN | restarts_BN
+    if not starts_with_0 or not bool(is_run_BN.all()):
         needed = "the position of the first token of its document, which is a run of positions"
         raise ValueError(f"first_BN must have at each position {needed}")
 
@@ -96,29 +111,30 @@ def groups_of_documents(
     documents: Documents,
     real_BN: Tensor | None = None,
 ) -> tuple[list[Group], Tensor]:
-    """Return the documents of equal length as groups of sequences, and the rows of their positions.
+    """Return a group for each length of documents, and the rows of the positions of all groups.
 
-    The rows b * N + n are `[J]`, group after group.
+    Each document is a sequence of the group of its length; shorter lengths come first. The rows
+    are b * N + n, `[J]`, in the order of the groups.
 
     Args:
-        real_BN: false at padding, which belongs to no document.
+        real_BN: false at padding, which belongs to no document; None: there is no padding.
     """
     B, N = documents.first_BN.shape
-    device = documents.first_BN.device
-    row_R = torch.arange(B * N, device=device)
-    document_R = documents.first_rows(heads=1)
+    row_J = torch.arange(B * N, device=documents.first_BN.device)
+    first_row_J = documents.first_rows(heads=1)
     if real_BN is not None:
         is_real_R = real_BN.flatten()
-        row_R = row_R[is_real_R]
-        document_R = document_R[is_real_R]
-    _, length_J = document_R.unique_consecutive(return_counts=True)
-    length_of_row_R = length_J.repeat_interleave(length_J)
-    order_R = length_of_row_R.argsort(stable=True)
-    lengths, counts = length_J.unique(return_counts=True)
+        row_J = row_J[is_real_R]
+        first_row_J = first_row_J[is_real_R]
+    # Positions are of the same document if their documents start at the same row.
+    _, document_lengths = first_row_J.unique_consecutive(return_counts=True)
+    length_J = document_lengths.repeat_interleave(document_lengths)
+    order_J = length_J.argsort(stable=True)
+    lengths, counts = document_lengths.unique(return_counts=True)
     groups = []
     for length, sequences in zip(lengths.tolist(), counts.tolist(), strict=True):
         groups.append(Group(sequences=sequences, length=length, memory=0))
     if not groups:
-        # One group of length 0, so that outputs and loss still have gradients.
+        # All is padding. A group of length 0 gives outputs and loss gradients nevertheless.
         groups = [Group(sequences=B, length=0, memory=0)]
-    return groups, row_R[order_R]
+    return groups, row_J[order_J]
