@@ -1,6 +1,12 @@
-"""`rtx analyze pretrained`: what selections cost in a model of transformers, and what they keep.
+"""`rtx analyze pretrained`: the loss and the attention that selections cost a pretrained model.
 
-Shapes: N tokens of a window, B windows, Y layers, H heads.
+In the model as it is, every query reads all keys up to its position: it is *dense*. The analysis
+replaces its attention by each of several choices in turn. With a choice a query reads the keys of a
+*window* that ends with it, the *sinks* (the first keys), and some of the *far* keys, those in
+between. The *selection* of the choice is the rule that chooses them. Loss is measured in bits per
+token, over windows of text.
+
+Shapes: N tokens of a window of text, B windows of text, Y layers, H heads.
 """
 
 import contextlib
@@ -45,14 +51,17 @@ from rtx.training.inference import prepare_device
 from rtx.training.passes import WEIGHT_TYPES
 
 SPLITS = ("train", "valid", "test")
-"""The order in which the splits of a data set make its text."""
-BYTES_OF_TOKEN = 16
-"""Bytes of text, or tokens of the data set, that are read for a token of the model."""
-TIMED = 256
-"""Tokens of the pass that is timed before the analysis."""
+"""The text of a data set is that of its splits, in this order."""
+UNITS_PER_TOKEN = 16
+"""Bytes of a file, or tokens of a data set, that are read for each token of the model.
+
+That is more than a token of the model has, so that a text fills its window.
+"""
+TIMED_TOKENS = 256
+"""The most tokens of the pass that is timed before the analysis."""
 GIB = 2**30
 SELECTIONS = tuple(name for name in NAMES if name not in ("none", "next"))
-"""What `selection` may name; the others are in every table."""
+"""The selections that the option `selection` may name; every table has "none" and "next"."""
 COLOURS = {
     "exact": "#000000",
     "probed": "#d55e00",
@@ -62,7 +71,7 @@ COLOURS = {
     "lsh": "#e69f00",
     "random": "#cc79a7",
 }
-"""Of the lines of the plot; others are grey."""
+"""The colours of selections in the plot; the lines of all others are grey."""
 
 COLUMNS = (
     Column("label", "further keys"),
@@ -95,7 +104,7 @@ def main(request: Request) -> int:
         if fit_BN is not None:
             compared.fit(fit_BN.to(device), options.fit_steps)
         measured = measure(compared, tokens_BN)
-    result = result_of(measured, choices, options, bytes_of(tokens_BN, tokenizer))
+    result = result_of(measured, choices, options, mean_bytes(tokens_BN, tokenizer))
     print_result(result)
     write_result({**result, **cost, "precision": precision}, request, store, folder)
     return 0
@@ -105,22 +114,27 @@ def main(request: Request) -> int:
 
 
 def choices_of(options: PretrainedOptions) -> list[Choice]:
-    """Return everything that is compared: local heads, longer windows, and each selection.
+    """Return all choices that are compared.
+
+    These are the window and sinks alone, longer windows, and each selection with each combination
+    of the options that are lists.
 
     Raises:
-        UserError: a list with something else in it.
+        UserError: a list has a value that is not allowed.
     """
-    names = words("selection", options.selection, SELECTIONS)
-    sizes = numbers("keys", options.keys, 1)
-    pers = words("per", options.per, PER)
-    rotaries = words("rotary", options.rotary, ROTARY)
-    dense = numbers("dense_layers", options.dense_layers, 0)
+    selections = parse_words("selection", options.selection, SELECTIONS)
+    key_counts = parse_numbers("keys", options.keys, 1)
+    pers = parse_words("per", options.per, PER)
+    rotaries = parse_words("rotary", options.rotary, ROTARY)
+    dense_layers = parse_numbers("dense_layers", options.dense_layers, 0)
     choices = [make_choice(options, selection="none")]
-    choices += [make_choice(options, selection="next", keys=keys) for keys in sizes]
-    for name, per, rotary, layers, keys in itertools.product(names, pers, rotaries, dense, sizes):
+    for keys in key_counts:
+        choices.append(make_choice(options, selection="next", keys=keys))
+    combinations = itertools.product(selections, pers, rotaries, dense_layers, key_counts)
+    for selection, per, rotary, layers, keys in combinations:
         choice = make_choice(
             options,
-            selection=name,
+            selection=selection,
             per=per,
             rotary=rotary,
             dense_layers=layers,
@@ -130,8 +144,16 @@ def choices_of(options: PretrainedOptions) -> list[Choice]:
     return choices
 
 
-def make_choice(options: PretrainedOptions, **some: Any) -> Choice:
-    """Return a choice by the options of the command and some others."""
+def make_choice(options: PretrainedOptions, **listed_options: Any) -> Choice:
+    """Return a choice.
+
+    Args:
+        listed_options: one value for each option of which the command takes a list. All other
+            values are those of `options`.
+
+    Raises:
+        UserError: a value is out of range.
+    """
     try:
         return Choice(
             window=options.window,
@@ -143,31 +165,41 @@ def make_choice(options: PretrainedOptions, **some: Any) -> Choice:
             buckets=options.buckets,
             length=options.length,
             seed=options.seed,
-            **some,
+            **listed_options,
         )
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def words(name: str, text: str, allowed: Sequence[str]) -> list[str]:
-    """Return the words of a list such as `exact,probed`."""
-    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    for word in found:
+def parse_words(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """Return the words of a list such as `exact,probed`, each once, in their order.
+
+    Raises:
+        UserError: a word is not allowed.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
         if word not in allowed:
             rule = f"must be one of {listed(allowed)}, or several with commas"
-            raise UserError(f"{name}={text}: {word or 'nothing'!r} {rule}{nearest(word, allowed)}")
-    return found
+            shown = repr(word or "nothing")
+            raise UserError(f"{option}={text}: {shown} {rule}{nearest(word, allowed)}")
+    return list(dict.fromkeys(words))
 
 
-def numbers(name: str, text: str, least: int) -> list[int]:
-    """Return the numbers of a list such as `32,64`, ascending."""
-    found = set()
+def parse_numbers(option: str, text: str, least: int) -> list[int]:
+    """Return the numbers of a list such as `32,64`, each once, ascending.
+
+    Raises:
+        UserError: a word is no whole number, or one below `least`.
+    """
+    numbers = set()
     for word in text.split(","):
-        if not word.strip().isdecimal() or int(word) < least:
+        is_number = word.strip().isdecimal()
+        if not is_number or int(word) < least:
             rule = f"must be numbers from {least} on, separated by commas"
-            raise UserError(f"{name}={text}: {rule}")
-        found.add(int(word))
-    return sorted(found)
+            raise UserError(f"{option}={text}: {rule}")
+        numbers.add(int(word))
+    return sorted(numbers)
 
 
 # What fits.
@@ -182,13 +214,13 @@ def cost_before_loading(
     """Return the `parameters` of a model, and the bytes of `memory` that the analysis needs.
 
     Raises:
-        UserError: the model does not fit the memory, its positions are fewer than a window has, or
-            it is no causal decoder.
+        UserError: the analysis needs more memory than there is, the model has fewer positions than
+            a window of text, or it is no causal decoder.
     """
     config = read_config(origin)
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and options.length > most:
-        raise UserError(f"length={options.length}: the model has {most} positions")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and options.length > positions:
+        raise UserError(f"length={options.length}: the model has {positions} positions")
     parameters = count_parameters(origin, config)
     memory = memory_needed(config, parameters, options.length, options.fit_windows, choices)
     check_memory(memory, device, options)
@@ -196,38 +228,40 @@ def cost_before_loading(
 
 
 def check_memory(needed: int, device: torch.device, options: PretrainedOptions) -> None:
-    """Raise UserError where the machine or the GPU has less memory than is needed."""
+    """Raise UserError if the analysis needs more bytes than the machine or its GPU has."""
     available = memory_bytes()
-    what = "this machine"
+    owner = "this machine"
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
-        what = "the GPU"
+        owner = "the GPU"
     if needed > available:
-        count = f"needs up to {needed / GIB:.1f} GiB in float32"
-        less = f"length={options.length // 2} needs less"
-        has = f"{what} has {available / GIB:.1f}"
-        raise UserError(f"model={options.model}: {count}, and {has}; {less}")
+        need = f"needs up to {needed / GIB:.1f} GiB in float32"
+        limit = f"{owner} has {available / GIB:.1f}"
+        advice = f"length={options.length // 2} needs less"
+        raise UserError(f"model={options.model}: {need}, and {limit}; {advice}")
 
 
 def say_cost(compared: Compared, tokens_BN: Tensor, cost: dict[str, int]) -> None:
-    """Print what the analysis will take."""
+    """Print how long the analysis takes at least, and how much memory it needs at most."""
     B, N = tokens_BN.shape
-    passes = B * (1 + len(compared.choices))
+    passes_per_window = 1 + len(compared.choices)  # one is dense
+    passes = B * passes_per_window
     seconds = passes * pass_seconds(compared, tokens_BN[:1])
-    time_and_memory = f"at least about {clock(seconds)}, at most {cost['memory'] / GIB:.1f} GiB"
     model = f"{type(compared.model).__name__}, {cost['parameters']:,} parameters"
+    time_and_memory = f"at least about {clock(seconds)}, at most {cost['memory'] / GIB:.1f} GiB"
     say(f"{model}; {passes:,} passes over {N:,} tokens: {time_and_memory}")
 
 
 def pass_seconds(compared: Compared, tokens_1N: Tensor) -> float:
-    """Return about how long a pass over a window takes at least, by one over its start.
+    """Return about how many seconds a pass over a window of text takes at least.
 
-    It is one with local heads: other selections take time to choose.
+    This times a pass over the start of the window, with the choice "none". Other choices take
+    longer, because they select keys.
     """
-    start_1N = tokens_1N[:, :TIMED]
-    local = compared.choices[0]
+    start_1N = tokens_1N[:, :TIMED_TOKENS]
+    none = compared.choices[0]
     began = time.monotonic()
-    compared.score(start_1N, local)
+    compared.score(start_1N, none)
     seconds = time.monotonic() - began
     return seconds * tokens_1N.shape[1] / start_1N.shape[1]
 
@@ -236,11 +270,11 @@ def pass_seconds(compared: Compared, tokens_1N: Tensor) -> float:
 
 
 def measured_windows(store: Store, tokenizer: Any, options: PretrainedOptions) -> Tensor:
-    """Return windows of the second half of the text, `[B, N]`."""
+    """Return windows of the second half of the text of a data set, `[B, N]`."""
     total = text_length(store)
-    half = total // 2
-    texts = spread_texts(partial_text(store), (half, total), options.windows, options.length)
-    return tokens_of(texts, tokenizer, options.length, f"data={store.name}")
+    second_half = (total // 2, total)
+    texts = spread_texts(text_reader(store), second_half, options.windows, options.length)
+    return first_tokens(texts, tokenizer, options.length, f"data={store.name}")
 
 
 def fitted_windows(
@@ -249,21 +283,24 @@ def fitted_windows(
     options: PretrainedOptions,
     choices: Sequence[Choice],
 ) -> Tensor | None:
-    """Return windows of the text that centroids are fitted to, `[B, N]`; None: none are.
+    """Return the windows of text to which centroids are fitted, `[B, N]`.
 
-    They are of the first half of the text, or of the file that `fit` names.
+    They are from the file that the option `fit` names, else from the first half of the text of the
+    data set. None if no choice has centroids.
     """
     if not any(choice.is_fitted for choice in choices):
         return None
-    count = options.fit_windows
-    length = options.length
     if options.fit is None:
-        half = text_length(store) // 2
-        texts = spread_texts(partial_text(store), (0, half), count, length)
-        return tokens_of(texts, tokenizer, length, f"data={store.name}")
-    content = Path(options.fit).expanduser().read_bytes()
-    texts = spread_texts(lambda start, stop: content[start:stop], (0, len(content)), count, length)
-    return tokens_of(texts, tokenizer, length, f"fit={options.fit}")
+        source = f"data={store.name}"
+        read = text_reader(store)
+        span = (0, text_length(store) // 2)
+    else:
+        source = f"fit={options.fit}"
+        content = Path(options.fit).expanduser().read_bytes()
+        read = bytes_reader(content)
+        span = (0, len(content))
+    texts = spread_texts(read, span, options.fit_windows, options.length)
+    return first_tokens(texts, tokenizer, options.length, source)
 
 
 def text_length(store: Store) -> int:
@@ -272,25 +309,41 @@ def text_length(store: Store) -> int:
 
 
 def splits_of(store: Store) -> list[np.ndarray]:
-    """Return the tokens of the splits that a data set has."""
+    """Return the tokens of each split that a data set has, in the order of `SPLITS`."""
     splits = []
     for name in SPLITS:
+        # A data set without this split raises UserError.
         with contextlib.suppress(UserError):
             splits.append(store.split(name))
     return splits
 
 
-def partial_text(store: Store) -> Callable[[int, int], bytes]:
-    """Return a function that returns the text between two tokens of a data set."""
+def text_reader(store: Store) -> Callable[[int, int], bytes]:
+    """Return a function from two token numbers to the text between them.
+
+    Tokens are numbered through all splits of the data set.
+    """
 
     def read(start: int, stop: int) -> bytes:
         pieces = []
+        offset = 0  # the number of the first token of the split
         for split in splits_of(store):
-            pieces.append(split[max(0, start) : max(0, stop)])
-            start -= len(split)
-            stop -= len(split)
+            first = max(0, start - offset)
+            end = max(0, stop - offset)
+            pieces.append(split[first:end])
+            offset += len(split)
+        tokens = np.concatenate(pieces).tolist()
         assert store.tokenizer is not None
-        return store.tokenizer.decode(np.concatenate(pieces).tolist())
+        return store.tokenizer.decode(tokens)
+
+    return read
+
+
+def bytes_reader(content: bytes) -> Callable[[int, int], bytes]:
+    """Return a function from two byte numbers to the content between them."""
+
+    def read(start: int, stop: int) -> bytes:
+        return content[start:stop]
 
     return read
 
@@ -301,48 +354,55 @@ def spread_texts(
     count: int,
     length: int,
 ) -> Iterator[str]:
-    """Yield texts that begin evenly in a span, each at the start of a line, and do not overlap.
+    """Yield texts that are spread evenly over a span and do not overlap.
+
+    Each begins with the first whole line after its place, if it has one.
 
     Args:
-        read: returns the text between two places.
-        count: how many.
-        length: N; a text has enough for that many tokens, if the span has.
+        read: returns the text between two units (bytes of a file, or tokens of a data set).
+        span: the first unit, and the one after the last.
+        count: the number of texts.
+        length: N. A text has enough units for N tokens of the model, if the span has.
     """
-    first, last = span
-    step = (last - first) // count
-    size = min(step, BYTES_OF_TOKEN * length)
+    first, end = span
+    step = (end - first) // count
+    size = min(step, UNITS_PER_TOKEN * length)
     for number in range(count):
         start = first + number * step
         text = read(start, start + size).decode("utf-8", "replace")
-        rest_of_line, newline, lines = text.partition("\n")
-        yield lines if newline else rest_of_line
+        rest_of_line, newline, whole_lines = text.partition("\n")
+        yield whole_lines if newline else rest_of_line
 
 
-def tokens_of(texts: Iterator[str], tokenizer: Any, length: int, source: str) -> Tensor:
+def first_tokens(texts: Iterator[str], tokenizer: Any, length: int, source: str) -> Tensor:
     """Return the first N tokens of each text, `[B, N]`.
 
+    Args:
+        length: N.
+        source: the option that names the text, and its value, for the error message.
+
     Raises:
-        UserError: a text is too short.
+        UserError: a text has fewer than N tokens.
     """
     windows = []
     for text in texts:
         ids = tokenizer(text).input_ids[:length]
         if len(ids) < length:
-            few = (
-                f"a part of its text for one window has {len(ids):,} tokens, fewer than {length:,}"
-            )
-            raise UserError(f"{source}: {few}; give more text, fewer windows, or a smaller length")
+            shortage = f"has {len(ids):,} tokens, fewer than {length:,}"
+            advice = "give more text, fewer windows, or a smaller length"
+            raise UserError(f"{source}: a part of its text for one window {shortage}; {advice}")
         windows.append(torch.tensor(ids))
     return torch.stack(windows)
 
 
-def bytes_of(tokens_BN: Tensor, tokenizer: Any) -> float:
-    """Return how many bytes of text a token stands for, of those that are scored."""
+def mean_bytes(tokens_BN: Tensor, tokenizer: Any) -> float:
+    """Return the mean number of bytes of a scored token: any but the first of a window."""
+    scored_BN = tokens_BN[:, 1:]
     total = 0
-    for tokens_N in tokens_BN:
-        text = tokenizer.decode(tokens_N[1:], skip_special_tokens=True)
+    for scored_N in scored_BN:
+        text = tokenizer.decode(scored_N, skip_special_tokens=True)
         total += len(text.encode("utf-8", "replace"))
-    return total / tokens_BN[:, 1:].numel()
+    return total / scored_BN.numel()
 
 
 # The measurement.
@@ -350,31 +410,37 @@ def bytes_of(tokens_BN: Tensor, tokenizer: Any) -> float:
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured, window by window."""
+    """What was measured, with one item of each list for each window of text."""
 
     dense: list[Scores] = dataclasses.field(default_factory=list)
+    """The scores of the dense model."""
     coverage: list[Coverage] = dataclasses.field(default_factory=list)
+    """Where the attention weight of the dense model is, and how much of it each choice keeps."""
     scores: dict[Choice, list[Scores]] = dataclasses.field(default_factory=dict)
+    """The scores of the model with each choice."""
     seconds: float = 0.0
+    """The duration of the measurement."""
 
 
 def measure(compared: Compared, tokens_BN: Tensor) -> Measured:
-    """Return the scores of all windows, dense and with each choice."""
+    """Return the scores of all windows of text, by the dense model and with each choice."""
     measured = Measured(scores={choice: [] for choice in compared.choices})
-    total = len(tokens_BN) * (1 + len(compared.choices))
-    began = time.monotonic()
+    passes_per_window = 1 + len(compared.choices)  # one is dense
+    passes = len(tokens_BN) * passes_per_window
     done = 0
+    began = time.monotonic()
     with progress_bar("passes") as show:
         for tokens_1N in tokens_BN.split(1):
             dense, coverage = compared.measure(tokens_1N)
             measured.dense.append(dense)
             measured.coverage.append(coverage)
             done += 1
-            show(done, total)
+            show(done, passes)
             for choice in compared.choices:
-                measured.scores[choice].append(compared.score(tokens_1N, choice))
+                scores = compared.score(tokens_1N, choice)
+                measured.scores[choice].append(scores)
                 done += 1
-                show(done, total)
+                show(done, passes)
     measured.seconds = time.monotonic() - began
     return measured
 
@@ -383,51 +449,69 @@ def result_of(
     measured: Measured,
     choices: Sequence[Choice],
     options: PretrainedOptions,
-    bytes_of_token: float,
+    bytes_per_token: float,
 ) -> Result:
-    """Return what is recorded of a measurement."""
-    bits_B = np.array([score.bits for score in measured.dense])
-    bits, error = estimate(bits_B)
-    far_BYH = stacked([coverage.far for coverage in measured.coverage])
-    sinks_BYH = stacked([coverage.sinks for coverage in measured.coverage])
-    far, far_error = estimate(far_BYH.mean((1, 2)))
-    sinks, sinks_error = estimate(sinks_BYH.mean((1, 2)))
-    rows = [row_of(choice, measured, options) for choice in choices]
+    """Return the record of a measurement: the dense model, then a row for each choice."""
     return {
-        "dense": {
-            "bits": bits,
-            "error": error,
-            "bits_per_byte": bits / bytes_of_token,
-            "bits_of_windows": bits_B.tolist(),
-            "keys": (options.length + 1) / 2,
-        },
-        "weight": {
-            "sinks": sinks,
-            "sinks_error": sinks_error,
-            "far": far,
-            "far_error": far_error,
-            "sinks_of_heads": sinks_BYH.mean(0).tolist(),
-            "far_of_heads": far_BYH.mean(0).tolist(),
-        },
-        "rows": rows,
+        "dense": dense_record(measured.dense, options.length, bytes_per_token),
+        "weight": weight_record(measured.coverage),
+        "rows": [row_of(choice, measured, options) for choice in choices],
         "seconds": measured.seconds,
     }
 
 
-def stacked(of_windows: Sequence[Sequence[Tensor]]) -> np.ndarray:
-    """Return what was measured of each window, layer and head, `[B, Y, H]`."""
-    layers = [torch.stack(list(of_layers)) for of_layers in of_windows]
-    return torch.stack(layers).numpy()
+def dense_record(dense: Sequence[Scores], length: int, bytes_per_token: float) -> Result:
+    """Return the record of the dense model's loss."""
+    bits_B = np.array([scores.bits for scores in dense])
+    bits, error = estimate(bits_B)
+    # The query at position n, from 0, reads n + 1 keys.
+    mean_keys = (length + 1) / 2
+    return {
+        "bits": bits,
+        "error": error,
+        "bits_per_byte": bits / bytes_per_token,
+        "bits_of_windows": bits_B.tolist(),
+        "keys": mean_keys,
+    }
+
+
+def weight_record(coverage: Sequence[Coverage]) -> Result:
+    """Return the record of the dense model's attention weight on sinks and on far keys."""
+    sinks_BYH = stacked([window.sinks for window in coverage])
+    far_BYH = stacked([window.far for window in coverage])
+    sinks, sinks_error = estimate(sinks_BYH.mean((1, 2)))
+    far, far_error = estimate(far_BYH.mean((1, 2)))
+    return {
+        "sinks": sinks,
+        "sinks_error": sinks_error,
+        "far": far,
+        "far_error": far_error,
+        "sinks_of_heads": sinks_BYH.mean(0).tolist(),
+        "far_of_heads": far_BYH.mean(0).tolist(),
+    }
+
+
+def stacked(weights: Sequence[Sequence[Tensor]]) -> np.ndarray:
+    """Return weights `[B, Y, H]` from those of each window and layer, `[H]`."""
+    windows = []
+    for layers in weights:
+        weight_YH = torch.stack(list(layers))
+        windows.append(weight_YH)
+    return torch.stack(windows).numpy()
 
 
 def row_of(choice: Choice, measured: Measured, options: PretrainedOptions) -> Result:
-    """Return what is recorded of one choice; its errors are of paired differences."""
+    """Return the record of a choice, a row of the table.
+
+    `above` and `late` are bits per token more than the dense model's, in whole windows and in their
+    second halves. Each window gives one difference, and errors are standard errors of their mean.
+    """
     scores = measured.scores[choice]
     above_B = differences(scores, measured.dense, "bits")
     late_B = differences(scores, measured.dense, "late_bits")
     above, error = estimate(above_B)
     late, late_error = estimate(late_B)
-    keys = float(np.mean([score.keys for score in scores]))
+    mean_keys = float(np.mean([score.keys for score in scores]))
     row: Result = {
         "label": label_of(choice),
         "choice": dataclasses.asdict(choice),
@@ -437,38 +521,46 @@ def row_of(choice: Choice, measured: Measured, options: PretrainedOptions) -> Re
         "above_of_windows": above_B.tolist(),
         "late": late,
         "late_error": late_error,
-        "keys": keys,
-        "pairs": pairs_scored(choice, options.length, keys),
+        "keys": mean_keys,
+        "pairs": pairs_scored(choice, options.length, mean_keys),
     }
+    # Coverage is measured in all layers, as if none stayed dense.
     if choice.dense_layers == 0:
-        row |= kept_by(choice, measured.coverage)
+        row |= kept_record(choice, measured.coverage)
     return row
 
 
-def differences(scores: Sequence[Scores], dense: Sequence[Scores], name: str) -> np.ndarray:
-    """Return how far scores are above the dense ones, of each window."""
-    pairs = zip(scores, dense, strict=True)
-    return np.array([getattr(score, name) - getattr(other, name) for score, other in pairs])
+def differences(scores: Sequence[Scores], dense: Sequence[Scores], field: str) -> np.ndarray:
+    """Return a field of scores minus that of the dense scores, for each window, `[B]`."""
+    score_B = np.array([getattr(score, field) for score in scores])
+    dense_B = np.array([getattr(score, field) for score in dense])
+    return score_B - dense_B
 
 
-def kept_by(choice: Choice, coverage: Sequence[Coverage]) -> Result:
-    """Return the share of the far weight that a choice keeps: of all, by layer and by head."""
-    far_BYH = stacked([one.far for one in coverage])
-    kept_BYH = stacked([one.kept[choice] for one in coverage])
+def kept_record(choice: Choice, coverage: Sequence[Coverage]) -> Result:
+    """Return the share of the weight on far keys that a choice keeps.
+
+    It is recorded for the whole model, with its standard error over windows, for each layer, and
+    for each head.
+    """
+    far_BYH = stacked([window.far for window in coverage])
+    kept_BYH = stacked([window.kept[choice] for window in coverage])
     share_B = kept_BYH.sum((1, 2)) / far_BYH.sum((1, 2))
     share, error = estimate(share_B)
-    kept_YH = kept_BYH.sum(0)
     far_YH = far_BYH.sum(0)
+    kept_YH = kept_BYH.sum(0)
+    share_Y = kept_YH.sum(1) / far_YH.sum(1)
+    share_YH = kept_YH / far_YH
     return {
         "kept": share,
         "kept_error": error,
-        "kept_of_layers": (kept_YH.sum(1) / far_YH.sum(1)).tolist(),
-        "kept_of_heads": (kept_YH / far_YH).tolist(),
+        "kept_of_layers": share_Y.tolist(),
+        "kept_of_heads": share_YH.tolist(),
     }
 
 
 def label_of(choice: Choice) -> str:
-    """Return what a table calls a choice."""
+    """Return the label of a choice in the table and the plot, which leaves out its `keys`."""
     if choice.selection == "none":
         return "none (local)"
     if choice.selection == "next":
@@ -487,7 +579,7 @@ def label_of(choice: Choice) -> str:
 
 
 def print_result(result: Result) -> None:
-    """Print the dense score, where attention lies, and a row for each choice."""
+    """Print the dense model's loss and attention weights, then a table of the choices."""
     dense = result["dense"]
     weight = result["weight"]
     windows = plural(len(dense["bits_of_windows"]), "window")
@@ -500,13 +592,13 @@ def print_result(result: Result) -> None:
 
 
 def result_folder(origin: Origin) -> Path:
-    """Return the folder for results of a model, which exists then, below the folder of runs.
+    """Create the folder for results of a model, below the folder of runs, and return it.
 
     Raises:
-        UserError: it cannot be written to.
+        UserError: it cannot be created.
     """
-    name = Path(origin.gguf or origin.name).name
-    folder = outputs_root() / "pretrained" / name
+    model_path = Path(origin.gguf or origin.name)
+    folder = outputs_root() / "pretrained" / model_path.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -515,17 +607,15 @@ def result_folder(origin: Origin) -> Path:
 
 
 def write_result(result: Result, request: Request, store: Store, folder: Path) -> None:
-    """Write the record and the plot into a folder."""
-    settings = {
-        "analyze": dataclasses.asdict(request.options),
-        "data": store.fingerprint,
-    }
-    file_name = f"{store.name}-N{request.options.length}-{short_hash(settings)}"
+    """Write the plot and the record into a folder; their names have a hash of the settings."""
+    options = dataclasses.asdict(request.options)
+    settings_hash = short_hash({"analyze": options, "data": store.fingerprint})
+    file_name = f"{store.name}-N{request.options.length}-{settings_hash}"
     save(folder / f"{file_name}.png", draw(result))
     record = {
         "what": "pretrained",
         **result,
-        **settings,
+        "analyze": options,
         "data": store.describe(),
         "time": utc_now(),
     }
@@ -533,34 +623,41 @@ def write_result(result: Result, request: Request, store: Store, folder: Path) -
 
 
 def draw(result: Result) -> bytes:
-    """Return a PNG of the loss beside the keys read, and beside the pairs scored."""
+    """Return a plot as a PNG: bits above dense over the keys read, and over the pairs scored."""
     figure, panels = drawing.axes("keys that a query reads", "bits/token above dense", 2)
     panels[1].set_xlabel("pairs scored for a query")
-    by_label: dict[str, list[Result]] = {}
+    rows_by_label: dict[str, list[Result]] = {}
     for row in result["rows"]:
-        by_label.setdefault(row["label"], []).append(row)
-    for panel, key in zip(panels, ("keys", "pairs"), strict=True):
-        for label, rows in by_label.items():
-            draw_line(panel, label, rows, key)
+        rows_by_label.setdefault(row["label"], []).append(row)
+    for panel, x_key in zip(panels, ("keys", "pairs"), strict=True):
+        for label, rows in rows_by_label.items():
+            draw_line(panel, label, rows, x_key)
         panel.axhline(0, color=drawing.GREY, linewidth=0.8)
-        # Ticks at 64, 128, ... and at 0.01, 0.1, ..., as plain numbers.
+        # Ticks are at powers of 2 and of 10, with labels such as 64 and 0.01.
         panel.set_xscale("log", base=2)
         panel.set_yscale("symlog", linthresh=0.01)
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-    place: Any = "outside right"  # the stubs do not know places outside the panels
-    figure.legend(*panels[0].get_legend_handles_labels(), loc=place, fontsize="small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    # Any, because matplotlib's type stubs lack the locations outside of panels.
+    location: Any = "outside right"
+    figure.legend(handles, labels, loc=location, fontsize="small")
     return drawing.plot_of("pretrained", "", figure).png
 
 
-def draw_line(panel: Any, label: str, rows: Sequence[Result], key: str) -> None:
-    """Draw the losses of one choice at several numbers of keys."""
+def draw_line(panel: Any, label: str, rows: Sequence[Result], x_key: str) -> None:
+    """Draw the bits above dense of the rows with one label, which differ in their `keys`.
+
+    The line of a variant of a selection, such as "exact, before rotary", is dashed.
+    """
     selection = rows[0]["choice"]["selection"]
-    x = [row[key] for row in rows]
+    x = [row[x_key] for row in rows]
     y = [row["above"] for row in rows]
+    # A row of a single window has no error; NaN draws no bar.
     errors = [row["error"] or math.nan for row in rows]
     style: dict[str, Any] = {"color": COLOURS.get(selection, drawing.GREY), "marker": "."}
-    if label != selection and selection not in ("none", "next"):
+    is_variant = label != selection and selection not in ("none", "next")
+    if is_variant:
         style["linestyle"] = "--"
     panel.errorbar(x, y, errors, label=label, **style)
