@@ -110,9 +110,6 @@ def main(request: Request) -> int:
     return 0
 
 
-# What is compared.
-
-
 def choices_of(options: PretrainedOptions) -> list[Choice]:
     """Return all choices that are compared.
 
@@ -202,9 +199,6 @@ def parse_numbers(option: str, text: str, least: int) -> list[int]:
     return sorted(numbers)
 
 
-# What fits.
-
-
 def cost_before_loading(
     origin: Origin,
     device: torch.device,
@@ -264,9 +258,6 @@ def pass_seconds(compared: Compared, tokens_1N: Tensor) -> float:
     compared.score(start_1N, none)
     seconds = time.monotonic() - began
     return seconds * tokens_1N.shape[1] / start_1N.shape[1]
-
-
-# The text.
 
 
 def measured_windows(store: Store, tokenizer: Any, options: PretrainedOptions) -> Tensor:
@@ -403,9 +394,6 @@ def mean_bytes(tokens_BN: Tensor, tokenizer: Any) -> float:
         text = tokenizer.decode(scored_N, skip_special_tokens=True)
         total += len(text.encode("utf-8", "replace"))
     return total / scored_BN.numel()
-
-
-# The measurement.
 
 
 @dataclasses.dataclass
@@ -575,9 +563,6 @@ def label_of(choice: Choice) -> str:
     return label
 
 
-# What is printed and written.
-
-
 def print_result(result: Result) -> None:
     """Print the dense model's loss and attention weights, then a table of the choices."""
     dense = result["dense"]
@@ -655,7 +640,7 @@ def draw_line(panel: Any, label: str, rows: Sequence[Result], x_key: str) -> Non
     x = [row[x_key] for row in rows]
     y = [row["above"] for row in rows]
     # A row of a single window has no error; NaN draws no bar.
-    errors = [row["error"] or math.nan for row in rows]
+    errors = [math.nan if row["error"] is None else row["error"] for row in rows]
     style: dict[str, Any] = {"color": COLOURS.get(selection, drawing.GREY), "marker": "."}
     is_variant = label != selection and selection not in ("none", "next")
     if is_variant:
