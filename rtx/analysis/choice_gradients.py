@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtx.attention import Random
 from rtx.attention.blocks import RandomBlocks
 from rtx.attention.centroids import Centroids, after_step, all_centroids
-from rtx.attention.clusters import Random
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern

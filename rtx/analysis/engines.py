@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rtx.attention import Random
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.centroids import statistics_paused
-from rtx.attention.clusters import Random
 from rtx.attention.engine import (
     ENGINES,
     blocks,
@@ -122,7 +122,7 @@ def joined_phrases(pattern: Pattern, config: Config, device: torch.device) -> st
 def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     """Return what a pattern of one head reads in a sequence of random vectors, see `Pattern.reads`.
 
-    For a GPU, lists of clusters have the room that they have there, and no numbers.
+    For a GPU, lists of clusters have the capacity that they have there, and no numbers.
     """
     N = config.data.length
     size = head_size(config)

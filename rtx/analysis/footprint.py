@@ -16,7 +16,7 @@ from rtx.analysis.cost import Cost
 from rtx.analysis.gpu_memory import INDEX, SHORT_INDEX
 from rtx.analysis.head_memory import attention_bytes, saves_result
 from rtx.analysis.planned_device import devices, on_gpu, widths_of
-from rtx.attention.routing import ROOM
+from rtx.attention.routing_thresholds import CAPACITY_FACTOR
 from rtx.model.likelihood import most_logits
 from rtx.settings.derived import clusters, embedding_width, memory_slots, sizes_of
 from rtx.settings.schema import GATED, Config, ModelConfig
@@ -202,7 +202,7 @@ def members_bytes(config: Config) -> float:
             return 0.0
         index_bytes = SHORT_INDEX
         if routing.selection == "causal":
-            members = min(ROOM * max(N, members), N * clusters(config))
+            members = min(CAPACITY_FACTOR * max(N, members), N * clusters(config))
     lists = 1
     if routing.keys in ("separate", "tied"):
         # Members of queries and of keys.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rtx.analysis.engines import Computed, distances_of, shares_keys
-from rtx.attention.clusters import Random
+from rtx.attention import Random
 from rtx.attention.engine import by_triton, choose, dense, flash, flex, windows
 from rtx.attention.engine.blocks import MAX_SCORES_GPU
 from rtx.attention.engine.by_triton import LISTS

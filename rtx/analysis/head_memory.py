@@ -23,8 +23,8 @@ from rtx.analysis.gpu_memory import (
     saved_by_engine,
 )
 from rtx.analysis.planned_device import on_gpu, widths_of
+from rtx.attention import Random
 from rtx.attention.blocks import Blocks
-from rtx.attention.clusters import Random
 from rtx.attention.engine import blocks as engine_blocks
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_SCORES_CPU, MAX_SCORES_GPU

@@ -3,20 +3,24 @@
 A query *reads* a key if it attends to it. The library imports nothing else of rtx. To know one
 pattern, open its file:
 
-    positional.py      Full, Local, Recurrent, Strided, Fixed, FixedBlock, FixedSummary
-    adaptive_span.py   AdaptiveSpan
-    lsh.py             Lsh
-    clusters.py        Random, and the base class of patterns with clusters
-    routing.py         TopK, Thresholds, Nearest
-    top_keys.py        Exact, and the base class of Probed, Indexer and Blocks
-    probed.py          Probed
-    indexer.py         Indexer
-    blocks.py          Blocks, RandomBlocks
+    positional.py           Full, Local, Recurrent, Strided, Fixed, FixedBlock, FixedSummary
+    adaptive_span.py        AdaptiveSpan
+    lsh.py                  Lsh
+    random_members.py       Random
+    routing_topk.py         TopK, which is Algorithm 1 of the Routing Transformer
+    routing_thresholds.py   Thresholds
+    routing_nearest.py      Nearest
+    top_keys.py             Exact, and the base class of Probed, Indexer and Blocks
+    probed.py               Probed
+    indexer.py              Indexer
+    blocks.py               Blocks, RandomBlocks
 
 Each of these files has the rule in plain Python first, then the batch form (whole sequences on
 tensors), then the stream. The other files, in the order in which they help to read on:
 
     pattern.py         the base class of all patterns, with the forward pass
+    clusters.py        the base class of patterns with clusters, and their KV cache
+    routing.py         the base class of TopK, Thresholds and Nearest
     reads.py           how a pattern describes which query reads which keys: lists, or an index
     engine/            attention over the keys that are read
     cache.py, stream.py: the KV caches of streams, and a stream that counts its positions
@@ -28,7 +32,7 @@ tensors), then the stream. The other files, in the order in which they help to r
     members.py         selection of the members of clusters by their scores
     centroids.py, centroid_update.py: the centroids of clusters, and how a training step moves them
     key_centroids.py, inverted_file.py, probed_lists.py, candidates.py: the parts of Probed
-    static.py, room.py: selection in static shapes for GPUs, and lists of limited length for it
+    static.py, capacity.py: selection in static shapes for GPUs, and lists of fixed capacity
     once.py            caches of lists that follow from shapes
     pairs.py           numbers of pairs, for plans
     arguments.py, precision.py, pieces.py, recompute.py, gradients.py: small helpers of all others
@@ -44,7 +48,7 @@ which each file explains:
     D  head size                            S  slots of a cache
     E  size of what a choice compares       T  hash rounds
     F  columns of a random matrix           U  groups of sequences that are padded alike
-    G  blocks of a sequence                 V  sides with thresholds
+    G  blocks of a sequence                 V  roles with thresholds
     H  heads                                W  attention window: keys that a query reads at most
     I  conditions of `Holes`                X  heads of all sequences, B * H, or some of them
     J  some lists, members or blocks        Y  layers
@@ -61,7 +65,7 @@ them, and X the I * B copies of sequences.
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import Centroids, after_step
-from rtx.attention.clusters import ClusterPattern, Random
+from rtx.attention.clusters import ClusterPattern
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
@@ -80,9 +84,20 @@ from rtx.attention.positional import (
     Strided,
 )
 from rtx.attention.probed import Probed
-from rtx.attention.routing import ROUTING_CLASSES, Nearest, Routing, Thresholds, TopK
+from rtx.attention.random_members import Random
+from rtx.attention.routing import Routing
+from rtx.attention.routing_nearest import Nearest
+from rtx.attention.routing_thresholds import Thresholds
+from rtx.attention.routing_topk import TopK
 from rtx.attention.stream import Stream
 from rtx.attention.top_keys import Exact
+
+ROUTING_CLASSES: dict[str, type[Routing]] = {
+    "topk": TopK,
+    "causal": Thresholds,
+    "nearest": Nearest,
+}
+"""The classes of routing heads, by the value of `routing.selection`."""
 
 __all__ = [
     "ROUTING_CLASSES",

@@ -21,7 +21,7 @@ Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster
 16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and the standard deviation of its
 scores is 8. At a rate of 0.01 its threshold rises by 0.01 * (768 / 512 - 1) * 8 = 0.04.
 
-Shapes: Y layers with the same rule, H heads, C clusters, D head size; V sides with thresholds: 2 if
+Shapes: Y layers with the same rule, H heads, C clusters, D head size; V roles with thresholds: 2 if
 queries and keys have separate memberships, else 1, or 0 without thresholds; Z numbers in a layer's
 row of statistics.
 """
@@ -80,11 +80,11 @@ class Statistics(NamedTuple):
     """
 
     sum_HCD: Tensor
-    """The sum of the vectors that each centroid moves towards, over all sides."""
+    """The sum of the vectors that each centroid moves towards, over all roles."""
     count_HC: Tensor
     """The number of these vectors."""
     seen_2_3_HC: Tensor
-    """For each side and cluster: the number of members, the sum of all scores, and the sum of their
+    """For each role and cluster: the number of members, the sum of all scores, and the sum of their
     squares.
 
     The sums are 0 if members are not selected by thresholds. Members may be other vectors than
@@ -263,7 +263,7 @@ class ScoreMoments(NamedTuple):
 
 
 def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
-    """Return the moments of the scores of the first V sides."""
+    """Return the moments of the scores of the first V roles."""
     seen_YV3HC = statistics.seen_2_3_HC[:, :V]
     count_YVHC, sum_YVHC, square_sum_YVHC = seen_YV3HC.unbind(2)
     positions_Y111 = statistics.positions[:, None, None, None]

@@ -5,7 +5,7 @@ Forward passes in training add up statistics (`Centroids.observe`). Once after e
 centroid_update.py has the formulas.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists of members,
-Y layers with the same rule; V sides with thresholds: 2 if queries and keys have separate
+Y layers with the same rule; V roles with thresholds: 2 if queries and keys have separate
 memberships, else 1, or 0 without thresholds; Z numbers in a layer's row of statistics.
 """
 
@@ -33,9 +33,9 @@ from rtx.attention.members import products
 from rtx.attention.pattern import Pattern
 
 QUERIES = 0
-"""The number of the side of queries, and of the only side if memberships are not separate."""
+"""The number of the role of queries, and of the only role if memberships are not separate."""
 KEYS = 1
-"""The number of the side of keys, if memberships are separate."""
+"""The number of the role of keys, if memberships are separate."""
 
 
 class Gathering:
@@ -179,7 +179,7 @@ class Centroids(nn.Module):
         )
 
     def thresholds(self) -> list[Tensor]:
-        """Return the thresholds `[H, C]` of each side."""
+        """Return the thresholds `[H, C]` of each role."""
         if self.key_threshold_HC is None:
             return [self.threshold_HC]
         return [self.threshold_HC, self.key_threshold_HC]
@@ -197,7 +197,7 @@ class Centroids(nn.Module):
     @torch.no_grad()
     def observe(
         self,
-        side: int,
+        role: int,
         x_BHND: Tensor,
         *,
         member_count_L: Tensor,
@@ -205,10 +205,10 @@ class Centroids(nn.Module):
         count_L: Tensor,
         moment_2BHC: Tensor | None,
     ) -> None:
-        """Add statistics of the vectors of one side in a training batch.
+        """Add statistics of the vectors of one role in a training batch.
 
         Args:
-            side: `QUERIES` or `KEYS`.
+            role: `QUERIES` or `KEYS`.
             member_count_L: the number of members of each list.
             sum_LD, count_L: the sums and numbers of the vectors that each centroid moves towards.
             moment_2BHC: for each centroid the sum of all scores, and the sum of their squares.
@@ -224,11 +224,11 @@ class Centroids(nn.Module):
         member_count_BHC = member_count_L.view(B, H, C)
         statistics.sum_HCD.add_(sum_BHCD.sum(0))
         statistics.count_HC.add_(count_BHC.sum(0))
-        seen_3HC = statistics.seen_2_3_HC[side]
+        seen_3HC = statistics.seen_2_3_HC[role]
         seen_3HC[0].add_(member_count_BHC.sum(0))
         if moment_2BHC is not None:
             seen_3HC[1:].add_(moment_2BHC.sum(1))
-        if side == QUERIES:
+        if role == QUERIES:
             statistics.positions.add_(B * N)
             statistics.sequences.add_(B)
 
@@ -241,7 +241,7 @@ class Centroids(nn.Module):
         reach them.
 
         Args:
-            clustered: the vectors of each side, `[B, H, N, D]`.
+            clustered: the vectors of each role, `[B, H, N, D]`.
         """
         if not clustered[QUERIES].numel():
             return
@@ -361,7 +361,8 @@ def stacked_thresholds(layers: list[Centroids]) -> Tensor:
     """Return the thresholds of layers with one rule, `[Y, V, H, C]`."""
     thresholds = thresholds_of(layers)
     if thresholds:
-        return torch.stack(thresholds).unflatten(0, (len(layers), -1))
+        all_HC = torch.stack(thresholds)
+        return all_HC.unflatten(0, (len(layers), -1))
     centroid_HCD = layers[0].centroid_HCD
     H, C, _ = centroid_HCD.shape
     return centroid_HCD.new_empty(len(layers), 0, H, C)
@@ -369,7 +370,10 @@ def stacked_thresholds(layers: list[Centroids]) -> Tensor:
 
 def thresholds_of(layers: list[Centroids]) -> list[Tensor]:
     """Return the thresholds of some layers, layer after layer."""
-    return [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
+    thresholds = []
+    for layer in layers:
+        thresholds += layer.thresholds()
+    return thresholds
 
 
 def copy_rows(source_YX: Tensor, targets: list[Tensor]) -> None:

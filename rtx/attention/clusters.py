@@ -1,25 +1,30 @@
-"""The base class of patterns with clusters, their KV cache, and the pattern with random clusters.
+"""The base class of patterns with clusters, and their KV cache.
 
-A cluster is a set of positions. A query reads keys of the clusters that it is a member of. Routing,
-hashing and random heads differ in how positions become members.
+A cluster is a set of positions. A query reads keys of the clusters that it is a member of: of each
+of them the last W up to its position. Routing heads (routing.py), hashing (lsh.py) and random heads
+(random_members.py) differ in how positions become members.
+
+Example: W = 2, and a cluster with the members 1, 4, 5 and 8. The query at 5 reads the keys at 4 and
+5, and the query at 8 those at 5 and 8. A position in two clusters gets the mean of two outputs.
+
+This file has the rule (`last_members`), the batch form (`ClusterPattern.reads`) and the stream
+(`ClusterCache`), for any way to choose members.
 
 Shapes: B sequences or streams, H heads, C clusters, N positions, D head size, W attention window,
 S slots of a cluster, L = B * H * C lists (the clusters of all heads), M members of the lists of one
-head or of all, J some lists, members or repeats, Q queries of a head at one position (cache.py), R
-= B * H * N rows.
+head or of all, J some lists or members, Q queries of a head at one position (cache.py).
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_choice, check_positive, check_seed
+from rtx.attention.arguments import check_choice, check_positive
 from rtx.attention.cache import (
     Cache,
     as_heads,
@@ -27,13 +32,11 @@ from rtx.attention.cache import (
     mask_without_self,
     rotated_queries,
 )
-from rtx.attention.documents import Documents
 from rtx.attention.engine import MERGES, with_sink
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
 from rtx.attention.grouped import expanded
-from rtx.attention.members import lists_of_places, normalise_twice
-from rtx.attention.once import made_once
+from rtx.attention.members import normalise_twice
 from rtx.attention.pairs import window_pairs
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.precision import wide_type
@@ -42,11 +45,24 @@ from rtx.attention.reads import (
     QueriesKeys,
     RangeReads,
     Reads,
-    first_rows,
     members_around,
     members_read,
     within_documents,
 )
+
+Item = TypeVar("Item")
+
+
+def queries_and_keys(items: Sequence[Item]) -> tuple[Item, Item]:
+    """Return the item of the queries and that of the keys; a single item serves as both.
+
+    For example, members: if queries and keys are members of the same clusters, there is one item.
+    """
+    if len(items) == 1:
+        (both,) = items
+        return both, both
+    queries, keys = items
+    return queries, keys
 
 
 def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
@@ -59,9 +75,8 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     C, N = query_CN.shape
     mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_CN.device)
     for c in range(C):
-        queries = query_CN[c].nonzero().flatten().tolist()
-        keys = key_CN[c].nonzero().flatten().tolist()
-        for i in queries:
+        keys = members_of(key_CN[c])
+        for i in members_of(query_CN[c]):
             past = [j for j in keys if j <= i]
             last = past[-window:]
             mask_CNN[c, i, last] = True
@@ -71,22 +86,31 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
 def members_near(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     """Return the mask `[C, Q, K]`: a query reads the `window` keys of its clusters around it.
 
-    Half of them are before its position; those that are missing on one side are on the other.
+    Half of them are before its position. If there are fewer, it reads more of the later ones, and
+    the other way round.
 
     Args:
         query_CN: whether each of Q queries is a member of each cluster.
         key_CN: whether each of K keys is a member of each cluster.
     """
     C, Q = query_CN.shape
-    mask_CQK = torch.zeros(C, Q, key_CN.shape[1], dtype=torch.bool, device=query_CN.device)
+    K = key_CN.shape[1]
+    mask_CQK = torch.zeros(C, Q, K, dtype=torch.bool, device=query_CN.device)
     for c in range(C):
-        keys = key_CN[c].nonzero().flatten().tolist()
-        for i in query_CN[c].nonzero().flatten().tolist():
+        keys = members_of(key_CN[c])
+        last_start = max(0, len(keys) - window)
+        for i in members_of(query_CN[c]):
             before = len([j for j in keys if j < i])
-            last_start = max(0, len(keys) - window)
-            start = min(max(0, before - window // 2), last_start)
-            mask_CQK[c, i, keys[start : start + window]] = True
+            start = max(0, before - window // 2)
+            start = min(start, last_start)
+            around = keys[start : start + window]
+            mask_CQK[c, i, around] = True
     return mask_CQK
+
+
+def members_of(is_member_N: Tensor) -> list[int]:
+    """Return the positions of the members of one cluster, ascending."""
+    return is_member_N.nonzero()[:, 0].tolist()
 
 
 class Joins(NamedTuple):
@@ -153,19 +177,25 @@ class ClusterPattern(Pattern):
         """
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        lists = self.lists(qk)
-        # If there is one item, `queries` and `keys` are the same object.
-        queries = lists[0]
-        keys = lists[-1]
-        return [self.read_of_lists(queries, keys, qk)]
+        queries, keys = queries_and_keys(self.lists(qk))
+        return [self.ranges_of_lists(queries, keys, qk)]
 
-    def read_of_lists(self, queries: MemberLists, keys: MemberLists, qk: QueriesKeys) -> RangeReads:
+    def ranges_of_lists(
+        self,
+        queries: MemberLists,
+        keys: MemberLists,
+        qk: QueriesKeys,
+    ) -> RangeReads:
         """Return which members read which, as packed lists."""
         N = qk.q_BHND.shape[2]
         if not self.causal:
             return members_around(queries, keys, N, self.window, self.attend_self)
         part = members_read(queries, keys, N, self.window, self.attend_self)
-        return bounded(part, qk)
+        if qk.documents is None:
+            return part
+        heads = qk.q_BHND.shape[1]
+        start_R = qk.documents.start_rows(heads)
+        return within_documents(part, start_R)
 
     def read_by_rule(self, query_CN: Tensor, key_CN: Tensor) -> Tensor:
         """Return the mask of what members read, `[C, N, N]`, bool."""
@@ -193,159 +223,12 @@ class ClusterPattern(Pattern):
         Args:
             parts: see `Cache.prefill`.
         """
-        return self.lists(qk)[-1]
+        _, keys = queries_and_keys(self.lists(qk))
+        return keys
 
     @abstractmethod
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         """Return which clusters the query and the key at the next position of each stream join."""
-
-
-def bounded(part: RangeReads, qk: QueriesKeys) -> RangeReads:
-    """Return ranges within the documents of `qk`; the ranges themselves if it has none."""
-    if qk.documents is None:
-        return part
-    heads = qk.q_BHND.shape[1]
-    return within_documents(part, qk.documents.first_rows(heads))
-
-
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
-    """Return `window` random positions below `length` for each cluster, ascending, `[H, C, W]`.
-
-    They depend on the arguments alone. If the window exceeds `length`, they are all positions.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    window = min(window, length)
-    drawn = [torch.zeros(0, window, dtype=torch.int64, device="cpu")]
-    for _ in range(heads * clusters):
-        # One draw for each cluster: members do not depend on the number of clusters after it.
-        draw_N = torch.rand(length, generator=generator, device="cpu")
-        position_W = draw_N.topk(window).indices
-        drawn.append(position_W.sort().values[None])
-    return torch.cat(drawn).view(heads, clusters, window)
-
-
-class Random(ClusterPattern):
-    """Clusters of random members, which ignore the contents of sequences: the control of Table 1.
-
-    Each cluster has `window` random members among `length` positions, which depend on (seed, head,
-    `clusters`, `window`, `length`) alone. Longer sequences repeat them every `length` positions.
-    The paper says only that the indices of keys (Kidx) are chosen at random. One draw for all
-    sequences is our choice.
-
-    Args:
-        heads: H.
-        clusters: C.
-        length: the number of positions among which members are drawn.
-        seed: the seed of the draw.
-        options: see `ClusterPattern`.
-    """
-
-    bounds_documents = True
-    takes_both_sides = True
-
-    def __init__(
-        self,
-        heads: int,
-        clusters: int,
-        *,
-        length: int,
-        seed: int,
-        has_keys: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(has_keys=has_keys, **options)
-        check_positive(0, heads=heads)
-        check_positive(clusters=clusters, length=length)
-        check_seed(seed)
-        self.heads = heads
-        self.clusters = clusters
-        self.length = length
-        self.seed = seed
-        position_HCW = random_positions(heads, clusters, length, self.window, seed)
-        self.register_buffer("position_HCW", position_HCW, persistent=False)
-        self.position_HCW: Tensor
-
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        N = qk.q_BHND.shape[2]
-        position_N = torch.arange(N, device=self.position_HCW.device)
-        clusters = []
-        for drawn_W in self.position_HCW[head]:
-            is_member_N = torch.isin(position_N % self.length, drawn_W)
-            clusters.append(is_member_N)
-        member_CN = torch.stack(clusters)
-        return self.read_by_rule(member_CN, member_CN)
-
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        """Return the lists, which depend on shapes and options alone, or also on documents.
-
-        They are made once for each shape, or once for each batch with documents.
-        """
-        B, H, N, _ = qk.q_BHND.shape
-        options = (
-            self.clusters,
-            self.length,
-            self.seed,
-            self.window,
-            self.attend_self,
-            self.causal,
-        )
-        form = (type(self), options, B, H, N)
-        if qk.documents is not None:
-            return qk.documents.made_once(form, partial(super().reads, qk, streaming))
-        make = partial(self.make_reads, B, H, N)
-        device = qk.q_BHND.device
-        return [*made_once(form, device, make)]
-
-    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
-        """Return the result of `reads` for B sequences of N positions without documents."""
-        members = self.members(B, H, N, device)
-        if not self.causal:
-            return [members_around(members, members, N, self.window, self.attend_self)]
-        return [members_read(members, members, N, self.window, self.attend_self)]
-
-    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        B, H, N, _ = qk.q_BHND.shape
-        if qk.documents is not None:
-            return [self.members_of_documents(qk.documents)]
-        return [self.members(B, H, N, qk.q_BHND.device)]
-
-    def members_of_documents(self, documents: Documents) -> MemberLists:
-        """Return the members of every cluster by their positions in documents."""
-        N = documents.first_BN.shape[1]
-        drawn_HCW = self.position_HCW.to(documents.first_BN.device)
-        H, C, _ = drawn_HCW.shape
-        is_drawn_HCN = torch.zeros(H, C, self.length, dtype=torch.bool, device=drawn_HCW.device)
-        is_drawn_HCN.scatter_(-1, drawn_HCW, True)
-        drawn_position_BN = documents.position_BN % self.length
-        is_member_BHCN = is_drawn_HCN[..., drawn_position_BN].permute(2, 0, 1, 3)
-        place_M = is_member_BHCN.flatten().nonzero()[:, 0]
-        return lists_of_places(place_M, is_member_BHCN.shape[:2].numel(), C, N)
-
-    def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
-        """Return the members of every cluster in B sequences of N positions."""
-        # Drawn again: if `position_HCW` is on a GPU, the CPU would have to wait for a copy.
-        drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)
-        drawn_HC1W = drawn_HCW.to(device)[:, :, None]
-        # Longer sequences repeat the drawn positions.
-        repeats = math.ceil(N / self.length)
-        repeat_J1 = torch.arange(repeats, device=device)[:, None]
-        position_HCJW = repeat_J1 * self.length + drawn_HC1W
-        position_HCM = position_HCJW.flatten(2)
-        row_BHCM = first_rows(B, H, N, device) + position_HCM
-        is_inside_HCM = position_HCM < N
-        is_inside_BHCM = is_inside_HCM.expand(row_BHCM.shape)
-        count_BHC = is_inside_BHCM.sum(-1)
-        return MemberLists(row_BHCM[is_inside_BHCM], count_BHC.flatten())
-
-    def pairs_of_head(self, length: int) -> float:
-        return self.clusters * self.pairs_of_cluster(min(self.window, length))
-
-    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
-        B = len(qk.q_BHND)
-        is_drawn_HCW = self.position_HCW == position % self.length
-        joins_HC = is_drawn_HCW.any(-1)
-        joins_BHC = joins_HC.expand(B, *joins_HC.shape)
-        return Joins(query_BHC=joins_BHC, key_BHC=joins_BHC)
 
 
 class ClusterCache(Cache):
@@ -402,19 +285,19 @@ class ClusterCache(Cache):
         if not B * H * N:
             return
         lists = self.pattern.lists_to_cache(qk, parts, self)
+        k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
+        clusters = len(lists.count_L) // (B * H)
+        self.allocate(k_BHND, v_BHND, clusters)
         list_M = lists.list_M()
         number_M = torch.arange(len(list_M), device=list_M.device)
         rank_M = number_M - lists.first_L()[list_M]
         # The number of members of the list from this one on.
         from_here_M = lists.count_L[list_M] - rank_M
         remains_M = from_here_M <= self.slots
-        list_J = list_M[remains_M]
         row_J = lists.row_M[remains_M]
         slot_J = rank_M[remains_M] % self.slots
-        k_BHND = qk.rotated_k_BHND.to(v_BHND.dtype)
-        clusters = len(lists.count_L) // (B * H)
-        self.allocate(k_BHND, v_BHND, clusters)
-        self.write((list_J, slot_J), k_BHND, v_BHND, row_J, row_J % N)
+        slots = (list_M[remains_M], slot_J)
+        self.write(slots, k_BHND, v_BHND, row_J, row_J % N)
         self.joined_L = lists.count_L.clone()
 
     def put(
@@ -429,7 +312,7 @@ class ClusterCache(Cache):
         k_BH1D = qk.rotated_k_BHND.to(v_BH1D.dtype)
         if self.key_LSD is None:
             self.allocate(k_BH1D, v_BH1D, joins_BHC.shape[-1])
-        list_J = joins_BHC.flatten().nonzero().flatten()
+        list_J = joins_BHC.flatten().nonzero()[:, 0]
         if slot_BHC is None:
             slot_J = self.joined_L[list_J] % self.slots
         else:
@@ -473,16 +356,23 @@ class ClusterCache(Cache):
         if joins.query_BHC is not joins.key_BHC:
             # A query with separate memberships may join a list that has no key yet.
             is_read_L = is_read_L & (self.joined_L > 0)
-        list_J = is_read_L.nonzero().flatten()
-        shape_BHQ = q_BHQD.shape[:3]
+        list_J = is_read_L.nonzero()[:, 0]
         if not len(list_J):
-            return as_heads(v_BH1D.new_zeros(*shape_BHQ, v_BH1D.shape[-1]))
-        partials = [self.attend_lists(q_BHQD, list_J, position)]
+            value_size = v_BH1D.shape[-1]
+            return as_heads(v_BH1D.new_zeros(*q_BHQD.shape[:3], value_size))
+        out_BHQD = self.attend_and_merge(q_BHQD, list_J, position)
+        return as_heads(out_BHQD.to(v_BH1D.dtype))
+
+    def attend_and_merge(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Tensor:
+        """Return the outputs of the newest position, merged over J lists, `[B, H, Q, D]`."""
+        partial = self.attend_lists(q_BHQD, list_J, position)
+        partials = [partial]
         sink_HQ = self.sinks()
         if sink_HQ is not None and self.pattern.merge == "lse":
-            partials.append(sinks_alone(sink_HQ, partials[0], len(q_BHQD)))
+            partials.append(sinks_alone(sink_HQ, partial, len(q_BHQD)))
+        shape_BHQ = q_BHQD.shape[:3]
         out_RD = combine(partials, rows=shape_BHQ.numel())
-        return as_heads(out_RD.to(v_BH1D.dtype).view(*shape_BHQ, -1))
+        return out_RD.view(*shape_BHQ, -1)
 
     def sinks(self) -> Tensor | None:
         """Return the sink of each query of the newest position, `[H, Q]`; None: there are none."""
@@ -492,7 +382,7 @@ class ClusterCache(Cache):
         return sink_IH.T
 
     def attend_lists(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Partial:
-        """Return the outputs of the newest position in each of J lists; `combine` merges them.
+        """Return the outputs of the newest position in each of J lists, which `combine` merges.
 
         With merge="mean" the log-sums are zero, so that all lists of a row have equal weight, and
         every list has the sink. With "lse" the caller adds the sink, once for all lists of a row.
@@ -500,19 +390,25 @@ class ClusterCache(Cache):
         Args:
             q_BHQD: the queries of the position; those of one head read the same keys.
         """
-        H = q_BHQD.shape[1]
-        Q = q_BHQD.shape[2]
-        head_J = list_J // self.clusters
+        _, H, Q, _ = q_BHQD.shape
+        # The heads of all streams are numbered b * H + h.
+        stream_head_J = list_J // self.clusters
+        head_J = stream_head_J % H
+        q_JQD = q_BHQD.flatten(0, 1)[stream_head_J]
+        out_JQD, log_sum_JQ = self.softmaxes(q_JQD, list_J, head_J, position)
         query_Q = torch.arange(Q, device=list_J.device)
-        row_JQ = head_J[:, None] * Q + query_Q
-        q_JQD = q_BHQD.flatten(0, 1)[head_J]
-        out_JQD, sum_JQ = self.softmaxes(q_JQD, list_J, head_J % H, position)
-        partial = Partial(row_JQ.flatten(), out_JQD.flatten(0, 1), sum_JQ.flatten())
+        row_JQ = stream_head_J[:, None] * Q + query_Q
+        partial = Partial(
+            row_JQ.flatten(),
+            out_JQD.flatten(0, 1),
+            log_sum_JQ.flatten(),
+        )
         if self.pattern.merge == "lse":
             return partial
         sink_HQ = self.sinks()
         if sink_HQ is not None:
-            return with_sink(partial, sink_HQ[head_J % H].flatten())
+            sink_JQ = sink_HQ[head_J]
+            return with_sink(partial, sink_JQ.flatten())
         return partial._replace(sum_S=torch.zeros_like(partial.sum_S))
 
     def softmaxes(
@@ -534,13 +430,15 @@ class ClusterCache(Cache):
         position_JS = self.position_LS[list_J]
         k_JSD = self.key_LSD[list_J]
         v_JSD = self.value_LSD[list_J]
-        mask_J1S = self.slots_read(position_JS, list_J, position)[:, None]
+        mask_JS = self.slots_read(position_JS, list_J, position)
+        mask_J1S = mask_JS[:, None]
         terms = self.pattern.terms(D, self.relative)
-        needs_sums = self.pattern.merge == "lse" or terms.sink_IH is not None
-        if needs_sums or terms.by_distance:
-            distance_J1S = (position - position_JS)[:, None]
-            distance_JQS = distance_J1S.expand(-1, Q, -1)
+        needs_log_sums = self.pattern.merge == "lse" or terms.sink_IH is not None
+        if needs_log_sums or terms.by_distance:
+            distance_JS = position - position_JS
+            distance_JQS = distance_JS[:, None].expand(-1, Q, -1)
             return soft_attend(q_JQD, k_JSD, v_JSD, mask_J1S, distance_JQS, head_J, terms)
+        # Each list is a head of a batch of J.
         out_J1QD = attend_step(
             q_JQD[:, None],
             k_JSD[:, None],
@@ -549,8 +447,8 @@ class ClusterCache(Cache):
             None,
             terms,
         )
-        no_sum_JQ = q_JQD.new_zeros(J, Q, dtype=wide_type(q_JQD.dtype))
-        return out_J1QD[:, 0], no_sum_JQ
+        no_log_sum_JQ = q_JQD.new_zeros(J, Q, dtype=wide_type(q_JQD.dtype))
+        return out_J1QD[:, 0], no_log_sum_JQ
 
     def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
         """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
@@ -572,6 +470,8 @@ def sinks_alone(sink_HQ: Tensor, partial: Partial, streams: int) -> Partial:
         partial: outputs of lists, whose head size and types the result has.
     """
     sink_R = sink_HQ.repeat(streams, 1).flatten()
-    row_R = torch.arange(len(sink_R), device=sink_R.device)
-    no_value_RD = partial.out_SD.new_zeros(len(sink_R), partial.out_SD.shape[1])
+    rows = len(sink_R)
+    row_R = torch.arange(rows, device=sink_R.device)
+    value_size = partial.out_SD.shape[1]
+    no_value_RD = partial.out_SD.new_zeros(rows, value_size)
     return Partial(row_R, no_value_RD, sink_R.to(partial.sum_S.dtype))

@@ -45,7 +45,7 @@ class Documents:
         """The position of each token in its document, from 0."""
         check_runs(self.position_BN)
         self.cache: dict[Hashable, Any] = {}
-        """The results of `made_once` by key."""
+        """The results of `cached` by key."""
 
     @classmethod
     def that_start(cls, is_start_BN: Tensor) -> Documents:
@@ -69,9 +69,9 @@ class Documents:
         def make() -> Documents:
             return Documents(self.first_BN.repeat(times, 1))
 
-        return self.made_once(("copies", times), make)
+        return self.cached(("copies", times), make)
 
-    def first_rows(self, heads: int) -> Tensor:
+    def start_rows(self, heads: int) -> Tensor:
         """Return, for each row, the row at which its document starts, `[R]`."""
 
         def make() -> Tensor:
@@ -82,9 +82,9 @@ class Documents:
             first_row_BHN = head_BH1 * N + first_B1N
             return first_row_BHN.flatten()
 
-        return self.made_once(("first rows", heads), make)
+        return self.cached(("start rows", heads), make)
 
-    def made_once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the result of `make()`, which runs only in the first call with a key.
 
         Thus all layers of a model share results that depend only on the documents.
@@ -121,7 +121,7 @@ def groups_of_documents(
     """
     B, N = documents.first_BN.shape
     row_J = torch.arange(B * N, device=documents.first_BN.device)
-    first_row_J = documents.first_rows(heads=1)
+    first_row_J = documents.start_rows(heads=1)
     if real_BN is not None:
         is_real_R = real_BN.flatten()
         row_J = row_J[is_real_R]

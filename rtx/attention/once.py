@@ -1,8 +1,8 @@
 """Caches: the lists of patterns that choose by position, and the tables that engines make of lists.
 
-The lists of a pattern that chooses by position follow from shapes and options. `made_once` caches
-them. They are made on the CPU, then copied to their device: on a GPU the same work would take about
-a hundred small kernels, and the CPU would wait for the number of members of each list.
+The lists of a pattern that chooses by position follow from shapes and options. `cached_by_shape`
+caches them. They are made on the CPU, then copied to their device: on a GPU the same work would
+take about a hundred small kernels, and the CPU would wait for the number of members of each list.
 
 Engines compute tables from lists. `derived_once` stores these tables in the lists
 (`RangeReads.derived`), so that they exist as long as the lists.
@@ -22,7 +22,7 @@ cached_lists: dict[Hashable, list[Reads]] = {}
 """The lists by their form and device, oldest first."""
 
 
-def made_once(
+def cached_by_shape(
     form: Hashable,
     device: torch.device,
     make: Callable[[torch.device], Sequence[Reads]],

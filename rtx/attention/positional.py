@@ -11,7 +11,7 @@ Names from other files that this one uses:
     Pattern        the base class: its forward pass calls `reads`, and attends over the result
     RangeReads     packed lists, in which a query reads a range of one list (reads.py has a picture)
     IndexReads     an index: the numbers of the keys that each query reads
-    made_once      calls a function, and caches the result for the same pattern and shapes
+    cached_by_shape  calls a function, and caches the result for the same pattern and shapes
     RowCache       the keys and values of a stream; position n is in slot n modulo their number;
                    its `attend` is softmax attention of the newest query over some slots
 
@@ -33,7 +33,7 @@ from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.grouped import gathered
-from rtx.attention.once import made_once
+from rtx.attention.once import cached_by_shape
 from rtx.attention.pairs import count_pairs
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import (
@@ -150,7 +150,7 @@ class PositionPattern(Pattern):
         make = partial(self.reads_of_documents, qk.documents, H)
         if form is None:
             return [*make()]
-        return [*qk.documents.made_once((type(self), form, H), make)]
+        return [*qk.documents.cached((type(self), form, H), make)]
 
     def reads_of_shape(
         self,
@@ -168,7 +168,7 @@ class PositionPattern(Pattern):
         if form is None:
             return [*make(device)]
         key = (type(self), form, *shape, memory)
-        return [*made_once(key, device, make)]
+        return [*cached_by_shape(key, device, make)]
 
     def pairs_of_head(self, length: int) -> float:
         """Return the number of pairs of head 0, counted."""
@@ -181,7 +181,7 @@ class PositionPattern(Pattern):
         return float(count_pairs(parts))
 
     def form(self) -> Hashable | None:
-        """Return the options that `reads` depends on, besides shapes, as a key for `made_once`.
+        """Return the options that `reads` depends on, besides shapes, as a key of the cache.
 
         None: `reads` may depend on a tensor, so its result is not cached.
         """

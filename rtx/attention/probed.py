@@ -82,7 +82,7 @@ from rtx.attention.probed_lists import (
     collect_members,
     dynamic_lists,
     early_lists,
-    lists_with_room,
+    lists_with_capacity,
     native_lists,
     triton_lists,
 )
@@ -213,12 +213,12 @@ class Probed(TopKeys):
         self.clusters = clusters
         self.candidates = candidates
         self.centroids = KeyCentroids(heads, clusters, size, decay=decay)
-        self.room_factor = 2
-        """See `room`; `rtx.attention.room.make_room` doubles it if members are lost."""
+        self.capacity_factor = 2
+        """See `capacity`; `raise_capacities` doubles it if members are lost."""
         none_lost = torch.zeros(1, dtype=torch.int64)
         self.register_buffer("lost_members", none_lost, persistent=False)
         self.lost_members: Tensor
-        """How many query members had no room in lists, in training, since `make_room` looked."""
+        """How many query members exceeded the capacity of lists, see capacity.py."""
         self.files: triton_probing.Files | None = None
         """The inverted files that `gather` made in this pass; `reads` uses them."""
 
@@ -233,7 +233,7 @@ class Probed(TopKeys):
 
     @property
     def may_lose_members(self) -> bool:
-        """Whether lists on a GPU may lack room, see room.py."""
+        """Whether lists on a GPU have a fixed capacity, see capacity.py."""
         return self.reads_all
 
     def reach(self, length: int) -> Reach:
@@ -288,7 +288,7 @@ class Probed(TopKeys):
             return self.lists_read(q_BHND, k_BHND)
         return [self.index_read(q_BHND, k_BHND)]
 
-    def by_native(self, k_BHND: Tensor) -> bool:
+    def uses_cpu_kernel(self, k_BHND: Tensor) -> bool:
         """Return whether the compiled kernel for CPUs makes the batch form."""
         N = k_BHND.shape[2]
         if k_BHND.dtype != torch.float32 or not k_BHND.is_cpu:
@@ -297,7 +297,7 @@ class Probed(TopKeys):
             return False
         return native.wanted(self.backend, N)
 
-    def by_triton(self, k_BHND: Tensor) -> bool:
+    def uses_gpu_kernels(self, k_BHND: Tensor) -> bool:
         """Return whether our kernels for GPUs make the batch form."""
         if self.has_index or self.clusters > triton_probing.MAX_CLUSTERS:
             return False
@@ -312,7 +312,7 @@ class Probed(TopKeys):
         centroid_HCD = self.centroids.centroid_HCD
         reach = self.reach(N)
         window = self.max_keys(N)
-        if N and self.by_native(k_BHND):
+        if N and self.uses_cpu_kernel(k_BHND):
             return native_index(centroid_HCD, q_BHND, k_BHND, reach, window)
         return candidate_index(
             centroid_HCD,
@@ -334,9 +334,9 @@ class Probed(TopKeys):
         has_late = B * H > 0 and early_count(reach, N) < N
         files = self.files
         self.files = None
-        if B * H * N and self.by_native(k_BHND):
+        if B * H * N and self.uses_cpu_kernel(k_BHND):
             return [native_lists(centroid_HCD, q_BHND, k_BHND, reach)]
-        if has_late and self.by_triton(k_BHND):
+        if has_late and self.uses_gpu_kernels(k_BHND):
             if files is None:
                 files = self.file_keys(k_BHND)
             return [self.triton_part(q_BHND, files, reach)]
@@ -351,21 +351,21 @@ class Probed(TopKeys):
         if not is_static(q_BHND, self.backend):
             return dynamic_lists(*inputs)
         B, H, N, _ = q_BHND.shape
-        room = self.room(B * H, N)
-        members = collect_members(*inputs, room)
-        lacking = self.room_lacking(members.count_1, room)
-        if lacking:
-            members = collect_members(*inputs, room + lacking)
-        return lists_with_room(members, self.clusters, N, reach)
+        capacity = self.capacity(B * H, N)
+        members = collect_members(*inputs, capacity)
+        excess = self.excess_members(members.count_1, capacity)
+        if excess:
+            members = collect_members(*inputs, capacity + excess)
+        return lists_with_capacity(members, self.clusters, N, reach)
 
     def triton_part(self, q_BHND: Tensor, files: triton_probing.Files, reach: Reach) -> RangeReads:
         """Return all lists, by our kernels for GPUs."""
         B, H, N, _ = q_BHND.shape
         centroid_HCD = self.centroids.centroid_HCD
         probes = triton_probing.probe_files(centroid_HCD, q_BHND, files, reach)
-        room = self.room(B * H, N)
-        lacking = self.room_lacking(probes.count_1(), room)
-        return triton_lists(files, probes, reach, room + lacking)
+        capacity = self.capacity(B * H, N)
+        excess = self.excess_members(probes.count_1(), capacity)
+        return triton_lists(files, probes, reach, capacity + excess)
 
     def file_keys(self, k_BHND: Tensor) -> triton_probing.Files:
         """Return the keys of each cluster, by our kernels for GPUs."""
@@ -373,10 +373,10 @@ class Probed(TopKeys):
         early = early_count(self.reach(N), N)
         return triton_probing.file_keys(self.centroids.centroid_HCD, k_BHND, early)
 
-    def room(self, heads: int, length: int) -> int:
-        """Return the number of query members that the lists of clusters have room for.
+    def capacity(self, heads: int, length: int) -> int:
+        """Return the largest number of query members of the lists of clusters together.
 
-        That is `room_factor` times their number if clusters are of equal size, and no more than
+        That is `capacity_factor` times their number if clusters are of equal size, and no more than
         there can be. A cluster then holds i / C keys at position i, so a query there probes m C / i
         clusters, and one more because that is no whole number: on average 1 + m C / N log(N / m).
 
@@ -390,19 +390,19 @@ class Probed(TopKeys):
         clusters_of_m_keys = m * self.clusters / N
         probed = 1 + clusters_of_m_keys * math.log(N / m)
         probed = min(probed, self.clusters)
-        room = self.room_factor * math.ceil(rows * probed)
-        return min(room, rows * self.clusters)
+        capacity = self.capacity_factor * math.ceil(rows * probed)
+        return min(capacity, rows * self.clusters)
 
-    def room_lacking(self, count_1: Tensor, room: int) -> int:
-        """Return how much room the lists need beyond `room`.
+    def excess_members(self, count_1: Tensor, capacity: int) -> int:
+        """Return by how much to raise the capacity, so that the lists hold all query members.
 
         In evaluation the CPU reads that number. In training it would have to wait for a GPU; so it
-        is 0, and members without room are left out of their lists and counted (room.py).
+        is 0, and members beyond the capacity are left out of their lists and counted (capacity.py).
 
         Args:
             count_1: the number of query members.
         """
-        lost_1 = (count_1 - room).clamp(min=0)
+        lost_1 = (count_1 - capacity).clamp(min=0)
         if not self.training:
             return int(lost_1)
         if not gathering.is_paused:
@@ -427,7 +427,7 @@ class Probed(TopKeys):
             self.centroids.seed_from([k_BHND])
         if not self.training or gathering.is_paused or not k_BHND.numel():
             return
-        if self.by_triton(k_BHND):
+        if self.uses_gpu_kernels(k_BHND):
             self.files = self.file_keys(k_BHND)
         keys = self.clustered_keys(k_BHND)
         self.centroids.observe(
@@ -441,7 +441,7 @@ class Probed(TopKeys):
 
     def clustered_keys(self, k_BHND: Tensor) -> MemberLists:
         """Return the keys of each cluster; from `files`, if there are some."""
-        if self.by_native(k_BHND):
+        if self.uses_cpu_kernel(k_BHND):
             return native.cluster_keys(self.centroids.centroid_HCD, k_BHND)
         if self.files is not None:
             return self.files.packed()

@@ -7,9 +7,9 @@ one more list, in which each reads all keys up to its position. In the lists of 
 them would be a member of all C.
 
 `native_lists` and `triton_lists` are made by kernels of ours, and have both kinds of lists.
-`dynamic_lists` and `lists_with_room` are made by torch's operations and have the lists of clusters;
-`early_lists` has the others. Lists with room have a number of query members that follows from
-shapes, so that the CPU does not wait for a GPU (room.py).
+`dynamic_lists` and `lists_with_capacity` are made by torch's operations and have the lists of
+clusters; `early_lists` has the others. Lists with a capacity have a number of query members that
+follows from shapes, so that the CPU does not wait for a GPU (capacity.py).
 
 Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, R = B *
 H * N rows, L = B * H * C lists, M = R key members, P query members.
@@ -28,7 +28,7 @@ from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.triton_probing import Reach
 from rtx.attention.inverted_file import Search, early_count, searches
-from rtx.attention.once import made_once
+from rtx.attention.once import cached_by_shape
 from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, pack
 from rtx.attention.top_keys import last_readable
 
@@ -43,7 +43,7 @@ def early_lists(shape: torch.Size, reach: Reach, device: torch.device) -> list[R
     early = early_count(reach, N)
     make = partial(make_early_lists, B * H, N, early, reach.attend_self)
     form = ("early", B, H, N, early, reach.attend_self)
-    return made_once(form, device, make)
+    return cached_by_shape(form, device, make)
 
 
 def make_early_lists(
@@ -85,18 +85,18 @@ def triton_lists(
     files: triton_probing.Files,
     probes: triton_probing.Probes,
     reach: Reach,
-    room: int,
+    capacity: int,
 ) -> RangeReads:
     """Return all lists, made by the kernels for GPUs.
 
     Args:
         files: the keys of each cluster.
         probes: the clusters that each query probes.
-        room: for query members of clusters' lists.
+        capacity: the largest number of query members of clusters' lists together.
     """
-    lists = triton_probing.pack_members(files, probes, reach, room)
+    lists = triton_probing.pack_members(files, probes, reach, capacity)
     rows = files.cluster_XN.numel()
-    query_count_L = triton_probing.member_counts(probes.tally, files.early, room)
+    query_count_L = triton_probing.member_counts(probes.tally, files.early, capacity)
     key_count_L = triton_probing.member_counts(files.tally, files.early, rows)
     return RangeReads(
         query=MemberLists(lists.query_row_P, query_count_L),
@@ -130,7 +130,7 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     list_P = number_P // N
     count_L = torch.bincount(list_P, minlength=len(keys.count_L))
     queries = MemberLists(rows_of(number_P, C, N), count_L)
-    start_P, stop_P = ranges_of(number_P, keys, N, reach)
+    start_P, stop_P = probed_ranges(number_P, keys, N, reach)
     return RangeReads(queries, keys, start_P, stop_P, N, most=reach.target)
 
 
@@ -155,7 +155,7 @@ def rows_of(number_P: Tensor, clusters: int, length: int) -> Tensor:
     return head_P * length + number_P % length
 
 
-def ranges_of(
+def probed_ranges(
     number_P: Tensor,
     keys: MemberLists,
     length: int,
@@ -176,14 +176,14 @@ def ranges_of(
 
 
 class Members(NamedTuple):
-    """The members of clusters' lists, with room for P query members."""
+    """The members of clusters' lists, with a capacity of P query members."""
 
     number_P: Tensor
     """list * N + position of each query member, ascending; 0 after the last real one."""
     count_L: Tensor
-    """The query members of each list, those without room included."""
+    """The query members of each list, those beyond the capacity included."""
     count_1: Tensor
-    """The query members of all lists, those without room included."""
+    """The query members of all lists, those beyond the capacity included."""
     keys: MemberLists
 
 
@@ -192,17 +192,17 @@ def collect_members(
     q_BHND: Tensor,
     k_BHND: Tensor,
     reach: Reach,
-    room: int,
+    capacity: int,
 ) -> Members:
     """Return the members of clusters' lists.
 
     Args:
-        room: P.
+        capacity: P.
     """
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
-    # The last slot receives all members without room.
-    number_P1 = torch.zeros(room + 1, dtype=torch.int64, device=q_BHND.device)
+    # The last slot receives all members beyond the capacity.
+    number_P1 = torch.zeros(capacity + 1, dtype=torch.int64, device=q_BHND.device)
     count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
     counts = []
     clusters = []
@@ -215,11 +215,11 @@ def collect_members(
         clusters.append(search.cluster_XN)
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
-    return Members(number_P1[:room], torch.cat(counts), count_1, keys)
+    return Members(number_P1[:capacity], torch.cat(counts), count_1, keys)
 
 
-def lists_with_room(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
-    """Return lists with room, and what kernels read of them.
+def lists_with_capacity(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
+    """Return lists of fixed capacity, and what kernels read of them.
 
     Query members after the last real one belong to no row. Their ranges are empty, and start after
     all keys, so that starts and stops never fall.
@@ -230,18 +230,18 @@ def lists_with_room(members: Members, clusters: int, length: int, reach: Reach) 
     """
     keys = members.keys
     rows = len(keys.row_M)
-    room = len(members.number_P)
+    capacity = len(members.number_P)
     row_P = rows_of(members.number_P, clusters, length)
-    start_P, stop_P = ranges_of(members.number_P, keys, length, reach)
-    is_real_P = torch.arange(room, device=row_P.device) < members.count_1
+    start_P, stop_P = probed_ranges(members.number_P, keys, length, reach)
+    is_real_P = torch.arange(capacity, device=row_P.device) < members.count_1
     lists = kernel_lists(
         torch.where(is_real_P, row_P, rows),
         keys.row_M,
         torch.where(is_real_P, start_P, rows).int(),
         torch.where(is_real_P, stop_P, rows).int(),
-        members.count_1.clamp(max=room),
+        members.count_1.clamp(max=capacity),
     )
-    count_L = static_selection.bounds(members.count_L, room).diff()
+    count_L = static_selection.bounds(members.count_L, capacity).diff()
     return RangeReads(
         query=MemberLists(lists.query_row_P, count_L),
         key=keys,

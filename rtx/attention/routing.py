@@ -1,35 +1,34 @@
 """Routing heads: a position reads (attends to) positions that are in the same clusters.
 
 Each head has C clusters, with one centroid each. The *score* of a vector in a cluster is its dot
-product with the centroid. The *nearest* cluster of a vector is the one that scores it highest; of
-centroids of equal norm its centroid is also the closest one. Scores decide which positions are
-members of a cluster. In each of its clusters a position reads the last W members up to itself
-(`ClusterPattern`). Three classes have different rules of membership:
+product with the centroid. Scores decide which positions are members of a cluster. In each of its
+clusters a position reads the last W members up to itself (`ClusterPattern`). This file has what all
+routing heads share. Three classes have different rules of membership, each in a file:
 
-    TopK         the W positions of the whole sequence that score highest (Algorithm 1 of the paper)
+    TopK         the W positions of the whole sequence that score highest (routing_topk.py:
+                 Algorithm 1 of the paper)
     Thresholds   all positions whose score reaches the threshold of the cluster
+                 (routing_thresholds.py)
     Nearest      all positions that score higher in this cluster than in any other
+                 (routing_nearest.py)
 
-Sides. A *side* is a set of vectors that are assigned to clusters. With `keys="separate"` there are
-two sides, `QUERIES` and `KEYS`: the query and the key of a position have separate scores, and may
-be members of different clusters. Otherwise there is one side, and the query and the key of a
-position are members of the same clusters. Every side has scores, thresholds and lists of members.
+Roles. With `keys="separate"` the query and the key of a position have separate scores, and may be
+members of different clusters: a position has two *roles*, `QUERIES` (0) and `KEYS` (1). Each role
+has scores, thresholds and lists of members. Otherwise there is one role, and the query and the key
+of a position are members of the same clusters. Lists with one item for each role have two items or
+one; `queries_and_keys` unpacks them.
 
 The batch form processes whole sequences at once. It has two implementations. On a CPU, the lengths
 of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`),
-so that in training the CPU does not wait for the GPU. Static lists have room for a fixed number of
-members (room.py).
+so that in training the CPU does not wait for the GPU. Static lists have a fixed capacity
+(capacity.py).
 
 Names from other files that this one uses:
 
     ClusterPattern     the base class: a query reads the last W members of a cluster (clusters.py)
     Centroids          the centroids and thresholds, and the statistics that move them
     choose_members     selects members by the scores of whole sequences (members.py)
-    PrefixTopK         the W best of the positions so far; `arrivals` applies it to whole sequences
-    MemberLists        packed lists of members; `members_read` returns which member reads which
-                       (reads.py has a picture)
-    best, highest      the best of some scores; scores within a margin are equal, and of equal ones
-                       the first is taken (ties.py)
+    MemberLists        packed lists of members (reads.py has a picture)
     selection_functions, Selected, separate_lists, LISTS
                        the same selection in static shapes: functions and results for GPUs
 
@@ -42,7 +41,6 @@ C lists, M members and P query members of all lists together, X = B * H or a par
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
@@ -50,42 +48,25 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_number
-from rtx.attention.cache import Cache
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
-from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
+from rtx.attention.clusters import ClusterPattern, queries_and_keys
 from rtx.attention.engine.by_triton import LISTS
-from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.engine.static_selection import Selected, memberships, separate_lists
-from rtx.attention.members import (
-    Arrivals,
-    PrefixTopK,
-    arrivals,
-    choose_members,
-    products,
-    sums_of_lists,
-)
+from rtx.attention.engine.static_selection import Selected, separate_lists
+from rtx.attention.members import choose_members, sums_of_lists
 from rtx.attention.precision import no_autocast
-from rtx.attention.reads import (
-    Holes,
-    MemberLists,
-    QueriesKeys,
-    RangeReads,
-    Reads,
-    members_read,
-    pack,
-)
+from rtx.attention.reads import MemberLists, QueriesKeys, RangeReads, Reads, pack
 from rtx.attention.static import is_static, selection_functions
-from rtx.attention.ties import best, centroid_margin, highest, highest_clusters
+from rtx.attention.ties import centroid_margin
 
 
-class SideMembers(NamedTuple):
-    """The members of all clusters on one side."""
+class ClusterMembers(NamedTuple):
+    """The members of all clusters in one role."""
 
     lists: MemberLists
-    """The members of each cluster, except those for which there was no room."""
+    """The members of each cluster, without those that exceed the capacity of the lists."""
     count_L: Tensor
-    """The number of members of each cluster, including those for which there was no room."""
+    """The number of members of each cluster, with those that exceed the capacity."""
     nearest: MemberLists | None = None
     """Lists in which each position is a member of its highest-scoring cluster alone; None: not
     computed."""
@@ -128,24 +109,27 @@ class Routing(ClusterPattern):
         self.centroids = centroids
         self.commitment = commitment
         self.last_members: tuple[list[MemberLists], int] | None = None
-        """For telemetry: the lists of each side, and B * H * N, both of the last training batch;
+        """For telemetry: the lists of each role, and B * H * N, both of the last training batch;
         None: there was none."""
 
     def clustered(self, qk: QueriesKeys) -> list[Tensor]:
-        """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each side."""
+        """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each role."""
         q_BHND = qk.q_BHND
         k_BHND = qk.k_BHND
         if qk.counts is not None:
-            # Cross-attention: `takes_other_keys` has made sure that there are two sides.
+            # Cross-attention: `takes_other_keys` has made sure that there are two roles.
             query_count, key_count = qk.counts
-            return [q_BHND[:, :, :query_count], k_BHND[:, :, :key_count]]
+            real_q_BHND = q_BHND[:, :, :query_count]
+            real_k_BHND = k_BHND[:, :, :key_count]
+            return [real_q_BHND, real_k_BHND]
         if self.centroids.keys == "separate":
             return [q_BHND, k_BHND]
         if self.centroids.projection_HDD is None:
             return [q_BHND]
         projection_HDD = self.centroids.projection_HDD.to(q_BHND.dtype)
         with no_autocast(q_BHND):
-            projected_BHND = (q_BHND + k_BHND) @ projection_HDD.transpose(-1, -2)
+            sum_BHND = q_BHND + k_BHND
+            projected_BHND = sum_BHND @ projection_HDD.mT
         return [projected_BHND]
 
     def margins(self, x: Tensor) -> Tensor:
@@ -160,16 +144,15 @@ class Routing(ClusterPattern):
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         members = []
-        for side, score_CN in enumerate(self.scores_of_head(qk, head)):
+        for role, score_CN in enumerate(self.scores_of_head(qk, head)):
             margin_C = self.margins(score_CN)[head]
-            member_CN = self.members_by_rule(score_CN, margin_C, side, head)
+            member_CN = self.members_by_rule(score_CN, margin_C, role, head)
             members.append(member_CN)
-        query_CN = members[0]
-        key_CN = members[-1]
+        query_CN, key_CN = queries_and_keys(members)
         return self.read_by_rule(query_CN, key_CN)
 
     def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
-        """Return the scores of the first sequence in one head, `[C, N]` for each side."""
+        """Return the scores of the first sequence in one head, `[C, N]` for each role."""
         centroid_CD = self.centroids.centroid_HCD[head]
         scores = []
         for x_BHND in self.clustered(qk):
@@ -179,13 +162,14 @@ class Routing(ClusterPattern):
         return scores
 
     @abstractmethod
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         """Return for each cluster of a head which positions are members, `[C, N]`, bool."""
 
     # The batch form.
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        members = self.select(self.clustered(qk), is_dynamic=self.needs_dynamic(qk))
+        vectors = self.clustered(qk)
+        members = self.select(vectors, is_dynamic=self.needs_dynamic(qk))
         return [self.reads_of(members, qk)]
 
     @torch.no_grad()
@@ -194,48 +178,46 @@ class Routing(ClusterPattern):
         vectors: list[Tensor],
         with_nearest: bool = False,
         is_dynamic: bool = False,
-    ) -> list[SideMembers]:
-        """Return the members of each side.
+    ) -> list[ClusterMembers]:
+        """Return the members of each role.
 
         Args:
-            vectors: the vectors of each side, `[B, H, N, D]`.
-            with_nearest: compute `SideMembers.nearest` from the same scores (dynamic shapes only).
+            vectors: the vectors of each role, `[B, H, N, D]`.
+            with_nearest: compute `ClusterMembers.nearest`, too (dynamic shapes only).
             is_dynamic: in lists whose lengths depend on the scores, on a GPU, too.
         """
         members = []
-        for side, x_BHND in enumerate(vectors):
+        for role, x_BHND in enumerate(vectors):
             if is_static(x_BHND, self.backend) and not is_dynamic:
-                selected = self.select_static(x_BHND, side)
-                members.append(side_members(selected))
+                selected = self.select_static(x_BHND, role)
+                members.append(members_selected(selected))
             else:
-                members.append(self.select_dynamic(x_BHND, side, with_nearest))
+                members.append(self.select_dynamic(x_BHND, role, with_nearest))
         return members
 
     def needs_dynamic(self, qk: QueriesKeys) -> bool:
         """Return whether selection in static shapes cannot make the ranges.
 
-        It makes neither ranges within documents nor ranges on both sides of a query.
+        It makes neither ranges within documents nor ranges of later keys.
         """
         return qk.documents is not None or not self.causal
 
     @abstractmethod
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
-        """Return the members of one side, in lists whose lengths depend on the scores."""
+    def select_dynamic(self, x_BHND: Tensor, role: int, with_nearest: bool) -> ClusterMembers:
+        """Return the members of one role, in lists whose lengths depend on the scores."""
 
     @abstractmethod
-    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
-        """Return the members of one side in static shapes."""
+    def select_static(self, x_BHND: Tensor, role: int) -> Selected:
+        """Return the members of one role in static shapes."""
 
-    def reads_of(self, members: list[SideMembers], qk: QueriesKeys) -> RangeReads:
+    def reads_of(self, members: list[ClusterMembers], qk: QueriesKeys) -> RangeReads:
         """Return which members read which, as packed lists.
 
         Args:
-            members: of each side.
+            members: of each role.
         """
         length = qk.q_BHND.shape[2]
-        # With one side, `queries` and `keys` are the same object.
-        queries = members[0]
-        keys = members[-1]
+        queries, keys = queries_and_keys(members)
         if queries.selected is None or keys.selected is None:
             return self.dynamic_reads(queries.lists, keys.lists, qk)
         lists = queries.selected.lists
@@ -265,13 +247,13 @@ class Routing(ClusterPattern):
             length = qk.q_BHND.shape[2]
             queries = with_rows_of(queries, query_count, length)
             keys = with_rows_of(keys, key_count, length)
-        return self.read_of_lists(queries, keys, qk)
+        return self.ranges_of_lists(queries, keys, qk)
 
     @torch.no_grad()
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
         lists = []
-        for side, x_BHND in enumerate(self.clustered(qk)):
-            members = self.select_dynamic(x_BHND, side, with_nearest=False)
+        for role, x_BHND in enumerate(self.clustered(qk)):
+            members = self.select_dynamic(x_BHND, role, with_nearest=False)
             lists.append(members.lists)
         return lists
 
@@ -289,9 +271,9 @@ class Routing(ClusterPattern):
         members = self.select(vectors, self.follows_nearest, self.needs_dynamic(qk))
         rows = vectors[0].shape[:3].numel()
         if rows:
-            for side, x_BHND in enumerate(vectors):
-                self.add_statistics(members[side], x_BHND, side)
-            lists = [members_of_side.lists for members_of_side in members]
+            for role, x_BHND in enumerate(vectors):
+                self.add_statistics(members[role], x_BHND, role)
+            lists = [members_of_role.lists for members_of_role in members]
             self.last_members = (lists, rows)
         return [self.reads_of(members, qk)]
 
@@ -307,10 +289,10 @@ class Routing(ClusterPattern):
         """Whether centroids are updated with their nearest positions, not with their members."""
         return self.centroids.update_rule != "members"
 
-    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
-        """Add the statistics of one side to those of the centroids.
+    def add_statistics(self, members: ClusterMembers, x_BHND: Tensor, role: int) -> None:
+        """Add the statistics of one role to those of the centroids.
 
-        Members for which a list had no room are counted, but their vectors are not summed.
+        Members that exceed the capacity of lists are counted, but their vectors are not summed.
         """
         summed = members.lists
         if self.follows_nearest:
@@ -318,7 +300,7 @@ class Routing(ClusterPattern):
             if summed is None:
                 summed = self.nearest_members(x_BHND)
         self.centroids.observe(
-            side,
+            role,
             x_BHND,
             member_count_L=members.count_L,
             sum_LD=sums_of_lists(x_BHND, summed, self.backend),
@@ -333,13 +315,13 @@ class Routing(ClusterPattern):
         x_BHND: Tensor,
         threshold_HC: Tensor | None,
         with_nearest: bool,
-    ) -> SideMembers:
-        """Return the members of one side, in lists whose lengths depend on the scores.
+    ) -> ClusterMembers:
+        """Return the members of one role, in lists whose lengths depend on the scores.
 
         Args:
             threshold_HC: the lowest score of a member in each cluster; None: the members of a
                 cluster are the W positions with the highest scores.
-            with_nearest: also compute `SideMembers.nearest`.
+            with_nearest: also compute `ClusterMembers.nearest`.
         """
         selection = choose_members(
             self.centroids.centroid_HCD,
@@ -353,15 +335,17 @@ class Routing(ClusterPattern):
         if selection.nearest_BHN is not None:
             nearest = self.pack_clusters(selection.nearest_BHN)
         lists = MemberLists(selection.row_M, selection.count_L)
-        return SideMembers(lists, lists.count_L, nearest, selection.moment_2BHC)
+        return ClusterMembers(lists, lists.count_L, nearest, selection.moment_2BHC)
 
-    def static_members(self, x_BHND: Tensor, threshold_HC: Tensor | None, room: int) -> Selected:
-        """Return the members of one side in static shapes.
+    def static_members(
+        self, x_BHND: Tensor, threshold_HC: Tensor | None, capacity: int
+    ) -> Selected:
+        """Return the members of one role in static shapes.
 
         Args:
             threshold_HC: the lowest score of a member in each cluster; None: a position is a member
                 of its highest-scoring cluster alone.
-            room: the number of members for which the lists have room.
+            capacity: the largest number of members of all lists together.
         """
         functions = selection_functions(x_BHND, self.backend)
         return functions.by_thresholds(
@@ -371,7 +355,7 @@ class Routing(ClusterPattern):
             margin_HC=self.margins(x_BHND),
             window=self.window,
             attend_self=self.attend_self,
-            room=room,
+            room=capacity,
         )
 
     def nearest_members(self, x_BHND: Tensor) -> MemberLists:
@@ -423,23 +407,30 @@ class Routing(ClusterPattern):
         with torch.no_grad():
             nearest_BHN = self.nearest_clusters(x_BHND)
         H = x_BHND.shape[1]
-        head_H1 = torch.arange(H, device=x_BHND.device)[:, None]
+        head_H = torch.arange(H, device=x_BHND.device)
         centroid_HCD = to_sphere(self.centroids.centroid_HCD)
         centroid_HCD = centroid_HCD.to(x_BHND.dtype)
-        nearest_BHND = centroid_HCD[head_H1, nearest_BHN]
-        return (x_BHND - nearest_BHND).square().mean()
+        nearest_BHND = centroid_HCD[head_H[:, None], nearest_BHN]
+        difference_BHND = x_BHND - nearest_BHND
+        return difference_BHND.square().mean()
 
     # Costs.
 
     def pairs_of_head(self, length: int) -> float:
         C = self.centroids.centroid_HCD.shape[1]
-        return C * self.pairs_of_cluster(min(self.window, length))
+        members = min(self.window, length)
+        return C * self.pairs_of_cluster(members)
 
     def choice_operations(self, length: int, size: int) -> float:
         """Return the operations of all scores, and of the projection if there is one."""
         C = self.centroids.centroid_HCD.shape[1]
-        products_of_position = {"shared": C, "separate": 2 * C, "projected": C + size}
-        return 2.0 * size * length * products_of_position[self.centroids.keys]
+        products_of_position = {
+            "shared": C,
+            "separate": 2 * C,
+            "projected": C + size,
+        }
+        products_of_head = length * products_of_position[self.centroids.keys]
+        return 2.0 * size * products_of_head
 
 
 def with_rows_of(lists: MemberLists, length: int, new_length: int) -> MemberLists:
@@ -453,406 +444,10 @@ def with_rows_of(lists: MemberLists, length: int, new_length: int) -> MemberList
     return MemberLists(row_M, lists.count_L)
 
 
-def side_members(selected: Selected) -> SideMembers:
+def members_selected(selected: Selected) -> ClusterMembers:
     """Convert members that were selected in static shapes."""
     lists = MemberLists(
         row_M=selected.row_M,
         count_L=selected.bound_L1.diff(),
     )
-    return SideMembers(lists, selected.count_L, selected=selected)
-
-
-def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
-    """Return the members of each cluster in each prefix, `[C, N, N]`, bool.
-
-    Element `[c, i, j]` is true if position j is a member of cluster c among the positions 0 to i.
-    This is the rule of `PrefixTopK`, position by position. A full cluster takes a new position if
-    its score exceeds the lowest score of the members by more than the margin. Among the members
-    within the margin of that lowest score, the new position replaces the latest one.
-    """
-    C, N = score_CN.shape
-    member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
-    for c, score_N in enumerate(score_CN.tolist()):
-        margin = float(margin_C[c])
-        members: list[int] = []
-        for i, score in enumerate(score_N):
-            if len(members) == window:
-                worst = min(score_N[j] for j in members)
-                bar = worst + margin
-                if score > bar:
-                    replaceable = [j for j in members if score_N[j] <= bar]
-                    members.remove(max(replaceable))
-            if len(members) < window:
-                members.append(i)
-            member_CNN[c, i, members] = True
-    return member_CNN
-
-
-ARRIVALS = "arrivals"
-"""The key of the `Arrivals` of each side in `RangeReads.derived`, for the cache of a stream."""
-
-
-class TopK(Routing):
-    """Algorithm 1: the members of a cluster are the W best positions of the whole sequence.
-
-    The best positions are those with the highest scores. **This sees the future**: later positions
-    decide which past positions are members. In streams, and with `streaming`, position i joins a
-    cluster if it is among the W best of the positions 0 to i, and then reads these W positions.
-
-    The lines of Algorithm 1 (Roy et al. 2021, section 4.1):
-
-         4  if left to right mask then        `causal`
-         5    K <- Q                          `keys="shared"`
-         7  Q <- LayerNorm(Q)                 `ClusterPattern.prepare`
-         8  K <- LayerNorm(K)
-         9  Q_prod <- mu Q^T                  the scores, `products`
-        10  if not left to right mask then    `causal=False`
-        11    K_prod <- mu K^T                `keys="separate"`
-        12  w <- n / k                        W, the window of the centroids
-        13  Q_idx <- top-k(Q_prod, w)         `select_dynamic`, `select_static`
-        14  Q_idx <- sort(Q_idx)              members are in order of position
-        15  K_idx <- Q_idx                    one list for queries and keys
-        16  if not left to right mask then    `causal=False`
-        17    K_idx <- top-k(K_prod, w)       `keys="separate"`: lists of keys
-        18    K_idx <- sort(K_idx)
-        19  Q', K', V' <- gather(...)         `reads_of` returns which members read which;
-        22  A <- Q' K'^T                      `Pattern.attend` does lines 19 to 26
-        23  if left to right mask then        `causal`
-        24    A <- ltr(A)
-        25  A <- softmax(A)
-        26  V' <- einsum(A, V')
-        27  X <- scatter(K_idx, V')           outputs of several clusters: `merge`
-        28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
-        31  mu <- decay mu + ...
-
-    The mask compares positions in the sequence, not places in a list. With `keys="separate"` and
-    `causal`, key members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
-    With `causal=False` and `keys="separate"` a query reads all W keys of its clusters, and there
-    may be another number of keys than of queries.
-    """
-
-    strictly_causal = False
-
-    @property
-    def takes_other_keys(self) -> bool:  # type: ignore[override]
-        """Whether queries and keys have separate memberships."""
-        return self.centroids.keys == "separate"
-
-    # The rule.
-
-    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        if not streaming:
-            return super().rule(qk, head, streaming)
-        members = []
-        for score_CN in self.scores_of_head(qk, head):
-            margin_C = self.margins(score_CN)[head]
-            member_CNN = best_of_prefixes(score_CN, margin_C, self.window)
-            members.append(member_CNN)
-        query_CNN = members[0]
-        key_CNN = members[-1]
-        joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
-        return key_CNN & joins_CN[:, :, None]
-
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
-        member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        for c, score_N in enumerate(score_CN.tolist()):
-            margin = float(margin_C[c])
-            margin_N = [margin for _ in score_N]
-            members = best(score_N, margin_N, self.window)
-            member_CN[c, members] = True
-        return member_CN
-
-    # The batch form.
-
-    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        if streaming:
-            return [self.prefix_reads(qk)]
-        return super().reads(qk, streaming)
-
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
-        return self.dynamic_members(x_BHND, None, with_nearest)
-
-    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
-        B, H, N, _ = x_BHND.shape
-        C = self.centroids.centroid_HCD.shape[1]
-        L = B * H * C
-        W = min(self.window, N)
-        device = x_BHND.device
-        functions = selection_functions(x_BHND, self.backend)
-        position_XCW = self.best_positions(x_BHND)
-        lists = functions.top_lists(position_XCW, N, W, self.attend_self)
-        return Selected(
-            row_M=lists.query_row_P,
-            count_L=torch.full((L,), W, device=device),
-            lists=lists,
-            bound_L1=torch.arange(L + 1, device=device) * W,
-            lost=torch.zeros(1, dtype=torch.int64, device=device),
-        )
-
-    def best_positions(self, x_BHND: Tensor) -> Tensor:
-        """Return the W best positions of each cluster, or all if there are fewer, `[X, C, W]`.
-
-        Heads are processed in pieces that have at most `MAX_SCORES` scores, or in single heads.
-        """
-        B, _, N, _ = x_BHND.shape
-        W = min(self.window, N)
-        centroid_HCD = self.centroids.centroid_HCD
-        functions = selection_functions(x_BHND, self.backend)
-        scores_per_head = max(1, centroid_HCD.shape[1] * N)
-        heads_per_piece = max(1, functions.MAX_SCORES // scores_per_head)
-        pieces = zip(
-            centroid_HCD.repeat(B, 1, 1).split(heads_per_piece),
-            x_BHND.flatten(0, 1).split(heads_per_piece),
-            self.margins(x_BHND).repeat(B, 1).split(heads_per_piece),
-            strict=True,
-        )
-        positions = []
-        for centroid_XCD, x_XND, margin_XC in pieces:
-            score_XCN = products(centroid_XCD, x_XND)
-            position_XCW = functions.top_members(score_XCN, margin_XC, W)
-            positions.append(position_XCW)
-        return torch.cat(positions)
-
-    def prefix_reads(self, qk: QueriesKeys) -> RangeReads:
-        """Return which queries read which keys if position i selects the W best of 0 to i.
-
-        A list contains every position that was a member in some prefix. Holes exclude the members
-        that were replaced up to a query's position. With W = 1 a new member has no other member to
-        read, so it reads itself.
-        """
-        N = qk.q_BHND.shape[2]
-        sides = self.arrivals_of_sides(qk)
-        queries = sides[0]
-        keys = sides[-1]
-        attend_self = self.attend_self or self.window == 1
-        reads = members_read(queries.lists, keys.lists, N, N, attend_self)
-        position_1P = reads.query.row_M[None] % max(1, N)
-        # A query does not read key member m if leaves_M[m] is at most the position of the query.
-        holes = Holes(
-            value_IM=keys.leaves_M[None],
-            low_IP=torch.zeros_like(position_1P),
-            high_IP=position_1P + 1,
-        )
-        return reads._replace(holes=holes, derived={ARRIVALS: sides})
-
-    def arrivals_of_sides(self, qk: QueriesKeys) -> list[Arrivals]:
-        """Return the members in every prefix, for each side."""
-        centroid_HCD = self.centroids.centroid_HCD
-        sides = []
-        for x_BHND in self.clustered(qk):
-            sides.append(arrivals(centroid_HCD, x_BHND, self.window))
-        return sides
-
-    # The stream.
-
-    def start(self, relative: RelativeTables | None = None) -> Cache:
-        return TopKCache(self, self.window, relative)
-
-    def lists_to_cache(
-        self,
-        qk: QueriesKeys,
-        parts: list[Reads] | None,
-        cache: TopKCache,
-    ) -> MemberLists:
-        N = qk.q_BHND.shape[2]
-        C = self.centroids.centroid_HCD.shape[1]
-        if parts is None:
-            parts = self.reads(qk, streaming=True)
-        (part,) = parts
-        assert isinstance(part, RangeReads) and part.derived is not None
-        sides = part.derived[ARRIVALS]
-        cache.best = [side.best for side in sides]
-        best_keys = cache.best[-1]
-        return best_keys.members(C, N)
-
-    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: TopKCache) -> Joins:
-        centroid_HCD = self.centroids.centroid_HCD
-        scores = []
-        for x_BH1D in self.clustered(qk):
-            score_BHC1 = products(centroid_HCD, x_BH1D)
-            scores.append(score_BHC1[..., 0])
-        if cache.best is None:
-            margin_HC = self.margins(scores[0])
-            margin_L = margin_HC.expand_as(scores[0]).flatten()
-            cache.best = [PrefixTopK(margin_L, self.window) for _ in scores]
-        return cache.offer(scores, position)
-
-
-class TopKCache(ClusterCache):
-    """The keys and values of the W best positions so far of each cluster."""
-
-    best: list[PrefixTopK] | None = None
-    """The W best positions of each side, with their scores. A key has the same slot in the cache as
-    among the W best of the keys. None: the stream is empty."""
-
-    def offer(self, scores: list[Tensor], position: int) -> Joins:
-        """Offer a position to all clusters, and return which clusters its query and its key join.
-
-        Args:
-            scores: the scores of the position, `[B, H, C]` for each side.
-        """
-        assert self.best is not None
-        offers = []
-        for best_of_side, score_BHC in zip(self.best, scores, strict=True):
-            score_L = score_BHC.flatten()
-            position_L = torch.full_like(score_L, position, dtype=torch.int64)
-            offers.append(best_of_side.offer(score_L, position_L))
-        query = offers[0]
-        key = offers[-1]
-        shape = scores[0].shape
-        return Joins(
-            query_BHC=query.joins_L.view(shape),
-            key_BHC=key.joins_L.view(shape),
-            slot_BHC=key.slot_L.view(shape),
-        )
-
-
-ROOM = 4
-"""The first `room_factor`: lists have room for this many times the expected number of members."""
-
-
-class Thresholds(Routing):
-    """A position joins all clusters whose threshold its score reaches. The paper has no such rule.
-
-    A position that reaches no threshold joins the cluster whose threshold it misses by least, so
-    each position is a member of some cluster. Only the position's own scores decide, so selection
-    is strictly causal. After a step, the threshold of a cluster rises if the cluster has too many
-    members, and falls if it has too few, see `Centroids`. Expert Threshold routing (arXiv
-    2603.11535) is similar, for feed-forward experts.
-
-    On a GPU, lists have room for a fixed number of members, see room.py.
-    """
-
-    may_lose_members = True
-    bounds_documents = True
-
-    def __init__(self, centroids: Centroids, **options: Any) -> None:
-        super().__init__(centroids, **options)
-        self.room_factor = ROOM
-        none_lost = torch.zeros(1, dtype=torch.int64)
-        self.register_buffer("lost_members", none_lost, persistent=False)
-        self.lost_members: Tensor
-
-    # The rule.
-
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
-        member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        threshold_C = self.centroids.thresholds()[side][head]
-        above_CN = score_CN - threshold_C[:, None]
-        margins = margin_C.tolist()
-        for i, above_C in enumerate(above_CN.T.tolist()):
-            reached = [c for c, above in enumerate(above_C) if above >= -margins[c]]
-            if not reached:
-                reached = [highest(above_C, margins)]
-            member_CN[reached, i] = True
-        return member_CN
-
-    # The batch form.
-
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
-        threshold_HC = self.centroids.thresholds()[side]
-        return self.dynamic_members(x_BHND, threshold_HC, with_nearest)
-
-    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
-        """See `Routing.select_static`. In training, members without room are left out.
-
-        In evaluation the CPU reads the number of members without room. If it is not 0, the
-        selection is repeated with room for all.
-        """
-        threshold_HC = self.centroids.thresholds()[side].to(x_BHND.dtype)
-        room = self.room(x_BHND)
-        selected = self.static_members(x_BHND, threshold_HC, room)
-        if self.training:
-            return selected
-        lost = int(selected.lost)
-        if not lost:
-            return selected
-        return self.static_members(x_BHND, threshold_HC, room + lost)
-
-    def room(self, x_BHND: Tensor) -> int:
-        """Return the room of the lists: `room_factor` times the expected number of members."""
-        B, H, N, _ = x_BHND.shape
-        C = self.centroids.centroid_HCD.shape[1]
-        share = min(1.0, self.window / self.centroids.length)
-        members_of_cluster = math.ceil(share * N)
-        # Each position joins at least one cluster.
-        expected = max(N, C * members_of_cluster)
-        room_of_head = min(self.room_factor * expected, C * N)
-        return B * H * room_of_head
-
-    def add_statistics(self, members: SideMembers, x_BHND: Tensor, side: int) -> None:
-        if members.selected is not None:
-            self.lost_members.add_(members.selected.lost)
-            functions = selection_functions(x_BHND, self.backend)
-            moment_2BHC = functions.score_moments(self.centroids.centroid_HCD, x_BHND)
-            members = members._replace(moment_2BHC=moment_2BHC)
-        super().add_statistics(members, x_BHND, side)
-
-    # The stream.
-
-    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
-        joins = []
-        for side, x_BH1D in enumerate(self.clustered(qk)):
-            score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
-            threshold_HC = self.centroids.thresholds()[side]
-            margin_HC = self.margins(score_BHC1)
-            member_BHC1 = memberships(score_BHC1, threshold_HC, margin_HC)
-            joins.append(member_BHC1[..., 0])
-        return Joins(query_BHC=joins[0], key_BHC=joins[-1])
-
-
-class Nearest(Routing):
-    """A position joins its highest-scoring cluster alone. This is a baseline, strictly causal."""
-
-    bounds_documents = True
-
-    # The rule.
-
-    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, side: int, head: int) -> Tensor:
-        member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        margins = margin_C.tolist()
-        for i, score_C in enumerate(score_CN.T.tolist()):
-            cluster = highest(score_C, margins)
-            member_CN[cluster, i] = True
-        return member_CN
-
-    # The batch form.
-
-    def select_dynamic(self, x_BHND: Tensor, side: int, with_nearest: bool) -> SideMembers:
-        cluster_BHN = self.nearest_clusters(x_BHND)
-        lists = self.pack_clusters(cluster_BHN)
-        return SideMembers(lists, lists.count_L)
-
-    def select_static(self, x_BHND: Tensor, side: int) -> Selected:
-        rows = x_BHND.shape[:3].numel()
-        return self.static_members(x_BHND, None, room=rows)
-
-    @property
-    def follows_nearest(self) -> bool:
-        """False: the members of a cluster already are its nearest positions."""
-        return False
-
-    def pairs_of_head(self, length: int) -> float:
-        C = self.centroids.centroid_HCD.shape[1]
-        return C * self.pairs_of_cluster(length / C)
-
-    # The stream.
-
-    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
-        joins = []
-        for x_BH1D in self.clustered(qk):
-            score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
-            margin_HC = self.margins(score_BHC1)
-            cluster_BH1 = highest_clusters(score_BHC1, margin_HC)
-            member_BHC = torch.zeros_like(score_BHC1[..., 0], dtype=torch.bool)
-            member_BHC.scatter_(-1, cluster_BH1, True)
-            joins.append(member_BHC)
-        return Joins(query_BHC=joins[0], key_BHC=joins[-1])
-
-
-ROUTING_CLASSES: dict[str, type[Routing]] = {
-    "topk": TopK,
-    "causal": Thresholds,
-    "nearest": Nearest,
-}
-"""The classes of routing heads, by the value of `routing.selection`."""
+    return ClusterMembers(lists, selected.count_L, selected=selected)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rtx.attention.capacity import patterns_with_capacity
 from rtx.attention.centroids import all_centroids
-from rtx.attention.room import patterns_with_room
 
 
 class Loss(nn.Module):
@@ -32,8 +32,8 @@ class RecordedLoss:
     """`loss(tokens)` by replay for batches of the recorded shape, else without graphs.
 
     Every backward pass writes gradients to the same memory: use and drop them before the next one.
-    What is recorded has the room for members that lists have at the time
-    (`rtx.attention.room.make_room`).
+    Recorded passes have the capacity of lists at the time of recording
+    (`rtx.attention.capacity.raise_capacities`).
 
     `make_graphed_callables` runs the passes a few times before it records them. Statistics and
     random streams are left as they were.
@@ -76,7 +76,7 @@ class RecordedLoss:
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """Return the tensors to which passes in training add what they see."""
     seen = [centroids.total_Z for centroids in all_centroids(model)]
-    lost = [pattern.lost_members for pattern in patterns_with_room(model).values()]
+    lost = [pattern.lost_members for pattern in patterns_with_capacity(model).values()]
     return seen + lost
 
 

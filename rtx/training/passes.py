@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
+from rtx.attention.capacity import raise_capacities
 from rtx.attention.centroid_update import moved
 from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
-from rtx.attention.room import make_room
 from rtx.data.store import Answers
 from rtx.data.windows import tokens_and_documents
 from rtx.errors import UserError, shorten
@@ -277,12 +277,12 @@ class Passes:
             needs = f"one forward pass a step, not {passes}"
             raise UserError(f"hardware.graphs=true needs {needs}: raise trainer.micro_batch_size")
 
-    def make_room(self) -> list[str]:
+    def raise_capacities(self) -> list[str]:
         """Enlarge the lists of members that were too short, and return lines on it.
 
         That changes the shapes of the passes, so they are recorded again.
         """
-        lines = make_room(self.model)
+        lines = raise_capacities(self.model)
         if lines:
             lines.append(self.record_now())
         return [line for line in lines if line]

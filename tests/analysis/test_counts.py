@@ -25,7 +25,8 @@ from rtx.attention.positional import (
     Recurrent,
     Strided,
 )
-from rtx.attention.routing import ROOM, Routing
+from rtx.attention.routing import Routing
+from rtx.attention.routing_thresholds import CAPACITY_FACTOR
 from rtx.data.catalog import vocabulary_size
 from rtx.model import heads
 from rtx.model.heads import make_pattern
@@ -266,7 +267,7 @@ def test_lists_of_thresholds_have_their_room_on_a_gpu() -> None:
     heads = 2
     size = 32
     lists = 6 * 4 + 4  # six numbers in int32, and a log-sum
-    more = (ROOM - 1) * members * heads * (lists + 2 * size)
+    more = (CAPACITY_FACTOR - 1) * members * heads * (lists + 2 * size)
     assert 2 * more == pytest.approx(plan.saved(causal, 2) - plan.saved(topk, 2), rel=0.01)
 
 

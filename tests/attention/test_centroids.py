@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rtx.attention import ROUTING_CLASSES, Routing, Thresholds
 from rtx.attention.centroid_update import moved, to_sphere
 from rtx.attention.centroids import Centroids, after_step, statistics_paused
 from rtx.attention.indexer import Indexer
 from rtx.attention.members import normalise, products
-from rtx.attention.routing import ROUTING_CLASSES, Routing, Thresholds
 from rtx.training.hardware import has_compiler
 
 H, C, N, D, W = 2, 3, 24, 4, 8

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, Thresholds, engine, once
+from rtx.attention.capacity import raise_capacities
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.engine import blocks, by_triton, dense, flash, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.room import make_room
 from rtx.model.compiling import COMPILER_OPTIONS, compile_loss
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
@@ -64,13 +64,13 @@ def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_
     expected = run(pattern, here)
     pattern.backend = "triton"
     torch.testing.assert_close(run(pattern, here), expected, rtol=1e-5, atol=1e-5)
-    with mock.patch.object(pattern, "room_factor", 1):
+    with mock.patch.object(pattern, "capacity_factor", 1):
         run(pattern.train(), here)
         lost = case.B * case.H * case.N * (case.C - 1)
         assert int(pattern.lost_members) == lost
-        (line,) = make_room(pattern)
-        assert f"{lost:,} members" in line and pattern.room_factor == 2
-        assert make_room(pattern) == []
+        (line,) = raise_capacities(pattern)
+        assert f"{lost:,} members" in line and pattern.capacity_factor == 2
+        assert raise_capacities(pattern) == []
 
 
 def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_evaluation() -> (
@@ -84,14 +84,16 @@ def test_queries_without_room_are_counted_in_training_and_probe_all_the_same_in_
     entries = len(pattern.reads(given, False)[1].start_P)  # type: ignore[union-attr]
     expected = run(pattern, here)
     pattern.backend = "triton"
-    with mock.patch.object(Probed, "room", lambda self, heads, length: 50 * self.room_factor):
-        pattern.room_factor = 1
+    with mock.patch.object(
+        Probed, "capacity", lambda self, heads, length: 50 * self.capacity_factor
+    ):
+        pattern.capacity_factor = 1
         torch.testing.assert_close(run(pattern, here), expected, rtol=1e-5, atol=1e-5)
         run(pattern.train(), here)
         assert int(pattern.lost_members) == entries - 50
-        (line,) = make_room(pattern)
-        assert f"{entries - 50:,} members" in line and pattern.room_factor == 2
-        assert make_room(pattern) == []
+        (line,) = raise_capacities(pattern)
+        assert f"{entries - 50:,} members" in line and pattern.capacity_factor == 2
+        assert raise_capacities(pattern) == []
 
 
 @pytest.mark.parametrize("merge", ["mean", "lse"])

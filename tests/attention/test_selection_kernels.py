@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="our GPU kernels need Triton")
 from rtx.attention.engine import static_selection, triton_selection
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.static_selection import Selected
-from rtx.attention.members import best_members, by_scores, normalise
+from rtx.attention.members import best_members, normalise, select_by_torch
 from rtx.attention.reads import MemberLists, members_read, pack
 from rtx.attention.ties import best_places, centroid_margin
 
@@ -88,7 +88,9 @@ def expected(
     """Return the members, the nearest clusters and the moments of torch's own selection."""
     threshold_HC = data.threshold_HC if has_thresholds else None
     window = case.W if has_thresholds else 0
-    found = by_scores(data.centroid_HCD, data.x_BHND, threshold_HC, window=window, nearest=True)
+    found = select_by_torch(
+        data.centroid_HCD, data.x_BHND, threshold_HC, window=window, nearest=True
+    )
     row_M, count_L, nearest_BHN, moment_2BHC = found
     if nearest_BHN is None:
         nearest_BHN = torch.zeros(data.x_BHND.shape[:3], dtype=torch.int64, device=DEVICE)

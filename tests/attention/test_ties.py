@@ -265,7 +265,7 @@ def test_the_kernel_selects_the_earlier_of_equals(
     window = 0 if choice == "nearest" else W
     chosen = [
         function(*given, window=window, nearest=True)
-        for function in (native.select, members.by_scores)
+        for function in (native.select, members.select_by_torch)
     ]
     for ours, theirs in zip(*(each[:3] for each in chosen), strict=True):
         assert torch.equal(ours, theirs)

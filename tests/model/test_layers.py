@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rtx.attention import Random
 from rtx.attention.centroids import after_step
-from rtx.attention.clusters import Random
 from rtx.attention.indexer import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.positional import Full

@@ -83,11 +83,13 @@ def test_passes_are_recorded_again_where_lists_get_more_room() -> None:
     passes = tiny_run()
     with mock.patch.object(torch.cuda, "make_graphed_callables", Recorder()) as recorder:
         assert passes.prepare(torch.randint(0, 256, (2, 64))) == "recorded as CUDA graphs"
-        assert passes.make_room() == [] and recorder.count == 1
+        assert passes.raise_capacities() == [] and recorder.count == 1
         (routed,) = (each for each in passes.model.modules() if isinstance(each, Thresholds))
         routed.lost_members.fill_(3)
-        lines = passes.make_room()
-    assert "3 members had no room" in lines[0] and lines[1:] == ["recorded as CUDA graphs"]
+        lines = passes.raise_capacities()
+    assert "3 members exceeded the capacity" in lines[0] and lines[1:] == [
+        "recorded as CUDA graphs"
+    ]
     assert recorder.count == 2 and isinstance(passes.loss, RecordedLoss)
     assert not isinstance(passes.loss.loss, RecordedLoss)
 

@@ -26,5 +26,5 @@ class PreparePasses(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step = trainer.global_step
         if self.session.looks_at(step):
-            for line in module.passes.make_room():
+            for line in module.passes.raise_capacities():
                 say(f"step {step}: {line}")
