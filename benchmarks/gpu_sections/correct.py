@@ -186,7 +186,7 @@ def expected(kind: str, dtype: torch.dtype, shape: Shape, shaw: bool) -> dict[st
         return outcome(reference, {name: x.requires_grad_() for name, x in leaves.items()})
     wide = torch.float32 if kind.startswith(BY_CONTENT) else torch.float64
     widened = {name: x.to(wide).requires_grad_() for name, x in leaves.items()}
-    return outcome(reference.to(wide), widened, functools.partial(oracle.attend, reference))
+    return outcome(reference.to(wide), widened, functools.partial(oracle.attend_by_rule, reference))
 
 
 def outcome(pattern: Pattern, leaves: dict[str, Tensor], attend: Any = None) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 A query *reads* a key if it attends to it. The library imports nothing else of rtx. To know one
 pattern, open its file:
 
-    positional.py           Full, Local, Recurrent, Strided, Fixed, FixedBlock, FixedSummary
+    positional.py           Full, Local, Recurrent, and the base classes of the next four
+    sparse_transformer.py   Strided, Fixed, FixedBlock, FixedSummary
     adaptive_span.py        AdaptiveSpan
     lsh.py                  Lsh
     random_members.py       Random
@@ -73,15 +74,11 @@ from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.positional import (
     ContiguousPattern,
-    Fixed,
-    FixedBlock,
-    FixedSummary,
     Full,
     Local,
     PositionLists,
     PositionPattern,
     Recurrent,
-    Strided,
 )
 from rtx.attention.probed import Probed
 from rtx.attention.random_members import Random
@@ -89,6 +86,7 @@ from rtx.attention.routing import Routing
 from rtx.attention.routing_nearest import Nearest
 from rtx.attention.routing_thresholds import Thresholds
 from rtx.attention.routing_topk import TopK
+from rtx.attention.sparse_transformer import Fixed, FixedBlock, FixedSummary, Strided
 from rtx.attention.stream import Stream
 from rtx.attention.top_keys import Exact
 

@@ -107,7 +107,8 @@ class AdaptiveSpan(ContiguousPattern):
         is_read_HM = (mask_HM > 0) & is_in_window_M
         # Take the logarithm of 1 where the mask is 0, as that of 0 has the gradient NaN.
         mask_HM = mask_HM.masked_fill(~is_read_HM, 1)
-        bias_HM = mask_HM.log().masked_fill(~is_read_HM, -math.inf)
+        log_HM = mask_HM.log()
+        bias_HM = log_HM.masked_fill(~is_read_HM, -math.inf)
         terms = super().terms(size, relative)
         return terms._replace(bias_HM=bias_HM)
 

@@ -46,8 +46,9 @@ def check_call(
     width = D
     if v_BHND.dim():
         width = v_BHND.shape[-1]
-    check_shape("k_BHND", k_BHND, (B, H // queries, N, D), q_BHND, q_BHND.dtype)
-    check_shape("v_BHND", v_BHND, (B, H // queries, N, width), q_BHND, q_BHND.dtype)
+    key_heads = H // queries
+    check_shape("k_BHND", k_BHND, (B, key_heads, N, D), q_BHND, q_BHND.dtype)
+    check_shape("v_BHND", v_BHND, (B, key_heads, N, width), q_BHND, q_BHND.dtype)
     check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)
     check_relative(relative, q_BHND, v_BHND)
 
@@ -212,7 +213,9 @@ def check_finite_call(
     relative: RelativeTables | None,
 ) -> None:
     """Refuse NaN and infinity in the inputs of a pattern; padding may contain them."""
-    is_real_B1N1 = None if real_BN is None else real_BN[:, None, :, None]
+    is_real_B1N1 = None
+    if real_BN is not None:
+        is_real_B1N1 = real_BN[:, None, :, None]
     check_finite_values("q_BHND", q_BHND, is_real_B1N1)
     check_finite_values("k_BHND", k_BHND, is_real_B1N1)
     check_finite_values("v_BHND", v_BHND, is_real_B1N1)

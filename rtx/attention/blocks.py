@@ -22,7 +22,7 @@ them chosen, Q queries of a piece, K keys of a query.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -82,11 +82,14 @@ def compressed(
     both_ND = torch.zeros_like(out_ND)
     for i, q_D in enumerate(q_ND):
         finished = i // block
-        k_GbD = k_ND[: finished * block].unflatten(0, (finished, block))
-        v_GbD = v_ND[: finished * block].unflatten(0, (finished, block))
-        weight_G = (scale * k_GbD.mean(1) @ q_D).softmax(0)
+        stop = finished * block
+        k_GbD = k_ND[:stop].unflatten(0, (finished, block))
+        v_GbD = v_ND[:stop].unflatten(0, (finished, block))
+        logit_G = scale * k_GbD.mean(1) @ q_D
+        weight_G = logit_G.softmax(0)
         other_D = weight_G @ v_GbD.mean(1)
-        gate, other_gate = (gate_2D @ q_D).sigmoid()
+        gate_2 = (gate_2D @ q_D).sigmoid()
+        gate, other_gate = gate_2
         both_ND[i] = gate * out_ND[i] + other_gate * other_D
     return both_ND
 
@@ -125,7 +128,8 @@ class Blocks(TopKeys):
         self.count = self.window // block
         self.gate_H2D: nn.Parameter | None = None
         if compressed:
-            self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size))
+            zero_H2D = torch.zeros(heads, 2, size)
+            self.gate_H2D = nn.Parameter(zero_H2D)
 
     def max_keys(self, length: int) -> int:
         finished = min(self.count, length // self.block)
@@ -157,14 +161,15 @@ class Blocks(TopKeys):
     def are_open(self, position_Q: Tensor, blocks: int) -> Tensor:
         """Return which of the first blocks are not finished for queries, `[Q, G]`."""
         block_G = torch.arange(blocks, device=position_Q.device)
-        own_block_Q = position_Q // self.block
-        return block_G >= own_block_Q[:, None]
+        block_of_query_Q = position_Q // self.block
+        return block_G >= block_of_query_Q[:, None]
 
     @torch.no_grad()
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         """Return the mask of the branch that chooses; `finish_by_rule` adds the other branch."""
         q_ND = qk.q_BHND[0, head]
-        means = block_means(qk.k_BHND[0, head], self.block)
+        k_ND = qk.k_BHND[0, head]
+        means = block_means(k_ND, self.block)
         N = len(q_ND)
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i, q_D in enumerate(q_ND):
@@ -172,15 +177,26 @@ class Blocks(TopKeys):
             first = open_block * self.block
             stop = readable_count(i, self.attend_self)
             mask_NN[i, first:stop] = True
-            scores = []
-            margins = []
-            for g in range(open_block):
-                scores.append(self.score_by_rule(q_D, means[g], (head, i, g)))
-                margins.append(self.margin_by_rule(q_D, means[g]))
-            for g in best(scores, margins, self.count):
+            finished = means[:open_block]
+            for g in self.best_by_rule(q_D, finished, head, i):
                 first = g * self.block
-                mask_NN[i, first : first + self.block] = True
+                stop = first + self.block
+                mask_NN[i, first:stop] = True
         return mask_NN[None]
+
+    def best_by_rule(self, q_D: Tensor, means: list[Tensor], head: int, i: int) -> list[int]:
+        """Return the blocks that the query at position i chooses.
+
+        Args:
+            means: the means of finished blocks.
+        """
+        scores = []
+        margins = []
+        for g, mean_D in enumerate(means):
+            numbers = (head, i, g)
+            scores.append(self.score_by_rule(q_D, mean_D, numbers))
+            margins.append(self.margin_by_rule(q_D, mean_D))
+        return best(scores, margins, self.count)
 
     def score_by_rule(self, q_D: Tensor, mean_D: Tensor, numbers: tuple[int, int, int]) -> float:
         """Return the score of a finished block for a query.
@@ -217,39 +233,45 @@ class Blocks(TopKeys):
             key_BHNE: the means of the blocks 0, 1, ....
         """
         B, H, _, _ = query_BHQE.shape
-        device = key_BHNE.device
-        position_Q = numbers_in(positions, device)
-        column_b = torch.arange(self.block, device=device)
+        position_Q = numbers_in(positions, key_BHNE.device)
+        open_block_Q1 = position_Q[:, None] // self.block
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
-        first_BHQJ1 = block_BHQJ[..., None] * self.block
-        finished_BHQJb = first_BHQJ1 + column_b
+        finished_BHQJb = self.positions_of_blocks(block_BHQJ)
         finished_BHQK = finished_BHQJb.flatten(-2)
-        open_block_Q1 = position_Q[:, None] // self.block
-        open_Qb = open_block_Q1 * self.block + column_b
-        open_BHQb = open_Qb.expand(B, H, -1, -1)
+        open_Q1b = self.positions_of_blocks(open_block_Q1)
+        open_BHQb = open_Q1b[:, 0].expand(B, H, -1, -1)
         key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
         # A query with at most `count` finished blocks reads all keys up to its position. Its
         # `block_BHQJ` may contain open blocks, so they are not used.
-        number_K = torch.arange(key_BHQK.shape[-1], device=device)
-        key_BHQK = torch.where(open_block_Q1 <= self.count, number_K, key_BHQK)
+        number_K = torch.arange(key_BHQK.shape[-1], device=key_BHQK.device)
+        has_few_blocks_Q1 = open_block_Q1 <= self.count
+        key_BHQK = torch.where(has_few_blocks_Q1, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)
-        return key_BHQK.masked_fill(key_BHQK > last_Q[:, None], -1)
+        is_unreadable_BHQK = key_BHQK > last_Q[:, None]
+        return key_BHQK.masked_fill(is_unreadable_BHQK, -1)
 
-    def attend(
+    def positions_of_blocks(self, block: Tensor) -> Tensor:
+        """Return the positions in each block, `[..., b]`."""
+        column_b = torch.arange(self.block, device=block.device)
+        first = block * self.block
+        return first[..., None] + column_b
+
+    def attend_parts(
         self,
         qk: QueriesKeys,
         v_BHND: Tensor,
         parts: list[Reads],
         relative: RelativeTables | None,
     ) -> Tensor:
-        out_BHND = super().attend(qk, v_BHND, parts, relative)
+        out_BHND = super().attend_parts(qk, v_BHND, parts, relative)
         if self.gate_H2D is None or not out_BHND.shape[2]:
             return out_BHND
         mean_k_BHGD = self.means(qk.k_BHND)
         mean_v_BHGD = self.means(v_BHND)
+        blocks = mean_k_BHGD.shape[2]
         outs = []
-        for positions in self.query_pieces(qk, mean_k_BHGD.shape[2]):
+        for positions in self.query_pieces(qk, blocks):
             q_BHQD = qk.q_BHND[:, :, positions].contiguous()
             out_BHQD = out_BHND[:, :, positions].contiguous()
             position_Q = numbers_in(positions, q_BHQD.device)
@@ -273,26 +295,35 @@ class Blocks(TopKeys):
             mean_k_BHGD, mean_v_BHGD: of the blocks 0, 1, ....
             position_Q: the positions.
         """
-        assert self.gate_H2D is not None
         q_BHQD = widened(q_BHQD)
         D = q_BHQD.shape[-1]
         scale = self.terms(D, None).scale
-        score_BHQG = self.scores(q_BHQD, mean_k_BHGD.to(q_BHQD.dtype), position_Q)
-        score_BHQG = score_BHQG * scale
+        mean_k_BHGD = mean_k_BHGD.to(q_BHQD.dtype)
+        score_BHQG = self.scores(q_BHQD, mean_k_BHGD, position_Q)
+        logit_BHQG = score_BHQG * scale
+        reads_none_Q = position_Q < self.block
+        reads_none_Q1 = reads_none_Q[:, None]
         # The softmax of a row of -inf is NaN.
-        reads_none_Q1 = (position_Q < self.block)[:, None]
-        weight_BHQG = score_BHQG.masked_fill(reads_none_Q1, 0.0).softmax(-1)
+        logit_BHQG = logit_BHQG.masked_fill(reads_none_Q1, 0.0)
+        weight_BHQG = logit_BHQG.softmax(-1)
         weight_BHQG = weight_BHQG.masked_fill(reads_none_Q1, 0.0)
         other_BHQD = weight_BHQG.to(mean_v_BHGD.dtype) @ mean_v_BHGD
-        gate_H2D = self.gate_H2D.to(q_BHQD.dtype)
-        gate_BHQ2 = (q_BHQD @ gate_H2D.mT).sigmoid()
-        gate_BHQ1, other_gate_BHQ1 = gate_BHQ2.to(out_BHQD.dtype).split(1, dim=-1)
+        gate_BHQ2 = self.gates(q_BHQD).to(out_BHQD.dtype)
+        gate_BHQ1, other_gate_BHQ1 = gate_BHQ2.split(1, dim=-1)
         return gate_BHQ1 * out_BHQD + other_gate_BHQ1 * other_BHQD
+
+    def gates(self, q_BHQD: Tensor) -> Tensor:
+        """Return the weights of both branches, `[B, H, Q, 2]`."""
+        assert self.gate_H2D is not None
+        gate_H2D = self.gate_H2D.to(q_BHQD.dtype)
+        product_BHQ2 = q_BHQD @ gate_H2D.mT
+        return product_BHQ2.sigmoid()
 
     def pairs_of_head(self, length: int) -> float:
         """Return the pairs in open blocks and in chosen ones; a mean of a block is one more key."""
-        positions_of_open_block = torch.arange(length) % self.block + 1
-        pairs = int(positions_of_open_block.sum())
+        column_N = torch.arange(length) % self.block
+        read_of_open_block_N = column_N + 1
+        pairs = int(read_of_open_block_N.sum())
         pairs += self.block * finished_blocks(length, self.block, self.count)
         if self.gate_H2D is not None:
             pairs += finished_blocks(length, self.block, length)
@@ -334,14 +365,16 @@ class RandomBlocks(Blocks):
         B, H, _, _ = q_BHQD.shape
         blocks = mean_BHGD.shape[2]
         device = position_Q.device
-        head_H11 = torch.arange(H, device=device)[:, None, None]
+        head_H = torch.arange(H, device=device)
         block_G = torch.arange(blocks, device=device)
-        hash_QG = position_Q[:, None] * POSITION_FACTOR + block_G * BLOCK_FACTOR
-        hash_HQG = hash_QG + head_H11 * HEAD_FACTOR + as_int64(self.seed * SEED_FACTOR)
-        for factor in MIXING_FACTORS:
-            hash_HQG = ((hash_HQG ^ (hash_HQG >> 15)) * factor) & MASK_32
+        of_position_Q = position_Q * POSITION_FACTOR
+        of_block_G = block_G * BLOCK_FACTOR
+        of_head_H = head_H * HEAD_FACTOR
+        of_seed = as_int64(self.seed * SEED_FACTOR)
+        number_QG = of_position_Q[:, None] + of_block_G
+        number_HQG = number_QG + of_head_H[:, None, None] + of_seed
+        score_HQG = mixed(number_HQG).to(torch.float64)
         is_open_QG = self.are_open(position_Q, blocks)
-        score_HQG = hash_HQG.to(torch.float64)
         score_HQG = score_HQG.masked_fill(is_open_QG, -math.inf)
         return score_HQG.expand(B, -1, -1, -1)
 
@@ -354,15 +387,24 @@ class RandomBlocks(Blocks):
         head, i, g = numbers
         number = i * POSITION_FACTOR + g * BLOCK_FACTOR + head * HEAD_FACTOR
         number = as_int64(number + self.seed * SEED_FACTOR)
-        for factor in MIXING_FACTORS:
-            number = ((number ^ (number >> 15)) * factor) & MASK_32
-        return float(number)
+        return float(mixed(number))
 
     def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
         return 0.0
 
     def choice_operations(self, length: int, size: int) -> float:
         return 0.0
+
+
+Number = TypeVar("Number", int, Tensor)
+
+
+def mixed(number: Number) -> Number:
+    """Return numbers of 32 bits, in each of which every bit depends on all bits of the argument."""
+    for factor in MIXING_FACTORS:
+        shifted = number >> 15
+        number = ((number ^ shifted) * factor) & MASK_32
+    return number
 
 
 def as_int64(number: int) -> int:
@@ -393,11 +435,13 @@ class BlockCache(GrowingCache):
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
         block = self.pattern.block
-        begin = first // block
-        end = (first + v_BHND.shape[2]) // block
-        finished_v_BHND = v_BHSD[:, :, begin * block : end * block]
-        mean_BHGD = self.pattern.means(finished_v_BHND)
-        self.mean_v_BHGD = place(self.mean_v_BHGD, mean_BHGD, begin)
+        first_block = first // block
+        stop = first + v_BHND.shape[2]
+        # All whole blocks among the new positions, and the one that they complete.
+        begin = first_block * block
+        end = stop // block * block
+        mean_BHGD = self.pattern.means(v_BHSD[:, :, begin:end])
+        self.mean_v_BHGD = place(self.mean_v_BHGD, mean_BHGD, first_block)
         return k_BHSD, v_BHSD
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
@@ -406,8 +450,9 @@ class BlockCache(GrowingCache):
             return out_BH1D
         assert self.choice_BHSE is not None and self.mean_v_BHGD is not None
         q_BHQD = queries(qk)
-        position_Q = torch.full((q_BHQD.shape[2],), position, device=v_BH1D.device)
+        B, H, Q, _ = q_BHQD.shape
+        out_BHQD = out_BH1D.reshape(B, H, Q, -1)
         mean_v_BHGD = expanded(self.mean_v_BHGD, self.copies)
-        out_BHQD = out_BH1D.reshape(*q_BHQD.shape[:3], out_BH1D.shape[-1])
+        position_Q = torch.full((Q,), position, device=q_BHQD.device)
         out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHGD, position_Q)
         return as_heads(out_BHQD)

@@ -4,12 +4,13 @@ A stream begins with a prompt, which `prefill` takes in one pass over all its po
 `decode` takes one position at a time. The caches of patterns with a window are bounded; those of
 patterns that may read any earlier position grow.
 
-Grouped queries (`rtx.attention.grouped`): query heads that choose together are Q queries of one
-head, all at the newest position. H is then the number of key-value heads. For all others Q is 1,
-and H the number of query heads.
+Grouped queries (`rtx.attention.grouped`): H is the number of heads that choose keys, and G that of
+key-value heads. If each query head chooses, H is the number of query heads, and Q is 1. If query
+heads choose together, H is G, and each of these heads has the Q queries of its query heads, all at
+the newest position.
 
-Shapes: B streams, H heads, N positions, S slots, K keys that a query reads, Q queries of a head, X
-= Q * B, D head size.
+Shapes: B streams, H heads that choose, G heads that are stored (key-value heads), N positions, S
+slots, K keys that a query reads, Q queries of a head, X = Q * B or B * H, D head size.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Cache(ABC):
     def prefill(
         self,
         qk: QueriesKeys,
-        v_BHND: Tensor,
+        v_BGND: Tensor,
         parts: list[Reads] | None = None,
     ) -> None:
         """Store the positions 0 to N - 1 of each stream, before any step.
@@ -45,14 +46,14 @@ class Cache(ABC):
         positions come from the pattern's forward pass with `streaming`.
 
         Args:
-            v_BHND: the values, for key-value heads.
+            v_BGND: the values, for key-value heads.
             parts: the result of `Pattern.reads` with `streaming`, so that a selection need not be
                 computed twice; None: not available.
         """
 
     @abstractmethod
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        """Store the next position of each stream, and return its outputs `[B, H, 1, D]`."""
+    def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
+        """Store the next position of each stream, and return its outputs `[B, H * Q, 1, D]`."""
 
 
 class RowCache(Cache):
@@ -73,40 +74,39 @@ class RowCache(Cache):
         self.terms = terms
         self.ring = ring
         self.copies = copies
-        self.key_BHSD: Tensor | None = None
-        """Keys of key-value heads, as `value_BHSD`."""
-        self.value_BHSD: Tensor | None = None
+        self.key_BGSD: Tensor | None = None
+        self.value_BGSD: Tensor | None = None
 
     def prefill(
         self,
         qk: QueriesKeys,
-        v_BHND: Tensor,
+        v_BGND: Tensor,
         parts: list[Reads] | None = None,
     ) -> None:
-        self.put(qk, v_BHND, 0)
+        self.put(qk, v_BGND, 0)
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BGND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Store positions from `first` on, and return the keys and values of all slots."""
-        k_BHND = first_of_each(qk.rotated_k_BHND, self.copies).to(v_BHND.dtype)
-        self.key_BHSD = place(self.key_BHSD, k_BHND, first, self.ring)
-        self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
-        return self.key_BHSD, self.value_BHSD
+        k_BGND = first_of_each(qk.rotated_k_BHND, self.copies).to(v_BGND.dtype)
+        self.key_BGSD = place(self.key_BGSD, k_BGND, first, self.ring)
+        self.value_BGSD = place(self.value_BGSD, v_BGND, first, self.ring)
+        return self.key_BGSD, self.value_BGSD
 
-    def attend(
+    def attend_newest(
         self,
         qk: QueriesKeys,
-        k_BHKD: Tensor,
-        v_BHKD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKD: Tensor,
         mask_BH1K: Tensor | None,
         distance_BH1K: Tensor,
     ) -> Tensor:
-        """Return the outputs `[B, H, 1, D]` of the newest position over K keys.
+        """Return the outputs of all query heads at the newest position, over K keys.
 
-        See `attend_step`.
+        `attend_step` explains the arguments.
         """
         terms = self.terms(qk.q_BHND.shape[-1])
-        q_BHQD = rotated_queries(qk).to(v_BHKD.dtype)
-        out_BHQD = attend_step(q_BHQD, k_BHKD, v_BHKD, mask_BH1K, distance_BH1K, terms)
+        q_BHQD = rotated_queries(qk).to(v_BGKD.dtype)
+        out_BHQD = attend_step(q_BHQD, k_BGKD, v_BGKD, mask_BH1K, distance_BH1K, terms)
         return as_heads(out_BHQD)
 
 
@@ -131,7 +131,8 @@ def as_queries(q_XH1D: Tensor, streams: int) -> Tensor:
         q_XH1D: the query heads as copies of the streams, see `grouped.apart`.
         streams: B.
     """
-    q_QBHD = q_XH1D.unflatten(0, (-1, streams))[:, :, :, 0]
+    q_XHD = q_XH1D[:, :, 0]
+    q_QBHD = q_XHD.unflatten(0, (-1, streams))
     return q_QBHD.permute(1, 2, 0, 3)
 
 
@@ -139,42 +140,45 @@ def as_heads(out_BHQD: Tensor) -> Tensor:
     """Return the outputs of all query heads, `[B, H * Q, 1, D]`."""
     if out_BHQD.shape[2] == 1:
         return out_BHQD
-    return out_BHQD.flatten(1, 2)[:, :, None]
+    out_of_heads = out_BHQD.flatten(1, 2)
+    return out_of_heads[:, :, None]
 
 
-def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
+def place(x_BGSD: Tensor | None, new_BGND: Tensor, first: int, ring: int | None = None) -> Tensor:
     """Return the slots with the vectors of the positions from `first` on written into them.
 
     Slots are changed in place if there are enough; otherwise the result has more.
 
     Args:
-        x_BHSD: the slots; None: none yet.
+        x_BGSD: the slots; None: none yet.
         ring: a fixed number of slots; None: at least as many as there are positions.
     """
-    B, H, N, D = new_BHND.shape
-    if x_BHSD is None:
+    B, G, N, D = new_BGND.shape
+    if x_BGSD is None:
         slots = ring or max(FIRST_SLOTS, N)
-        x_BHSD = new_BHND.new_zeros(B, H, slots, D)
-    slots = x_BHSD.shape[2]
+        x_BGSD = new_BGND.new_zeros(B, G, slots, D)
+    slots = x_BGSD.shape[2]
     missing = first + N - slots
     if not ring and missing > 0:
         added = max(missing, slots)
-        x_BHSD = F.pad(x_BHSD, (0, 0, 0, added))
+        x_BGSD = F.pad(x_BGSD, (0, 0, 0, added))
         slots += added
     if N == 1:
-        x_BHSD[:, :, first % slots] = new_BHND[:, :, 0]
-        return x_BHSD
+        slot = first % slots
+        x_BGSD[:, :, slot] = new_BGND[:, :, 0]
+        return x_BGSD
     # If there are more positions than slots, only the last ones remain.
     skipped = max(0, N - slots)
-    position_N = torch.arange(first + skipped, first + N, device=x_BHSD.device)
+    last_BGND = new_BGND[:, :, skipped:]
+    position_N = torch.arange(first + skipped, first + N, device=x_BGSD.device)
     slot_N = position_N % slots
-    return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
+    return x_BGSD.index_copy_(2, slot_N, last_BGND)
 
 
 def attend_step(
     q_BHQD: Tensor,
-    k_BHKD: Tensor,
-    v_BHKD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
     mask_BH1K: Tensor | None,
     distance_BH1K: Tensor | None,
     terms: LogitTerms,
@@ -192,35 +196,38 @@ def attend_step(
     if not terms.by_distance and terms.sink_IH is None:
         return F.scaled_dot_product_attention(
             q_BHQD,
-            k_BHKD,
-            v_BHKD,
+            k_BGKD,
+            v_BGKD,
             attn_mask=mask_BH1K,
             scale=terms.scale,
-            enable_gqa=q_BHQD.shape[1] != k_BHKD.shape[1],
+            enable_gqa=q_BHQD.shape[1] != k_BGKD.shape[1],
         )
     B, H, Q, _ = q_BHQD.shape
-    heads_of_key_head = H // max(1, k_BHKD.shape[1])
-    K = k_BHKD.shape[2]
-    device = k_BHKD.device
+    _, G, K, _ = k_BGKD.shape
+    heads_of_key_head = H // max(1, G)
+    k_BHKD = expanded(k_BGKD, heads_of_key_head)
+    v_BHKD = expanded(v_BGKD, heads_of_key_head)
     if mask_BH1K is None:
-        mask_BH1K = torch.ones(1, 1, 1, K, dtype=torch.bool, device=device)
+        mask_BH1K = q_BHQD.new_ones(1, 1, 1, K, dtype=torch.bool)
     distance_XQK = None
     if distance_BH1K is not None:
         distance_XQK = distance_BH1K.expand(B, H, Q, K).flatten(0, 1)
-    out_XQD, sum_XQ = soft_attend(
+    head_H = torch.arange(H, device=q_BHQD.device)
+    out_XQD, log_sum_XQ = soft_attend(
         q_BHQD.flatten(0, 1),
-        expanded(k_BHKD, heads_of_key_head).flatten(0, 1),
-        expanded(v_BHKD, heads_of_key_head).flatten(0, 1),
+        k_BHKD.flatten(0, 1),
+        v_BHKD.flatten(0, 1),
         mask_BH1K.expand(B, H, 1, K).flatten(0, 1),
         distance_XQK,
-        torch.arange(H, device=device).repeat(B),
+        head_H.repeat(B),
         terms,
     )
     if terms.sink_IH is not None:
         # With the log-sum s and the sink z, the weights become e^s / (e^s + e^z) times as large.
         sink_XQ = terms.sink_IH.T.repeat(B, 1)
-        out_XQD = out_XQD * (sum_XQ - sink_XQ).sigmoid()[..., None]
-    return out_XQD.to(v_BHKD.dtype).unflatten(0, (B, H))
+        share_XQ = (log_sum_XQ - sink_XQ).sigmoid()
+        out_XQD = out_XQD * share_XQ[..., None]
+    return out_XQD.to(v_BGKD.dtype).unflatten(0, (B, H))
 
 
 def mask_without_self(mask_XK: Tensor, is_self_XK: Tensor) -> Tensor:

@@ -66,9 +66,11 @@ def candidate_index(
     """
     B, H, N, _ = q_BHND.shape
     device = q_BHND.device
-    index_XNW = torch.full((B * H, N, window), -1, device=device)
+    shape_XNW = (B * H, N, window)
+    index_XNW = torch.full(shape_XNW, -1, device=device)
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
-        first_row_X = torch.arange(heads.start, heads.stop, device=device) * N
+        head_X = torch.arange(heads.start, heads.stop, device=device)
+        first_row_X = head_X * N
         for queries, position_XQA in candidates(search, reach.target):
             q_XQD = search.q_XND[:, queries]
             k_XQAD = keys_at(search.k_XND, position_XQA)
@@ -169,13 +171,14 @@ def best_candidates(
         backend: of the pattern.
     """
     is_none_XQA = position_XQA >= length
-    logit_XQ1A = products(q_XQD[:, :, None], k_XQAD)
+    q_XQ1D = q_XQD[:, :, None]
+    logit_XQ1A = products(q_XQ1D, k_XQAD)
     logit_XQA = logit_XQ1A[:, :, 0]
     logit_XQA = logit_XQA.masked_fill(is_none_XQA, -math.inf)
 
     def margin(slot_XQ1: Tensor) -> Tensor:
         k_XQ1D = k_XQAD.take_along_dim(slot_XQ1[..., None], dim=2)
-        return product_margins(q_XQD[:, :, None], k_XQ1D)
+        return product_margins(q_XQ1D, k_XQ1D)
 
     count = min(window, position_XQA.shape[-1])
     slot_XQW = best_places(logit_XQA, count, margin, backend)

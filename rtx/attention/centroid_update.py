@@ -101,7 +101,8 @@ def statistics_in(total_Z: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
     H, C, D = shape_HCD
     layers = total_Z.shape[:-1]
     sizes = statistics_sizes(shape_HCD)
-    sums, counts, scores, positions, sequences = total_Z.split(sizes, dim=-1)
+    fields = total_Z.split(sizes, dim=-1)
+    sums, counts, scores, positions, sequences = fields
     return Statistics(
         sum_HCD=sums.unflatten(-1, (H, C, D)),
         count_HC=counts.unflatten(-1, (H, C)),
@@ -115,13 +116,16 @@ def statistics_sizes(shape_HCD: tuple[int, int, int]) -> list[int]:
     """Return how many numbers each field of `Statistics` has; their sum is Z."""
     H, C, D = shape_HCD
     clusters = H * C
-    return [clusters * D, clusters, 2 * 3 * clusters, 1, 1]
+    sums = clusters * D
+    scores = 2 * 3 * clusters
+    return [sums, clusters, scores, 1, 1]
 
 
 def to_sphere(x_HCD: Tensor) -> Tensor:
     """Return the vectors scaled to norm sqrt(D), the norm of a normalised query."""
     D = x_HCD.shape[-1]
-    return F.normalize(x_HCD, dim=-1) * math.sqrt(D)
+    unit_HCD = F.normalize(x_HCD, dim=-1)
+    return unit_HCD * math.sqrt(D)
 
 
 def moved(rule: Rule, state: State, total_YZ: Tensor) -> State:
@@ -138,7 +142,8 @@ def moved(rule: Rule, state: State, total_YZ: Tensor) -> State:
     moves_YH = gathered_Y[:, None] & all_finite(statistics)
     old_YHCD = state.centroid_YHCD.double()
     new_YHCD = moved_centroids(rule, old_YHCD, statistics)
-    centroid_YHCD = torch.where(moves_YH[..., None, None], new_YHCD, old_YHCD)
+    moves_YH11 = moves_YH[..., None, None]
+    centroid_YHCD = torch.where(moves_YH11, new_YHCD, old_YHCD)
     threshold_YVHC = state.threshold_YVHC
     if rule.threshold_rate:
         threshold_YVHC = moved_thresholds(rule, state, statistics, moves_YH)
@@ -170,8 +175,9 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
         # A centroid without members might never get any, as its threshold does not fall. So it
         # moves towards the mean of the other clusters' means. If no cluster of the head has
         # members, that mean is 0, and the centroid keeps its direction.
-        count_YH11 = has_mean_YHC1.sum(2, keepdim=True).clamp_min(1)
-        others_YH1D = mean_YHCD.sum(2, keepdim=True) / count_YH11
+        count_YH11 = has_mean_YHC1.sum(2, keepdim=True)
+        sum_YH1D = mean_YHCD.sum(2, keepdim=True)
+        others_YH1D = sum_YH1D / count_YH11.clamp_min(1)
         mean_YHCD = torch.where(has_mean_YHC1, mean_YHCD, others_YH1D)
         return to_sphere(blended(rule, old_YHCD, mean_YHCD))
     new_YHCD = to_sphere(blended(rule, old_YHCD, mean_YHCD))
@@ -201,9 +207,10 @@ def moved_by_sums(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tenso
     if rule.keys == "separate":
         sums_gathered = 2.0
     divisor_Y = sums_gathered * statistics.sequences
+    divisor_Y111 = divisor_Y[:, None, None, None]
     old_part_YHCD = rule.decay * old_YHCD
     new_part_YHCD = (1 - rule.decay) * statistics.sum_HCD
-    return old_part_YHCD + new_part_YHCD / divisor_Y[:, None, None, None]
+    return old_part_YHCD + new_part_YHCD / divisor_Y111
 
 
 def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
@@ -216,10 +223,11 @@ def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
     count_YHC = statistics.count_HC
     moved_YHCD = blended(rule, old_YHCD, means(statistics))
     source_YHC, turn_YHC = sources(count_YHC)
-    source_YHC1 = source_YHC[..., None]
-    source_YHCD = moved_YHCD.gather(-2, source_YHC1.expand_as(moved_YHCD))
+    index_YHCD = source_YHC[..., None].expand_as(moved_YHCD)
+    source_YHCD = moved_YHCD.gather(-2, index_YHCD)
     D = old_YHCD.shape[-1]
-    is_odd_D = torch.arange(D, device=old_YHCD.device) % 2
+    column_D = torch.arange(D, device=old_YHCD.device)
+    is_odd_D = column_D % 2
     sign_D = 1 - 2 * is_odd_D
     distance_YHC1 = SPREAD * turn_YHC[..., None]
     split_YHCD = source_YHCD * (1 + distance_YHC1 * sign_D)
@@ -242,13 +250,15 @@ def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
     """
     is_empty_YHC = count_YHC == 0
     by_size_YHC = count_YHC.argsort(dim=-1, descending=True, stable=True)
-    filled_YH1 = (~is_empty_YHC).sum(-1, keepdim=True)
+    is_filled_YHC = ~is_empty_YHC
+    filled_YH1 = is_filled_YHC.sum(-1, keepdim=True)
     filled_YH1 = filled_YH1.clamp_min(1)
     # The clusters without members are numbered from 0.
     number_YHC = is_empty_YHC.cumsum(-1) - 1
     number_YHC = number_YHC.clamp_min(0)
     source_YHC = by_size_YHC.gather(-1, number_YHC % filled_YH1)
-    return source_YHC, 1 + number_YHC // filled_YH1
+    turn_YHC = 1 + number_YHC // filled_YH1
+    return source_YHC, turn_YHC
 
 
 class ScoreMoments(NamedTuple):
@@ -305,5 +315,6 @@ def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH:
         is_first_Y111 = is_first_Y[:, None, None, None]
         new_YVHC = torch.where(is_first_Y111, first_YVHC, new_YVHC)
     moves_YVH = scores.scored_YV[..., None] & moves_YH[:, None]
-    new_YVHC = torch.where(moves_YVH[..., None], new_YVHC, old_YVHC.double())
+    moves_YVH1 = moves_YVH[..., None]
+    new_YVHC = torch.where(moves_YVH1, new_YVHC, old_YVHC.double())
     return new_YVHC.to(old_YVHC.dtype)

@@ -245,7 +245,8 @@ class Centroids(nn.Module):
         """
         if not clustered[QUERIES].numel():
             return
-        start_HCD = self.drawn_from(clustered[QUERIES][0])
+        q_BHND = clustered[QUERIES]
+        start_HCD = self.drawn_from(q_BHND[0])
         self.centroid_HCD.copy_(to_sphere(start_HCD.float()))
         if math.isfinite(self.quantile()):
             below = 1 - self.window / self.length
@@ -269,8 +270,8 @@ class Centroids(nn.Module):
             draw = torch.randperm(max(N, C), generator=generator)
             draws.append(draw[:C] % N)
         position_HC = torch.stack(draws).to(x_HND.device)
-        head_H1 = torch.arange(H, device=x_HND.device)[:, None]
-        return x_HND[head_H1, position_HC]
+        head_H = torch.arange(H, device=x_HND.device)
+        return x_HND[head_H[:, None], position_HC]
 
 
 def is_rate(x: float) -> bool:
@@ -282,7 +283,8 @@ def orthonormal(heads: int, size: int) -> Tensor:
     """Return a uniformly random orthonormal matrix for each head, `[H, D, D]`."""
     normal_HDD = torch.randn(heads, size, size, dtype=torch.float32)
     q_HDD, r_HDD = torch.linalg.qr(normal_HDD)
-    sign_HD = r_HDD.diagonal(dim1=-2, dim2=-1).sign()
+    diagonal_HD = r_HDD.diagonal(dim1=-2, dim2=-1)
+    sign_HD = diagonal_HD.sign()
     return q_HDD * sign_HD[:, None]
 
 

@@ -40,7 +40,8 @@ class Documents:
 
     def __init__(self, first_BN: Tensor) -> None:
         self.first_BN = first_BN.long()
-        position_N = torch.arange(first_BN.shape[1], device=first_BN.device)
+        N = first_BN.shape[1]
+        position_N = torch.arange(N, device=first_BN.device)
         self.position_BN = position_N - self.first_BN
         """The position of each token in its document, from 0."""
         check_runs(self.position_BN)
@@ -54,7 +55,8 @@ class Documents:
         Args:
             is_start_BN: true at the first position of each document, bool `[B, N]`.
         """
-        position_N = torch.arange(is_start_BN.shape[1], device=is_start_BN.device)
+        N = is_start_BN.shape[1]
+        position_N = torch.arange(N, device=is_start_BN.device)
         start_BN = torch.where(is_start_BN, position_N, 0)
         latest_start_BN = start_BN.cummax(dim=1).values
         return cls(latest_start_BN)
@@ -67,7 +69,8 @@ class Documents:
         """Return the documents of a batch that has all sequences `times` times."""
 
         def make() -> Documents:
-            return Documents(self.first_BN.repeat(times, 1))
+            first_XN = self.first_BN.repeat(times, 1)
+            return Documents(first_XN)
 
         return self.cached(("copies", times), make)
 
@@ -96,13 +99,13 @@ class Documents:
 
 def check_runs(position_BN: Tensor) -> None:
     """Raise ValueError unless the positions in each document are 0, 1, 2, and so on."""
-    starts_with_0 = bool((position_BN[:, :1] == 0).all())
+    is_0_B1 = position_BN[:, :1] == 0
     before_BN = position_BN[:, :-1]
     after_BN = position_BN[:, 1:]
     continues_BN = after_BN == before_BN + 1
     restarts_BN = after_BN == 0
     is_run_BN = continues_BN | restarts_BN
-    if not starts_with_0 or not bool(is_run_BN.all()):
+    if not bool(is_0_B1.all()) or not bool(is_run_BN.all()):
         needed = "the position of the first token of its document, which is a run of positions"
         raise ValueError(f"first_BN must have at each position {needed}")
 
@@ -131,9 +134,11 @@ def groups_of_documents(
     length_J = document_lengths.repeat_interleave(document_lengths)
     order_J = length_J.argsort(stable=True)
     lengths, counts = document_lengths.unique(return_counts=True)
+    sizes = zip(lengths.tolist(), counts.tolist(), strict=True)
     groups = []
-    for length, sequences in zip(lengths.tolist(), counts.tolist(), strict=True):
-        groups.append(Group(sequences=sequences, length=length, memory=0))
+    for length, sequences in sizes:
+        group = Group(sequences=sequences, length=length, memory=0)
+        groups.append(group)
     if not groups:
         # All is padding. A group of length 0 gives outputs and loss gradients nevertheless.
         groups = [Group(sequences=B, length=0, memory=0)]

@@ -44,7 +44,8 @@ def group_mean(q_BHND: Tensor, queries: int) -> Tensor:
     """Return the mean of the queries that share a key-value head, `[B, G, N, D]`."""
     if queries == 1:
         return q_BHND
-    return q_BHND.unflatten(1, (-1, queries)).mean(2)
+    q_BGIND = q_BHND.unflatten(1, (-1, queries))
+    return q_BGIND.mean(2)
 
 
 def apart(q_BHND: Tensor, queries: int) -> Tensor:
@@ -53,23 +54,26 @@ def apart(q_BHND: Tensor, queries: int) -> Tensor:
     The first copy of all sequences comes first.
     """
     q_BGIND = q_BHND.unflatten(1, (-1, queries))
-    return q_BGIND.permute(2, 0, 1, 3, 4).flatten(0, 1)
+    q_IBGND = q_BGIND.permute(2, 0, 1, 3, 4)
+    return q_IBGND.flatten(0, 1)
 
 
 def together(out_XGND: Tensor, queries: int) -> Tensor:
     """Return the vectors of all query heads, `[B, H, N, D]`; it undoes `apart`."""
     out_IBGND = out_XGND.unflatten(0, (queries, -1))
-    return out_IBGND.permute(1, 2, 0, 3, 4).flatten(1, 2)
+    out_BGIND = out_IBGND.permute(1, 2, 0, 3, 4)
+    return out_BGIND.flatten(1, 2)
 
 
 def repeated(qk: QueriesKeys, copies: int) -> QueriesKeys:
     """Return the queries and keys by which sequences choose, in as many copies of all sequences."""
-    # The first four are the queries and keys, before and after rotation.
-    tensors = [x_BGND.repeat(copies, 1, 1, 1) for x_BGND in qk[:4]]
-    q_XGND, k_XGND, rotated_q_XGND, rotated_k_XGND = tensors
-    if qk.k_BHND is qk.q_BHND:
-        k_XGND = q_XGND
-        rotated_k_XGND = rotated_q_XGND
+    q_XGND = repeated_sequences(qk.q_BHND, copies)
+    rotated_q_XGND = repeated_sequences(qk.rotated_q_BHND, copies)
+    k_XGND = q_XGND
+    rotated_k_XGND = rotated_q_XGND
+    if qk.k_BHND is not qk.q_BHND:
+        k_XGND = repeated_sequences(qk.k_BHND, copies)
+        rotated_k_XGND = repeated_sequences(qk.rotated_k_BHND, copies)
     documents = qk.documents
     if documents is not None:
         documents = documents.repeated(copies)
@@ -84,6 +88,11 @@ def repeated(qk: QueriesKeys, copies: int) -> QueriesKeys:
     )
 
 
+def repeated_sequences(x_BGND: Tensor, copies: int) -> Tensor:
+    """Return as many copies of all sequences, `[X, G, N, D]`."""
+    return x_BGND.repeat(copies, 1, 1, 1)
+
+
 def for_attention(qk: QueriesKeys, copies: int) -> QueriesKeys:
     """Return the queries and keys by which all query heads attend, as X sequences.
 
@@ -92,11 +101,11 @@ def for_attention(qk: QueriesKeys, copies: int) -> QueriesKeys:
     """
     assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
     return QueriesKeys(
-        qk.each_q_XHND,
-        qk.k_BHND.repeat(copies, 1, 1, 1),
-        qk.rotated_each_q_XHND,
-        qk.rotated_k_BHND.repeat(copies, 1, 1, 1),
-        qk.memory,
+        q_BHND=qk.each_q_XHND,
+        k_BHND=repeated_sequences(qk.k_BHND, copies),
+        rotated_q_BHND=qk.rotated_each_q_XHND,
+        rotated_k_BHND=repeated_sequences(qk.rotated_k_BHND, copies),
+        memory=qk.memory,
     )
 
 
@@ -108,9 +117,10 @@ def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
     """
     if isinstance(part, IndexReads):
         copies = []
+        is_row_RK = part.index_RK >= 0
         for number in range(times):
-            is_row_RK = part.index_RK >= 0
-            copies.append(part.index_RK + is_row_RK * (number * rows))
+            first_row = number * rows
+            copies.append(part.index_RK + is_row_RK * first_row)
         return part._replace(index_RK=torch.cat(copies))
     queries = repeated_lists(part.query, times, rows)
     keys = queries
@@ -119,7 +129,8 @@ def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
     holes = part.holes
     if holes is not None:
         # Bounds and values are compared within a copy alone, so they stay as they are.
-        holes = Holes(*(x.repeat(1, times) for x in holes))
+        repeated_holes = [x.repeat(1, times) for x in holes]
+        holes = Holes(*repeated_holes)
     members = len(part.key.row_M)
     return RangeReads(
         queries,
@@ -135,12 +146,16 @@ def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
 
 def repeated_lists(lists: MemberLists, times: int, rows: int) -> MemberLists:
     """Return the lists of as many copies of all sequences; see `repeated_reads`."""
-    return MemberLists(shifted(lists.row_M, times, rows), lists.count_L.repeat(times))
+    return MemberLists(
+        row_M=shifted(lists.row_M, times, rows),
+        count_L=lists.count_L.repeat(times),
+    )
 
 
 def shifted(x_M: Tensor, times: int, step: int) -> Tensor:
     """Return as many copies of numbers, each larger by `step` than the one before."""
-    return torch.cat([x_M + number * step for number in range(times)])
+    copies = [x_M + number * step for number in range(times)]
+    return torch.cat(copies)
 
 
 def gathered(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
@@ -153,6 +168,9 @@ def gathered(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
     H = slot_BHK1.shape[1]
     if H in (1, G):
         return x_BGSD.take_along_dim(slot_BHK1, 2)
-    x_BGISD = x_BGSD[:, :, None].expand(B, G, H // G, S, D)
-    slot_BGIK1 = slot_BHK1.unflatten(1, (G, -1))
-    return x_BGISD.take_along_dim(slot_BGIK1, 3).flatten(1, 2)
+    queries = H // G
+    x_BG1SD = x_BGSD[:, :, None]
+    x_BGISD = x_BG1SD.expand(B, G, queries, S, D)
+    slot_BGIK1 = slot_BHK1.unflatten(1, (G, queries))
+    x_BGIKD = x_BGISD.take_along_dim(slot_BGIK1, 3)
+    return x_BGIKD.flatten(1, 2)

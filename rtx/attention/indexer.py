@@ -70,9 +70,11 @@ class Indexer(TopKeys):
         self.size = size
         self.warmup = warmup
         deviation = size**-0.5
-        self.query_HDE = nn.Parameter(torch.randn(heads, size, width) * deviation)
+        query_HDE = torch.randn(heads, size, width)
+        key_HDE = torch.randn(heads, size, width)
+        self.query_HDE = nn.Parameter(query_HDE * deviation)
         """P_q."""
-        self.key_HDE = nn.Parameter(torch.randn(heads, size, width) * deviation)
+        self.key_HDE = nn.Parameter(key_HDE * deviation)
         """P_k."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
@@ -152,8 +154,9 @@ class Indexer(TopKeys):
             return super().reads(qk, streaming)
         # One list of all positions: an index would have N^2 entries for each head.
         B, H, N, _ = qk.q_BHND.shape
-        row_M = torch.arange(B * H * N, device=qk.q_BHND.device)
-        count_L = row_M.new_full((B * H,), N)
+        heads = B * H
+        row_M = torch.arange(heads * N, device=qk.q_BHND.device)
+        count_L = row_M.new_full((heads,), N)
         lists = MemberLists(row_M, count_L)
         return [members_read(lists, lists, N, N, self.attend_self)]
 
@@ -174,10 +177,12 @@ class Indexer(TopKeys):
         if isinstance(part, IndexReads):
             index_BHNK = part.index_RK.unflatten(0, (B, H, N))
             inputs.append(index_BHNK)
-            scores = 2 * N + 8 * index_BHNK.shape[-1]
+            K = index_BHNK.shape[-1]
+            scores = 2 * N + 8 * K
         pieces = self.query_pieces(qk, scores)
         positions_of_piece = pieces[0].stop
-        queries = self.choice_queries(qk).split(positions_of_piece, dim=2)
+        query_BHNE = self.choice_queries(qk)
+        queries = query_BHNE.split(positions_of_piece, dim=2)
         sums = []
         for positions, query_BHQE in zip(pieces, queries, strict=True):
             divergence = recomputed(self.divergence, positions, query_BHQE, *inputs)
@@ -205,21 +210,22 @@ class Indexer(TopKeys):
         device = q_BHND.device
         q_BHQD = q_BHND[:, :, positions].contiguous()
         score_BHQK = query_BHQE @ key_BHNE[:, :, :stop].mT
-        logit_BHQK = q_BHQD @ k_BHND[:, :, :stop].mT
+        product_BHQK = q_BHQD @ k_BHND[:, :, :stop].mT
         if index_BHNK is None:
             position_Q = numbers_in(positions, device)
             last_Q = last_readable(position_Q, self.attend_self)
-            is_unread = torch.arange(stop, device=device) > last_Q[:, None]
+            position_K = torch.arange(stop, device=device)
+            is_unread = position_K > last_Q[:, None]
         else:
-            N = index_BHNK.shape[2]
             row_BHQK = index_BHNK[:, :, positions]
             is_unread = row_BHQK < 0
+            N = index_BHNK.shape[2]
             key_BHQK = (row_BHQK % N).masked_fill(is_unread, 0)
             score_BHQK = score_BHQK.gather(-1, key_BHQK)
-            logit_BHQK = logit_BHQK.gather(-1, key_BHQK)
+            product_BHQK = product_BHQK.gather(-1, key_BHQK)
         D = q_BHND.shape[-1]
         scale = self.terms(D, None).scale
-        return summed_divergence(score_BHQK, logit_BHQK * scale, is_unread)
+        return summed_divergence(score_BHQK, product_BHQK * scale, is_unread)
 
 
 def summed_divergence(score: Tensor, logit: Tensor, is_unread: Tensor) -> Tensor:

@@ -53,11 +53,12 @@ def clusters_by_distance(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
     64 units in the last place of (|k| + r) r, where r is the largest norm of a centroid.
     """
     square_XC = centroid_XCD.square().sum(-1)
-    score_XNC = products(k_XND, centroid_XCD) - square_XC[:, None] / 2
+    half_square_X1C = square_XC[:, None] / 2
+    score_XNC = products(k_XND, centroid_XCD) - half_square_X1C
     score_XNC = finite(score_XNC)
     largest_X11 = largest_norm(centroid_XCD)
-    norm_XN1 = k_XND.norm(dim=-1, keepdim=True) + largest_X11
-    margin_XN1 = finite_margin(norm_XN1, largest_X11, k_XND.dtype)
+    norm_XN1 = k_XND.norm(dim=-1, keepdim=True)
+    margin_XN1 = finite_margin(norm_XN1 + largest_X11, largest_X11, k_XND.dtype)
     top_XN1 = score_XNC.amax(-1, keepdim=True)
     is_nearest_XNC = score_XNC >= top_XN1 - margin_XN1
     return is_nearest_XNC.to(torch.uint8).argmax(-1)
@@ -119,14 +120,16 @@ def probed_clusters(
         target: m.
     """
     C = score_XNC.shape[-1]
-    score_XNC = finite(score_XNC)
-    score_XNC = score_XNC.masked_fill(readable_XNC == 0, -math.inf)
+    is_unreadable_XNC = readable_XNC == 0
+    score_XNC = finite(score_XNC).masked_fill(is_unreadable_XNC, -math.inf)
     sorted_XNC, cluster_XNC = score_XNC.sort(dim=-1, descending=True, stable=True)
     step_XNC = sorted_XNC[..., :-1] - sorted_XNC[..., 1:]
     is_cut_XNC = step_XNC > margin_XN1
-    group_XNC = F.pad(is_cut_XNC.cumsum(-1), (1, 0))
+    cuts_XNC = is_cut_XNC.cumsum(-1)
+    group_XNC = F.pad(cuts_XNC, (1, 0))
     number_XNC = group_XNC * C + cluster_XNC
-    cluster_XNC = number_XNC.sort(dim=-1).values % C
+    sorted_number_XNC = number_XNC.sort(dim=-1).values
+    cluster_XNC = sorted_number_XNC % C
     takeable_XNC = readable_XNC.clamp(max=target)
     taken_XNC = takeable_XNC.gather(-1, cluster_XNC)
     taken_before_XNC = taken_XNC.cumsum(-1) - taken_XNC
@@ -157,7 +160,12 @@ class Search(NamedTuple):
 
     def probed_XNC(self, target: int) -> Tensor:
         """Return which clusters each query probes, for m = `target`."""
-        return probed_clusters(self.score_XNC, self.margin_XN1, self.readable_XNC, target)
+        return probed_clusters(
+            self.score_XNC,
+            self.margin_XN1,
+            self.readable_XNC,
+            target,
+        )
 
     def order_XN(self) -> Tensor:
         """Return the positions of the keys, cluster after cluster."""

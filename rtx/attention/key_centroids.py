@@ -31,7 +31,14 @@ class KeyCentroids(Centroids):
 
     def __init__(self, heads: int, clusters: int, size: int, *, decay: float) -> None:
         # Window and length set thresholds, which are not used here.
-        super().__init__(heads, clusters, size, window=1, length=clusters, decay=decay)
+        super().__init__(
+            heads,
+            clusters,
+            size,
+            window=1,
+            length=clusters,
+            decay=decay,
+        )
         del self.threshold_HC
         self.update_rule = SPLIT
         self.seed_with_next = True
@@ -55,6 +62,7 @@ class KeyCentroids(Centroids):
         (k_BHND,) = clustered
         if not k_BHND.numel():
             return
-        self.centroid_HCD.copy_(self.drawn_from(k_BHND[0]).float())
+        start_HCD = self.drawn_from(k_BHND[0])
+        self.centroid_HCD.copy_(start_HCD.float())
         self.steps.clamp_(min=0)
         self.seed_with_next = False

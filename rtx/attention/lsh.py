@@ -73,9 +73,11 @@ def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Ten
         for bucket_N in rounds:
             if variant == CAUSAL:
                 members = earlier_members(bucket_N, i)
-                read.update(members[-window:])
+                members = members[-window:]
             else:
-                read.update(members_in_chunks(bucket_N[:length], i, chunk))
+                sorted_N = bucket_N[:length]
+                members = members_in_chunks(sorted_N, i, chunk)
+            read.update(members)
         others = read - {i}
         if not others:
             others = {i}
@@ -114,7 +116,8 @@ def chunks_of_positions(bucket_N: list[int], chunk: int) -> list[int]:
         chunk: m.
     """
     # Python's sort keeps the order of positions in equal buckets.
-    in_order = sorted(range(len(bucket_N)), key=lambda j: bucket_N[j])
+    positions = range(len(bucket_N))
+    in_order = sorted(positions, key=lambda j: bucket_N[j])
     chunk_N = [0 for _ in bucket_N]
     for number, j in enumerate(in_order):
         chunk_N[j] = number // chunk
@@ -172,7 +175,8 @@ class Lsh(ClusterPattern):
         """The number of a bucket's last members that a query may read at most, its own included."""
         if variant == REFORMER:
             self.slots = 2 * self.chunk
-        rotation_HTDF = random_rotations(heads, (rounds, size, buckets // 2), seed)
+        shape_TDF = (rounds, size, buckets // 2)
+        rotation_HTDF = random_rotations(heads, shape_TDF, seed)
         self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
         self.rotation_HTDF: Tensor
 
@@ -188,9 +192,9 @@ class Lsh(ClusterPattern):
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         q_ND = qk.q_BHND[0, head]
-        rotation_TDF = self.rotation_HTDF[head].to(q_ND.dtype)
+        rotation_TDF = self.rotation_HTDF[head]
         rounds = []
-        for rotation_DF in rotation_TDF:
+        for rotation_DF in rotation_TDF.to(q_ND.dtype):
             product_NF = q_ND @ rotation_DF
             score_NC = torch.cat([product_NF, -product_NF], dim=-1)
             rounds.append(score_NC.argmax(-1))
@@ -202,25 +206,19 @@ class Lsh(ClusterPattern):
         bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
         N = bucket_TBHN.shape[-1]
         rounds = [self.hash_round(bucket_BHN, streaming) for bucket_BHN in bucket_TBHN]
-        members = [hash_round.member_R for hash_round in rounds]
-        firsts = [hash_round.first_R() for hash_round in rounds]
-        member_TR = torch.stack(members)
-        first_TR = torch.stack(firsts)
+        member_TR = torch.stack([hash_round.member_R for hash_round in rounds])
+        first_TR = torch.stack([hash_round.first_R() for hash_round in rounds])
         # A query that reads no other key in any round reads its own in the first round.
         reads_itself_R = (first_TR == member_TR).all(0)
         parts: list[Reads] = []
         for t, hash_round in enumerate(rounds):
             lists = hash_round.lists
-            row_M = lists.row_M
-            start_M = hash_round.first_M
-            stop_M = torch.arange(len(row_M), device=row_M.device)
+            stop_M = hash_round.numbers()
             if t == 0:
-                reads_itself_M = reads_itself_R[row_M]
+                reads_itself_M = reads_itself_R[lists.row_M]
                 stop_M = stop_M + reads_itself_M.long()
-            # In an earlier round a row reads the members from its first one to the one before it.
-            first_IM = first_TR[:t, row_M]
-            member_IM = member_TR[:t, row_M]
-            holes = Holes(value_IM=member_IM, low_IP=first_IM, high_IP=member_IM)
+            start_M = hash_round.first_M
+            holes = holes_of_rounds(first_TR[:t], member_TR[:t], lists)
             if streaming and self.variant == REFORMER:
                 start_M, holes = with_ascending_starts(start_M, holes)
             part = RangeReads(lists, lists, start_M, stop_M, N)
@@ -235,7 +233,7 @@ class Lsh(ClusterPattern):
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
         first_of_list_L = lists.first_L()
         first_of_list_M = first_of_list_L[lists.list_M()]
-        first_in_reach_M = self.first_in_reach(bucket_BHN, lists, streaming)
+        first_in_reach_M = self.first_in_reach(bucket_BHN, lists.row_M, streaming)
         member_R = torch.empty_like(number_M)
         return HashRound(
             lists=lists,
@@ -243,27 +241,34 @@ class Lsh(ClusterPattern):
             member_R=member_R.scatter(0, lists.row_M, number_M),
         )
 
-    def first_in_reach(self, bucket_BHN: Tensor, lists: MemberLists, streaming: bool) -> Tensor:
-        """Return the first member that each member could read if its bucket began early enough."""
+    def first_in_reach(self, bucket_BHN: Tensor, row_M: Tensor, streaming: bool) -> Tensor:
+        """Return the first member that each member could read if its bucket began early enough.
+
+        Args:
+            row_M: the rows of the members.
+        """
         N = bucket_BHN.shape[2]
-        number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
+        number_M = torch.arange(len(row_M), device=row_M.device)
         if self.variant == CAUSAL:
             return number_M + 1 - self.window
         chunk = self.chunk
         if streaming:
             bucket_XN = bucket_BHN.flatten(0, 1)
-            place_R = sorted_places(bucket_XN, self.buckets).flatten()
-            place_in_chunk_M = place_R[lists.row_M] % chunk
+            place_XN = sorted_places(bucket_XN, self.buckets)
+            place_M = place_XN.flatten()[row_M]
+            place_in_chunk_M = place_M % chunk
             return number_M - chunk - place_in_chunk_M
         # Members are numbered in the order that chunks are cut from, N for each head.
         head_M = number_M // max(1, N)
         first_of_head_M = head_M * N
-        chunk_M = (number_M - first_of_head_M) // chunk
-        return first_of_head_M + (chunk_M - 1) * chunk
+        place_M = number_M - first_of_head_M
+        chunk_before_M = place_M // chunk - 1
+        return first_of_head_M + chunk_before_M * chunk
 
     def pairs_of_head(self, length: int) -> float:
         """Return the pairs of all rounds, as if no pair were read in two of them."""
-        pairs_of_bucket = window_pairs(length / self.buckets, self.window)
+        members_of_bucket = length / self.buckets
+        pairs_of_bucket = window_pairs(members_of_bucket, self.window)
         return self.rounds * self.buckets * pairs_of_bucket
 
     def choice_operations(self, length: int, size: int) -> float:
@@ -277,8 +282,9 @@ class Lsh(ClusterPattern):
         """Return the members of all buckets, those of a head round after round."""
         bucket_TBHN = hash_positions(qk.q_BHND, self.rotation_HTDF)
         T, B, H, N = bucket_TBHN.shape
+        rounds_of_heads = H * T
         bucket_BHTN = bucket_TBHN.permute(1, 2, 0, 3)
-        bucket_BON = bucket_BHTN.reshape(B, H * T, N)
+        bucket_BON = bucket_BHTN.reshape(B, rounds_of_heads, N)
         lists = pack(bucket_BON, self.buckets, complete=True)
         # `pack` treated each round of a head as a head, so rows are numbered with H * T heads.
         rows_of_head = T * N
@@ -289,9 +295,10 @@ class Lsh(ClusterPattern):
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         bucket_TBH1 = hash_positions(qk.q_BHND, self.rotation_HTDF)
-        bucket_BHT = bucket_TBH1[..., 0].permute(1, 2, 0)
-        joins_BHTC = F.one_hot(bucket_BHT, self.buckets).bool()
-        joins_BHL = joins_BHTC.flatten(2)
+        bucket_TBH = bucket_TBH1[..., 0]
+        bucket_BHT = bucket_TBH.permute(1, 2, 0)
+        joins_BHTC = F.one_hot(bucket_BHT, self.buckets)
+        joins_BHL = joins_BHTC.bool().flatten(2)
         return Joins(query_BHC=joins_BHL, key_BHC=joins_BHL)
 
 
@@ -320,6 +327,28 @@ class HashRound(NamedTuple):
     def first_R(self) -> Tensor:
         """Return the first member that each row reads."""
         return self.first_M[self.member_R]
+
+    def numbers(self) -> Tensor:
+        """Return the numbers of all members, `[M]`."""
+        return torch.arange(len(self.first_M), device=self.first_M.device)
+
+
+def holes_of_rounds(first_TR: Tensor, member_TR: Tensor, lists: MemberLists) -> Holes:
+    """Return holes for the pairs that earlier rounds have.
+
+    In each of these a row reads the members from its first one to the one before it.
+
+    Args:
+        first_TR: the first member that each row reads in each earlier round.
+        member_TR: the member that belongs to each row there.
+        lists: the lists of the present round.
+    """
+    member_IM = member_TR[:, lists.row_M]
+    return Holes(
+        value_IM=member_IM,
+        low_IP=first_TR[:, lists.row_M],
+        high_IP=member_IM,
+    )
 
 
 @torch.no_grad()
@@ -353,13 +382,16 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
     Each start becomes the least of itself and all later ones. Example: the starts 0, 3, 2 become
     0, 2, 2, and the second query gets a hole at key 2.
     """
-    from_last_M = start_M.flip(0).cummin(0).values
-    least_M = from_last_M.flip(0)
+    from_last_M = start_M.flip(0)
+    least_from_last_M = from_last_M.cummin(0).values
+    least_M = least_from_last_M.flip(0)
     number_M = torch.arange(len(start_M), device=start_M.device)
-    value_IM = torch.cat([holes.value_IM, number_M[None]])
-    low_IM = torch.cat([holes.low_IP, least_M[None]])
-    high_IM = torch.cat([holes.high_IP, start_M[None]])
-    return least_M, Holes(value_IM, low_IM, high_IM)
+    longer = Holes(
+        value_IM=torch.cat([holes.value_IM, number_M[None]]),
+        low_IP=torch.cat([holes.low_IP, least_M[None]]),
+        high_IP=torch.cat([holes.high_IP, start_M[None]]),
+    )
+    return least_M, longer
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
@@ -380,7 +412,8 @@ def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
         count_XQC = count_XC[:, None] + new_count_XQC
         # A position comes last in its bucket.
         up_to_bucket_XQC = count_XQC.cumsum(2)
-        count_XQ1 = up_to_bucket_XQC.gather(2, bucket_XQ[..., None])
+        bucket_XQ1 = bucket_XQ[..., None]
+        count_XQ1 = up_to_bucket_XQC.gather(2, bucket_XQ1)
         place_XQ = count_XQ1[..., 0] - 1
         places.append(place_XQ)
         count_XC = count_XQC[:, -1]
@@ -396,11 +429,12 @@ class LshCache(ClusterCache):
         """Return which slots a query reads; it reads a key in the first round that has it."""
         slot_S = torch.arange(self.slots, device=list_J.device)
         newest_J = self.joined_L[list_J] - 1
-        members_since_JS = (newest_J[:, None] - slot_S) % self.slots
+        steps_JS = newest_J[:, None] - slot_S
+        members_since_JS = steps_JS % self.slots
         reach_J = self.reach(list_J)
         is_in_reach_JS = members_since_JS < reach_J[:, None]
-        is_filled_JS = position_JS >= 0
-        readable_JS = torch.where(is_in_reach_JS & is_filled_JS, position_JS, -1)
+        # Empty slots have -1 already.
+        readable_JS = position_JS.masked_fill(~is_in_reach_JS, -1)
         # The query is in one list of each round; the rounds of a head follow one another.
         slots_of_head = self.pattern.rounds * self.slots
         readable_XA = readable_JS.view(-1, slots_of_head)
@@ -416,8 +450,9 @@ class LshCache(ClusterCache):
             return torch.full_like(list_J, pattern.window)
         # The query comes last in its bucket, among the positions so far.
         joined_OC = self.joined_L.view(-1, pattern.buckets)
-        place_L = joined_OC.cumsum(-1).flatten() - 1
-        place_in_chunk_J = place_L[list_J] % pattern.chunk
+        place_OC = joined_OC.cumsum(-1) - 1
+        place_J = place_OC.flatten()[list_J]
+        place_in_chunk_J = place_J % pattern.chunk
         return pattern.chunk + place_in_chunk_J + 1
 
 

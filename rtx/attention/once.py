@@ -15,6 +15,9 @@ import torch
 
 from rtx.attention.reads import Holes, IndexReads, MemberLists, RangeReads, Reads
 
+MakeReads = Callable[[torch.device], Sequence[Reads]]
+"""Makes lists on a device."""
+
 MAX_CACHED = 64
 """The largest number of cache entries; then a new entry replaces the oldest one."""
 
@@ -25,7 +28,7 @@ cached_lists: dict[Hashable, list[Reads]] = {}
 def cached_by_shape(
     form: Hashable,
     device: torch.device,
-    make: Callable[[torch.device], Sequence[Reads]],
+    make: MakeReads,
 ) -> list[Reads]:
     """Return `make(cpu)`, copied to the device; from the cache after the first call.
 
@@ -42,7 +45,7 @@ def cached_by_shape(
 
 
 def make_on_cpu(
-    make: Callable[[torch.device], Sequence[Reads]],
+    make: MakeReads,
     device: torch.device,
 ) -> list[Reads]:
     """Return `make(cpu)`, copied to the device, with an empty `derived` for `derived_once`.
@@ -62,14 +65,16 @@ def on_device(part: Reads, device: torch.device) -> Reads:
     true of the result if it is true of `part`.
     """
     if isinstance(part, IndexReads):
-        return part._replace(index_RK=part.index_RK.to(device))
+        index_RK = part.index_RK.to(device)
+        return part._replace(index_RK=index_RK)
     query = packed_on_device(part.query, device)
     key = query
     if part.key is not part.query:
         key = packed_on_device(part.key, device)
     holes = part.holes
     if holes is not None:
-        holes = Holes(*(x.to(device) for x in holes))
+        holes_on_device = [x.to(device) for x in holes]
+        holes = Holes(*holes_on_device)
     return part._replace(
         query=query,
         key=key,
@@ -82,7 +87,9 @@ def on_device(part: Reads, device: torch.device) -> Reads:
 
 def packed_on_device(packed: MemberLists, device: torch.device) -> MemberLists:
     """Return the lists of rows on a device."""
-    return MemberLists(packed.row_M.to(device), packed.count_L.to(device))
+    row_M = packed.row_M.to(device)
+    count_L = packed.count_L.to(device)
+    return MemberLists(row_M, count_L)
 
 
 def derived_once(part: RangeReads, name: str, make: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ from rtx.attention.pattern import Pattern, Rotate
 from rtx.attention.reads import QueriesKeys
 
 
-def attend(
+def attend_by_rule(
     pattern: Pattern,
     q_BHND: Tensor,
     k_BHND: Tensor | None,
@@ -40,38 +40,72 @@ def attend(
     Each document is a sequence by itself.
     """
     if documents is not None:
-        attend_alone = partial(attend, rotate=rotate, relative=relative, streaming=streaming)
-        return attend_documents(attend_alone, pattern, (q_BHND, k_BHND, v_BHND), documents)
-    B, H, N, D = q_BHND.shape
+        attend_alone = partial(
+            attend_by_rule, rotate=rotate, relative=relative, streaming=streaming
+        )
+        qkv = (q_BHND, k_BHND, v_BHND)
+        return attend_documents(attend_alone, pattern, qkv, documents)
+    D = q_BHND.shape[-1]
     terms = pattern.terms(D, relative)
-    shape = (B, H, N, v_BHND.shape[-1])
     outs = []
-    for b in range(B):
+    for b, q_HND in enumerate(q_BHND):
         k_1HND = None
         if k_BHND is not None:
-            k_1HND = k_BHND[b : b + 1]
-        qk_of_choice = pattern.inputs(q_BHND[b : b + 1], k_1HND, rotate)
-        for h in range(H):
-            v_ND = v_BHND[b, h // pattern.queries_of_key_head]
-            # The head that chooses. Query heads that choose together share it; each has its logits.
-            head = h
-            qk = qk_of_choice
-            if pattern.chooses_together:
-                head = h // pattern.queries_of_key_head
-                qk = of_query_head(qk_of_choice, h % pattern.queries_of_key_head)
-            mask_CNN = pattern.rule(qk_of_choice, head, streaming)
-            if not pattern.attend_self:
-                mask_CNN = others_if_any(mask_CNN)
-            q_ND = qk.rotated_q_BHND[0, head]
-            k_ND = qk.rotated_k_BHND[0, head]
-            sink = None
-            if pattern.sink_H is not None:
-                sink = pattern.sink_H[h]
-            out_ND, _ = dense(q_ND, k_ND, v_ND, mask_CNN, terms, head, pattern.merge, sink)
-            outs.append(pattern.finish_by_rule(out_ND, qk, v_ND, head, terms))
+            k_1HND = k_BHND[b, None]
+        qk = pattern.inputs(q_HND[None], k_1HND, rotate)
+        outs.append(attend_sequence(pattern, qk, v_BHND[b], terms, streaming))
     if not outs:
-        return v_BHND.new_zeros(shape)
-    return torch.stack(outs).view(shape)
+        return v_BHND.new_zeros(*q_BHND.shape[:3], v_BHND.shape[3])
+    return torch.stack(outs)
+
+
+def attend_sequence(
+    pattern: Pattern,
+    qk: QueriesKeys,
+    v_GND: Tensor,
+    terms: LogitTerms,
+    streaming: bool,
+) -> Tensor:
+    """Return the outputs of all query heads of one sequence by the rule, `[H, N, D]`.
+
+    Args:
+        qk: of this sequence.
+        v_GND: the values of key-value heads.
+        terms: the terms of logits besides queries and keys.
+    """
+    queries_of_key_head = pattern.queries_of_key_head
+    G, _, value_size = v_GND.shape
+    outs = []
+    for h in range(G * queries_of_key_head):
+        key_head = h // queries_of_key_head
+        # The head that chooses. Query heads that choose together share it; each has its logits.
+        head = h
+        qk_of_logits = qk
+        if pattern.chooses_together:
+            head = key_head
+            qk_of_logits = of_query_head(qk, h % queries_of_key_head)
+        mask_CNN = pattern.rule(qk, head, streaming)
+        if not pattern.attend_self:
+            mask_CNN = others_if_any(mask_CNN)
+        sink = None
+        if pattern.sink_H is not None:
+            sink = pattern.sink_H[h]
+        v_ND = v_GND[key_head]
+        out_ND, _ = dense(
+            qk_of_logits.rotated_q_BHND[0, head],
+            qk_of_logits.rotated_k_BHND[0, head],
+            v_ND,
+            mask_CNN,
+            terms,
+            head=head,
+            merge=pattern.merge,
+            sink=sink,
+        )
+        out_ND = pattern.finish_by_rule(out_ND, qk_of_logits, v_ND, head, terms)
+        outs.append(out_ND)
+    if not outs:
+        return v_GND.new_zeros(0, qk.q_BHND.shape[2], value_size)
+    return torch.stack(outs)
 
 
 def of_query_head(qk: QueriesKeys, number: int) -> QueriesKeys:
@@ -100,14 +134,18 @@ def attend_documents(
         attend_alone: takes the pattern, and queries, keys and values of a document.
     """
     q_BHND, k_BHND, v_BHND = qkv
-    sequences = [v_BHND.new_zeros(0, *q_BHND.shape[1:3], v_BHND.shape[-1])]
+    no_sequences = v_BHND.new_zeros(0, *q_BHND.shape[1:3], v_BHND.shape[-1])
+    sequences = [no_sequences]
     for b, first_N in enumerate(documents.first_BN):
+        sequence = slice(b, b + 1)
         outs = []
         for first in first_N.unique().tolist():
-            at_N = first_N == first
-            k_1HJD = None if k_BHND is None else k_BHND[b : b + 1, :, at_N]
-            q_1HJD = q_BHND[b : b + 1, :, at_N]
-            v_1HJD = v_BHND[b : b + 1, :, at_N]
+            is_in_document_N = first_N == first
+            q_1HJD = q_BHND[sequence, :, is_in_document_N]
+            v_1HJD = v_BHND[sequence, :, is_in_document_N]
+            k_1HJD = None
+            if k_BHND is not None:
+                k_1HJD = k_BHND[sequence, :, is_in_document_N]
             outs.append(attend_alone(pattern, q_1HJD, k_1HJD, v_1HJD))
         sequences.append(torch.cat(outs, dim=2))
     return torch.cat(sequences)
@@ -142,17 +180,18 @@ def dense(
             one softmax over all its lists.
         sink: a logit without a value in every softmax, a scalar; None: there is none.
     """
-    query_N1 = torch.arange(len(q_ND), device=q_ND.device)[:, None]
+    query_N = torch.arange(len(q_ND), device=q_ND.device)
     key_N = torch.arange(len(k_ND), device=q_ND.device)
-    distance_NN = (query_N1 - key_N).clamp(min=0)
+    distance_NN = query_N[:, None] - key_N
+    distance_NN = distance_NN.clamp(min=0)
     logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
     weight_CNN = weights(logits_NN, mask_CNN, merge, sink)
     out_ND = weight_CNN.sum(0) @ v_ND
     relative = terms.relative
     if relative is not None and relative.values_MD is not None:
-        last = len(relative.values_MD) - 1
-        values_NND = relative.values_MD[distance_NN.clamp(max=last)]
-        out_ND = out_ND + torch.einsum("cnm,nmd->nd", weight_CNN, values_NND)
+        values_NND = rows_by_distance(relative.values_MD, distance_NN)
+        of_distances_ND = torch.einsum("cnm,nmd->nd", weight_CNN, values_NND)
+        out_ND = out_ND + of_distances_ND
     return out_ND, weight_CNN
 
 
@@ -161,15 +200,22 @@ def logits(q_ND: Tensor, k_ND: Tensor, distance_NN: Tensor, terms: LogitTerms, h
     products_NN = q_ND @ k_ND.T
     if terms.relative is not None:
         keys_MD, bias_M = terms.relative.of_heads(head)
-        row_NN = distance_NN.clamp(max=len(keys_MD) - 1)
-        products_NN = products_NN + torch.einsum("nd,nmd->nm", q_ND, keys_MD[row_NN])
+        keys_NND = rows_by_distance(keys_MD, distance_NN)
+        of_distances_NN = torch.einsum("nd,nmd->nm", q_ND, keys_NND)
+        products_NN = products_NN + of_distances_NN
         if bias_M is not None:
-            products_NN = products_NN + bias_M[row_NN]
+            products_NN = products_NN + rows_by_distance(bias_M, distance_NN)
     logits_NN = terms.scale * products_NN
     if terms.bias_HM is not None:
         bias_M = terms.bias_HM[head]
-        logits_NN = logits_NN + bias_M[distance_NN.clamp(max=len(bias_M) - 1)]
+        logits_NN = logits_NN + rows_by_distance(bias_M, distance_NN)
     return logits_NN
+
+
+def rows_by_distance(table: Tensor, distance_NN: Tensor) -> Tensor:
+    """Return the row of a table for each distance; larger distances get the last row."""
+    last = len(table) - 1
+    return table[distance_NN.clamp(max=last)]
 
 
 def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str, sink: Tensor | None = None) -> Tensor:
@@ -184,11 +230,13 @@ def weights(logits_NN: Tensor, mask_CNN: Tensor, merge: str, sink: Tensor | None
     reads_some_CN1 = mask_CNN.any(over, keepdim=True)
     # A query that reads nothing gets a softmax over all keys, as one over none would be NaN; the
     # product with the mask then makes it zero.
-    logits_CNN = torch.where(mask_CNN | ~reads_some_CN1, logits_NN, -inf)
+    is_in_softmax_CNN = mask_CNN | ~reads_some_CN1
+    logits_CNN = torch.where(is_in_softmax_CNN, logits_NN, -inf)
     logits_CNN = logits_CNN.nan_to_num(0.0, neginf=-inf)
     log_sum_CN1 = logits_CNN.logsumexp(over, keepdim=True)
     if sink is not None:
         log_sum_CN1 = torch.logaddexp(log_sum_CN1, sink)
     softmax_CNN = (logits_CNN - log_sum_CN1).exp()
-    lists_N1 = reads_some_CN1.sum(0).clamp(min=1)
+    lists_N1 = reads_some_CN1.sum(0)
+    lists_N1 = lists_N1.clamp(min=1)
     return softmax_CNN * mask_CNN / lists_N1

@@ -20,6 +20,9 @@ from torch import Tensor
 
 QKV = tuple[Tensor, Tensor | None, Tensor]
 """Queries, keys (None where queries serve as keys) and values, `[B, H, N, D]`."""
+Attend = Callable[[QKV, int], tuple[Tensor, Tensor]]
+"""Returns outputs and auxiliary loss of sequences, from their queries, keys and values and from the
+length of their memory."""
 
 
 class Group(NamedTuple):
@@ -37,7 +40,7 @@ class Group(NamedTuple):
 
 
 def attend_padded(
-    attend: Callable[[QKV, int], tuple[Tensor, Tensor]],
+    attend: Attend,
     qkv: QKV,
     real_BN: Tensor,
     memory: int,
@@ -47,8 +50,7 @@ def attend_padded(
     Padding gets zero. The loss is the mean over all real positions.
 
     Args:
-        attend: returns outputs and loss of sequences without padding, from their queries, keys and
-            values and from the length of their memory.
+        attend: for sequences without padding.
         real_BN: false at padding.
         memory: see `Pattern.forward`.
     """
@@ -57,7 +59,7 @@ def attend_padded(
 
 
 def attend_groups(
-    attend: Callable[[QKV, int], tuple[Tensor, Tensor]],
+    attend: Attend,
     qkv: QKV,
     groups: list[Group],
     row_J: Tensor,
@@ -86,14 +88,15 @@ def attend_groups(
         qkv_of_group = (queries[number], keys[number], values[number])
         out_BHND, loss = attend(qkv_of_group, group.memory)
         # The positions of the memory have no outputs.
-        out_BHND = F.pad(out_BHND, (0, 0, group.memory, 0))
+        before_outputs = (0, 0, group.memory, 0)
+        out_BHND = F.pad(out_BHND, before_outputs)
         outs.append(by_rows(out_BHND))
         share = group.positions() / real_positions
         losses.append(loss * share)
-    # Values may have fewer heads than queries.
-    shape = torch.Size([*q_BHND.shape[:3], v_BHND.shape[3]])
-    out_BHND = scattered(torch.cat(outs), row_J, shape)
-    return out_BHND[:, :, memory:], torch.stack(losses).sum()
+    B, _, N, _ = q_BHND.shape
+    out_BHND = scattered(torch.cat(outs), row_J, B, N)
+    total_loss = torch.stack(losses).sum()
+    return out_BHND[:, :, memory:], total_loss
 
 
 def by_rows(x_BHND: Tensor) -> Tensor:
@@ -102,13 +105,9 @@ def by_rows(x_BHND: Tensor) -> Tensor:
     return x_BNHD.flatten(0, 1)
 
 
-def scattered(out_JHD: Tensor, row_J: Tensor, shape: torch.Size) -> Tensor:
-    """Return the outputs at their rows, and zeros in all others, `[B, H, N, D]`.
-
-    Args:
-        shape: `[B, H, N, D]`.
-    """
-    B, H, N, D = shape
+def scattered(out_JHD: Tensor, row_J: Tensor, B: int, N: int) -> Tensor:
+    """Return the outputs at their rows, and zeros in all others, `[B, H, N, D]`."""
+    _, H, D = out_JHD.shape
     out_RHD = out_JHD.new_zeros(B * N, H, D)
     out_RHD = out_RHD.index_copy(0, row_J, out_JHD)
     out_BNHD = out_RHD.view(B, N, H, D)
@@ -152,6 +151,7 @@ def real_parts(x_BHND: Tensor, row_J: Tensor, groups: list[Group]) -> list[Tenso
     pieces = x_JHD.split(counts)
     parts = []
     for group, piece_JHD in zip(groups, pieces, strict=True):
-        x_BNHD = piece_JHD.unflatten(0, (group.sequences, group.length))
+        shape_BN = (group.sequences, group.length)
+        x_BNHD = piece_JHD.unflatten(0, shape_BN)
         parts.append(x_BNHD.transpose(1, 2))
     return parts

@@ -19,7 +19,9 @@ def count_pairs(parts: list[Reads]) -> int:
     pairs = 0
     for part in parts:
         if isinstance(part, IndexReads):
-            pairs += int((part.index_RK >= 0).sum())
+            is_key_RK = part.index_RK >= 0
+            pairs += int(is_key_RK.sum())
         else:
-            pairs += int((part.stop_P - part.start_P).sum())
+            count_P = part.stop_P - part.start_P
+            pairs += int(count_P.sum())
     return pairs

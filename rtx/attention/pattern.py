@@ -459,7 +459,7 @@ class Pattern(nn.Module, ABC):
         with torch.no_grad():
             parts = self.observe(qk, streaming)
         v_BHND = grouped.expanded(v_BHND, self.queries_of_key_head)
-        out_BHND = self.attend(qk, v_BHND, parts, relative)
+        out_BHND = self.attend_parts(qk, v_BHND, parts, relative)
         return out_BHND, self.loss(qk, parts), parts
 
     def attend_together(
@@ -488,11 +488,11 @@ class Pattern(nn.Module, ABC):
         loss = self.loss(qk, parts)
         v_XGND = v_BGND.repeat(copies, 1, 1, 1)
         if copies_choose:
-            out_XGND = self.attend(grouped.for_attention(qk, 1), v_XGND, parts, relative)
+            out_XGND = self.attend_parts(grouped.for_attention(qk, 1), v_XGND, parts, relative)
             return grouped.together(out_XGND, copies), loss, None
         rows = qk.q_BHND.shape[:3].numel()
         copied = [grouped.repeated_reads(part, copies, rows) for part in parts]
-        out_XGND = self.attend(grouped.for_attention(qk, copies), v_XGND, copied, relative)
+        out_XGND = self.attend_parts(grouped.for_attention(qk, copies), v_XGND, copied, relative)
         return grouped.together(out_XGND, copies), loss, parts
 
     def inputs(
@@ -556,7 +556,7 @@ class Pattern(nn.Module, ABC):
             narrow_k_BHND=prepared.narrow_k_BHND,
         )
 
-    def attend(
+    def attend_parts(
         self,
         qk: QueriesKeys,
         v_BHND: Tensor,

@@ -1,4 +1,4 @@
-"""Patterns that choose by position: full, local, recurrent, strided and fixed heads.
+"""Patterns that choose by position: full, local and recurrent heads, and their base classes.
 
 A pattern defines for each pair of positions whether the query reads the key (`sees`). For speed it
 also describes the same pairs as lists (`position_lists`). Tests compare the two.
@@ -6,16 +6,20 @@ also describes the same pairs as lists (`position_lists`). Tests compare the two
 Example: `Local` with W = 3 has `since(i)` = i - 2. `ContiguousPattern` derives from it `sees(i, j)`
 = (j >= i - 2), and one list of all positions, of which the query at i reads i - 2 to i.
 
+sparse_transformer.py has more of these patterns, strided and fixed heads, and adaptive_span.py has
+local heads that learn their window.
+
 Names from other files that this one uses:
 
-    Pattern        the base class: its forward pass calls `reads`, and attends over the result
-    RangeReads     packed lists, in which a query reads a range of one list (reads.py has a picture)
-    IndexReads     an index: the numbers of the keys that each query reads
-    cached_by_shape  calls a function, and caches the result for the same pattern and shapes
-    RowCache       the keys and values of a stream; position n is in slot n modulo their number;
-                   its `attend` is softmax attention of the newest query over some slots
+    Pattern           the base class: its forward pass calls `reads`, and attends over the result
+    RangeReads        packed lists: a query reads a range of one list (reads.py has a picture)
+    IndexReads        an index: the numbers of the keys that each query reads
+    cached_by_shape   calls a function, and caches the result for the same pattern and shapes
+    RowCache          the keys and values of a stream; position n is in slot n modulo their number;
+                      `attend_newest` is softmax attention of the newest query over some slots
 
-Shapes: B sequences, H heads, N positions, D head size, K keys of a query, S slots of a cache.
+Shapes: B sequences, H heads, G key-value heads, N positions, D head size, K keys of a query, S
+slots of a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_positive, check_within
+from rtx.attention.arguments import check_positive
 from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
@@ -38,13 +42,14 @@ from rtx.attention.pairs import count_pairs
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import (
     IndexReads,
+    MemberLists,
     QueriesKeys,
     RangeReads,
     Reads,
     Window,
-    bounded_read,
     first_rows,
     pack,
+    ranges_between,
     with_own_holes,
     without_self,
 )
@@ -75,7 +80,9 @@ class PositionLists(NamedTuple):
 
     def count(self) -> int:
         """Return the number of lists of a head, one at least."""
-        number = torch.cat([self.list_HN.flatten(), self.key_list_HN.flatten()])
+        list_of_queries = self.list_HN.flatten()
+        list_of_keys = self.key_list_HN.flatten()
+        number = torch.cat([list_of_queries, list_of_keys])
         if not len(number):
             return 1
         return int(number.max()) + 1
@@ -144,13 +151,16 @@ class PositionPattern(Pattern):
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
-        if qk.documents is None:
-            return self.reads_of_shape((B, H, N), qk.memory, qk.q_BHND.device)
+        documents = qk.documents
+        if documents is None:
+            shape = (B, H, N)
+            return self.reads_of_shape(shape, qk.memory, qk.q_BHND.device)
         form = self.form()
-        make = partial(self.reads_of_documents, qk.documents, H)
+        make = partial(self.reads_of_documents, documents, H)
         if form is None:
             return [*make()]
-        return [*qk.documents.cached((type(self), form, H), make)]
+        key = (type(self), form, H)
+        return [*documents.cached(key, make)]
 
     def reads_of_shape(
         self,
@@ -192,9 +202,11 @@ class PositionPattern(Pattern):
 
     def form_of_attributes(self) -> Hashable | None:
         """Return the names and values of all attributes; None: an attribute is not `PLAIN`."""
-        # Sinks change weights, and not what is read.
-        learned = [name for name, _ in self.named_parameters() if name != "sink_H"]
-        if learned or [*self.buffers()]:
+        for name, _ in self.named_parameters():
+            # Sinks change weights, and not what is read.
+            if name != "sink_H":
+                return None
+        if [*self.buffers()]:
             return None
         attributes = {}
         for name, value in vars(self).items():
@@ -222,11 +234,11 @@ class PositionPattern(Pattern):
         all_lists = self.position_lists(position_N, H)
         if all_lists is None:
             return [self.index_of_pairs(B, H, position_N)]
-        parts = [ranges_of(lists, B, H, memory) for lists in all_lists]
+        parts = [packed_ranges(lists, B, H, memory) for lists in all_lists]
         if self.attend_self:
             return parts
         if not self.causal:
-            # Patterns that read both sides have one part.
+            # Patterns that read later positions, too, have one part.
             return [with_own_holes(part) for part in parts]
         return without_self(parts, B * H * N)
 
@@ -249,40 +261,48 @@ class PositionPattern(Pattern):
         parts = []
         # Each part has one `PositionLists` of every sequence.
         for lists_B in zip(*lists_of_sequences, strict=True):
-            parts.append(bounded_ranges(lists_B, documents, H))
+            parts.append(packed_ranges_in_documents(lists_B, documents, H))
         B, N = documents.first_BN.shape
         if self.attend_self:
             return parts
-        bounded = without_self(parts, B * H * N)
-        return [part._replace(derived={}) for part in bounded]
+        others = without_self(parts, B * H * N)
+        return [part._replace(derived={}) for part in others]
 
     def index_of_pairs(self, B: int, H: int, position_N: Tensor) -> IndexReads:
         """Return the pairs of `sees`, which is evaluated for all of them, as an index."""
         N = len(position_N)
         device = position_N.device
-        read_HNN = torch.zeros(H, N, N, dtype=torch.bool, device=device)
-        for head in range(H):
-            read_HNN[head] = self.pairs(head, position_N)
-        if not self.attend_self:
-            is_self_NN = torch.eye(N, dtype=torch.bool, device=device)
-            read_HNN = mask_without_self(read_HNN, is_self_NN)
+        read_HNN = self.pairs_of_heads(H, position_N)
         most = 0
         if H * N:
             count_HN = read_HNN.sum(-1)
             most = int(count_HN.max())
         # The numbers of each query's keys, ascending; then N, if it reads fewer than the most.
         number_N = torch.arange(N, device=device)
-        place_HNN = torch.where(read_HNN, number_N, N)
-        place_HNK = place_HNN.topk(most, largest=False).values
-        row_BHNK = first_rows(B, H, N, device) + place_HNK
-        row_BHNK = torch.where(place_HNK < N, row_BHNK, -1)
+        key_HNN = torch.where(read_HNN, number_N, N)
+        key_HNK = key_HNN.topk(most, largest=False).values
+        row_BHNK = first_rows(B, H, N, device) + key_HNK
+        row_BHNK = torch.where(key_HNK < N, row_BHNK, -1)
         return IndexReads(row_BHNK.flatten(0, 2), N)
+
+    def pairs_of_heads(self, H: int, position_N: Tensor) -> Tensor:
+        """Return the mask of what each head reads, `[H, N, N]`, bool."""
+        masks = [self.pairs(head, position_N) for head in range(H)]
+        if not masks:
+            N = len(position_N)
+            return torch.zeros(0, N, N, dtype=torch.bool, device=position_N.device)
+        read_HNN = torch.stack(masks)
+        if self.attend_self:
+            return read_HNN
+        position_N1 = position_N[:, None]
+        is_self_NN = position_N == position_N1
+        return mask_without_self(read_HNN, is_self_NN)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return PositionCache(self, relative, self.cache_size)
 
 
-def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
+def packed_ranges(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
     """Return lists of N positions as packed lists of rows.
 
     Args:
@@ -292,8 +312,8 @@ def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
     count = lists.count()
     list_HN = lists.list_HN
     if memory:
-        reads_nothing_N = torch.arange(N, device=list_HN.device) < memory
-        list_HN = list_HN.masked_fill(reads_nothing_N, -1)
+        number_N = torch.arange(N, device=list_HN.device)
+        list_HN = list_HN.masked_fill(number_N < memory, -1)
     key_list_BHN = lists.key_list_HN.expand(B, H, N)
     keys = pack(key_list_BHN, count)
     queries = keys
@@ -302,10 +322,12 @@ def ranges_of(lists: PositionLists, B: int, H: int, memory: int) -> RangeReads:
         queries = pack(list_BHN, count)
     since_N = lists.since_N + memory
     until_N = lists.until_N + memory
-    return bounded_read(queries, keys, N, since_N, until_N)
+    return ranges_between(queries, keys, N, since_N, until_N)
 
 
-def bounded_ranges(lists_B: Sequence[PositionLists], documents: Documents, H: int) -> RangeReads:
+def packed_ranges_in_documents(
+    lists_B: Sequence[PositionLists], documents: Documents, H: int
+) -> RangeReads:
     """Return lists of the positions in documents as packed lists of rows, bounded by documents.
 
     A list may contain positions of several documents.
@@ -315,20 +337,31 @@ def bounded_ranges(lists_B: Sequence[PositionLists], documents: Documents, H: in
     """
     B, N = documents.first_BN.shape
     count = max(lists.count() for lists in lists_B)
-    key_lists = [lists.key_list_HN.expand(H, N) for lists in lists_B]
-    keys = pack(torch.stack(key_lists), count)
+    shares_lists = all(lists.list_HN is lists.key_list_HN for lists in lists_B)
+    keys = pack_sequences([lists.key_list_HN for lists in lists_B], H, count)
     queries = keys
-    if any(lists.list_HN is not lists.key_list_HN for lists in lists_B):
-        query_lists = [lists.list_HN.expand(H, N) for lists in lists_B]
-        queries = pack(torch.stack(query_lists), count)
-    # Before its document a query reads nothing, and it stops at its own position at the latest.
-    since_BN = torch.stack([lists.since_N for lists in lists_B]).clamp(min=0)
+    if not shares_lists:
+        queries = pack_sequences([lists.list_HN for lists in lists_B], H, count)
+    since_BN = torch.stack([lists.since_N for lists in lists_B])
     until_BN = torch.stack([lists.until_N for lists in lists_B])
-    since_R = (since_BN + documents.first_BN)[:, None].expand(B, H, N).flatten()
-    until_R = (until_BN + documents.first_BN)[:, None].expand(B, H, N).flatten()
-    part = bounded_read(queries, keys, N, since_R, until_R)
+    # Before its document a query reads nothing, and it stops at its own position at the latest.
+    since_BN = documents.first_BN + since_BN.clamp(min=0)
+    until_BN = documents.first_BN + until_BN
+    since_BHN = since_BN[:, None].expand(B, H, N)
+    until_BHN = until_BN[:, None].expand(B, H, N)
+    part = ranges_between(queries, keys, N, since_BHN.flatten(), until_BHN.flatten())
     # All layers read the same lists, so engines store their tables in them.
     return part._replace(derived={})
+
+
+def pack_sequences(lists: list[Tensor], H: int, count: int) -> MemberLists:
+    """Return packed lists of several sequences, from the list of each position, `[N]` or `[H, N]`.
+
+    Args:
+        count: the number of lists of a head.
+    """
+    lists_of_heads = [list_HN.expand(H, -1) for list_HN in lists]
+    return pack(torch.stack(lists_of_heads), count)
 
 
 class ContiguousPattern(PositionPattern):
@@ -351,12 +384,15 @@ class ContiguousPattern(PositionPattern):
         return i + 1
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= self.since(i)) & (j < self.until(i))
+        is_from_first = j >= self.since(i)
+        is_before_end = j < self.until(i)
+        return is_from_first & is_before_end
 
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         list_N = torch.zeros_like(position_N)
         since_N = self.since(position_N)
-        return [PositionLists(list_N, list_N, since_N, self.until(position_N))]
+        until_N = self.until(position_N)
+        return [PositionLists(list_N, list_N, since_N, until_N)]
 
     def make_reads(
         self,
@@ -368,11 +404,9 @@ class ContiguousPattern(PositionPattern):
     ) -> Sequence[Reads]:
         parts = super().make_reads(B, H, N, memory, device)
         # The bounds below are numbers in tensors, which a CPU would have to wait for on a GPU.
-        if device.type != "cpu":
+        if device.type != "cpu" or not self.causal:
             return parts
         if not self.attend_self or len(parts) > 1 or memory >= N:
-            return parts
-        if not self.causal:
             return parts
         (part,) = parts
         assert isinstance(part, RangeReads)
@@ -389,7 +423,8 @@ class ContiguousPattern(PositionPattern):
     def is_window(self, keys: int, memory: int, length: int) -> bool:
         """Return whether `length` positions after a memory each read the last `keys` positions."""
         position_N = torch.arange(length)
-        first_N = self.since(position_N).clamp(min=-memory)
+        first_N = self.since(position_N)
+        first_N = first_N.clamp(min=-memory)
         read_N = position_N + 1 - first_N
         readable_N = position_N + 1 + memory
         window_N = readable_N.clamp(max=keys)
@@ -421,7 +456,7 @@ class Full(ContiguousPattern):
             return super().rule(qk, head, streaming)
         queries = qk.q_BHND.shape[2]
         keys = qk.k_BHND.shape[2]
-        return torch.ones(1, queries, keys, dtype=torch.bool, device=qk.q_BHND.device)
+        return qk.q_BHND.new_ones(1, queries, keys, dtype=torch.bool)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         if qk.counts is None:
@@ -435,7 +470,7 @@ class Full(ContiguousPattern):
             since_N=torch.zeros_like(position_N),
             until_N=torch.full_like(position_N, N),
         )
-        return [ranges_of(lists, B, H, memory=0)]
+        return [packed_ranges(lists, B, H, memory=0)]
 
 
 class Local(ContiguousPattern):
@@ -509,115 +544,6 @@ class Recurrent(ContiguousPattern):
         return self.counted_pairs(length, self.memory)
 
 
-class Strided(PositionPattern):
-    """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
-
-    For data with a period, such as the rows of an image. Cost N^2 / (2 stride). With causal=False
-    it reads i + stride, i + 2 stride, ..., too.
-    """
-
-    takes_both_sides = True
-
-    def __init__(self, *, stride: int, **options: Any) -> None:
-        super().__init__(**options)
-        check_positive(stride=stride)
-        self.stride = stride
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j) % self.stride == 0
-
-    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """Return a list for each remainder."""
-        list_N = position_N % self.stride
-        first_N = torch.zeros_like(position_N)
-        until_N = position_N + 1
-        if not self.causal:
-            until_N = torch.full_like(position_N, FAR)
-        return [PositionLists(list_N, list_N, first_N, until_N)]
-
-
-class Fixed(PositionPattern):
-    """Position i reads its block up to itself, and the summary columns of all earlier blocks.
-
-    Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
-    sets. Cost N (block + N summary / block) / 2.
-
-    Args:
-        block: positions of a block.
-        summary: c, summary columns of a block. Head h takes the c columns that end c (h mod
-            (block // c)) columns before the end of the block.
-    """
-
-    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
-        super().__init__(**options)
-        check_positive(block=block)
-        check_within("summary", summary, block, "block")
-        self.block = block
-        self.summary = summary
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        is_in_block = i // self.block == j // self.block
-        return is_in_block | self.is_summary(head, j)
-
-    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
-        """Return whether j is a summary column of its block."""
-        sub_blocks = self.block // self.summary
-        sub_block = head % sub_blocks
-        stop = self.block - self.summary * sub_block
-        start = stop - self.summary
-        column = j % self.block
-        return (column >= start) & (column < stop)
-
-    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """Return a list for each block, and one list of the summary columns of earlier blocks."""
-        block_N = position_N // self.block
-        first_N = torch.zeros_like(position_N)
-        blocks = PositionLists(block_N, block_N, first_N, position_N + 1)
-        return [blocks, self.summaries(position_N, heads, block_N * self.block)]
-
-    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
-        """Return one list of all summary columns.
-
-        Args:
-            until_N: the position before which each query stops reading.
-        """
-        first_N = torch.zeros_like(position_N)
-        head_H1 = torch.arange(heads, device=position_N.device)[:, None]
-        is_summary_HN = self.is_summary(head_H1, position_N)
-        key_list_HN = torch.where(is_summary_HN, 0, -1)
-        return PositionLists(first_N, key_list_HN, first_N, until_N)
-
-
-class FixedBlock(Recurrent):
-    """Position i reads its block up to itself: the first kind of head of `Fixed`.
-
-    Child et al. 2019, section 4.3, first give the pattern as two kinds of heads.
-    """
-
-    def __init__(self, *, block: int, **options: Any) -> None:
-        check_positive(block=block)
-        super().__init__(length=block, memory=0, **options)
-
-    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """Return a list for each block, so that engines compute whole triangles."""
-        block_N = position_N // self.length
-        first_N = torch.zeros_like(position_N)
-        return [PositionLists(block_N, block_N, first_N, position_N + 1)]
-
-
-class FixedSummary(Fixed):
-    """Position i reads all summary columns up to itself: the second kind of head of `Fixed`.
-
-    Child et al. 2019, section 4.3. A query reads the summary columns of its block as well.
-    """
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return self.is_summary(head, j)
-
-    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        return [self.summaries(position_N, heads, position_N + 1)]
-
-
 class PositionCache(RowCache):
     """The KV cache of a stream whose pattern chooses by position."""
 
@@ -631,30 +557,49 @@ class PositionCache(RowCache):
         super().__init__(terms, ring, pattern.key_copies)
         self.pattern = pattern
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
+    def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
+        k_BGSD, v_BGSD = self.put(qk, v_BG1D, position)
         H = qk.q_BHND.shape[1]
-        slots = k_BHSD.shape[2]
+        slots = k_BGSD.shape[2]
         filled = min(slots, position + 1)
-        k_BHSD = k_BHSD[:, :, :filled]
-        v_BHSD = v_BHSD[:, :, :filled]
-        slot_S = torch.arange(filled, device=k_BHSD.device)
+        k_BGSD = k_BGSD[:, :, :filled]
+        v_BGSD = v_BGSD[:, :, :filled]
+        slot_S = torch.arange(filled, device=k_BGSD.device)
         distance_S = (position - slot_S) % slots
         distance_111S = distance_S[None, None, None]
         if self.pattern.reads_all_cached and self.pattern.attend_self:
-            return self.attend(qk, k_BHSD, v_BHSD, None, distance_111S)
+            return self.attend_newest(qk, k_BGSD, v_BGSD, None, distance_111S)
         position_S = position - distance_S
         read_HS = self.slots_read(position_S, position % slots, H)
         if self.ring is None and has_equal_counts(read_HS):
-            # Most slots are not read: copy the others, and attend over the copies.
-            slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
-            slot_1HK1 = slot_HK[None, :, :, None]
-            k_BHKD = gathered(k_BHSD, slot_1HK1)
-            v_BHKD = gathered(v_BHSD, slot_1HK1)
-            distance_1H1K = distance_S[slot_HK][None, :, None]
-            return self.attend(qk, k_BHKD, v_BHKD, None, distance_1H1K)
+            return self.attend_copies(qk, k_BGSD, v_BGSD, read_HS, distance_S)
         read_1H1S = read_HS[None, :, None]
-        return self.attend(qk, k_BHSD, v_BHSD, read_1H1S, distance_111S)
+        return self.attend_newest(qk, k_BGSD, v_BGSD, read_1H1S, distance_111S)
+
+    def attend_copies(
+        self,
+        qk: QueriesKeys,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        read_HS: Tensor,
+        distance_S: Tensor,
+    ) -> Tensor:
+        """Return the outputs of the newest position, over copies of the slots that it reads.
+
+        That is faster if most slots are not read, as in strided heads.
+
+        Args:
+            read_HS: the slots that each head reads, as many for each.
+            distance_S: the distance of the newest position from that of each slot.
+        """
+        H = len(read_HS)
+        slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
+        slot_1HK1 = slot_HK[None, :, :, None]
+        k_BHKD = gathered(k_BGSD, slot_1HK1)
+        v_BHKD = gathered(v_BGSD, slot_1HK1)
+        distance_HK = distance_S[slot_HK]
+        distance_1H1K = distance_HK[None, :, None]
+        return self.attend_newest(qk, k_BHKD, v_BHKD, None, distance_1H1K)
 
     def slots_read(self, position_S: Tensor, slot: int, heads: int) -> Tensor:
         """Return which slots the newest position reads, `[H, S]`, bool.
@@ -663,19 +608,20 @@ class PositionCache(RowCache):
             position_S: the positions in the slots.
             slot: the slot of the newest position.
         """
-        device = position_S.device
-        read_HS = torch.zeros(heads, len(position_S), dtype=torch.bool, device=device)
-        all_lists = self.pattern.position_lists(position_S, heads)
+        pattern = self.pattern
+        read_HS = torch.zeros_like(position_S, dtype=torch.bool).repeat(heads, 1)
+        all_lists = pattern.position_lists(position_S, heads)
         if all_lists is None:
             for head in range(heads):
-                read_HS[head] = self.pattern.sees(head, position_S[slot], position_S)
+                read_HS[head] = pattern.sees(head, position_S[slot], position_S)
         else:
             for lists in all_lists:
                 is_from_S = position_S >= lists.since_N[slot]
                 is_until_S = position_S < lists.until_N[slot]
-                is_in_list_HS = lists.key_list_HN == lists.list_HN[..., slot, None]
+                list_H1 = lists.list_HN[..., slot, None]
+                is_in_list_HS = lists.key_list_HN == list_H1
                 read_HS |= is_in_list_HS & is_from_S & is_until_S
-        if self.pattern.attend_self:
+        if pattern.attend_self:
             return read_HS
         return mask_without_self(read_HS, position_S == position_S[slot])
 
@@ -683,4 +629,7 @@ class PositionCache(RowCache):
 def has_equal_counts(read_HS: Tensor) -> bool:
     """Return whether all heads read the same number of slots; False without heads."""
     count_H = read_HS.sum(-1)
-    return len(count_H) > 0 and bool((count_H == count_H[0]).all())
+    if not len(count_H):
+        return False
+    is_equal_H = count_H == count_H[0]
+    return bool(is_equal_H.all())

@@ -47,12 +47,13 @@ a compiled kernel makes both (engine/probing.cpp). On a GPU our kernels make the
 Torch's operations make all else; on a GPU they are many times slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
-a cache, A keys that a query probes, K keys that it reads (all A, or with `candidates` the W best of
-them), M keys of all lists, L = B * H * C lists.
+a cache, A keys that a query probes, W the best of them that it reads with `candidates`, M keys of
+all lists, L = B * H * C lists.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any
@@ -128,8 +129,9 @@ def cluster_of_key(k_D: Tensor, centroid_CD: Tensor, largest_norm: Tensor) -> in
     """
     scores = []
     for mu_D in centroid_CD:
-        score = float(k_D @ mu_D - mu_D @ mu_D / 2)
-        scores.append(finite_number(score))
+        half_square = mu_D @ mu_D / 2
+        score = k_D @ mu_D - half_square
+        scores.append(finite_number(float(score)))
     margin = finite_margin(k_D.norm() + largest_norm, largest_norm)
     return highest(scores, [margin for _ in scores])
 
@@ -167,8 +169,9 @@ def equal_to_best(score_C: list[float], margin: float, clusters: list[int]) -> l
     """
     by_score = sorted(clusters, key=lambda c: -score_C[c])
     equal = by_score[:1]
-    for c in by_score[1:]:
-        if score_C[equal[-1]] - score_C[c] > margin:
+    for before, c in itertools.pairwise(by_score):
+        step = score_C[before] - score_C[c]
+        if step > margin:
             break
         equal.append(c)
     return sorted(equal)
@@ -241,7 +244,8 @@ class Probed(TopKeys):
         m = self.window
         if self.candidates is not None:
             m = self.candidates
-        return Reach(min(m, length), self.attend_self)
+        target = min(m, length)
+        return Reach(target, self.attend_self)
 
     def max_keys(self, length: int) -> int:
         if self.reads_all:
@@ -255,28 +259,29 @@ class Probed(TopKeys):
         q_ND = qk.rotated_q_BHND[0, head]
         k_ND = qk.rotated_k_BHND[0, head]
         N = len(q_ND)
-        centroid_CD = self.centroids.centroid_HCD[head].to(q_ND.dtype)
+        centroid_CD = self.centroids.centroid_HCD[head]
+        centroid_CD = centroid_CD.to(q_ND.dtype)
         largest_norm = max(mu_D.norm() for mu_D in centroid_CD)
         cluster_N = [cluster_of_key(k_D, centroid_CD, largest_norm) for k_D in k_ND]
-        margin_N = [finite_margin(q_D.norm(), largest_norm) for q_D in q_ND]
         score_NC = (q_ND @ centroid_CD.T).tolist()
         target = self.reach(N).target
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
-        for i in range(N):
+        for i, q_D in enumerate(q_ND):
             readable = readable_count(i, self.attend_self)
             members = positions_by_cluster(cluster_N[:readable])
-            read = probed_positions(score_NC[i], margin_N[i], members, target)
+            margin = finite_margin(q_D.norm(), largest_norm)
+            read = probed_positions(score_NC[i], margin, members, target)
             if not self.reads_all:
-                read = self.best_by_rule(q_ND[i], k_ND, read)
+                read = self.best_by_rule(q_D, k_ND, read)
             mask_NN[i, read] = True
         return mask_NN[None]
 
     def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_A: list[int]) -> list[int]:
         """Return the positions of a query's W best candidates."""
         k_AD = k_ND[position_A]
-        logit_A = q_D @ k_AD.T
-        margin_A = self.tie_margins(q_D, k_AD)
-        best_of_A = best(logit_A.tolist(), margin_A.tolist(), self.window)
+        logits = (q_D @ k_AD.T).tolist()
+        margins = self.tie_margins(q_D, k_AD).tolist()
+        best_of_A = best(logits, margins, self.window)
         return [position_A[number] for number in best_of_A]
 
     # The batch form.
@@ -290,21 +295,21 @@ class Probed(TopKeys):
 
     def uses_cpu_kernel(self, k_BHND: Tensor) -> bool:
         """Return whether the compiled kernel for CPUs makes the batch form."""
+        fits_kernel = k_BHND.is_cpu and k_BHND.dtype == torch.float32
+        if not fits_kernel or is_static(k_BHND, self.backend):
+            return False
         N = k_BHND.shape[2]
-        if k_BHND.dtype != torch.float32 or not k_BHND.is_cpu:
-            return False
-        if is_static(k_BHND, self.backend):
-            return False
         return native.wanted(self.backend, N)
 
     def uses_gpu_kernels(self, k_BHND: Tensor) -> bool:
         """Return whether our kernels for GPUs make the batch form."""
-        if self.has_index or self.clusters > triton_probing.MAX_CLUSTERS:
+        if self.has_index or not is_static(k_BHND, self.backend):
             return False
         N = k_BHND.shape[2]
-        if N > triton_probing.MAX_LENGTH or not is_static(k_BHND, self.backend):
+        if N > triton_probing.MAX_LENGTH or self.clusters > triton_probing.MAX_CLUSTERS:
             return False
-        return selection_functions(k_BHND, self.backend) is triton_selection
+        functions = selection_functions(k_BHND, self.backend)
+        return functions is triton_selection
 
     def index_read(self, q_BHND: Tensor, k_BHND: Tensor) -> IndexReads:
         """Return the W best candidates of all queries."""
@@ -328,26 +333,29 @@ class Probed(TopKeys):
 
         A query at an early position may read m keys at most (`early_count`); all others are *late*.
         """
-        centroid_HCD = self.centroids.centroid_HCD
         B, H, N, _ = q_BHND.shape
         reach = self.reach(N)
-        has_late = B * H > 0 and early_count(reach, N) < N
         files = self.files
         self.files = None
         if B * H * N and self.uses_cpu_kernel(k_BHND):
+            centroid_HCD = self.centroids.centroid_HCD
             return [native_lists(centroid_HCD, q_BHND, k_BHND, reach)]
+        early = early_count(reach, N)
+        has_late = B * H > 0 and early < N
         if has_late and self.uses_gpu_kernels(k_BHND):
             if files is None:
                 files = self.file_keys(k_BHND)
             return [self.triton_part(q_BHND, files, reach)]
         parts = early_lists(q_BHND.shape, reach, q_BHND.device)
-        if has_late:
-            parts = [*parts, self.late_part(q_BHND, k_BHND, reach)]
-        return parts
+        if not has_late:
+            return parts
+        late_part = self.late_part(q_BHND, k_BHND, reach)
+        return [*parts, late_part]
 
     def late_part(self, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
         """Return the lists of clusters, for late queries, by torch's operations."""
-        inputs = (self.centroids.centroid_HCD, q_BHND, k_BHND, reach)
+        centroid_HCD = self.centroids.centroid_HCD
+        inputs = (centroid_HCD, q_BHND, k_BHND, reach)
         if not is_static(q_BHND, self.backend):
             return dynamic_lists(*inputs)
         B, H, N, _ = q_BHND.shape
@@ -425,7 +433,8 @@ class Probed(TopKeys):
         k_BHND = widened(qk.rotated_k_BHND.detach())
         if self.centroids.seed_with_next and self.centroids.training:
             self.centroids.seed_from([k_BHND])
-        if not self.training or gathering.is_paused or not k_BHND.numel():
+        gathers = self.training and not gathering.is_paused
+        if not gathers or not k_BHND.numel():
             return
         if self.uses_gpu_kernels(k_BHND):
             self.files = self.file_keys(k_BHND)
@@ -483,7 +492,7 @@ class ProbedCache(GrowingCache):
         """Store the keys of positions from `first` on.
 
         If queries choose by logits (`candidates`), `choice_BHSE` has the keys once more, in their
-        type in `qk`, because `key_BHSD` has them rounded to the type of the values.
+        type in `qk`, because `key_BGSD` has them rounded to the type of the values.
         """
         pattern = self.pattern
         k_BHND = widened(qk.rotated_k_BHND)
@@ -504,22 +513,23 @@ class ProbedCache(GrowingCache):
         slot_N = torch.arange(N, device=q_X1D.device)
         is_probed_XN = self.probed_keys(q_X1D, N)
         slot_XN = torch.where(is_probed_XN, slot_N, N)
-        most = max_probed(self.pattern.reach(N).target, N)
+        target = self.pattern.reach(N).target
+        most = max_probed(target, N)
         slot_XA = slot_XN.topk(most, largest=False, sorted=True).values
         if self.pattern.reads_all:
-            slot_XK = torch.where(slot_XA < N, slot_XA, -1)
-            slot_X1K = slot_XK[:, None]
+            read_XA = torch.where(slot_XA < N, slot_XA, -1)
+            read = read_XA[:, None]
         else:
-            slot_X1K = self.best_slots(q_X1D, slot_XA, N)
+            read = self.best_slots(q_X1D, slot_XA, N)
         streams_and_heads = qk.rotated_q_BHND.shape[:2]
-        return slot_X1K.unflatten(0, streams_and_heads)
+        return read.unflatten(0, streams_and_heads)
 
     def probed_keys(self, q_X1D: Tensor, length: int) -> Tensor:
         """Return which of the first N keys the newest query probes, `[X, N]`, bool."""
         pattern = self.pattern
         assert self.filed_BHS2 is not None
-        filed_XN2 = self.filed_BHS2[:, :, :length].flatten(0, 1)
-        cluster_XN, rank_XN = filed_XN2.unbind(-1)
+        filed_BHN2 = self.filed_BHS2[:, :, :length]
+        cluster_XN, rank_XN = filed_BHN2.flatten(0, 1).unbind(-1)
         readable_XC = self.readable_counts(cluster_XN)
         streams = len(self.filed_BHS2)
         centroid_HCD = pattern.centroids.centroid_HCD.to(q_X1D.dtype)
@@ -531,17 +541,20 @@ class ProbedCache(GrowingCache):
             readable_XNC=readable_XC[:, None],
             target=m,
         )
-        is_in_probed_XN = is_probed_X1C[:, 0].gather(-1, cluster_XN)
+        is_probed_XC = is_probed_X1C[:, 0]
+        is_in_probed_XN = is_probed_XC.gather(-1, cluster_XN)
         stop_XN = readable_XC.gather(-1, cluster_XN)
-        is_last_XN = (rank_XN >= stop_XN - m) & (rank_XN < stop_XN)
-        return is_in_probed_XN & is_last_XN
+        is_readable_XN = rank_XN < stop_XN
+        is_among_last_XN = rank_XN >= stop_XN - m
+        return is_in_probed_XN & is_among_last_XN & is_readable_XN
 
     def readable_counts(self, cluster_XN: Tensor) -> Tensor:
         """Return how many keys of each cluster the newest query may read, `[X, C]`."""
         assert self.count_BHC is not None
         count_XC = self.count_BHC.flatten(0, 1)
         N = cluster_XN.shape[1]
-        if readable_count(N - 1, self.pattern.attend_self) == N:
+        readable = readable_count(N - 1, self.pattern.attend_self)
+        if readable == N:
             return count_XC
         newest_cluster_X1 = cluster_XN[:, -1:]
         minus_one_X1 = torch.full_like(newest_cluster_X1, -1)
@@ -558,7 +571,8 @@ class ProbedCache(GrowingCache):
         assert self.choice_BHSE is not None
         k_XSD = self.choice_BHSE.flatten(0, 1)
         real_slot_XA = slot_XA.clamp(max=length - 1)
-        k_XAD = k_XSD.take_along_dim(real_slot_XA[..., None], 1)
+        real_slot_XA1 = real_slot_XA[..., None]
+        k_XAD = k_XSD.take_along_dim(real_slot_XA1, 1)
         return best_candidates(
             q_X1D,
             widened(k_XAD)[:, None],

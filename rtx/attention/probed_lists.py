@@ -29,7 +29,7 @@ from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.triton_probing import Reach
 from rtx.attention.inverted_file import Search, early_count, searches
 from rtx.attention.once import cached_by_shape
-from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, pack
+from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, order, pack
 from rtx.attention.top_keys import last_readable
 
 
@@ -61,9 +61,11 @@ def make_early_lists(
     """
     row_R = torch.arange(heads * length, device=device)
     row_XN = row_R.view(heads, length)
+    early_row_XN = row_XN[:, :early]
     count_X = torch.full((heads,), early, device=device)
-    lists = MemberLists(row_XN[:, :early].flatten(), count_X)
-    return [members_read(lists, lists, length, max(1, early), attend_self)]
+    lists = MemberLists(early_row_XN.flatten(), count_X)
+    window = max(1, early)
+    return [members_read(lists, lists, length, window, attend_self)]
 
 
 def native_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
@@ -78,7 +80,14 @@ def native_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: Re
         early=early,
         attend_self=reach.attend_self,
     )
-    return RangeReads(lists.query, lists.key, lists.start_P, lists.stop_P, N, most=early)
+    return RangeReads(
+        query=lists.query,
+        key=lists.key,
+        start_P=lists.start_P,
+        stop_P=lists.stop_P,
+        length=N,
+        most=early,
+    )
 
 
 def triton_lists(
@@ -122,13 +131,15 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
         is_probed_XCN = late_probes(search, reach)
         number_J = is_probed_XCN.flatten().nonzero()[:, 0]
-        numbers.append(number_J + heads.start * C * N)
+        first_number = heads.start * C * N
+        numbers.append(number_J + first_number)
         clusters.append(search.cluster_XN)
     number_P = torch.cat(numbers)
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
     list_P = number_P // N
-    count_L = torch.bincount(list_P, minlength=len(keys.count_L))
+    lists = len(keys.count_L)
+    count_L = torch.bincount(list_P, minlength=lists)
     queries = MemberLists(rows_of(number_P, C, N), count_L)
     start_P, stop_P = probed_ranges(number_P, keys, N, reach)
     return RangeReads(queries, keys, start_P, stop_P, N, most=reach.target)
@@ -168,10 +179,13 @@ def probed_ranges(
         length: N.
     """
     list_P = number_P // length
-    last_P = last_readable(number_P % length, reach.attend_self)
-    number_M = keys.list_M() * length + keys.row_M % length
-    stop_P = torch.searchsorted(number_M, list_P * length + last_P, right=True)
-    start_P = keys.first_L()[list_P].maximum(stop_P - reach.target)
+    position_P = number_P % length
+    last_P = last_readable(position_P, reach.attend_self)
+    last_number_P = list_P * length + last_P
+    number_M = order(keys, length)
+    stop_P = torch.searchsorted(number_M, last_number_P, right=True)
+    first_of_list_L = keys.first_L()
+    start_P = first_of_list_L[list_P].maximum(stop_P - reach.target)
     return start_P, stop_P
 
 
@@ -208,14 +222,19 @@ def collect_members(
     clusters = []
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
         is_probed_XCN = late_probes(search, reach)
-        offset = heads.start * C * N
         is_probed = is_probed_XCN.flatten()
-        count_1 = static_selection.collect(is_probed, offset, number_P1, count_1)
+        first_number = heads.start * C * N
+        count_1 = static_selection.collect(is_probed, first_number, number_P1, count_1)
         counts.append(is_probed_XCN.sum(-1).flatten())
         clusters.append(search.cluster_XN)
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
-    return Members(number_P1[:capacity], torch.cat(counts), count_1, keys)
+    return Members(
+        number_P=number_P1[:capacity],
+        count_L=torch.cat(counts),
+        count_1=count_1,
+        keys=keys,
+    )
 
 
 def lists_with_capacity(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
@@ -233,7 +252,8 @@ def lists_with_capacity(members: Members, clusters: int, length: int, reach: Rea
     capacity = len(members.number_P)
     row_P = rows_of(members.number_P, clusters, length)
     start_P, stop_P = probed_ranges(members.number_P, keys, length, reach)
-    is_real_P = torch.arange(capacity, device=row_P.device) < members.count_1
+    place_P = torch.arange(capacity, device=row_P.device)
+    is_real_P = place_P < members.count_1
     lists = kernel_lists(
         torch.where(is_real_P, row_P, rows),
         keys.row_M,

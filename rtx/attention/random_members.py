@@ -40,14 +40,14 @@ def random_positions(heads: int, clusters: int, length: int, window: int, seed: 
     They depend on the arguments alone. If the window exceeds `length`, they are all positions.
     """
     generator = torch.Generator().manual_seed(seed)
-    window = min(window, length)
-    position_LW = torch.empty(heads * clusters, window, dtype=torch.int64, device="cpu")
-    for position_W in position_LW:
+    shape_HCW = (heads, clusters, min(window, length))
+    position_HCW = torch.empty(shape_HCW, dtype=torch.int64, device="cpu")
+    for position_W in position_HCW.flatten(0, 1):
         # One draw for each cluster: members do not depend on the number of clusters after it.
         draw_N = torch.rand(length, generator=generator, device="cpu")
-        drawn_W = draw_N.topk(window).indices
+        drawn_W = draw_N.topk(len(position_W)).indices
         position_W.copy_(drawn_W.sort().values)
-    return position_LW.view(heads, clusters, window)
+    return position_HCW
 
 
 class Random(ClusterPattern):
@@ -107,15 +107,16 @@ class Random(ClusterPattern):
         They are made once for each shape, or once for each batch with documents.
         """
         B, H, N, _ = qk.q_BHND.shape
-        options = (
+        form = (
+            type(self),
             self.clusters,
             self.length,
             self.seed,
             self.window,
             self.attend_self,
             self.causal,
+            (B, H, N),
         )
-        form = (type(self), options, B, H, N)
         if qk.documents is not None:
             make_in_documents = partial(super().reads, qk, streaming)
             return qk.documents.cached(form, make_in_documents)
@@ -126,23 +127,31 @@ class Random(ClusterPattern):
     def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return the result of `reads` for B sequences of N positions without documents."""
         members = self.members(B, H, N, device)
+        ranges = members_read
         if not self.causal:
-            return [members_around(members, members, N, self.window, self.attend_self)]
-        return [members_read(members, members, N, self.window, self.attend_self)]
+            ranges = members_around
+        part = ranges(
+            queries=members,
+            keys=members,
+            length=N,
+            window=self.window,
+            attend_self=self.attend_self,
+        )
+        return [part]
 
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        B, H, N, _ = qk.q_BHND.shape
         if qk.documents is not None:
             return [self.members_of_documents(qk.documents)]
-        return [self.members(B, H, N, qk.q_BHND.device)]
+        B, H, N, _ = qk.q_BHND.shape
+        members = self.members(B, H, N, qk.q_BHND.device)
+        return [members]
 
     def members_of_documents(self, documents: Documents) -> MemberLists:
         """Return the members of every cluster by their positions in documents."""
         B, N = documents.first_BN.shape
-        device = documents.first_BN.device
-        drawn_HCW = self.position_HCW.to(device)
+        drawn_HCW = self.position_HCW.to(documents.first_BN.device)
         H, C, _ = drawn_HCW.shape
-        is_drawn_HCN = torch.zeros(H, C, self.length, dtype=torch.bool, device=device)
+        is_drawn_HCN = drawn_HCW.new_zeros(H, C, self.length, dtype=torch.bool)
         is_drawn_HCN.scatter_(-1, drawn_HCW, True)
         drawn_position_BN = documents.position_BN % self.length
         is_member_HCBN = is_drawn_HCN[..., drawn_position_BN]
@@ -153,11 +162,18 @@ class Random(ClusterPattern):
     def members(self, B: int, H: int, N: int, device: torch.device) -> MemberLists:
         """Return the members of every cluster in B sequences of N positions."""
         # Drawn again: if `position_HCW` is on a GPU, the CPU would have to wait for a copy.
-        drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed)
+        drawn_HCW = random_positions(
+            heads=H,
+            clusters=self.clusters,
+            length=self.length,
+            window=self.window,
+            seed=self.seed,
+        )
         drawn_HCW = drawn_HCW.to(device)
         # Longer sequences repeat the drawn positions.
         repeats = math.ceil(N / self.length)
-        first_J = torch.arange(repeats, device=device) * self.length
+        repeat_J = torch.arange(repeats, device=device)
+        first_J = repeat_J * self.length
         position_HCJW = first_J[:, None] + drawn_HCW[:, :, None]
         position_HCM = position_HCJW.flatten(2)
         row_BHCM = first_rows(B, H, N, device) + position_HCM

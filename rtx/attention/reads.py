@@ -77,8 +77,9 @@ class MemberLists(NamedTuple):
 
     def list_M(self) -> Tensor:
         """Return the list of every member."""
+        lists = len(self.count_L)
         members = len(self.row_M)
-        number_L = torch.arange(len(self.count_L), device=self.row_M.device)
+        number_L = torch.arange(lists, device=self.row_M.device)
         return torch.repeat_interleave(number_L, self.count_L, output_size=members)
 
     def keep(self, remains_R: Tensor) -> MemberLists:
@@ -147,12 +148,13 @@ class RangeReads(NamedTuple):
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row has a range that is not empty, `[R]`."""
         reads_some_P = self.stop_P > self.start_P
-        times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
+        times_R = self.start_P.new_zeros(rows, dtype=torch.int64)
         return times_R.index_add_(0, self.query.row_M, reads_some_P.long())
 
     def lists_read_P(self, rows: int) -> Tensor:
         """Return in how many lists the row of each query member reads something; at least 1."""
-        return self.times_R(rows).clamp(min=1)[self.query.row_M]
+        times_R = self.times_R(rows).clamp(min=1)
+        return times_R[self.query.row_M]
 
 
 class IndexReads(NamedTuple):
@@ -198,16 +200,18 @@ def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
         dtype = torch.int16
     head_X1 = torch.arange(B * H, device=device)[:, None]
     has_none_XN = list_XN < 0
-    number_XN = head_X1 * lists_of_head + torch.where(has_none_XN, lists, list_XN)
+    list_of_head_XN = torch.where(has_none_XN, lists, list_XN)
+    number_XN = head_X1 * lists_of_head + list_of_head_XN
     number_R = number_XN.flatten().to(dtype)
     number_M, row_M = number_R.sort(stable=True)
     bound = torch.arange(numbers + 1, device=device, dtype=dtype)
     first = torch.searchsorted(number_M, bound)
     count_XC = first.diff().view(B * H, lists_of_head)
+    count_L = count_XC[:, :lists].flatten()
     if not complete and bool(has_none_XN.any()):
         has_list_R = ~has_none_XN.flatten()
         row_M = row_M[has_list_R[row_M]]
-    return MemberLists(row_M, count_XC[:, :lists].flatten())
+    return MemberLists(row_M, count_L)
 
 
 def order(members: MemberLists, length: int) -> Tensor:
@@ -239,12 +243,14 @@ def members_read(
         attend_self: False: a query leaves out its own key, unless that is the only one.
     """
     if queries is keys:
-        stop_P = torch.arange(1, len(keys.row_M) + 1, device=keys.row_M.device)
+        members = len(keys.row_M)
+        stop_P = torch.arange(1, members + 1, device=keys.row_M.device)
     else:
         key_order_M = order(keys, length)
         query_order_P = order(queries, length)
         stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
-    first_of_list_P = keys.first_L()[queries.list_M()]
+    first_of_list_L = keys.first_L()
+    first_of_list_P = first_of_list_L[queries.list_M()]
     start_P = first_of_list_P.maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
     most = min(window, length)
@@ -264,8 +270,8 @@ def members_around(
 ) -> RangeReads:
     """Return ranges: every query reads the `window` keys of its list that are around its position.
 
-    Half of them are before it, and those that a list lacks on one side are taken from the other. A
-    list with at most `window` keys is read whole.
+    Half of them are before it. If a list has fewer there, the query reads more of the later ones,
+    and the other way round. A list with at most `window` keys is read whole.
 
     Args:
         length: N.
@@ -276,11 +282,13 @@ def members_around(
     list_P = queries.list_M()
     first_P = keys.first_L()[list_P]
     stop_of_list_P = first_P + keys.count_L[list_P]
-    start_P = torch.searchsorted(key_order_M, query_order_P) - window // 2
+    next_key_P = torch.searchsorted(key_order_M, query_order_P)
+    start_P = (next_key_P - window // 2).maximum(first_P)
     last_start_P = (stop_of_list_P - window).maximum(first_P)
-    start_P = start_P.maximum(first_P).minimum(last_start_P)
+    start_P = start_P.minimum(last_start_P)
     stop_P = (start_P + window).minimum(stop_of_list_P)
-    part = RangeReads(queries, keys, start_P, stop_P, length, most=min(window, length))
+    most = min(window, length)
+    part = RangeReads(queries, keys, start_P, stop_P, length, most=most)
     if attend_self:
         return part
     return with_own_holes(part)
@@ -290,11 +298,12 @@ def with_own_holes(part: RangeReads) -> RangeReads:
     """Return ranges with a hole at the query's own key, unless a range has that key alone."""
     row_P = part.query.row_M
     has_others_P = part.stop_P - part.start_P > 1
-    # If there are no others, `high_IP` equals `low_IP`, and the hole excludes nothing.
+    # If there are no others, the hole ends where it begins, and excludes nothing.
+    end_P = row_P + has_others_P.long()
     holes = Holes(
         value_IM=part.key.row_M[None],
         low_IP=row_P[None],
-        high_IP=(row_P + has_others_P.long())[None],
+        high_IP=end_P[None],
     )
     return part._replace(holes=holes)
 
@@ -312,8 +321,7 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
         parts: a range that contains the query's own key must end with it.
         rows: R.
     """
-    device = parts[0].query.row_M.device
-    read_R = torch.zeros(rows, dtype=torch.int64, device=device)
+    read_R = parts[0].start_P.new_zeros(rows, dtype=torch.int64)
     for part in parts:
         count_P = part.stop_P - part.start_P
         read_R.index_add_(0, part.query.row_M, count_P)
@@ -321,8 +329,9 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     for part in parts:
         leaves_out_P = part.stop_P > part.start_P
         if len(part.key.row_M):
+            read_P = read_R[part.query.row_M]
+            has_others_P = read_P > 1
             is_self_P = last_is_self(part.query, part.key, part.stop_P)
-            has_others_P = read_R[part.query.row_M] > 1
             leaves_out_P = leaves_out_P & is_self_P & has_others_P
         stop_P = part.stop_P - leaves_out_P.long()
         others.append(part._replace(stop_P=stop_P))
@@ -342,19 +351,23 @@ def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
     assert part.holes is None
     N = part.length
     key_order_M = order(part.key, N)
-    first_P = first_R[part.query.row_M] % max(1, N)
-    first_order_P = part.query.list_M() * N + first_P
-    start_P = part.start_P.maximum(torch.searchsorted(key_order_M, first_order_P))
+    first_row_P = first_R[part.query.row_M]
+    first_position_P = first_row_P % max(1, N)
+    first_order_P = part.query.list_M() * N + first_position_P
+    first_key_P = torch.searchsorted(key_order_M, first_order_P)
+    start_P = part.start_P.maximum(first_key_P)
     stop_P = part.stop_P.maximum(start_P)
-    if len(key_order_M):
+    members = len(key_order_M)
+    if members:
         # The key after the range is the query's own if that was left out.
-        next_order_P = key_order_M[stop_P.clamp(max=len(key_order_M) - 1)]
-        is_self_P = next_order_P == order(part.query, N)
-        stop_P = stop_P + (is_self_P & (stop_P == start_P)).long()
+        next_P = stop_P.clamp(max=members - 1)
+        is_self_P = key_order_M[next_P] == order(part.query, N)
+        is_empty_P = stop_P == start_P
+        stop_P = stop_P + (is_self_P & is_empty_P).long()
     return RangeReads(part.query, part.key, start_P, stop_P, N, most=part.most)
 
 
-def bounded_read(
+def ranges_between(
     queries: MemberLists,
     keys: MemberLists,
     length: int,
@@ -379,4 +392,5 @@ def bounded_read(
     until_P = until_N[entry_P].clamp(0, length)
     start_P = torch.searchsorted(key_order_M, first_order_P + since_P)
     stop_P = torch.searchsorted(key_order_M, first_order_P + until_P)
-    return RangeReads(queries, keys, start_P, stop_P.maximum(start_P), length)
+    stop_P = stop_P.maximum(start_P)
+    return RangeReads(queries, keys, start_P, stop_P, length)

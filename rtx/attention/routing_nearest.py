@@ -30,7 +30,8 @@ class Nearest(Routing):
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
         margins = margin_C.tolist()
-        for i, score_C in enumerate(score_CN.T.tolist()):
+        score_NC = score_CN.T.tolist()
+        for i, score_C in enumerate(score_NC):
             cluster = highest(score_C, margins)
             member_CN[cluster, i] = True
         return member_CN
@@ -53,7 +54,8 @@ class Nearest(Routing):
 
     def pairs_of_head(self, length: int) -> float:
         C = self.centroids.centroid_HCD.shape[1]
-        return C * self.pairs_of_cluster(length / C)
+        members = length / C
+        return C * self.pairs_of_cluster(members)
 
     # The stream.
 

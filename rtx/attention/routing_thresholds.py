@@ -57,10 +57,12 @@ class Thresholds(Routing):
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        threshold_C = self.centroids.thresholds()[role][head]
+        threshold_HC = self.centroids.thresholds()[role]
+        threshold_C = threshold_HC[head]
         above_CN = score_CN - threshold_C[:, None]
+        above_NC = above_CN.T.tolist()
         margins = margin_C.tolist()
-        for i, above_C in enumerate(above_CN.T.tolist()):
+        for i, above_C in enumerate(above_NC):
             reached = []
             for c, above in enumerate(above_C):
                 if above >= -margins[c]:
@@ -82,7 +84,8 @@ class Thresholds(Routing):
         In evaluation the CPU reads how many these are. If it is not 0, the selection is repeated
         with a capacity for all.
         """
-        threshold_HC = self.centroids.thresholds()[role].to(x_BHND.dtype)
+        threshold_HC = self.centroids.thresholds()[role]
+        threshold_HC = threshold_HC.to(x_BHND.dtype)
         capacity = self.capacity(x_BHND)
         selected = self.static_members(x_BHND, threshold_HC, capacity)
         if self.training:
@@ -100,7 +103,8 @@ class Thresholds(Routing):
         members_of_cluster = math.ceil(share * N)
         # Each position joins at least one cluster.
         expected = max(N, C * members_of_cluster)
-        capacity_of_head = min(self.capacity_factor * expected, C * N)
+        capacity_of_head = self.capacity_factor * expected
+        capacity_of_head = min(capacity_of_head, C * N)
         return B * H * capacity_of_head
 
     def add_statistics(self, members: ClusterMembers, x_BHND: Tensor, role: int) -> None:
@@ -115,7 +119,8 @@ class Thresholds(Routing):
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
         joins = []
-        for role, x_BH1D in enumerate(self.clustered(qk)):
+        vectors = self.clustered(qk)
+        for role, x_BH1D in enumerate(vectors):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
             threshold_HC = self.centroids.thresholds()[role]
             margin_HC = self.margins(score_BHC1)

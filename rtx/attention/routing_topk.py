@@ -123,7 +123,7 @@ class TopK(Routing):
         17    K_idx <- top-k(K_prod, w)       `keys="separate"`: lists of keys
         18    K_idx <- sort(K_idx)
         19  Q', K', V' <- gather(...)         `reads_of` returns which members read which;
-        22  A <- Q' K'^T                      `Pattern.attend` does lines 19 to 26
+        22  A <- Q' K'^T                      `Pattern.attend_parts` does lines 19 to 26
         23  if left to right mask then        `causal`
         24    A <- ltr(A)
         25  A <- softmax(A)
@@ -187,11 +187,12 @@ class TopK(Routing):
         position_XCW = self.best_positions(x_BHND)
         functions = selection_functions(x_BHND, self.backend)
         lists = functions.top_lists(position_XCW, N, W, self.attend_self)
+        number_L1 = torch.arange(L + 1, device=device)
         return Selected(
             row_M=lists.query_row_P,
             count_L=torch.full((L,), W, device=device),
             lists=lists,
-            bound_L1=torch.arange(L + 1, device=device) * W,
+            bound_L1=number_L1 * W,
             lost=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
@@ -205,14 +206,20 @@ class TopK(Routing):
         W = min(self.window, N)
         functions = selection_functions(x_BHND, self.backend)
         scores_of_head = max(1, C * N)
-        size = max(1, functions.MAX_SCORES // scores_of_head)
-        centroids = self.centroids.centroid_HCD.repeat(B, 1, 1).split(size)
-        vectors = x_BHND.flatten(0, 1).split(size)
-        margins = self.margins(x_BHND).repeat(B, 1).split(size)
+        heads_of_piece = max(1, functions.MAX_SCORES // scores_of_head)
+        centroid_XCD = self.centroids.centroid_HCD.repeat(B, 1, 1)
+        margin_XC = self.margins(x_BHND).repeat(B, 1)
+        x_XND = x_BHND.flatten(0, 1)
+        pieces = zip(
+            centroid_XCD.split(heads_of_piece),
+            x_XND.split(heads_of_piece),
+            margin_XC.split(heads_of_piece),
+            strict=True,
+        )
         best_of_pieces = []
-        for centroid_XCD, x_XND, margin_XC in zip(centroids, vectors, margins, strict=True):
-            score_XCN = products(centroid_XCD, x_XND)
-            position_XCW = functions.top_members(score_XCN, margin_XC, W)
+        for some_centroid_XCD, some_x_XND, some_margin_XC in pieces:
+            score_XCN = products(some_centroid_XCD, some_x_XND)
+            position_XCW = functions.top_members(score_XCN, some_margin_XC, W)
             best_of_pieces.append(position_XCW)
         return torch.cat(best_of_pieces)
 
@@ -247,7 +254,8 @@ class TopK(Routing):
         B, H, N, _ = x_BHND.shape
         centroid_HCD = self.centroids.centroid_HCD
         C = centroid_HCD.shape[1]
-        prefix_top_k = PrefixTopK(self.margins_of_lists(x_BHND), self.window)
+        margin_L = self.margins_of_lists(x_BHND)
+        prefix_top_k = PrefixTopK(margin_L, self.window)
         none_J = torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
         joined = [Newcomers(none_J, none_J, none_J)]
         most = piece_size(B * H * C)
@@ -255,9 +263,11 @@ class TopK(Routing):
         while first < N:
             # A quarter of the prefix at most. If scores are independent, about W / 4 of these
             # positions exceed the bar.
-            wanted = max(self.window, first // 4)
-            stop = min(N, first + min(most, wanted))
-            score_BHCQ = products(centroid_HCD, x_BHND[:, :, first:stop])
+            count = max(self.window, first // 4)
+            count = min(count, most)
+            stop = min(N, first + count)
+            x_BHQD = x_BHND[:, :, first:stop]
+            score_BHCQ = products(centroid_HCD, x_BHQD)
             score_LQ = score_BHCQ.flatten(0, 2)
             joined += newcomers(prefix_top_k, score_LQ, first)
             first = stop
@@ -270,7 +280,9 @@ class TopK(Routing):
         Args:
             x: the vectors or the scores of B sequences.
         """
-        return self.margins(x).repeat(len(x), 1).flatten()
+        sequences = len(x)
+        margin_XC = self.margins(x).repeat(sequences, 1)
+        return margin_XC.flatten()
 
     # The stream.
 
@@ -330,13 +342,14 @@ class PrefixTopK:
 
     def __init__(self, margin_L: Tensor, window: int) -> None:
         lists = len(margin_L)
+        shape_LW = (lists, window)
         self.margin_L1 = margin_L[:, None]
-        self.score_LW = margin_L.new_full((lists, window), -math.inf)
+        self.score_LW = margin_L.new_full(shape_LW, -math.inf)
         # Empty slots have late positions, slot 0 the latest. So they are replaced first, in the
         # order of their numbers.
         slot_W = torch.arange(window, device=margin_L.device)
         position_W = EMPTY - slot_W
-        self.position_LW = position_W.expand(lists, window).clone()
+        self.position_LW = position_W.expand(shape_LW).clone()
 
     def bar(self) -> Tensor:
         """Return the score that a new member has to exceed, `[L, 1]`; it never decreases."""
@@ -449,10 +462,11 @@ def newcomers(prefix_top_k: PrefixTopK, score_LQ: Tensor, first: int) -> list[Ne
         score_L = score_L1[:, 0].masked_fill(is_over_L, -math.inf)
         position_L = candidate_L + first
         offer = prefix_top_k.offer(score_L, position_L)
+        joins_L = offer.joins_L
         some = Newcomers(
-            list_J=offer.joins_L.nonzero()[:, 0],
-            position_J=position_L[offer.joins_L],
-            replaced_J=offer.replaced_L[offer.joins_L],
+            list_J=joins_L.nonzero()[:, 0],
+            position_J=position_L[joins_L],
+            replaced_J=offer.replaced_L[joins_L],
         )
         joined.append(some)
     return joined

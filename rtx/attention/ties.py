@@ -53,7 +53,8 @@ def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
     D = centroid_HCD.shape[-1]
     wide = wide_type(dtype)
     norm_HC = centroid_HCD.to(wide).norm(dim=-1)
-    return tie_margin(norm_HC, math.sqrt(D), wide)
+    norm_of_vectors = math.sqrt(D)
+    return tie_margin(norm_HC, norm_of_vectors, wide)
 
 
 # The choices among lists of numbers, which the rules of patterns call.
@@ -66,7 +67,8 @@ def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
         margin_N: for each score, the margin within which others count as equal to it.
     """
     score_N = [nan_to_least(score) for score in score_N]
-    by_score = sorted(range(len(score_N)), key=lambda n: -score_N[n])
+    places = range(len(score_N))
+    by_score = sorted(places, key=lambda n: -score_N[n])
     if len(by_score) <= count:
         return by_score
     last = by_score[count - 1]
@@ -75,9 +77,10 @@ def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
     better = []
     equal = []
     for n, score in enumerate(score_N):
+        distance = abs(score - last_score)
         if score > last_score + margin:
             better.append(n)
-        elif n == last or abs(score - last_score) <= margin:
+        elif n == last or distance <= margin:
             equal.append(n)
     best_first = better + equal
     return best_first[:count]
@@ -122,26 +125,31 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     """
     N = score.shape[-1]
     if count >= N:
-        return torch.arange(N, device=score.device).expand(score.shape)
+        place_N = torch.arange(N, device=score.device)
+        return place_N.expand(score.shape)
     # The count + 1 best, in any order.
-    candidate_score, candidate = score.topk(count + 1, dim=-1, sorted=False)
+    candidates = score.topk(count + 1, dim=-1, sorted=False)
+    candidate = candidates.indices
     # The two lowest candidates: the first score that is left out, then the last one taken.
-    edge, edge_slot = candidate_score.topk(2, dim=-1, largest=False)
-    left_out, last = edge.split(1, dim=-1)
-    slot_left_out, slot_last = edge_slot.split(1, dim=-1)
+    edge = candidates.values.topk(2, dim=-1, largest=False)
+    left_out, last = edge.values.split(1, dim=-1)
+    slot_left_out, slot_last = edge.indices.split(1, dim=-1)
     last_margin = margin(candidate.gather(-1, slot_last))
     # The last candidate moves into the slot of the one left out.
     final_candidate = candidate[..., count:]
     candidate = candidate.scatter(-1, slot_left_out, final_candidate)
     place = candidate[..., :count]
-    is_tied = left_out >= last - last_margin
-    is_tied = is_tied & left_out.isfinite() & last.isfinite()
+    is_near = left_out >= last - last_margin
+    is_tied = is_near & left_out.isfinite() & last.isfinite()
     if bool(is_tied.any()):
         is_tied_row = is_tied[..., 0]
-        margin_R1 = last_margin.expand(last.shape)[is_tied_row]
-        score_RN = score[is_tied_row]
-        last_R1 = last[is_tied_row]
-        place[is_tied_row] = earliest(score_RN, last_R1, margin_R1, count)
+        margin_of_rows = last_margin.expand(last.shape)
+        place[is_tied_row] = earliest(
+            score_RN=score[is_tied_row],
+            last_R1=last[is_tied_row],
+            margin_R1=margin_of_rows[is_tied_row],
+            count=count,
+        )
     return place
 
 
@@ -159,6 +167,8 @@ def earliest(score_RN: Tensor, last_R1: Tensor, margin_R1: Tensor, count: int) -
     # Sums of int64 take ten times as long on a CPU.
     better_R1 = is_better_RN.sum(-1, keepdim=True, dtype=torch.int32)
     number_RN = is_equal_RN.cumsum(-1, dtype=torch.int32)
-    is_taken_RN = is_better_RN | (is_equal_RN & (number_RN <= count - better_R1))
+    is_among_first_RN = number_RN <= count - better_R1
+    is_taken_RN = is_better_RN | (is_equal_RN & is_among_first_RN)
     place_M = is_taken_RN.nonzero()[:, 1]
-    return place_M.view(len(score_RN), count)
+    rows = len(score_RN)
+    return place_M.view(rows, count)

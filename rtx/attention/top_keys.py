@@ -8,8 +8,8 @@ and keys of the attention itself.
 Example: W = 2. The products of the query at position 3 with the keys at 0 to 3 are 5, 1, 4 and 2,
 so it reads the keys at 0 and 2. The queries at 0 and 1 read all keys up to their positions.
 
-Shapes: B sequences, H heads, N positions, D head size, E width of the vectors that the choice
-compares, Q queries of a piece, K keys of a query.
+Shapes: B sequences, H heads, G key-value heads, N positions, S slots of a cache, D head size, E
+width of the vectors that the choice compares, Q queries of a piece, K keys of a query.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: boo
     mask_NN = torch.zeros_like(score_NN, dtype=torch.bool)
     scores = score_NN.tolist()
     margins = margin_NN.tolist()
-    for i in range(len(scores)):
+    for i, score_N in enumerate(scores):
         readable = readable_count(i, attend_self)
-        score_of_readable = scores[i][:readable]
-        margin_of_readable = margins[i][:readable]
-        keys = best(score_of_readable, margin_of_readable, window)
+        readable_scores = score_N[:readable]
+        readable_margins = margins[i][:readable]
+        keys = best(readable_scores, readable_margins, window)
         mask_NN[i, keys] = True
     return mask_NN[None]
 
@@ -88,9 +88,14 @@ class TopKeys(Pattern):
         prepared = super().prepare(q_BHND, k_BHND)
         if not self.qk_norm:
             return prepared
-        wide_q_BHND, narrow_q_BHND = normalise_twice(prepared.q_BHND, self.backend)
-        wide_k_BHND, narrow_k_BHND = normalise_twice(prepared.k_BHND, self.backend)
-        return Prepared(wide_q_BHND, wide_k_BHND, narrow_q_BHND, narrow_k_BHND)
+        q_BHND, narrow_q_BHND = normalise_twice(prepared.q_BHND, self.backend)
+        k_BHND, narrow_k_BHND = normalise_twice(prepared.k_BHND, self.backend)
+        return Prepared(
+            q_BHND=q_BHND,
+            k_BHND=k_BHND,
+            narrow_q_BHND=narrow_q_BHND,
+            narrow_k_BHND=narrow_k_BHND,
+        )
 
     @property
     def has_index(self) -> bool:
@@ -120,7 +125,8 @@ class TopKeys(Pattern):
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         query_NE, key_NE = self.vectors_by_rule(qk, head)
         score_NN = query_NE @ key_NE.T
-        margin_NN = product_margins(query_NE[:, None], key_NE)
+        query_N1E = query_NE[:, None]
+        margin_NN = product_margins(query_N1E, key_NE)
         most = self.max_keys(len(key_NE))
         return best_keys(score_NN, margin_NN, most, self.attend_self)
 
@@ -130,7 +136,9 @@ class TopKeys(Pattern):
         A subclass that compares other vectors computes them here in the plainest way, without
         `choice_queries` and `choice_keys`. Then tests compare two computations.
         """
-        return qk.rotated_q_BHND[0, head], qk.rotated_k_BHND[0, head]
+        q_ND = qk.rotated_q_BHND[0, head]
+        k_ND = qk.rotated_k_BHND[0, head]
+        return q_ND, k_ND
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
@@ -139,7 +147,8 @@ class TopKeys(Pattern):
         most = self.max_keys(N)
         device = qk.q_BHND.device
         first_row_BH11 = first_rows(B, H, N, device)
-        index_BHNK = torch.full((B, H, N, most), -1, device=device)
+        shape = (B, H, N, most)
+        index_BHNK = torch.full(shape, -1, device=device)
         # An entry of the index is wider than a score, and several copies of it exist at once.
         scores = key_BHNE.shape[2] + 8 * most
         for positions in self.query_pieces(qk, scores):
@@ -147,9 +156,11 @@ class TopKeys(Pattern):
             chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions)
             row_BHQK = chosen_BHQK + first_row_BH11
             row_BHQK = row_BHQK.masked_fill(chosen_BHQK < 0, -1)
+            # A query may have fewer keys than the index has columns.
             count = row_BHQK.shape[-1]
             index_BHNK[:, :, positions, :count] = row_BHQK
-        return [IndexReads(index_BHNK.flatten(0, 2), N)]
+        index_RK = index_BHNK.flatten(0, 2)
+        return [IndexReads(index_RK, N)]
 
     def query_pieces(self, qk: QueriesKeys, scores: int) -> list[slice]:
         """Return the positions of queries in pieces, so that few scores are in memory at once.
@@ -173,12 +184,15 @@ class TopKeys(Pattern):
         position_Q = numbers_in(positions, device)
         last_Q = last_readable(position_Q, self.attend_self)
         last_Q1 = last_Q[:, None]
-        is_unreadable_QN = torch.arange(N, device=device) > last_Q1
+        position_N = torch.arange(N, device=device)
+        is_unreadable_QN = position_N > last_Q1
         score_BHQN = products(query_BHQE, key_BHNE)
         score_BHQN.masked_fill_(is_unreadable_QN, -math.inf)
-        key_BHQK = self.best_of_keys(score_BHQN, query_BHQE, key_BHNE, self.max_keys(N))
+        most = self.max_keys(N)
+        key_BHQK = self.best_of_keys(score_BHQN, query_BHQE, key_BHNE, most)
         # If a query may read fewer than K keys, some of its K best have the score -inf.
-        return key_BHQK.masked_fill(key_BHQK > last_Q1, -1)
+        is_unreadable_BHQK = key_BHQK > last_Q1
+        return key_BHQK.masked_fill(is_unreadable_BHQK, -1)
 
     def best_of_keys(
         self,
@@ -263,24 +277,25 @@ class GrowingCache(RowCache):
         super().__init__(terms, copies=pattern.key_copies)
         self.pattern = pattern
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def put(self, qk: QueriesKeys, v_BGND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         self.put_choice(qk, first)
-        return super().put(qk, v_BHND, first)
+        return super().put(qk, v_BGND, first)
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
         """Store the vectors that the choice compares for the keys of positions from `first` on."""
         key_BHNE = self.pattern.choice_keys(qk)
         self.choice_BHSE = place(self.choice_BHSE, key_BHNE, first)
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        k_BHSD, v_BHSD = self.put(qk, v_BH1D, position)
+    def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
+        k_BGSD, v_BGSD = self.put(qk, v_BG1D, position)
         slot_BH1K = self.chosen_slots(qk, position)
-        slot_BHK1 = slot_BH1K.mT.clamp(min=0)
-        k_BHKD = gathered(k_BHSD, slot_BHK1)
-        v_BHKD = gathered(v_BHSD, slot_BHK1)
         is_read_BH1K = slot_BH1K >= 0
+        # Some slot takes the place of -1; the mask leaves it out.
+        slot_BHK1 = slot_BH1K.mT.clamp(min=0)
+        k_BHKD = gathered(k_BGSD, slot_BHK1)
+        v_BHKD = gathered(v_BGSD, slot_BHK1)
         distance_BH1K = position - slot_BH1K
-        return self.attend(qk, k_BHKD, v_BHKD, is_read_BH1K, distance_BH1K)
+        return self.attend_newest(qk, k_BHKD, v_BHKD, is_read_BH1K, distance_BH1K)
 
     def chosen_slots(self, qk: QueriesKeys, position: int) -> Tensor:
         """Return the slots that the query at a position reads, `[B, H, 1, K]`; -1 names no slot."""

@@ -13,10 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rtx.analysis import footprint as plan
 from rtx.analysis import head_memory, micro_batch
 from rtx.analysis.cost import cost
-from rtx.attention.engine import blocks, packed_attention
-from rtx.attention.indexer import Indexer
-from rtx.attention.pairs import triangle
-from rtx.attention.positional import (
+from rtx.attention import (
     Fixed,
     FixedSummary,
     Full,
@@ -25,6 +22,9 @@ from rtx.attention.positional import (
     Recurrent,
     Strided,
 )
+from rtx.attention.engine import blocks, packed_attention
+from rtx.attention.indexer import Indexer
+from rtx.attention.pairs import triangle
 from rtx.attention.routing import Routing
 from rtx.attention.routing_thresholds import CAPACITY_FACTOR
 from rtx.data.catalog import vocabulary_size

@@ -62,7 +62,7 @@ def test_outputs_and_gradients_are_the_oracles(kind: str, case: Case) -> None:
     here = tensors(pattern, encoder_case(case))
     with mock.patch.object(torch_blocks, "MIN_BLOCKS", 1):
         ours = run(pattern, here)
-    theirs = run(partial(oracle.attend, pattern), here)
+    theirs = run(partial(oracle.attend_by_rule, pattern), here)
     close(ours, theirs)
     close(gradients(pattern, here, ours), gradients(pattern, here, theirs))
 
@@ -114,7 +114,7 @@ def test_cross_attention_has_another_number_of_keys(kind: str, queries: int, key
         here[name] = here[name][:, :, :keys].detach().requires_grad_()
     ours = run(pattern, here)
     assert ours.shape == (case.B, case.H, queries, case.D)
-    theirs = run(partial(oracle.attend, pattern), here)
+    theirs = run(partial(oracle.attend_by_rule, pattern), here)
     close(ours, theirs)
     if ours.requires_grad and ours.numel():
         close(gradients(pattern, here, ours), gradients(pattern, here, theirs))

@@ -49,7 +49,7 @@ def test_documents_get_what_they_would_get_apart(kind: str, case: Case) -> None:
         theirs = apart(pattern, here, documents, streaming=streaming)
         close(ours, theirs)
         close(gradients(pattern, here, ours), gradients(pattern, here, theirs))
-    its = run(partial(oracle.attend, pattern), here, documents=documents)
+    its = run(partial(oracle.attend_by_rule, pattern), here, documents=documents)
     close(run(pattern, here, documents=documents), its)
 
 

@@ -83,8 +83,8 @@ def test_a_stream_stores_keys_and_values_once_for_a_group(kind: str, together: b
     cache = pattern.start()
     assert isinstance(cache, RowCache)
     cache.prefill(pattern.inputs(here["q"], here["k"], None), here["v"])
-    assert cache.key_BHSD is not None and cache.value_BHSD is not None
-    assert cache.key_BHSD.shape[1] == cache.value_BHSD.shape[1] == case.B == 2
+    assert cache.key_BGSD is not None and cache.value_BGSD is not None
+    assert cache.key_BGSD.shape[1] == cache.value_BGSD.shape[1] == case.B == 2
 
 
 def test_tensors_of_other_numbers_of_heads_are_refused() -> None:
@@ -113,5 +113,5 @@ def test_documents_are_sequences_by_themselves(kind: str, together: bool) -> Non
     is_start_BN[1, 3] = True
     documents = Documents.that_start(is_start_BN)
     found = run(pattern, here, documents=documents)
-    expected = run(partial(oracle.attend, pattern), here, documents=documents)
+    expected = run(partial(oracle.attend_by_rule, pattern), here, documents=documents)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -192,7 +192,7 @@ def test_the_indexers_loss_is_a_mean_in_half_precision_too() -> None:
 def test_streams_of_clusters_read_each_heads_own_tables(merge: str, shape: tuple[int, ...]) -> None:
     pattern, here = drawn("causal-shared", Case(merge=merge))
     here["relative"] = RelativeTables(torch.randn(shape).double(), None, torch.randn(2, 5).double())
-    expected = run(partial(oracle.attend, pattern), here)
+    expected = run(partial(oracle.attend_by_rule, pattern), here)
     torch.testing.assert_close(run(pattern, here), expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(stream(pattern, here, 6), expected, rtol=1e-9, atol=1e-9)
 
@@ -316,7 +316,7 @@ def test_the_kernels_softmax_over_all_clusters_is_the_oracles(kind: str, N: int)
         name: x.detach().double().requires_grad_() if torch.is_tensor(x) else x
         for name, x in here.items()
     }
-    out = run(partial(oracle.attend, pattern.double()), wide)
+    out = run(partial(oracle.attend_by_rule, pattern.double()), wide)
     expected = [out, *gradients(pattern, wide, out).values()]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=2e-5)
@@ -525,7 +525,7 @@ def test_where_pairs_are_all_that_a_pattern_says_a_position_may_read_nothing(
         case = Case(N=N, seed=N)
         pattern = Earlier(attend_self=attend_self).eval()
         here = tensors(pattern, case)
-        expected = run(partial(oracle.attend, pattern), here)
+        expected = run(partial(oracle.attend_by_rule, pattern), here)
         assert not expected[:, :, :2].any()
         if backend == "torch" and N:
             check(pattern, case)
@@ -535,7 +535,7 @@ def test_where_pairs_are_all_that_a_pattern_says_a_position_may_read_nothing(
 
 
 def test_the_page_says_how_to_hold_it_against_the_oracle(dilated: Any) -> None:
-    (text,) = [text for text in blocks("attention.md") if "oracle.attend" in text]
+    (text,) = [text for text in blocks("attention.md") if "oracle.attend_by_rule" in text]
     with mock.patch.dict(sys.modules, {"dilated": SimpleNamespace(Dilated=dilated)}):
         exec(compile(text, "attention.md", "exec"), {})
 

@@ -319,7 +319,7 @@ def test_outputs_and_gradients_are_those_of_the_oracle(attend_self: bool) -> Non
     options = {"distances": 0, "attend_self": attend_self, "seed": 4}
     case = cases.Case(B=2, H=2, N=43, D=16, C=6, W=5, **options)
     pattern, wide = cases.drawn("probed", case)
-    out = cases.run(partial(oracle.attend, pattern), wide)
+    out = cases.run(partial(oracle.attend_by_rule, pattern), wide)
     expected = {"out": out, **cases.gradients(pattern, wide, out)}
     pattern, here = cases.drawn("probed", case, torch.float32, backend="triton")
     out = cases.run(pattern, here)

@@ -76,7 +76,7 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
     for prefix in (False, True):
         close(
             run(pattern, here, streaming=prefix),
-            run(partial(oracle.attend, pattern), here, streaming=prefix),
+            run(partial(oracle.attend_by_rule, pattern), here, streaming=prefix),
         )
     whole = run(pattern, here, streaming=True)
     for prompt in (0, 1, N // 2, N):
@@ -191,7 +191,7 @@ def test_gradients_are_those_of_what_the_oracle_reads(seed: int) -> None:
     for kind in ("exact", "blocks", "causal-separate"):
         pattern, here = repeated(kind, CASES[seed % 4], torch.float64)
         leaves = [here[name].requires_grad_() for name in "qkv"]
-        outs = run(pattern, here), run(partial(oracle.attend, pattern), here)
+        outs = run(pattern, here), run(partial(oracle.attend_by_rule, pattern), here)
         found = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
         torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
 
@@ -277,4 +277,6 @@ def test_drawn_blocks_are_those_of_the_hash_whatever_the_keys_are() -> None:
     wide = [torch.randn(case.B, case.H, case.N, case.D).double() for _ in range(3)]
     masks = [pattern.rule(pattern.inputs(q, q, None), 0, False) for q in (wide[0], 1e12 * wide[0])]
     assert torch.equal(*masks)
-    torch.testing.assert_close(pattern(*wide)[0], oracle.attend(pattern, wide[0], wide[1], wide[2]))
+    torch.testing.assert_close(
+        pattern(*wide)[0], oracle.attend_by_rule(pattern, wide[0], wide[1], wide[2])
+    )

@@ -278,7 +278,7 @@ def check(pattern: Pattern, case: Case) -> None:
         if prefix and pattern.strictly_causal:
             torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
         else:
-            theirs = run(partial(oracle.attend, pattern), here, streaming=prefix)
+            theirs = run(partial(oracle.attend_by_rule, pattern), here, streaming=prefix)
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
             mine = gradients(pattern, here, ours)
             its = gradients(pattern, here, theirs)

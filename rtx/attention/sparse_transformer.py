@@ -1,0 +1,149 @@
+"""The patterns of the Sparse Transformer: strided and fixed heads (Child et al. 2019, section 4.3).
+
+positional.py has their base class: `sees` is the rule, `position_lists` the batch form, and
+`PositionCache` the stream.
+
+Shapes: H heads, N positions.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtx.attention.arguments import check_positive, check_within
+from rtx.attention.positional import FAR, PositionLists, PositionPattern, Recurrent
+
+
+class Strided(PositionPattern):
+    """Position i reads i, i - stride, i - 2 stride, ... (Child et al. 2019, section 4.3).
+
+    For data with a period, such as the rows of an image. Cost N^2 / (2 stride). With causal=False
+    it reads i + stride, i + 2 stride, ..., too.
+    """
+
+    takes_both_sides = True
+
+    def __init__(self, *, stride: int, **options: Any) -> None:
+        super().__init__(**options)
+        check_positive(stride=stride)
+        self.stride = stride
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j) % self.stride == 0
+
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each remainder."""
+        remainder_N = position_N % self.stride
+        until_N = position_N + 1
+        if not self.causal:
+            until_N = torch.full_like(position_N, FAR)
+        lists = PositionLists(
+            list_HN=remainder_N,
+            key_list_HN=remainder_N,
+            since_N=torch.zeros_like(position_N),
+            until_N=until_N,
+        )
+        return [lists]
+
+
+class Fixed(PositionPattern):
+    """Position i reads its block up to itself, and the summary columns of all earlier blocks.
+
+    Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
+    sets. Cost N (block + N summary / block) / 2.
+
+    Args:
+        block: positions of a block.
+        summary: c, summary columns of a block. Head h takes the c columns that end c (h mod
+            (block // c)) columns before the end of the block.
+    """
+
+    def __init__(self, *, block: int, summary: int, **options: Any) -> None:
+        super().__init__(**options)
+        check_positive(block=block)
+        check_within("summary", summary, block, "block")
+        self.block = block
+        self.summary = summary
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        block_of_query = i // self.block
+        block_of_key = j // self.block
+        is_in_block = block_of_key == block_of_query
+        return is_in_block | self.is_summary(head, j)
+
+    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
+        """Return whether j is a summary column of its block."""
+        sub_blocks = self.block // self.summary
+        sub_block = head % sub_blocks
+        stop = self.block - self.summary * sub_block
+        start = stop - self.summary
+        column = j % self.block
+        return (column >= start) & (column < stop)
+
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each block, and one list of the summary columns of earlier blocks."""
+        blocks = lists_of_blocks(position_N, self.block)
+        first_of_block_N = blocks.list_HN * self.block
+        summaries = self.summaries(position_N, heads, first_of_block_N)
+        return [blocks, summaries]
+
+    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+        """Return one list of all summary columns.
+
+        Args:
+            until_N: the position before which each query stops reading.
+        """
+        head_H = torch.arange(heads, device=position_N.device)
+        is_summary_HN = self.is_summary(head_H[:, None], position_N)
+        zero_N = torch.zeros_like(position_N)
+        return PositionLists(
+            list_HN=zero_N,
+            key_list_HN=torch.where(is_summary_HN, 0, -1),
+            since_N=zero_N,
+            until_N=until_N,
+        )
+
+
+def lists_of_blocks(position_N: Tensor, block: int) -> PositionLists:
+    """Return a list for each block, which its queries read up to themselves.
+
+    Args:
+        block: positions of a block.
+    """
+    block_N = position_N // block
+    return PositionLists(
+        list_HN=block_N,
+        key_list_HN=block_N,
+        since_N=torch.zeros_like(position_N),
+        until_N=position_N + 1,
+    )
+
+
+class FixedBlock(Recurrent):
+    """Position i reads its block up to itself: the first kind of head of `Fixed`.
+
+    Child et al. 2019, section 4.3, first give the pattern as two kinds of heads.
+    """
+
+    def __init__(self, *, block: int, **options: Any) -> None:
+        check_positive(block=block)
+        super().__init__(length=block, memory=0, **options)
+
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        """Return a list for each block, so that engines compute whole triangles."""
+        return [lists_of_blocks(position_N, self.length)]
+
+
+class FixedSummary(Fixed):
+    """Position i reads all summary columns up to itself: the second kind of head of `Fixed`.
+
+    Child et al. 2019, section 4.3. A query reads the summary columns of its block as well.
+    """
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return self.is_summary(head, j)
+
+    def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        until_N = position_N + 1
+        return [self.summaries(position_N, heads, until_N)]
