@@ -46,16 +46,19 @@ class FeedForward(nn.Module):
         """
         if self.parts == 1:
             return self.whole(x_BNE)
-        rows_RE = x_BNE.reshape(-1, x_BNE.shape[-1])
-        rows_of_a_part = math.ceil(len(rows_RE) / self.parts)
+        E = x_BNE.shape[-1]
+        x_RE = x_BNE.reshape(-1, E)
+        rows_of_a_part = math.ceil(len(x_RE) / self.parts)
         outputs = []
-        for part_RE in rows_RE.split(rows_of_a_part):
-            outputs.append(recomputed(self.whole, part_RE))
+        for part_RE in x_RE.split(rows_of_a_part):
+            output_RE = recomputed(self.whole, part_RE)
+            outputs.append(output_RE)
         return torch.cat(outputs).view(x_BNE.shape)
 
     def whole(self, x_BNE: Tensor) -> Tensor:
         """Return the output of all rows at once, for any leading dimensions."""
-        x_BNF = self.activate(self.inner(x_BNE))
+        inner_BNF = self.inner(x_BNE)
+        x_BNF = self.activate(inner_BNF)
         x_BNF = F.dropout(x_BNF, self.dropout, self.training)
         return self.outer(x_BNF)
 
@@ -64,8 +67,10 @@ class FeedForward(nn.Module):
         if self.activation in GATED:
             x_BNF, gate_BNF = x_BNF.chunk(2, dim=-1)
             if self.activation == "swiglu":
-                return F.silu(gate_BNF) * x_BNF
-            return F.gelu(gate_BNF, approximate="tanh") * x_BNF
+                gate_BNF = F.silu(gate_BNF)
+            else:
+                gate_BNF = F.gelu(gate_BNF, approximate="tanh")
+            return gate_BNF * x_BNF
         if self.activation == "relu":
             return F.relu(x_BNF)
         return F.gelu(x_BNF)
@@ -79,12 +84,13 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.pre = config.model.norm == "pre"
-        self.dropout = config.model.dropout
+        model = config.model
+        self.pre = model.norm == "pre"
+        self.dropout = model.dropout
         self.attention = MultiheadAttention(config, layer)
-        self.feed_forward = FeedForward(config.model)
-        self.attention_norm = make_norm(config.model, config.model.hidden)
-        self.feed_forward_norm = make_norm(config.model, config.model.hidden)
+        self.feed_forward = FeedForward(model)
+        self.attention_norm = make_norm(model, model.hidden)
+        self.feed_forward_norm = make_norm(model, model.hidden)
 
     def forward(
         self,
@@ -129,10 +135,12 @@ class Block(nn.Module):
 
     def prefill(self, x_BNE: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the block's output `[B, N, E]` at the first N positions of new streams."""
-        branch_BNE = self.attention.prefill(self.before_attention(x_BNE), streams)
+        x_in_BNE = self.before_attention(x_BNE)
+        branch_BNE = self.attention.prefill(x_in_BNE, streams)
         return self.after_attention(x_BNE, branch_BNE)
 
     def decode(self, x_B1E: Tensor, streams: list[HeadStream]) -> Tensor:
         """Return the block's output `[B, 1, E]` at the next position of each stream."""
-        branch_B1E = self.attention.decode(self.before_attention(x_B1E), streams)
+        x_in_B1E = self.before_attention(x_B1E)
+        branch_B1E = self.attention.decode(x_in_B1E, streams)
         return self.after_attention(x_B1E, branch_B1E)

@@ -20,6 +20,10 @@ if hasattr(torch._dynamo.config, RECOMPUTED_ONCE):
     COMPILER_OPTIONS[RECOMPUTED_ONCE] = True
 
 
+Shapes = tuple[torch.Size | None, ...]
+"""The shape of each argument of a call; None for one that is no tensor."""
+
+
 def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return `loss`, a method of `model`, compiled at its first call.
 
@@ -37,7 +41,7 @@ class CompiledLoss:
         self.model = model
         self.loss = loss
         self.compiled: Callable[..., Any] | None = None
-        self.shapes_seen: set[tuple[torch.Size | None, ...]] = set()
+        self.shapes_seen: set[Shapes] = set()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         device = next(self.model.parameters()).device
@@ -63,7 +67,7 @@ class CompiledLoss:
         run_without_effects(device, self.loss, *arguments, **named)
 
 
-def shapes_of(*values: Any) -> tuple[torch.Size | None, ...]:
+def shapes_of(*values: Any) -> Shapes:
     """Return the shape of each tensor, and None for other values."""
     shapes = []
     for value in values:

@@ -1,9 +1,11 @@
 """Autoregressive decoding and sampling, with the KV cache of each pattern.
 
-Shapes: B streams, P positions of a prompt, E hidden width, V vocabulary.
+Shapes: B streams, P positions of a prompt, N positions, E hidden width, S width of the vectors that
+the output layer reads, K likeliest tokens, V vocabulary.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +25,7 @@ class Decoder:
         self.position = 0
         """The number of positions that the streams have read."""
         self.streams = [attention.streams() for attention in model.attentions()]
+        """The streams of each layer."""
         self.memory: Memory | None = None
         """For a model with compressed memory, which reads segments and does not use `streams`."""
         if model.model_config.compressed:
@@ -67,13 +70,15 @@ class Decoder:
         if tokens_B is not None and self.position == 0:
             raise ValueError("the first step takes no tokens: it returns the logits of the first")
         if self.memory is not None:
-            return self.read_segments(self.as_sequences(tokens_B), self.memory)
+            tokens_BP = self.as_sequences(tokens_B)
+            return self.read_segments(tokens_BP, self.memory)
         embedding = self.model.embedding
         if tokens_B is None:
             x_BS = embedding.start_S.expand(self.batch, -1)
         else:
             x_BS = embedding.vectors(tokens_B)
-        x_B1E = embedding.to_hidden(x_BS[:, None], self.position)
+        x_B1S = x_BS[:, None]
+        x_B1E = embedding.to_hidden(x_B1S, self.position)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_B1E = block.decode(x_B1E, streams)  # type: ignore[operator]
         self.position += 1
@@ -103,14 +108,17 @@ class Decoder:
         else:
             tokens_BN = torch.cat([self.segment_BN, tokens_BN], dim=1)
         while tokens_BN.shape[1] >= model.segment:
-            model(tokens_BN[:, : model.segment], memory=memory)
+            segment_BN = tokens_BN[:, : model.segment]
+            model(segment_BN, memory=memory)
             tokens_BN = tokens_BN[:, model.segment :]
         self.segment_BN = tokens_BN
         # The appended 0 is never read.
         longer_BN = F.pad(tokens_BN, (0, 1))
         # The copy of the memory is discarded, because the segment is not complete.
-        hidden_BNS, _ = model(longer_BN, memory=copy.copy(memory))
-        return model.logits(hidden_BNS[:, -1])
+        discarded_memory = copy.copy(memory)
+        hidden_BNS, _ = model(longer_BN, memory=discarded_memory)
+        last_BS = hidden_BNS[:, -1]
+        return model.logits(last_BS)
 
 
 def generate(
@@ -165,7 +173,8 @@ def draw(
     if temperature == 0:
         return logits_BV.argmax(-1)
     # In float64, and with 0 as the largest logit, a tiny temperature gives no inf - inf = NaN.
-    below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    largest_B1 = logits_BV.amax(-1, keepdim=True)
+    below_BV = logits_BV - largest_B1
     logits_BV = below_BV.double() / temperature
     if top_k is not None:
         logits_BV = only_top_k(logits_BV, top_k)
@@ -180,13 +189,17 @@ def only_top_k(logits_BV: Tensor, top_k: int) -> Tensor:
     """Return logits with -inf for all but the `top_k` largest."""
     if top_k >= logits_BV.shape[-1]:
         return logits_BV
-    smallest_B1 = logits_BV.topk(top_k).values[:, -1:]
-    return logits_BV.masked_fill(logits_BV < smallest_B1, float("-inf"))
+    top_BK = logits_BV.topk(top_k).values
+    smallest_B1 = top_BK[:, -1:]
+    is_smaller_BV = logits_BV < smallest_B1
+    return logits_BV.masked_fill(is_smaller_BV, -math.inf)
 
 
 def only_top_p(share_BV: Tensor, top_p: float) -> Tensor:
     """Return likelihoods with 0 for all but the fewest largest ones whose sum reaches `top_p`."""
     sorted_BV, token_BV = share_BV.sort(dim=-1, descending=True, stable=True)
     sum_before_BV = sorted_BV.cumsum(-1) - sorted_BV
-    sorted_BV = sorted_BV.masked_fill(sum_before_BV >= top_p, 0.0)
-    return torch.zeros_like(share_BV).scatter(-1, token_BV, sorted_BV)
+    is_beyond_BV = sum_before_BV >= top_p
+    sorted_BV = sorted_BV.masked_fill(is_beyond_BV, 0.0)
+    zero_BV = torch.zeros_like(share_BV)
+    return zero_BV.scatter(-1, token_BV, sorted_BV)

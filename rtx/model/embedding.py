@@ -31,8 +31,10 @@ class Embedding(nn.Module):
         if model.embedding == "adaptive":
             self.bands = make_bands(model, vocabulary)
         else:
-            self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
-        self.start_S = nn.Parameter(torch.empty(width))
+            table_VS = torch.empty(vocabulary, width)
+            self.table_VS = nn.Parameter(table_VS)
+        start_S = torch.empty(width)
+        self.start_S = nn.Parameter(start_S)
         self.project_in = projection(width, model.hidden)
         self.positions = learned_positions(config)
         self.is_shifted = model.causal
@@ -55,8 +57,10 @@ class Embedding(nn.Module):
             hidden_BN: which tokens an encoder must not see; None: it sees all.
         """
         if not self.is_shifted:
-            return self.to_hidden(self.visible(tokens_BN, hidden_BN), 0, documents)
-        first_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
+            visible_BNS = self.visible(tokens_BN, hidden_BN)
+            return self.to_hidden(visible_BNS, 0, documents)
+        B = len(tokens_BN)
+        first_B1S = self.start_S.expand(B, 1, -1)
         if before_B is not None:
             before_B1S = self.vectors(before_B)[:, None]
             first_B1S = with_zero_gradients(before_B1S, [self.start_S])
@@ -64,7 +68,8 @@ class Embedding(nn.Module):
         x_BNS = torch.cat([first_B1S, later_BNS], dim=1)
         if documents is not None:
             is_start_BN = documents.position_BN == 0
-            x_BNS = torch.where(is_start_BN[..., None], first_B1S, x_BNS)
+            is_start_BN1 = is_start_BN[..., None]
+            x_BNS = torch.where(is_start_BN1, first_B1S, x_BNS)
         return self.to_hidden(x_BNS, 0, documents)
 
     def visible(self, tokens_BN: Tensor, hidden_BN: Tensor | None) -> Tensor:
@@ -72,7 +77,9 @@ class Embedding(nn.Module):
         x_BNS = self.vectors(tokens_BN)
         if hidden_BN is None:
             return x_BNS
-        return torch.where(hidden_BN[..., None], self.start_S.to(x_BNS.dtype), x_BNS)
+        start_S = self.start_S.to(x_BNS.dtype)
+        hidden_BN1 = hidden_BN[..., None]
+        return torch.where(hidden_BN1, start_S, x_BNS)
 
     def vectors(self, tokens: Tensor) -> Tensor:
         """Return the vectors of tokens, `[..., S]`."""
@@ -90,10 +97,11 @@ class Embedding(nn.Module):
             documents: positions count from the starts of these.
         """
         x_BNE = self.project_in(x_BNS)
+        N = x_BNE.shape[1]
         if self.positions is not None and documents is not None:
             x_BNE = x_BNE + self.positions.at(documents.position_BN)
         elif self.positions is not None:
-            x_BNE = x_BNE + self.positions(first, x_BNE.shape[1])
+            x_BNE = x_BNE + self.positions(first, N)
         return F.dropout(x_BNE, self.dropout, self.training)
 
 
@@ -108,7 +116,9 @@ def learned_positions(config: Config) -> LearnedPositions | None:
     """Return the position vectors that are added to the embeddings, if any are."""
     model = config.model
     if model.positions == "learned":
-        return LearnedPositions((config.data.length,), model.hidden)
-    if model.positions == "axial":
-        return LearnedPositions(sizes_of(model.axes), model.hidden)
-    return None
+        sizes = (config.data.length,)
+    elif model.positions == "axial":
+        sizes = sizes_of(model.axes)
+    else:
+        return None
+    return LearnedPositions(sizes, model.hidden)

@@ -47,7 +47,8 @@ class KeyMix(nn.Module):
         longer_BHKD = torch.cat([before_BHSD, k_BHND], dim=2)
         last_BHSD = longer_BHKD[:, :, N:]
         first = self.width - 1
-        shifted_BHND = longer_BHKD[:, :, first : first + N]
+        stop = first + N
+        shifted_BHND = longer_BHKD[:, :, first:stop]
         if documents is not None:
             shifted_BHND = keys_of_document(shifted_BHND, documents, self.shift)
         if self.taps_HDK is None:
@@ -72,7 +73,8 @@ class KeyMix(nn.Module):
         products = []
         taps_HDK = taps_HDK.to(longer_BHKD.dtype)
         for first, tap_HD in enumerate(taps_HDK.unbind(-1)):
-            window_BHND = longer_BHKD[:, :, first : first + N]
+            stop = first + N
+            window_BHND = longer_BHKD[:, :, first:stop]
             if documents is not None:
                 back = self.shift + self.width - 1 - first
                 window_BHND = keys_of_document(window_BHND, documents, back)
@@ -83,4 +85,5 @@ class KeyMix(nn.Module):
 def keys_of_document(earlier_BHND: Tensor, documents: Documents, back: int) -> Tensor:
     """Return keys of `back` positions earlier, with zeros in place of those of other documents."""
     is_other_BN = documents.position_BN < back
-    return earlier_BHND.masked_fill(is_other_BN[:, None, :, None], 0.0)
+    is_other_B1N1 = is_other_BN[:, None, :, None]
+    return earlier_BHND.masked_fill(is_other_B1N1, 0.0)

@@ -68,7 +68,8 @@ def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN:
         logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
         return nats_of(widened(logits_RV), target_R)
 
-    return in_parts(nats, hidden_BNE, target_BN, logits_of_a_row=len(weight_VE))
+    vocabulary = len(weight_VE)
+    return in_parts(nats, hidden_BNE, target_BN, logits_of_a_row=vocabulary)
 
 
 def nats_of(logits_RV: Tensor, target_R: Tensor) -> Tensor:
@@ -92,14 +93,16 @@ def in_parts(
     """
     hidden_RE = hidden_BNE.flatten(0, 1)
     target_R = target_BN.flatten()
-    rows = max(1, most_logits(hidden_BNE.is_cuda) // logits_of_a_row)
+    most = most_logits(hidden_BNE.is_cuda)
+    rows = max(1, most // logits_of_a_row)
     if len(target_R) <= rows:
         return nats(hidden_RE, target_R).view(target_BN.shape)
     hidden_parts = hidden_RE.split(rows)
     target_parts = target_R.split(rows)
     nats_parts = []
     for hidden_KE, target_K in zip(hidden_parts, target_parts, strict=True):
-        nats_parts.append(recomputed(nats, hidden_KE, target_K))
+        nats_K = recomputed(nats, hidden_KE, target_K)
+        nats_parts.append(nats_K)
     return torch.cat(nats_parts).view(target_BN.shape)
 
 
@@ -127,7 +130,9 @@ class Band(NamedTuple):
 
     def contains(self, tokens: Tensor) -> Tensor:
         """Return whether each token is in the band."""
-        return (tokens >= self.start) & (tokens < self.stop)
+        is_from_start = tokens >= self.start
+        is_before_stop = tokens < self.stop
+        return is_from_start & is_before_stop
 
     def row_or_any(self, tokens: Tensor) -> Tensor:
         """Return the row of each token in the table; some row for a token of another band."""
@@ -151,7 +156,8 @@ class Bands(nn.Module):
         matrices = []
         for band, (start, stop) in enumerate(self.ranges):
             width = hidden // factor**band
-            tables.append(torch.empty(stop - start, width))
+            table_GS = torch.empty(stop - start, width)
+            tables.append(table_GS)
             matrices.append(Linear(width, hidden, bias=False))
         self.tables = nn.ParameterList(tables)
         self.project_in = nn.ModuleList(matrices)
@@ -161,8 +167,12 @@ class Bands(nn.Module):
 
     def __getitem__(self, band: int) -> Band:
         start, stop = self.ranges[band]
-        project_in = self.project_in[band]
-        return Band(start, stop, self.tables[band], project_in)  # type: ignore[arg-type]
+        return Band(
+            start=start,
+            stop=stop,
+            table_GS=self.tables[band],
+            project_in=self.project_in[band],  # type: ignore[arg-type]
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors of tokens, `[..., E]`."""
@@ -179,9 +189,10 @@ class Bands(nn.Module):
         vectors = self.tables[0].new_zeros(())
         for index in range(len(self)):
             band = self[index]
-            is_in_band = band.contains(tokens)
-            narrow = F.embedding(band.row_or_any(tokens), band.table_GS)
+            row = band.row_or_any(tokens)
+            narrow = F.embedding(row, band.table_GS)
             wide = band.project_in(narrow)
+            is_in_band = band.contains(tokens)
             vectors = torch.where(is_in_band[..., None], wide, vectors)
         return vectors.to(self.tables[0].dtype)
 
@@ -195,7 +206,8 @@ class Bands(nn.Module):
             row_K = tokens[at] - band.start
             narrow_KS = F.embedding(row_K, band.table_GS)
             vectors_KE = band.project_in(narrow_KS)
-            vectors = vectors.index_put(at, vectors_KE.to(vectors.dtype))
+            vectors_KE = vectors_KE.to(vectors.dtype)
+            vectors = vectors.index_put(at, vectors_KE)
         return vectors
 
     def initialise(self, as_output: bool) -> None:
@@ -219,7 +231,8 @@ class Bands(nn.Module):
 
 def make_bands(model: ModelConfig, vocabulary: int) -> Bands:
     """Return the bands of a model's configuration."""
-    return Bands(band_ends(model, vocabulary), model.hidden, model.band_factor)
+    ends = band_ends(model, vocabulary)
+    return Bands(ends, model.hidden, model.band_factor)
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -235,12 +248,14 @@ class AdaptiveSoftmax(nn.Module):
         self.bands = bands
         self.other_bands = nn.Linear(hidden, len(bands) - 1)
         """The logits of the entries of all bands but the first."""
-        self.bias_V = nn.Parameter(torch.zeros(self.vocabulary))
+        zero_V = torch.zeros(self.vocabulary)
+        self.bias_V = nn.Parameter(zero_V)
 
     @property
     def vocabulary(self) -> int:
         """V."""
-        return self.bands.ranges[-1][1]
+        _, stop_of_last_band = self.bands.ranges[-1]
+        return stop_of_last_band
 
     def logits(self, hidden_RE: Tensor, index: int) -> Tensor:
         """Return the logits of the softmax over a band, `[R, G]`, float32 or wider.
@@ -250,7 +265,8 @@ class AdaptiveSoftmax(nn.Module):
         band = self.bands[index]
         narrow_RS = hidden_RE @ band.project_in.weight
         bias_G = self.bias_V[band.start : band.stop]
-        logits_RG = narrow_RS @ band.table_GS.T + bias_G
+        product_RG = narrow_RS @ band.table_GS.T
+        logits_RG = product_RG + bias_G
         if index == 0:
             entries = self.other_bands(hidden_RE)
             logits_RG = torch.cat([logits_RG, entries], dim=-1)
@@ -272,12 +288,12 @@ class AdaptiveSoftmax(nn.Module):
         """Return -log p(target) of rows, float32 or wider, `[R]`; a row computes only its band."""
         nats_R = self.first_nats(hidden_RE, target_R)
         others = range(1, len(self.bands))
-        is_in_band_R = [self.bands[index].contains(target_R) for index in others]
+        masks = [self.bands[index].contains(target_R) for index in others]
         # Read together: the CPU waits for a GPU once.
-        sums = [is_in_R.sum() for is_in_R in is_in_band_R]
+        sums = [is_in_band_R.sum() for is_in_band_R in masks]
         counts = torch.stack(sums).tolist()
-        for index, is_in_R, count in zip(others, is_in_band_R, counts, strict=True):
-            row_K = is_in_R.nonzero_static(size=count)[:, 0]
+        for index, is_in_band_R, count in zip(others, masks, counts, strict=True):
+            row_K = is_in_band_R.nonzero_static(size=count)[:, 0]
             logits_KG = self.logits(hidden_RE[row_K], index)
             target_K = target_R[row_K] - self.bands[index].start
             nats_K = nats_of(logits_KG, target_K)
@@ -291,7 +307,8 @@ class AdaptiveSoftmax(nn.Module):
             band = self.bands[index]
             logits_RG = self.logits(hidden_RE, index)
             # A row of another band gets the nats of some token of this band, which are not added.
-            band_nats_R = nats_of(logits_RG, band.row_or_any(target_R))
+            target_of_band_R = band.row_or_any(target_R)
+            band_nats_R = nats_of(logits_RG, target_of_band_R)
             is_in_band_R = band.contains(target_R)
             nats_R = nats_R + torch.where(is_in_band_R, band_nats_R, 0.0)
         return nats_R
@@ -302,7 +319,8 @@ class AdaptiveSoftmax(nn.Module):
         for index in range(1, len(self.bands)):
             is_beyond_R = target_R >= self.bands[index].start
             entry_R = torch.where(is_beyond_R, self.entry(index), entry_R)
-        return nats_of(self.logits(hidden_RE, 0), entry_R)
+        logits_RG = self.logits(hidden_RE, 0)
+        return nats_of(logits_RG, entry_R)
 
     def entry(self, index: int) -> int:
         """Return the entry of the first softmax for a band that is not the first."""
@@ -310,10 +328,12 @@ class AdaptiveSoftmax(nn.Module):
 
     def log_shares(self, hidden_RE: Tensor) -> Tensor:
         """Return the logarithm of the likelihood of every token, `[..., V]`, for `[..., E]`."""
-        first_RG = self.logits(hidden_RE, 0).log_softmax(-1)
-        bands = [first_RG[..., : self.bands[0].stop]]
+        entries_RG = self.logits(hidden_RE, 0).log_softmax(-1)
+        tokens_of_first = self.bands[0].stop
+        first_RG = entries_RG[..., :tokens_of_first]
+        bands = [first_RG]
         for index in range(1, len(self.bands)):
             within_RG = self.logits(hidden_RE, index).log_softmax(-1)
-            of_band_R = first_RG[..., self.entry(index)]
+            of_band_R = entries_RG[..., self.entry(index)]
             bands.append(of_band_R[..., None] + within_RG)
         return torch.cat(bands, dim=-1)

@@ -53,7 +53,11 @@ class MemoryBlock(Block):
         model = config.model
         self.compression: Compression | None = None
         if model.compressed:
-            self.compression = Compression(model.hidden, model.compression_rate, model.compression)
+            self.compression = Compression(
+                hidden=model.hidden,
+                rate=model.compression_rate,
+                kind=model.compression,
+            )
 
     def forward(
         self,
@@ -87,7 +91,7 @@ class MemoryBlock(Block):
         if group.query_norm is not None:
             q_BHND = without_gradient(group.query_norm, q_BHND)
 
-        def attend(x_BKE: Tensor) -> Tensor:
+        def outputs_over(x_BKE: Tensor) -> Tensor:
             k_BHKD = self.heads_of(x_BKE, key_FE)
             v_BHKD = self.heads_of(x_BKE, value_FE)
             if group.key_norm is not None:
@@ -95,8 +99,8 @@ class MemoryBlock(Block):
             has_groups = group.queries_of_key_head > 1
             return F.scaled_dot_product_attention(q_BHND, k_BHKD, v_BHKD, enable_gqa=has_groups)
 
-        out_BHND = attend(compressed_BCE)
-        old_out_BHND = attend(old_BOE.detach())
+        out_BHND = outputs_over(compressed_BCE)
+        old_out_BHND = outputs_over(old_BOE.detach())
         return F.mse_loss(out_BHND, old_out_BHND)
 
     def heads_of(self, x_BKE: Tensor, weight_FE: Tensor) -> Tensor:
@@ -104,7 +108,8 @@ class MemoryBlock(Block):
         if self.pre:
             x_BKE = without_gradient(self.attention_norm, x_BKE)
         columns = F.linear(x_BKE, weight_FE)
-        x_BKHD = columns.unflatten(-1, (-1, self.attention.size))
+        size = self.attention.size
+        x_BKHD = columns.unflatten(-1, (-1, size))
         return x_BKHD.transpose(1, 2)
 
 
@@ -126,8 +131,11 @@ class Memory:
         """Return the memory that a block reads, `[B, C + M, E]`; None in the first segment."""
         if not self.layers:
             return None
-        compressed = self.compressed[layer : layer + 1]
-        return torch.cat([*compressed, self.layers[layer]], dim=1)
+        memory_BME = self.layers[layer]
+        if not self.compressed:
+            return memory_BME
+        compressed_BCE = self.compressed[layer]
+        return torch.cat([compressed_BCE, memory_BME], dim=1)
 
     def update(
         self,
@@ -156,7 +164,7 @@ class Memory:
         leaving = max(0, positions - self.length)
         if self.compressed_length:
             leaving -= leaving % self.rate
-        self.layers = [x_BKE[:, leaving:].clone() for x_BKE in longer]
+        self.layers = without_first(longer, leaving)
         self.last_B = tokens_BN[:, -1]
         return [x_BKE[:, :leaving] for x_BKE in longer]
 
@@ -164,8 +172,8 @@ class Memory:
         """Append compressed positions of each block, and drop the oldest."""
         longer = appended(self.compressed, compressed)
         positions = longer[0].shape[1]
-        first = max(0, positions - self.compressed_length)
-        self.compressed = [x_BCE[:, first:].clone() for x_BCE in longer]
+        oldest = max(0, positions - self.compressed_length)
+        self.compressed = without_first(longer, oldest)
 
     def compress(
         self,
@@ -174,7 +182,10 @@ class Memory:
         leaving: list[Tensor],
     ) -> Tensor:
         """Compress the inputs that leave the memory of each block, and return the loss."""
-        compressions = [block.compression for block in blocks if block.compression is not None]
+        compressions = []
+        for block in blocks:
+            assert block.compression is not None
+            compressions.append(block.compression)
         loss = inputs[0].new_zeros(())
         if not leaving[0].shape[1]:
             parameters = nn.ModuleList(compressions).parameters()
@@ -186,7 +197,8 @@ class Memory:
         is_trained = blocks[0].training and compressions[0].conv is not None
         if is_trained:
             for block, *tensors in zip(blocks, inputs, leaving, compressed, strict=True):
-                loss = loss + block.compression_loss(*tensors)
+                block_loss = block.compression_loss(*tensors)
+                loss = loss + block_loss
         return loss
 
 
@@ -203,3 +215,8 @@ def appended(memories: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         longer_BKE = torch.cat([memory_BME, x_BNE], dim=1)
         longer.append(longer_BKE.detach())
     return longer
+
+
+def without_first(memories: list[Tensor], count: int) -> list[Tensor]:
+    """Return copies of the memory of each block without its first positions."""
+    return [x_BKE[:, count:].clone() for x_BKE in memories]

@@ -45,9 +45,11 @@ class MultiheadAttention(nn.Module):
         keys of each group with a matrix for them, and the values of each group."""
         # The order of draws and of modules decides the first weights that a seed gives: patterns,
         # matrices, tables.
-        self.qkv = Linear(hidden, sum(self.widths), bias=False)
+        columns = sum(self.widths)
+        self.qkv = Linear(hidden, columns, bias=False)
         self.out = Linear(hidden, hidden, bias=False)
-        self.groups = nn.ModuleDict({group.name: group for group in groups})
+        groups_by_name = {group.name: group for group in groups}
+        self.groups = nn.ModuleDict(groups_by_name)
         for group in groups:
             group.add_tables(config)
         self.has_key_loss = any(group.key_loss for group in groups)
@@ -122,9 +124,10 @@ class MultiheadAttention(nn.Module):
     def key_loss(self) -> Tensor:
         """Return the weighted distances between the matrices of queries and of keys."""
         losses = []
-        matrices = self.qkv.weight.split(self.widths)
-        weights = self.by_group(matrices)
-        for group, (query_FE, key_FE, _) in zip(self.head_groups(), weights, strict=True):
+        parts = self.qkv.weight.split(self.widths)
+        matrices = self.by_group(parts)
+        for group, matrices_of_group in zip(self.head_groups(), matrices, strict=True):
+            query_FE, key_FE, _ = matrices_of_group
             if group.key_loss and key_FE is not None:
                 distance = matrix_distance(query_FE, key_FE, self.size)
                 losses.append(group.key_loss * distance)
@@ -139,7 +142,8 @@ class MultiheadAttention(nn.Module):
         outputs = []
         projected = self.project(x_BNE)
         for stream, qkv in zip(streams, projected, strict=True):
-            outputs.append(stream.prefill(*qkv))
+            out_BHND = stream.prefill(*qkv)
+            outputs.append(out_BHND)
         return self.join(outputs)
 
     def decode(self, x_B1E: Tensor, streams: list[HeadStream]) -> Tensor:
@@ -147,7 +151,8 @@ class MultiheadAttention(nn.Module):
         outputs = []
         projected = self.project(x_B1E)
         for stream, qkv in zip(streams, projected, strict=True):
-            outputs.append(stream.decode(*qkv))
+            out_BH1D = stream.decode(*qkv)
+            outputs.append(out_BH1D)
         return self.join(outputs)
 
 

@@ -11,12 +11,15 @@ def make_norm(config: ModelConfig, size: int) -> nn.Module:
 
     layernorm has a scale and a bias; rmsnorm (Zhang and Sennrich 2019) has a scale alone.
     """
+    epsilon = config.norm_eps
     if config.norm_kind == "rmsnorm":
-        return nn.RMSNorm(size, eps=config.norm_eps)
-    return nn.LayerNorm(size, eps=config.norm_eps)
+        return nn.RMSNorm(size, eps=epsilon)
+    return nn.LayerNorm(size, eps=epsilon)
 
 
 def without_gradient(norm: nn.Module, x: Tensor) -> Tensor:
     """Return the normalised vectors; the parameters of the norm get no gradient."""
-    parameters = {name: parameter.detach() for name, parameter in norm.named_parameters()}
+    parameters = {}
+    for name, parameter in norm.named_parameters():
+        parameters[name] = parameter.detach()
     return torch.func.functional_call(norm, parameters, (x,))

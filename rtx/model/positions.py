@@ -34,7 +34,8 @@ def rotate(x_BHND: Tensor, first: int = 0, base: float = ROTARY_BASE) -> Tensor:
     count = x_BHND.shape[-2]
     cos_ND, sin_ND = angles(size, first, count, x_BHND.dtype, x_BHND.device, base)
     partner_BHND = x_BHND.roll(size // 2, -1)
-    return torch.addcmul(x_BHND * cos_ND, partner_BHND, sin_ND)
+    product_BHND = x_BHND * cos_ND
+    return torch.addcmul(product_BHND, partner_BHND, sin_ND)
 
 
 Angles = tuple[Tensor, Tensor]
@@ -58,7 +59,8 @@ def angles(
     key = (size, first, count, dtype, device, base)
     if key not in held_angles:
         if len(held_angles) >= MAX_HELD:
-            held_angles.pop(next(iter(held_angles)))
+            oldest = next(iter(held_angles))
+            held_angles.pop(oldest)
         held_angles[key] = make_angles(*key)
     return held_angles[key]
 
@@ -73,8 +75,10 @@ def make_angles(
 ) -> Angles:
     """Compute the result of `angles`, in float64: at far positions rounding errors would grow."""
     with torch.inference_mode(False):
-        position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
-        column_F = torch.arange(0, size, 2, device=device, dtype=torch.float64)
+        wide = torch.float64
+        stop = first + count
+        position_N = torch.arange(first, stop, device=device, dtype=wide)
+        column_F = torch.arange(0, size, 2, device=device, dtype=wide)
         frequency_F = base ** -(column_F / size)
         angle_NF = position_N[:, None] * frequency_F
         cos_NF = angle_NF.cos().to(dtype)
@@ -86,7 +90,8 @@ def make_angles(
 
 def drawn_table(rows: int, columns: int, deviation: float = TABLE_DEVIATION) -> nn.Parameter:
     """Return a table of normally distributed values."""
-    return nn.Parameter(torch.randn(rows, columns) * deviation)
+    normal = torch.randn(rows, columns)
+    return nn.Parameter(normal * deviation)
 
 
 class Shaw(nn.Module):
@@ -97,8 +102,9 @@ class Shaw(nn.Module):
 
     def __init__(self, max_distance: int, size: int) -> None:
         super().__init__()
-        self.keys_MD = drawn_table(max_distance + 1, size)
-        self.values_MD = drawn_table(max_distance + 1, size)
+        distances = max_distance + 1
+        self.keys_MD = drawn_table(distances, size)
+        self.values_MD = drawn_table(distances, size)
 
     def forward(self) -> RelativeTables:
         """Return the tables."""
@@ -121,8 +127,9 @@ class SinusoidKeys(nn.Module):
         self.clamp = clamp
         self.dropout = dropout
         self.project = Linear(hidden, hidden, bias=False)
-        self.content_HD = drawn_table(heads, hidden // heads)
-        self.place_HD = drawn_table(heads, hidden // heads)
+        size = hidden // heads
+        self.content_HD = drawn_table(heads, size)
+        self.place_HD = drawn_table(heads, size)
 
     def with_content(self, q_BHND: Tensor) -> Tensor:
         """Return queries with u added."""
@@ -189,7 +196,8 @@ class LearnedPositions(nn.Module):
             covered = f"learned positions cover 0 to {self.length - 1} (data.length)"
             raise ValueError(f"position {last}: {covered}")
         device = self.tables[0].device
-        return self.at(torch.arange(first, first + count, device=device))
+        position_N = torch.arange(first, first + count, device=device)
+        return self.at(position_N)
 
     def at(self, position_N: Tensor) -> Tensor:
         """Return the vectors of some positions, `[..., E]`."""
@@ -199,5 +207,6 @@ class LearnedPositions(nn.Module):
         for size, table in zip(self.sizes, self.tables, strict=True):
             stride //= size
             index_N = position_N // stride % size
-            vectors.append(F.embedding(index_N, table))
+            vector_NE = F.embedding(index_N, table)
+            vectors.append(vector_NE)
         return torch.stack(vectors).sum(0)

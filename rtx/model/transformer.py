@@ -65,7 +65,8 @@ class Transformer(nn.Module):
         self.norm: nn.Module = nn.Identity()
         if model.norm == "pre":
             self.norm = make_norm(model, model.hidden)
-        self.project_out = projection(model.hidden, embedding_width(model))
+        output_width = embedding_width(model)
+        self.project_out = projection(model.hidden, output_width)
         self.softmax: AdaptiveSoftmax | None = None
         self.add_output()
         self.initialise()
@@ -95,7 +96,8 @@ class Transformer(nn.Module):
         self.output_VS = embedding.table_VS
         if not model.tie_embeddings:
             self.output_VS = nn.Parameter(torch.empty_like(embedding.table_VS))
-        self.output_bias_V = nn.Parameter(torch.zeros(self.vocabulary))
+        zero_V = torch.zeros(self.vocabulary)
+        self.output_bias_V = nn.Parameter(zero_V)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -308,7 +310,8 @@ class Transformer(nn.Module):
         wide_BVA = widened(logits_BAV).mT
         nats_BA = F.cross_entropy(wide_BVA, target_BA, reduction="none")
         is_missing_BA = position_BA < 0
-        is_right_BA = (logits_BAV.argmax(-1) == target_BA) & ~is_missing_BA
+        likeliest_BA = logits_BAV.argmax(-1)
+        is_right_BA = (likeliest_BA == target_BA) & ~is_missing_BA
         return nats_BA.masked_fill(is_missing_BA, 0.0), is_right_BA, auxiliary
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
@@ -337,10 +340,12 @@ def are_among(position_BA: Tensor, length: int) -> Tensor:
         position_BA: positions; -1: none.
         length: N.
     """
-    is_among_BN1 = position_BA.new_zeros(len(position_BA), length + 1, dtype=torch.bool)
-    # Each -1 sets the last column, which is then removed.
+    B = len(position_BA)
+    # Each -1 sets one more column, which is then removed.
     column_BA = torch.where(position_BA < 0, length, position_BA)
-    return is_among_BN1.scatter(1, column_BA, True)[:, :length]
+    none_BN1 = position_BA.new_zeros(B, length + 1, dtype=torch.bool)
+    is_among_BN1 = none_BN1.scatter(1, column_BA, True)
+    return is_among_BN1[:, :length]
 
 
 def several_documents(first_BN: Tensor | None) -> Documents | None:
