@@ -55,9 +55,11 @@ def block_means(x_ND: Tensor, block: int) -> list[Tensor]:
         block: b.
     """
     means = []
-    for stop in range(block, len(x_ND) + 1, block):
-        total_D = x_ND[stop - block : stop].sum(0)
-        means.append(total_D / block)
+    for x_bD in x_ND.split(block):
+        # The last block may be shorter.
+        if len(x_bD) == block:
+            total_D = x_bD.sum(0)
+            means.append(total_D / block)
     return means
 
 
@@ -85,11 +87,13 @@ def compressed(
         stop = finished * block
         k_GbD = k_ND[:stop].unflatten(0, (finished, block))
         v_GbD = v_ND[:stop].unflatten(0, (finished, block))
-        logit_G = scale * k_GbD.mean(1) @ q_D
+        mean_k_GD = k_GbD.mean(1)
+        mean_v_GD = v_GbD.mean(1)
+        logit_G = scale * mean_k_GD @ q_D
         weight_G = logit_G.softmax(0)
-        other_D = weight_G @ v_GbD.mean(1)
-        gate_2 = (gate_2D @ q_D).sigmoid()
-        gate, other_gate = gate_2
+        other_D = weight_G @ mean_v_GD
+        product_2 = gate_2D @ q_D
+        gate, other_gate = product_2.sigmoid()
         both_ND[i] = gate * out_ND[i] + other_gate * other_D
     return both_ND
 
@@ -208,7 +212,9 @@ class Blocks(TopKeys):
 
     def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
         """Return the margin within which other scores count as equal to `score_by_rule`."""
-        margin = tie_margin(q_D.norm(), mean_D.norm(), q_D.dtype)
+        q_norm = q_D.norm()
+        mean_norm = mean_D.norm()
+        margin = tie_margin(q_norm, mean_norm, q_D.dtype)
         return float(margin)
 
     def finish_by_rule(
@@ -221,10 +227,15 @@ class Blocks(TopKeys):
     ) -> Tensor:
         if self.gate_H2D is None:
             return out_ND
-        q_ND = qk.q_BHND[0, head]
-        k_ND = qk.k_BHND[0, head]
-        gate_2D = self.gate_H2D[head]
-        return compressed(out_ND, q_ND, k_ND, v_ND, gate_2D, self.block, terms.scale)
+        return compressed(
+            out_ND,
+            q_ND=qk.q_BHND[0, head],
+            k_ND=qk.k_BHND[0, head],
+            v_ND=v_ND,
+            gate_2D=self.gate_H2D[head],
+            block=self.block,
+            scale=terms.scale,
+        )
 
     def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
         """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
@@ -240,11 +251,13 @@ class Blocks(TopKeys):
         finished_BHQJb = self.positions_of_blocks(block_BHQJ)
         finished_BHQK = finished_BHQJb.flatten(-2)
         open_Q1b = self.positions_of_blocks(open_block_Q1)
-        open_BHQb = open_Q1b[:, 0].expand(B, H, -1, -1)
+        open_Qb = open_Q1b[:, 0]
+        open_BHQb = open_Qb.expand(B, H, -1, -1)
         key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
         # A query with at most `count` finished blocks reads all keys up to its position. Its
         # `block_BHQJ` may contain open blocks, so they are not used.
-        number_K = torch.arange(key_BHQK.shape[-1], device=key_BHQK.device)
+        K = key_BHQK.shape[-1]
+        number_K = torch.arange(K, device=key_BHQK.device)
         has_few_blocks_Q1 = open_block_Q1 <= self.count
         key_BHQK = torch.where(has_few_blocks_Q1, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)
@@ -275,8 +288,15 @@ class Blocks(TopKeys):
             q_BHQD = qk.q_BHND[:, :, positions].contiguous()
             out_BHQD = out_BHND[:, :, positions].contiguous()
             position_Q = numbers_in(positions, q_BHQD.device)
-            inputs = (q_BHQD, out_BHQD, mean_k_BHGD, mean_v_BHGD, position_Q)
-            outs.append(recomputed(self.gated, *inputs))
+            gated_BHQD = recomputed(
+                self.gated,
+                q_BHQD,
+                out_BHQD,
+                mean_k_BHGD,
+                mean_v_BHGD,
+                position_Q,
+            )
+            outs.append(gated_BHQD)
         return torch.cat(outs, dim=2)
 
     def gated(
@@ -324,13 +344,15 @@ class Blocks(TopKeys):
         column_N = torch.arange(length) % self.block
         read_of_open_block_N = column_N + 1
         pairs = int(read_of_open_block_N.sum())
-        pairs += self.block * finished_blocks(length, self.block, self.count)
+        chosen_blocks = finished_blocks(length, self.block, self.count)
+        pairs += self.block * chosen_blocks
         if self.gate_H2D is not None:
             pairs += finished_blocks(length, self.block, length)
         return float(pairs)
 
     def choice_operations(self, length: int, size: int) -> float:
-        return 2.0 * size * finished_blocks(length, self.block, length)
+        scores = finished_blocks(length, self.block, length)
+        return 2.0 * size * scores
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return BlockCache(self, relative)
@@ -343,7 +365,8 @@ def finished_blocks(length: int, block: int, most: int) -> int:
         length, block: N and b.
     """
     finished_N = torch.arange(length) // block
-    return int(finished_N.clamp(max=most).sum())
+    finished_N = finished_N.clamp(max=most)
+    return int(finished_N.sum())
 
 
 class RandomBlocks(Blocks):
@@ -380,7 +403,8 @@ class RandomBlocks(Blocks):
 
     def tie_margins(self, query: Tensor, key: Tensor) -> Tensor:
         """Return zeros: the scores are not rounded."""
-        return torch.zeros_like(super().tie_margins(query, key))
+        margin = super().tie_margins(query, key)
+        return torch.zeros_like(margin)
 
     def score_by_rule(self, q_D: Tensor, mean_D: Tensor, numbers: tuple[int, int, int]) -> float:
         """Return the hash of `scores`, by Python's integers."""
@@ -428,7 +452,8 @@ class BlockCache(GrowingCache):
             k_BHND = torch.cat([self.open_k_BHND, k_BHND], dim=2)
         mean_BHGD = self.pattern.means(k_BHND)
         block = self.pattern.block
-        self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first // block)
+        first_block = first // block
+        self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first_block)
         finished = mean_BHGD.shape[2] * block
         self.open_k_BHND = k_BHND[:, :, finished:]
 
@@ -440,7 +465,8 @@ class BlockCache(GrowingCache):
         # All whole blocks among the new positions, and the one that they complete.
         begin = first_block * block
         end = stop // block * block
-        mean_BHGD = self.pattern.means(v_BHSD[:, :, begin:end])
+        finished_v_BHND = v_BHSD[:, :, begin:end]
+        mean_BHGD = self.pattern.means(finished_v_BHND)
         self.mean_v_BHGD = place(self.mean_v_BHGD, mean_BHGD, first_block)
         return k_BHSD, v_BHSD
 

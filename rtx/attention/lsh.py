@@ -186,9 +186,11 @@ class Lsh(ClusterPattern):
         1e-6 is added to the squared norm, so queries with norms far below 1e-3 get smaller norms.
         """
         wide_BHND = widened(q_BHND)
-        square_BHN1 = wide_BHND.square().sum(-1, keepdim=True)
+        square_BHND = wide_BHND.square()
+        square_BHN1 = square_BHND.sum(-1, keepdim=True)
         norm_BHN1 = (square_BHN1 + 1e-6).sqrt()
-        return Prepared(q_BHND, wide_BHND / norm_BHN1)
+        k_BHND = wide_BHND / norm_BHN1
+        return Prepared(q_BHND, k_BHND)
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         q_ND = qk.q_BHND[0, head]
@@ -273,7 +275,8 @@ class Lsh(ClusterPattern):
 
     def choice_operations(self, length: int, size: int) -> float:
         """Return the operations of one product for each bucket and its opposite together."""
-        return float(self.rounds * self.buckets * size * length)
+        products = self.rounds * self.buckets * length
+        return float(products * size)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return LshCache(self, self.slots, relative)

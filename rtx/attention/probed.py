@@ -591,10 +591,12 @@ def ranked(cluster_BHN: Tensor, count_BHC: Tensor) -> tuple[Tensor, Tensor]:
     """
     B, H, C = count_BHC.shape
     lists = pack(cluster_BHN, C, complete=True)
+    row_M = lists.row_M
     first_rank_L = count_BHC.flatten() - lists.first_L()
-    number_M = torch.arange(len(lists.row_M), device=cluster_BHN.device)
+    number_M = torch.arange(len(row_M), device=row_M.device)
     rank_M = number_M + first_rank_L[lists.list_M()]
     rank_R = torch.empty_like(rank_M)
-    rank_R.scatter_(0, lists.row_M, rank_M)
+    rank_R.scatter_(0, row_M, rank_M)
+    rank_BHN = rank_R.view(cluster_BHN.shape)
     new_BHC = lists.count_L.view(B, H, C)
-    return rank_R.view(cluster_BHN.shape), count_BHC + new_BHC
+    return rank_BHN, count_BHC + new_BHC

@@ -110,7 +110,9 @@ def highest_clusters(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
     top_X1N = score_XCN.amax(-2, keepdim=True)
     raised_XCN = score_XCN + margin_XC[..., None]
     reaches_XCN = raised_XCN >= top_X1N
-    return reaches_XCN.to(torch.uint8).argmax(-2)
+    # argmax takes no bool; of equal numbers it returns the first.
+    reaches_XCN = reaches_XCN.to(torch.uint8)
+    return reaches_XCN.argmax(-2)
 
 
 def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
@@ -134,7 +136,8 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     edge = candidates.values.topk(2, dim=-1, largest=False)
     left_out, last = edge.values.split(1, dim=-1)
     slot_left_out, slot_last = edge.indices.split(1, dim=-1)
-    last_margin = margin(candidate.gather(-1, slot_last))
+    last_place = candidate.gather(-1, slot_last)
+    last_margin = margin(last_place)
     # The last candidate moves into the slot of the one left out.
     final_candidate = candidate[..., count:]
     candidate = candidate.scatter(-1, slot_left_out, final_candidate)

@@ -150,7 +150,8 @@ class TopKeys(Pattern):
         shape = (B, H, N, most)
         index_BHNK = torch.full(shape, -1, device=device)
         # An entry of the index is wider than a score, and several copies of it exist at once.
-        scores = key_BHNE.shape[2] + 8 * most
+        keys = key_BHNE.shape[2]
+        scores = keys + 8 * most
         for positions in self.query_pieces(qk, scores):
             query_BHQE = query_BHNE[:, :, positions].contiguous()
             chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions)
@@ -169,7 +170,8 @@ class TopKeys(Pattern):
             scores: the number of scores of each query of a head.
         """
         B, H, N, _ = qk.q_BHND.shape
-        return pieces(N, B * H * scores)
+        heads = B * H
+        return pieces(N, heads * scores)
 
     def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
@@ -234,8 +236,10 @@ def product_margins(query: Tensor, key: Tensor) -> Tensor:
         query, key: `[..., E]`, in shapes that broadcast.
     """
     wide = wide_type(key.dtype)
-    query_norm = query.to(wide).norm(dim=-1)
-    key_norm = key.to(wide).norm(dim=-1)
+    wide_query = query.to(wide)
+    wide_key = key.to(wide)
+    query_norm = wide_query.norm(dim=-1)
+    key_norm = wide_key.norm(dim=-1)
     return tie_margin(query_norm, key_norm, wide)
 
 
