@@ -92,10 +92,10 @@ def check_memory(memory: int, length: int, takes_memory: bool) -> None:
         check_whole("memory", memory, 0, 0, "0 for this pattern")
 
 
-def check_both_sides(pattern: Any) -> None:
+def check_bidirectional(pattern: Any) -> None:
     """Refuse causal=False of patterns that are always causal."""
     name = type(pattern).__name__
-    if not pattern.takes_both_sides:
+    if not pattern.may_be_bidirectional:
         allowed = "Full, Local, Strided, Random, TopK, Thresholds or Nearest"
         raise ValueError(f"causal=False: {name} reads earlier positions alone: take {allowed}")
 
@@ -106,7 +106,7 @@ def check_causal(is_causal: bool, what: str) -> None:
         raise ValueError(f"{what}: needs causal=True, as positions read later ones without it")
 
 
-def check_both_sides_call(
+def check_bidirectional_call(
     relative: RelativeTables | None,
     streaming: bool,
     memory: int,

@@ -1,7 +1,7 @@
-"""Selections of blocks of keys: each query reads its own block and the best of the finished ones.
+"""Selections of blocks of keys: each query reads its block and the best of the finished ones.
 
 A sequence is cut into blocks of b positions. A block is *finished* for the queries after it, and
-*open* for all others. The query at position i reads the keys of its own block up to i, and those of
+*open* for all others. The query at position i reads the keys of its block up to i, and those of
 the W // b finished blocks with the largest q_i . (mean of the block's keys) (Lu et al. 2025, MoBA,
 arXiv 2502.13189, section 2.2). Queries and keys are compared before they are rotated. Attention and
 choice use the same queries and keys, so the gradient of the attention trains the choice as well.
@@ -99,10 +99,10 @@ def compressed(
 
 
 class Blocks(TopKeys):
-    """H heads whose queries read their own block and the W // b best finished blocks.
+    """H heads whose queries read their block and the W // b best finished blocks.
 
-    Every query after the first W positions reads W // b blocks, and its own up to its position. The
-    scores take O(N^2 / b) time.
+    Every query after the first W positions reads W // b blocks, and its block up to its position.
+    The scores take O(N^2 / b) time.
 
     Args:
         heads, size: H and D.
@@ -238,7 +238,9 @@ class Blocks(TopKeys):
         )
 
     def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
-        """Return the positions in the own block and the best others; see `TopKeys.chosen_keys`.
+        """Return the positions in the block of a query and in the best finished blocks.
+
+        See `TopKeys.chosen_keys`.
 
         Args:
             key_BHNE: the means of the blocks 0, 1, ....

@@ -119,17 +119,9 @@ def probed_clusters(
         readable_XNC: the number of each cluster's keys that each query may read.
         target: m.
     """
-    C = score_XNC.shape[-1]
     is_unreadable_XNC = readable_XNC == 0
     score_XNC = finite(score_XNC).masked_fill(is_unreadable_XNC, -math.inf)
-    sorted_XNC, cluster_XNC = score_XNC.sort(dim=-1, descending=True, stable=True)
-    step_XNC = sorted_XNC[..., :-1] - sorted_XNC[..., 1:]
-    is_cut_XNC = step_XNC > margin_XN1
-    cuts_XNC = is_cut_XNC.cumsum(-1)
-    group_XNC = F.pad(cuts_XNC, (1, 0))
-    number_XNC = group_XNC * C + cluster_XNC
-    sorted_number_XNC = number_XNC.sort(dim=-1).values
-    cluster_XNC = sorted_number_XNC % C
+    cluster_XNC = clusters_in_order(score_XNC, margin_XN1)
     takeable_XNC = readable_XNC.clamp(max=target)
     taken_XNC = takeable_XNC.gather(-1, cluster_XNC)
     taken_before_XNC = taken_XNC.cumsum(-1) - taken_XNC
@@ -137,6 +129,22 @@ def probed_clusters(
     is_taken_XNC = (taken_XNC > 0) & needs_more_XNC
     is_probed_XNC = torch.zeros_like(is_taken_XNC)
     return is_probed_XNC.scatter(-1, cluster_XNC, is_taken_XNC)
+
+
+def clusters_in_order(score_XNC: Tensor, margin_XN1: Tensor) -> Tensor:
+    """Return the clusters in the order in which each query takes them, `[X, N, C]`.
+
+    `probed_clusters` has an example.
+    """
+    C = score_XNC.shape[-1]
+    sorted_XNC, cluster_XNC = score_XNC.sort(dim=-1, descending=True, stable=True)
+    step_XNC = sorted_XNC[..., :-1] - sorted_XNC[..., 1:]
+    is_cut_XNC = step_XNC > margin_XN1
+    cuts_XNC = is_cut_XNC.cumsum(-1)
+    group_XNC = F.pad(cuts_XNC, (1, 0))
+    number_XNC = group_XNC * C + cluster_XNC
+    sorted_number_XNC = number_XNC.sort(dim=-1).values
+    return sorted_number_XNC % C
 
 
 # Clusters of keys and scores of queries, for some heads at a time.

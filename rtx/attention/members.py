@@ -103,32 +103,23 @@ def select_by_torch(
     """Return the result of `native.select`, computed with torch for some heads at a time."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    heads_of_all = B * H
-    device = x_BHND.device
     margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
-    places = [torch.zeros(0, dtype=torch.int64, device=device)]
-    nearest_XN = torch.zeros(heads_of_all, N, dtype=torch.int64, device=device)
-    moment_2XC = torch.zeros(2, heads_of_all, C, dtype=torch.float64, device=device)
+    places = [x_BHND.new_zeros(0, dtype=torch.int64)]
+    nearest_XN = x_BHND.new_zeros(B * H, N, dtype=torch.int64)
+    moment_2XC = x_BHND.new_zeros(2, B * H, C, dtype=torch.float64)
     for heads, head_X, score_XCN in scores_of_heads(centroid_HCD, x_BHND):
         margin_XC = margin_HC[head_X]
-        first_place = heads.start * C * N
+        threshold_XC = None
         if threshold_HC is not None:
-            joins_XCN = memberships(score_XCN, threshold_HC[head_X], margin_XC)
-            place_J = joins_XCN.flatten().nonzero()[:, 0]
-            places.append(place_J + first_place)
+            threshold_XC = threshold_HC[head_X]
             moment_2XC[:, heads] = moments(score_XCN)
-        elif window:
-            place_J = best_members(score_XCN, margin_XC, window)
-            places.append(place_J + first_place)
+        place_J = places_of_members(score_XCN, threshold_XC, margin_XC, window)
+        first_place = heads.start * C * N
+        places.append(place_J + first_place)
         if nearest:
             nearest_XN[heads] = highest_clusters(score_XCN, margin_XC)
-    lists = lists_of_places(torch.cat(places), heads_of_all, C, N)
-    selection = native.Selection(
-        row_M=lists.row_M,
-        count_L=lists.count_L,
-        nearest_BHN=None,
-        moment_2BHC=None,
-    )
+    lists = lists_of_places(torch.cat(places), B * H, C, N)
+    selection = native.Selection(lists.row_M, lists.count_L, nearest_BHN=None, moment_2BHC=None)
     if nearest:
         nearest_BHN = nearest_XN.view(B, H, N)
         selection = selection._replace(nearest_BHN=nearest_BHN)
@@ -136,6 +127,25 @@ def select_by_torch(
         moment_2BHC = moment_2XC.view(2, B, H, C)
         selection = selection._replace(moment_2BHC=moment_2BHC)
     return selection
+
+
+def places_of_members(
+    score_XCN: Tensor,
+    threshold_XC: Tensor | None,
+    margin_XC: Tensor,
+    window: int,
+) -> Tensor:
+    """Return the members of some clusters, as places in their flat scores, ascending.
+
+    Args:
+        threshold_XC: the lowest score of a member; None: the members are the `window` best.
+    """
+    if threshold_XC is not None:
+        joins_XCN = memberships(score_XCN, threshold_XC, margin_XC)
+        return joins_XCN.flatten().nonzero()[:, 0]
+    if window:
+        return best_members(score_XCN, margin_XC, window)
+    return score_XCN.new_zeros(0, dtype=torch.int64)
 
 
 def scores_of_heads(centroid_HCD: Tensor, x_BHND: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

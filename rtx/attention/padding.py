@@ -74,18 +74,12 @@ def attend_groups(
         row_J: the rows of the positions of all groups, group after group.
         memory: see `Pattern.forward`.
     """
-    q_BHND, k_BHND, v_BHND = qkv
     # One gather and one write for all groups, so that gradients are added up once.
-    queries = real_parts(q_BHND, row_J, groups)
-    keys: list[Tensor] | list[None] = [None for _ in groups]
-    if k_BHND is not None:
-        keys = real_parts(k_BHND, row_J, groups)
-    values = real_parts(v_BHND, row_J, groups)
+    inputs = inputs_of_groups(qkv, row_J, groups)
     real_positions = max(1, len(row_J))
     outs = []
     losses = []
-    for number, group in enumerate(groups):
-        qkv_of_group = (queries[number], keys[number], values[number])
+    for group, qkv_of_group in zip(groups, inputs, strict=True):
         out_BHND, loss = attend(qkv_of_group, group.memory)
         # The positions of the memory have no outputs.
         before_outputs = (0, 0, group.memory, 0)
@@ -93,10 +87,22 @@ def attend_groups(
         outs.append(by_rows(out_BHND))
         share = group.positions() / real_positions
         losses.append(loss * share)
+    q_BHND, _, _ = qkv
     B, _, N, _ = q_BHND.shape
     out_BHND = scattered(torch.cat(outs), row_J, B, N)
     total_loss = torch.stack(losses).sum()
     return out_BHND[:, :, memory:], total_loss
+
+
+def inputs_of_groups(qkv: QKV, row_J: Tensor, groups: list[Group]) -> list[QKV]:
+    """Return the queries, keys and values of each group."""
+    q_BHND, k_BHND, v_BHND = qkv
+    queries = real_parts(q_BHND, row_J, groups)
+    values = real_parts(v_BHND, row_J, groups)
+    keys: list[Tensor] | list[None] = [None for _ in groups]
+    if k_BHND is not None:
+        keys = real_parts(k_BHND, row_J, groups)
+    return list(zip(queries, keys, values, strict=True))
 
 
 def by_rows(x_BHND: Tensor) -> Tensor:
@@ -116,14 +122,7 @@ def scattered(out_JHD: Tensor, row_J: Tensor, B: int, N: int) -> Tensor:
 
 def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tensor]:
     """Return the groups that have real positions, and the rows of these positions, `[J]`."""
-    B, N = real_BN.shape
     real_UN, group_B = real_BN.unique(dim=0, return_inverse=True)
-    order_B = group_B.argsort(stable=True)
-    row_R = torch.arange(B * N, device=real_BN.device)
-    row_BN = row_R.view(B, N)
-    ordered_row_BN = row_BN[order_B]
-    ordered_real_BN = real_BN[order_B]
-    row_J = ordered_row_BN[ordered_real_BN]
     sequences = group_B.bincount().tolist()
     lengths = real_UN.sum(1).tolist()
     memory_UN = real_UN[:, :memory]
@@ -139,8 +138,23 @@ def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tens
             groups.append(group)
     if not groups:
         # One group of length 0, so that outputs and loss still have gradients.
-        groups = [Group(sequences=B, length=0, memory=0)]
-    return groups, row_J
+        groups = [Group(sequences=len(real_BN), length=0, memory=0)]
+    return groups, rows_of_groups(real_BN, group_B)
+
+
+def rows_of_groups(real_BN: Tensor, group_B: Tensor) -> Tensor:
+    """Return the rows of real positions, group after group, `[J]`.
+
+    Args:
+        group_B: the number of the group of each sequence.
+    """
+    B, N = real_BN.shape
+    row_R = torch.arange(B * N, device=real_BN.device)
+    row_BN = row_R.view(B, N)
+    order_B = group_B.argsort(stable=True)
+    ordered_row_BN = row_BN[order_B]
+    ordered_real_BN = real_BN[order_B]
+    return ordered_row_BN[ordered_real_BN]
 
 
 def real_parts(x_BHND: Tensor, row_J: Tensor, groups: list[Group]) -> list[Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rtx.attention import grouped
 from rtx.attention.arguments import (
     check_across,
-    check_both_sides,
-    check_both_sides_call,
+    check_bidirectional,
+    check_bidirectional_call,
     check_call,
     check_causal,
     check_choice,
@@ -79,7 +79,7 @@ class Pattern(nn.Module, ABC):
 
     Raises:
         ValueError: an argument out of its range, or causal=False of a pattern that is always causal
-            (`takes_both_sides`).
+            (`may_be_bidirectional`).
     """
 
     has_keys = True
@@ -91,7 +91,7 @@ class Pattern(nn.Module, ABC):
 
     `rule` ignores it; the oracle applies it to the mask that `rule` returns.
     """
-    takes_both_sides = False
+    may_be_bidirectional = False
     """Whether the pattern can be made with causal=False."""
     takes_other_keys = False
     """Whether, with causal=False, there may be another number of keys than of queries
@@ -139,7 +139,7 @@ class Pattern(nn.Module, ABC):
         self.attend_self = attend_self
         self.causal = causal
         if not causal:
-            check_both_sides(self)
+            check_bidirectional(self)
             self.strictly_causal = False
 
     def group_queries(self, queries: int, *, together: bool = False) -> None:
@@ -356,7 +356,7 @@ class Pattern(nn.Module, ABC):
             ValueError: tensors that do not fit together. The message names the argument.
         """
         if not self.causal:
-            check_both_sides_call(relative, streaming, memory)
+            check_bidirectional_call(relative, streaming, memory)
             if k_BHND is not None and k_BHND.shape[2:3] != q_BHND.shape[2:3]:
                 others = (rotate, real_BN, documents)
                 return self.forward_across((q_BHND, k_BHND, v_BHND), others, check_finite)
@@ -472,9 +472,9 @@ class Pattern(nn.Module, ABC):
         """Return the result of `choose_and_attend` for query heads that choose together.
 
         They are attended as copies of the sequences (`rtx.attention.grouped`). The sequences choose
-        once, and their lists are repeated for the copies. But lists in static shapes have room
-        behind their last member, and cannot be repeated: there the copies choose, all alike, and
-        the third result is None.
+        once, and their lists are repeated for the copies. But lists in static shapes end with
+        unused entries, and cannot be repeated: there the copies choose, all alike, and the third
+        result is None.
         """
         copies_choose = is_static(qk.q_BHND, self.backend)
         copies = self.queries_of_key_head

@@ -440,7 +440,7 @@ class Full(ContiguousPattern):
     """
 
     reads_all_cached = True
-    takes_both_sides = True
+    may_be_bidirectional = True
     takes_other_keys = True
 
     def since(self, i: Tensor) -> Tensor:
@@ -480,7 +480,7 @@ class Local(ContiguousPattern):
     """
 
     reads_all_cached = True
-    takes_both_sides = True
+    may_be_bidirectional = True
 
     def __init__(self, *, window: int, **options: Any) -> None:
         super().__init__(**options)

@@ -135,12 +135,10 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
         numbers.append(number_J + first_number)
         clusters.append(search.cluster_XN)
     number_P = torch.cat(numbers)
+    count_L = torch.bincount(number_P // N, minlength=B * H * C)
+    queries = MemberLists(rows_of(number_P, C, N), count_L)
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
-    list_P = number_P // N
-    lists = len(keys.count_L)
-    count_L = torch.bincount(list_P, minlength=lists)
-    queries = MemberLists(rows_of(number_P, C, N), count_L)
     start_P, stop_P = probed_ranges(number_P, keys, N, reach)
     return RangeReads(queries, keys, start_P, stop_P, N, most=reach.target)
 

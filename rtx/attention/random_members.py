@@ -67,7 +67,7 @@ class Random(ClusterPattern):
     """
 
     bounds_documents = True
-    takes_both_sides = True
+    may_be_bidirectional = True
 
     def __init__(
         self,

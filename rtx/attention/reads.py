@@ -189,29 +189,40 @@ def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> MemberLists:
             not wait for a GPU to learn it.
     """
     B, H, N = list_BHN.shape
-    device = list_BHN.device
     list_XN = list_BHN.reshape(B * H, N)
     # Each head gets one more list, for the positions with -1, which is removed at the end.
     lists_of_head = lists + 1
-    numbers = B * H * lists_of_head
-    # Short numbers are sorted faster.
-    dtype = torch.int64
-    if numbers < 1 << 15:
-        dtype = torch.int16
-    head_X1 = torch.arange(B * H, device=device)[:, None]
     has_none_XN = list_XN < 0
     list_of_head_XN = torch.where(has_none_XN, lists, list_XN)
-    number_XN = head_X1 * lists_of_head + list_of_head_XN
-    number_R = number_XN.flatten().to(dtype)
-    number_M, row_M = number_R.sort(stable=True)
-    bound = torch.arange(numbers + 1, device=device, dtype=dtype)
-    first = torch.searchsorted(number_M, bound)
-    count_XC = first.diff().view(B * H, lists_of_head)
+    row_M, count_L = sorted_by_list(list_of_head_XN, lists_of_head)
+    count_XC = count_L.view(B * H, lists_of_head)
     count_L = count_XC[:, :lists].flatten()
     if not complete and bool(has_none_XN.any()):
         has_list_R = ~has_none_XN.flatten()
         row_M = row_M[has_list_R[row_M]]
     return MemberLists(row_M, count_L)
+
+
+def sorted_by_list(list_XN: Tensor, lists_of_head: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of all positions, list after list, and the number of rows of each list.
+
+    Args:
+        list_XN: the list of each position, from 0 to `lists_of_head` - 1.
+    """
+    X = len(list_XN)
+    device = list_XN.device
+    lists = X * lists_of_head
+    # Short numbers are sorted faster.
+    dtype = torch.int64
+    if lists < 1 << 15:
+        dtype = torch.int16
+    head_X = torch.arange(X, device=device)
+    number_XN = head_X[:, None] * lists_of_head + list_XN
+    number_R = number_XN.flatten().to(dtype)
+    number_M, row_M = number_R.sort(stable=True)
+    bound = torch.arange(lists + 1, device=device, dtype=dtype)
+    first = torch.searchsorted(number_M, bound)
+    return row_M, first.diff()
 
 
 def order(members: MemberLists, length: int) -> Tensor:

@@ -32,7 +32,7 @@ Names from other files that this one uses:
     selection_functions, Selected, separate_lists, LISTS
                        the same selection in static shapes: functions and results for GPUs
 
-Statistics. `reads` has no side effects. The forward pass calls `observe`. In training, `observe`
+Statistics. `reads` changes nothing. The forward pass calls `observe`. In training, `observe`
 also gathers the statistics that move the centroids after the step (centroids.py).
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, W attention window, L = B * H *
@@ -97,7 +97,7 @@ class Routing(ClusterPattern):
             1e-4; Roy et al. 2021 does not mention it.
     """
 
-    takes_both_sides = True
+    may_be_bidirectional = True
 
     def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
         has_keys = centroids.keys != "shared"

@@ -377,6 +377,16 @@ class PrefixTopK:
             replaced_L=old_position_L1[:, 0],
         )
 
+    def newcomers(self, score_L: Tensor, position_L: Tensor) -> Newcomers:
+        """Offer one position to each list, and return the new members."""
+        offer = self.offer(score_L, position_L)
+        joins_L = offer.joins_L
+        return Newcomers(
+            list_J=joins_L.nonzero()[:, 0],
+            position_J=position_L[joins_L],
+            replaced_J=offer.replaced_L[joins_L],
+        )
+
     def members(self, clusters: int, length: int) -> MemberLists:
         """Return the members of each list, in order of slots.
 
@@ -445,30 +455,22 @@ def newcomers(prefix_top_k: PrefixTopK, score_LQ: Tensor, first: int) -> list[Ne
     """
     may_join_LQ = score_LQ > prefix_top_k.bar()
     count_L = may_join_LQ.sum(-1)
+    turns = 0
+    if len(count_L):
+        turns = int(count_L.max())
     first_L = count_L.cumsum(0) - count_L
     # The candidates of all lists, list after list.
     candidate_J = may_join_LQ.nonzero()[:, 1]
     last = len(candidate_J) - 1
-    turns = 0
-    if len(count_L):
-        turns = int(count_L.max())
     joined = []
     for turn in range(turns):
         # A list without further candidates is offered some position with the score -inf.
-        is_over_L = turn >= count_L
         number_L = first_L + turn
         candidate_L = candidate_J[number_L.clamp(max=last)]
         score_L1 = score_LQ.gather(1, candidate_L[:, None])
+        is_over_L = turn >= count_L
         score_L = score_L1[:, 0].masked_fill(is_over_L, -math.inf)
-        position_L = candidate_L + first
-        offer = prefix_top_k.offer(score_L, position_L)
-        joins_L = offer.joins_L
-        some = Newcomers(
-            list_J=joins_L.nonzero()[:, 0],
-            position_J=position_L[joins_L],
-            replaced_J=offer.replaced_L[joins_L],
-        )
-        joined.append(some)
+        joined.append(prefix_top_k.newcomers(score_L, candidate_L + first))
     return joined
 
 

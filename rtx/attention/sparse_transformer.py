@@ -22,7 +22,7 @@ class Strided(PositionPattern):
     it reads i + stride, i + 2 stride, ..., too.
     """
 
-    takes_both_sides = True
+    may_be_bidirectional = True
 
     def __init__(self, *, stride: int, **options: Any) -> None:
         super().__init__(**options)

@@ -145,15 +145,25 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     is_near = left_out >= last - last_margin
     is_tied = is_near & left_out.isfinite() & last.isfinite()
     if bool(is_tied.any()):
-        is_tied_row = is_tied[..., 0]
-        margin_of_rows = last_margin.expand(last.shape)
-        place[is_tied_row] = earliest(
-            score_RN=score[is_tied_row],
-            last_R1=last[is_tied_row],
-            margin_R1=margin_of_rows[is_tied_row],
-            count=count,
-        )
+        take_earliest(place, is_tied[..., 0], score, last, last_margin.expand(last.shape))
     return place
+
+
+def take_earliest(
+    place: Tensor,
+    is_tied: Tensor,
+    score: Tensor,
+    last: Tensor,
+    last_margin: Tensor,
+) -> None:
+    """Set the places of rows with ties to those of the best scores, of equal ones the earliest.
+
+    Args:
+        is_tied: the rows with ties.
+        last, last_margin: the lowest score of each row that is taken, and its margin, `[..., 1]`.
+    """
+    count = place.shape[-1]
+    place[is_tied] = earliest(score[is_tied], last[is_tied], last_margin[is_tied], count)
 
 
 def earliest(score_RN: Tensor, last_R1: Tensor, margin_R1: Tensor, count: int) -> Tensor:

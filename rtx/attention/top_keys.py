@@ -263,7 +263,7 @@ class Exact(TopKeys):
     """Each query reads the W keys, up to its position, with the largest q k^T.
 
     The scores are the attention's logits without Shaw's tables, so no other selection of W keys
-    keeps more of its weights. They take O(N^2) time; those of some queries are in memory at once.
+    has more of its weights. They take O(N^2) time; those of some queries are in memory at once.
     """
 
 
