@@ -140,7 +140,14 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
     start_P, stop_P = probed_ranges(number_P, keys, N, reach)
-    return RangeReads(queries, keys, start_P, stop_P, N, most=reach.target)
+    return RangeReads(
+        query=queries,
+        key=keys,
+        start_P=start_P,
+        stop_P=stop_P,
+        length=N,
+        most=reach.target,
+    )
 
 
 def late_probes(search: Search, reach: Reach) -> Tensor:

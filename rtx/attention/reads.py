@@ -375,7 +375,14 @@ def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
         is_self_P = key_order_M[next_P] == order(part.query, N)
         is_empty_P = stop_P == start_P
         stop_P = stop_P + (is_self_P & is_empty_P).long()
-    return RangeReads(part.query, part.key, start_P, stop_P, N, most=part.most)
+    return RangeReads(
+        query=part.query,
+        key=part.key,
+        start_P=start_P,
+        stop_P=stop_P,
+        length=N,
+        most=part.most,
+    )
 
 
 def ranges_between(
