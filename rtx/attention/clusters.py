@@ -409,7 +409,7 @@ class ClusterCache(Cache):
         if sink_HQ is not None:
             sink_JQ = sink_HQ[head_J]
             return with_sink(partial, sink_JQ.flatten())
-        return partial._replace(sum_S=torch.zeros_like(partial.sum_S))
+        return partial._replace(log_sum_S=torch.zeros_like(partial.log_sum_S))
 
     def softmaxes(
         self,
@@ -474,4 +474,4 @@ def sinks_alone(sink_HQ: Tensor, partial: Partial, streams: int) -> Partial:
     row_R = torch.arange(rows, device=sink_R.device)
     value_size = partial.out_SD.shape[1]
     no_value_RD = partial.out_SD.new_zeros(rows, value_size)
-    return Partial(row_R, no_value_RD, sink_R.to(partial.sum_S.dtype))
+    return Partial(row_R, no_value_RD, sink_R.to(partial.log_sum_S.dtype))

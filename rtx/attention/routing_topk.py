@@ -234,7 +234,7 @@ class TopK(Routing):
         arrived = [self.arrivals(x_BHND) for x_BHND in self.clustered(qk)]
         queries, keys = queries_and_keys(arrived)
         attend_self = self.attend_self or self.window == 1
-        reads = members_read(queries.lists, keys.lists, N, N, attend_self)
+        part = members_read(queries.lists, keys.lists, N, N, attend_self)
         position_P = positions(queries.lists, N)
         position_1P = position_P[None]
         # A query does not read key member m if leaves_M[m] is at most the position of the query.
@@ -243,7 +243,7 @@ class TopK(Routing):
             low_IP=torch.zeros_like(position_1P),
             high_IP=position_1P + 1,
         )
-        return reads._replace(holes=holes, derived={ARRIVALS: arrived})
+        return part._replace(holes=holes, derived={ARRIVALS: arrived})
 
     @torch.no_grad()
     def arrivals(self, x_BHND: Tensor) -> Arrivals:
@@ -261,8 +261,8 @@ class TopK(Routing):
         most = piece_size(B * H * C)
         first = 0
         while first < N:
-            # A quarter of the prefix at most. If scores are independent, about W / 4 of these
-            # positions exceed the bar.
+            # A quarter of the prefix, but at least W. If scores are independent, about W / 4 of
+            # these positions exceed the bar.
             count = max(self.window, first // 4)
             count = min(count, most)
             stop = min(N, first + count)

@@ -162,13 +162,13 @@ def attend_with_sinks(
         partials.append(Partial(problem.query_rows(), out_PD, sum_P))
     if is_mean:
         (partial,) = partials
-        sink_P = sink_R[partial.row_S].to(partial.sum_S.dtype)
+        sink_P = sink_R[partial.row_S].to(partial.log_sum_S.dtype)
         partials = [with_sink(partial, sink_P)]
     else:
         row_R = torch.arange(len(sink_R), device=sink_R.device)
         first = partials[0]
         no_value_RD = first.out_SD.new_zeros(len(sink_R), first.out_SD.shape[1])
-        partials.append(Partial(row_R, no_value_RD, sink_R.to(first.sum_S.dtype)))
+        partials.append(Partial(row_R, no_value_RD, sink_R.to(first.log_sum_S.dtype)))
     return combine(partials, rows=len(sink_R))
 
 
@@ -177,10 +177,10 @@ def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
 
     Members that read nothing do not count in the mean.
     """
-    share_S = (partial.sum_S - sink_S).sigmoid()
+    share_S = (partial.log_sum_S - sink_S).sigmoid()
     out_SD = partial.out_SD * share_S[:, None].to(partial.out_SD.dtype)
-    reads_nothing_S = partial.sum_S == float("-inf")
-    no_sum_S = torch.zeros_like(partial.sum_S).masked_fill(reads_nothing_S, float("-inf"))
+    reads_nothing_S = partial.log_sum_S == float("-inf")
+    no_sum_S = torch.zeros_like(partial.log_sum_S).masked_fill(reads_nothing_S, float("-inf"))
     return Partial(partial.row_S, out_SD, no_sum_S)
 
 

@@ -36,7 +36,7 @@ class Partial(NamedTuple):
     """The row of each member."""
     out_SD: Tensor
     """The output o_l of each member."""
-    sum_S: Tensor
+    log_sum_S: Tensor
     """The log-sum s_l of each member; -inf if it reads no key."""
 
 
@@ -52,7 +52,7 @@ def combine(partials: list[Partial], rows: int) -> Tensor:
         RuntimeError: in a backward pass with create_graph=True, as there are no second derivatives.
     """
     row_S = torch.cat([partial.row_S for partial in partials])
-    sum_S = torch.cat([partial.sum_S for partial in partials])
+    sum_S = torch.cat([partial.log_sum_S for partial in partials])
     outs = [partial.out_SD for partial in partials]
     out_RD, _ = combined(row_S, sum_S, outs, rows)
     return out_RD
