@@ -171,7 +171,7 @@ def phases_of(pattern: Pattern, config: Config) -> list[Saved]:
     An indexer reads everything while it warms up, and by an index later.
     """
     phases = [saved_by_pattern(pattern, config)]
-    if isinstance(pattern, Indexer) and pattern.dense:
+    if isinstance(pattern, Indexer) and pattern.is_dense:
         pattern.set_steps(pattern.warmup)
         phases.append(saved_by_pattern(pattern, config))
     return phases

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, as_heads, place, queries
+from rtx.attention.cache import Cache, as_heads, queries, stored
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.grouped import expanded
 from rtx.attention.members import products
@@ -145,9 +145,9 @@ class Blocks(TopKeys):
 
     def choice_keys(self, qk: QueriesKeys) -> Tensor:
         """Return the means of the keys of finished blocks, `[B, H, G, D]`."""
-        return self.means(qk.k_BHND)
+        return self.means_of_blocks(qk.k_BHND)
 
-    def means(self, x_BHND: Tensor) -> Tensor:
+    def means_of_blocks(self, x_BHND: Tensor) -> Tensor:
         """Return the mean of each finished block, `[B, H, G, D]`."""
         finished = x_BHND.shape[2] // self.block
         stop = finished * self.block
@@ -282,8 +282,8 @@ class Blocks(TopKeys):
         out_BHND = super().attend_parts(qk, v_BHND, parts, relative)
         if self.gate_H2D is None or not out_BHND.shape[2]:
             return out_BHND
-        mean_k_BHGD = self.means(qk.k_BHND)
-        mean_v_BHGD = self.means(v_BHND)
+        mean_k_BHGD = self.means_of_blocks(qk.k_BHND)
+        mean_v_BHGD = self.means_of_blocks(v_BHND)
         blocks = mean_k_BHGD.shape[2]
         outs = []
         for positions in self.query_pieces(qk, blocks):
@@ -452,10 +452,10 @@ class BlockCache(GrowingCache):
         k_BHND = qk.k_BHND
         if self.open_k_BHND is not None:
             k_BHND = torch.cat([self.open_k_BHND, k_BHND], dim=2)
-        mean_BHGD = self.pattern.means(k_BHND)
+        mean_BHGD = self.pattern.means_of_blocks(k_BHND)
         block = self.pattern.block
         first_block = first // block
-        self.choice_BHSE = place(self.choice_BHSE, mean_BHGD, first_block)
+        self.choice_BHSE = stored(self.choice_BHSE, mean_BHGD, first_block)
         finished = mean_BHGD.shape[2] * block
         self.open_k_BHND = k_BHND[:, :, finished:]
 
@@ -468,8 +468,8 @@ class BlockCache(GrowingCache):
         begin = first_block * block
         end = stop // block * block
         finished_v_BHND = v_BHSD[:, :, begin:end]
-        mean_BHGD = self.pattern.means(finished_v_BHND)
-        self.mean_v_BHGD = place(self.mean_v_BHGD, mean_BHGD, first_block)
+        mean_BHGD = self.pattern.means_of_blocks(finished_v_BHND)
+        self.mean_v_BHGD = stored(self.mean_v_BHGD, mean_BHGD, first_block)
         return k_BHSD, v_BHSD
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:

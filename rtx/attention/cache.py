@@ -88,8 +88,8 @@ class RowCache(Cache):
     def put(self, qk: QueriesKeys, v_BGND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Store positions from `first` on, and return the keys and values of all slots."""
         k_BGND = first_of_each(qk.rotated_k_BHND, self.copies).to(v_BGND.dtype)
-        self.key_BGSD = place(self.key_BGSD, k_BGND, first, self.ring)
-        self.value_BGSD = place(self.value_BGSD, v_BGND, first, self.ring)
+        self.key_BGSD = stored(self.key_BGSD, k_BGND, first, self.ring)
+        self.value_BGSD = stored(self.value_BGSD, v_BGND, first, self.ring)
         return self.key_BGSD, self.value_BGSD
 
     def attend_newest(
@@ -144,7 +144,7 @@ def as_heads(out_BHQD: Tensor) -> Tensor:
     return out_of_heads[:, :, None]
 
 
-def place(x_BGSD: Tensor | None, new_BGND: Tensor, first: int, ring: int | None = None) -> Tensor:
+def stored(x_BGSD: Tensor | None, new_BGND: Tensor, first: int, ring: int | None = None) -> Tensor:
     """Return the slots with the vectors of the positions from `first` on written into them.
 
     Slots are changed in place if there are enough; otherwise the result has more.

@@ -169,7 +169,7 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
         return split_centroids(rule, old_YHCD, statistics)
     if rule.update == "sum":
         return moved_by_sums(rule, old_YHCD, statistics)
-    mean_YHCD = means(statistics)
+    mean_YHCD = means_of_clusters(statistics)
     has_mean_YHC1 = statistics.count_HC[..., None] > 0
     if rule.update == "members" and not rule.threshold_rate:
         # A centroid without members might never get any, as its threshold does not fall. So it
@@ -184,7 +184,7 @@ def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
     return torch.where(has_mean_YHC1, new_YHCD, old_YHCD)
 
 
-def means(statistics: Statistics) -> Tensor:
+def means_of_clusters(statistics: Statistics) -> Tensor:
     """Return the mean of the vectors of each centroid, `[Y, H, C, D]`; 0 if there are none."""
     count_YHC1 = statistics.count_HC[..., None]
     return statistics.sum_HCD / count_YHC1.clamp_min(1)
@@ -221,7 +221,7 @@ def split_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Ten
     direction differs.
     """
     count_YHC = statistics.count_HC
-    moved_YHCD = blended(rule, old_YHCD, means(statistics))
+    moved_YHCD = blended(rule, old_YHCD, means_of_clusters(statistics))
     source_YHC, turn_YHC = sources(count_YHC)
     index_YHCD = source_YHC[..., None].expand_as(moved_YHCD)
     source_YHCD = moved_YHCD.gather(-2, index_YHCD)

@@ -53,7 +53,7 @@ from rtx.attention.reads import (
 Item = TypeVar("Item")
 
 
-def queries_and_keys(items: Sequence[Item]) -> tuple[Item, Item]:
+def both_roles(items: Sequence[Item]) -> tuple[Item, Item]:
     """Return the item of the queries and that of the keys; a single item serves as both.
 
     For example, members: if queries and keys are members of the same clusters, there is one item.
@@ -177,7 +177,7 @@ class ClusterPattern(Pattern):
         """
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        queries, keys = queries_and_keys(self.lists(qk))
+        queries, keys = both_roles(self.lists(qk))
         return [self.ranges_of_lists(queries, keys, qk)]
 
     def ranges_of_lists(
@@ -223,7 +223,7 @@ class ClusterPattern(Pattern):
         Args:
             parts: see `Cache.prefill`.
         """
-        _, keys = queries_and_keys(self.lists(qk))
+        _, keys = both_roles(self.lists(qk))
         return keys
 
     @abstractmethod

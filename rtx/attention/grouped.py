@@ -65,7 +65,7 @@ def together(out_XGND: Tensor, queries: int) -> Tensor:
     return out_BGIND.flatten(1, 2)
 
 
-def repeated(qk: QueriesKeys, copies: int) -> QueriesKeys:
+def repeated_inputs(qk: QueriesKeys, copies: int) -> QueriesKeys:
     """Return the queries and keys by which sequences choose, in as many copies of all sequences."""
     q_XGND = repeated_sequences(qk.q_BHND, copies)
     rotated_q_XGND = repeated_sequences(qk.rotated_q_BHND, copies)
@@ -158,7 +158,7 @@ def shifted(x_M: Tensor, times: int, step: int) -> Tensor:
     return torch.cat(copies)
 
 
-def gathered(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
+def vectors_in_slots(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
     """Return the vectors in the slots that each query head reads, `[B, H, K, D]`.
 
     Args:

@@ -130,16 +130,16 @@ class Indexer(TopKeys):
         self.step_count = None
 
     @property
-    def dense(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether the heads still read every earlier key."""
         return self.steps_taken() < self.warmup
 
     @property
     def has_index(self) -> bool:
-        return not self.dense
+        return not self.is_dense
 
     def max_keys(self, length: int) -> int:
-        if self.dense:
+        if self.is_dense:
             return length
         return min(self.window, length)
 
@@ -150,7 +150,7 @@ class Indexer(TopKeys):
         return 2.0 * E * (triangle(length) + projections)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
-        if not self.dense:
+        if not self.is_dense:
             return super().reads(qk, streaming)
         # One list of all positions: an index would have N^2 entries for each head.
         B, H, N, _ = qk.q_BHND.shape

@@ -479,7 +479,7 @@ class Pattern(nn.Module, ABC):
         copies_choose = is_static(qk.q_BHND, self.backend)
         copies = self.queries_of_key_head
         if copies_choose:
-            qk = grouped.repeated(qk, copies)._replace(
+            qk = grouped.repeated_inputs(qk, copies)._replace(
                 each_q_XHND=qk.each_q_XHND,
                 rotated_each_q_XHND=qk.rotated_each_q_XHND,
             )

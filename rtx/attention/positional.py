@@ -36,7 +36,7 @@ from rtx.attention.arguments import check_positive
 from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.grouped import gathered
+from rtx.attention.grouped import vectors_in_slots
 from rtx.attention.once import cached_by_shape
 from rtx.attention.pairs import count_pairs
 from rtx.attention.pattern import Pattern
@@ -595,8 +595,8 @@ class PositionCache(RowCache):
         H = len(read_HS)
         slot_HK = read_HS.nonzero()[:, 1].view(H, -1)
         slot_1HK1 = slot_HK[None, :, :, None]
-        k_BHKD = gathered(k_BGSD, slot_1HK1)
-        v_BHKD = gathered(v_BGSD, slot_1HK1)
+        k_BHKD = vectors_in_slots(k_BGSD, slot_1HK1)
+        v_BHKD = vectors_in_slots(v_BGSD, slot_1HK1)
         distance_HK = distance_S[slot_HK]
         distance_1H1K = distance_HK[None, :, None]
         return self.attend_newest(qk, k_BHKD, v_BHKD, None, distance_1H1K)

@@ -62,7 +62,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive, check_within
-from rtx.attention.cache import Cache, place
+from rtx.attention.cache import Cache, stored
 from rtx.attention.candidates import best_candidates, candidate_index, native_index
 from rtx.attention.centroids import QUERIES, gathering
 from rtx.attention.engine import native, triton_probing, triton_selection
@@ -132,11 +132,11 @@ def cluster_of_key(k_D: Tensor, centroid_CD: Tensor, largest_norm: Tensor) -> in
         half_square = mu_D @ mu_D / 2
         score = k_D @ mu_D - half_square
         scores.append(finite_number(float(score)))
-    margin = finite_margin(k_D.norm() + largest_norm, largest_norm)
+    margin = margin_or_zero(k_D.norm() + largest_norm, largest_norm)
     return highest(scores, [margin for _ in scores])
 
 
-def finite_margin(norm: Tensor, other_norm: Tensor) -> float:
+def margin_or_zero(norm: Tensor, other_norm: Tensor) -> float:
     """Return the margin of products of vectors with these norms; 0 if it is no finite number."""
     margin = float(tie_margin(norm, other_norm, norm.dtype))
     if math.isfinite(margin):
@@ -269,7 +269,7 @@ class Probed(TopKeys):
         for i, q_D in enumerate(q_ND):
             readable = readable_count(i, self.attend_self)
             members = positions_by_cluster(cluster_N[:readable])
-            margin = finite_margin(q_D.norm(), largest_norm)
+            margin = margin_or_zero(q_D.norm(), largest_norm)
             read = probed_positions(score_NC[i], margin, members, target)
             if not self.reads_all:
                 read = self.best_by_rule(q_D, k_ND, read)
@@ -503,9 +503,9 @@ class ProbedCache(GrowingCache):
         rank_BHN, new_count_BHC = ranked(cluster_BHN, self.count_BHC)
         self.count_BHC = new_count_BHC
         filed_BHN2 = torch.stack([cluster_BHN, rank_BHN], dim=-1)
-        self.filed_BHS2 = place(self.filed_BHS2, filed_BHN2, first)
+        self.filed_BHS2 = stored(self.filed_BHS2, filed_BHN2, first)
         if not pattern.reads_all:
-            self.choice_BHSE = place(self.choice_BHSE, qk.rotated_k_BHND, first)
+            self.choice_BHSE = stored(self.choice_BHSE, qk.rotated_k_BHND, first)
 
     def chosen_slots(self, qk: QueriesKeys, position: int) -> Tensor:
         q_X1D = widened(qk.rotated_q_BHND).flatten(0, 1)

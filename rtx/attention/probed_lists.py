@@ -259,7 +259,7 @@ def lists_with_capacity(members: Members, clusters: int, length: int, reach: Rea
     start_P, stop_P = probed_ranges(members.number_P, keys, length, reach)
     place_P = torch.arange(capacity, device=row_P.device)
     is_real_P = place_P < members.count_1
-    lists = kernel_lists(
+    lists = lists_for_kernels(
         torch.where(is_real_P, row_P, rows),
         keys.row_M,
         torch.where(is_real_P, start_P, rows).int(),
@@ -278,7 +278,7 @@ def lists_with_capacity(members: Members, clusters: int, length: int, reach: Rea
     )
 
 
-def kernel_lists(
+def lists_for_kernels(
     row_P: Tensor,
     row_M: Tensor,
     start_P: Tensor,

@@ -16,7 +16,7 @@ Roles. With `keys="separate"` the query and the key of a position have separate 
 members of different clusters: a position has two *roles*, `QUERIES` (0) and `KEYS` (1). Each role
 has scores, thresholds and lists of members. Otherwise there is one role, and the query and the key
 of a position are members of the same clusters. Lists with one item for each role have two items or
-one; `queries_and_keys` unpacks them.
+one; `both_roles` unpacks them.
 
 The batch form processes whole sequences at once. It has two implementations. On a CPU, the lengths
 of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`),
@@ -50,7 +50,7 @@ from torch import Tensor
 from rtx.attention.arguments import check_number
 from rtx.attention.centroid_update import to_sphere
 from rtx.attention.centroids import Centroids, gathering, is_rate
-from rtx.attention.clusters import ClusterPattern, queries_and_keys
+from rtx.attention.clusters import ClusterPattern, both_roles
 from rtx.attention.engine.by_triton import LISTS
 from rtx.attention.engine.static_selection import Selected, separate_lists
 from rtx.attention.members import choose_members, sums_of_lists
@@ -148,7 +148,7 @@ class Routing(ClusterPattern):
             margin_C = self.margins(score_CN)[head]
             member_CN = self.members_by_rule(score_CN, margin_C, role, head)
             members.append(member_CN)
-        query_CN, key_CN = queries_and_keys(members)
+        query_CN, key_CN = both_roles(members)
         return self.read_by_rule(query_CN, key_CN)
 
     def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
@@ -217,7 +217,7 @@ class Routing(ClusterPattern):
             members: of each role.
         """
         length = qk.q_BHND.shape[2]
-        queries, keys = queries_and_keys(members)
+        queries, keys = both_roles(members)
         if queries.selected is None or keys.selected is None:
             return self.dynamic_reads(queries.lists, keys.lists, qk)
         lists = queries.selected.lists

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.clusters import ClusterCache, Joins, queries_and_keys
+from rtx.attention.clusters import ClusterCache, Joins, both_roles
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import products
 from rtx.attention.reads import QueriesKeys
@@ -69,5 +69,5 @@ class Nearest(Routing):
             member_BHC = torch.zeros_like(score_BHC, dtype=torch.bool)
             member_BHC.scatter_(-1, cluster_BH1, True)
             joins.append(member_BHC)
-        query_BHC, key_BHC = queries_and_keys(joins)
+        query_BHC, key_BHC = both_roles(joins)
         return Joins(query_BHC, key_BHC)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import Centroids
-from rtx.attention.clusters import ClusterCache, Joins, queries_and_keys
+from rtx.attention.clusters import ClusterCache, Joins, both_roles
 from rtx.attention.engine.static_selection import Selected, memberships
 from rtx.attention.members import products
 from rtx.attention.reads import QueriesKeys
@@ -126,5 +126,5 @@ class Thresholds(Routing):
             margin_HC = self.margins(score_BHC1)
             member_BHC1 = memberships(score_BHC1, threshold_HC, margin_HC)
             joins.append(member_BHC1[..., 0])
-        query_BHC, key_BHC = queries_and_keys(joins)
+        query_BHC, key_BHC = both_roles(joins)
         return Joins(query_BHC, key_BHC)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.cache import Cache
-from rtx.attention.clusters import ClusterCache, Joins, queries_and_keys
+from rtx.attention.clusters import ClusterCache, Joins, both_roles
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.members import products
@@ -155,7 +155,7 @@ class TopK(Routing):
             margin_C = self.margins(score_CN)[head]
             member_CNN = best_of_prefixes(score_CN, margin_C, self.window)
             members.append(member_CNN)
-        query_CNN, key_CNN = queries_and_keys(members)
+        query_CNN, key_CNN = both_roles(members)
         joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
         return key_CNN & joins_CN[:, :, None]
 
@@ -232,7 +232,7 @@ class TopK(Routing):
         """
         N = qk.q_BHND.shape[2]
         arrived = [self.arrivals(x_BHND) for x_BHND in self.clustered(qk)]
-        queries, keys = queries_and_keys(arrived)
+        queries, keys = both_roles(arrived)
         attend_self = self.attend_self or self.window == 1
         part = members_read(queries.lists, keys.lists, N, N, attend_self)
         position_P = positions(queries.lists, N)
@@ -269,7 +269,7 @@ class TopK(Routing):
             x_BHQD = x_BHND[:, :, first:stop]
             score_BHCQ = products(centroid_HCD, x_BHQD)
             score_LQ = score_BHCQ.flatten(0, 2)
-            joined += newcomers(prefix_top_k, score_LQ, first)
+            joined += offer_positions(prefix_top_k, score_LQ, first)
             first = stop
         lists, leaves_M = arrival_lists(joined, B * H, C, N)
         return Arrivals(lists, leaves_M, prefix_top_k)
@@ -303,7 +303,7 @@ class TopK(Routing):
         assert isinstance(part, RangeReads) and part.derived is not None
         arrived = part.derived[ARRIVALS]
         cache.best = [arrivals.best for arrivals in arrived]
-        _, best_keys = queries_and_keys(cache.best)
+        _, best_keys = both_roles(cache.best)
         return best_keys.members(C, N)
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: TopKCache) -> Joins:
@@ -447,7 +447,7 @@ def arrival_lists(
     return MemberLists(row_J[order_M], count_L), leaves_M
 
 
-def newcomers(prefix_top_k: PrefixTopK, score_LQ: Tensor, first: int) -> list[Newcomers]:
+def offer_positions(prefix_top_k: PrefixTopK, score_LQ: Tensor, first: int) -> list[Newcomers]:
     """Offer a piece of positions, which starts at `first`, to all lists; return the new members.
 
     The bar never decreases. So only scores above the bar before the piece are candidates. In each
@@ -493,7 +493,7 @@ class TopKCache(ClusterCache):
             score_L = score_BHC.flatten()
             position_L = torch.full_like(score_L, position, dtype=torch.int64)
             offers.append(best_of_role.offer(score_L, position_L))
-        query, key = queries_and_keys(offers)
+        query, key = both_roles(offers)
         shape = scores[0].shape
         return Joins(
             query_BHC=query.joins_L.view(shape),

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.cache import Cache, RowCache, place
+from rtx.attention.cache import Cache, RowCache, stored
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.grouped import gathered
+from rtx.attention.grouped import vectors_in_slots
 from rtx.attention.members import normalise_twice, products
 from rtx.attention.pairs import triangle, window_pairs
 from rtx.attention.pattern import Pattern, Prepared
@@ -288,7 +288,7 @@ class GrowingCache(RowCache):
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
         """Store the vectors that the choice compares for the keys of positions from `first` on."""
         key_BHNE = self.pattern.choice_keys(qk)
-        self.choice_BHSE = place(self.choice_BHSE, key_BHNE, first)
+        self.choice_BHSE = stored(self.choice_BHSE, key_BHNE, first)
 
     def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
         k_BGSD, v_BGSD = self.put(qk, v_BG1D, position)
@@ -296,8 +296,8 @@ class GrowingCache(RowCache):
         is_read_BH1K = slot_BH1K >= 0
         # Some slot takes the place of -1; the mask leaves it out.
         slot_BHK1 = slot_BH1K.mT.clamp(min=0)
-        k_BHKD = gathered(k_BGSD, slot_BHK1)
-        v_BHKD = gathered(v_BGSD, slot_BHK1)
+        k_BHKD = vectors_in_slots(k_BGSD, slot_BHK1)
+        v_BHKD = vectors_in_slots(v_BGSD, slot_BHK1)
         distance_BH1K = position - slot_BH1K
         return self.attend_newest(qk, k_BHKD, v_BHKD, is_read_BH1K, distance_BH1K)
 

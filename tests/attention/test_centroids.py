@@ -245,10 +245,10 @@ def test_an_indexer_counts_steps_without_reading_its_buffer() -> None:
     state = pattern.state_dict()
     with Calls() as calls:
         for wanted in (True, True, False):
-            assert pattern.dense == wanted
+            assert pattern.is_dense == wanted
             after_step(pattern)
     assert "aten._local_scalar_dense.default" not in calls.names
     assert int(state["steps"]) == 3
     other = Indexer(H, D, window=W, warmup=2)
     other.load_state_dict(state)
-    assert not other.dense
+    assert not other.is_dense
