@@ -5,7 +5,8 @@
 1. `attend_members` computes outputs and log-sums of query members. A row (a position of one
    sequence and head) has a member in every list that it belongs to, so it may have several outputs.
 2. `merge` says what becomes of them: nothing ("none"), the mean over the members of each row
-   ("mean", `mean_by_row`), or one softmax over all keys of a row's members ("lse", `join_by_row`).
+   ("mean", `mean_by_row`), or one softmax over all keys of a row's members ("lse",
+   `combine_by_row`).
 
 Where member p is row p (`KernelLists.in_order`), every row has one member. Then there is nothing to
 merge, and `attend` calls the operator with "none", whatever its `merge` is.
@@ -14,8 +15,8 @@ The backward pass computes gradients by member, too, and adds them up by row. Wi
 outputs and log-sums of rows alone, so those of members are not kept. No sum is by atomic additions:
 sums over the members of a row have a fixed order, so two runs give the same bits.
 
-Terms by distance (`softmax.Relative`; `packed_kernels.py` has the formulas) need no tensor with an
-entry for each pair either:
+Terms by distance (`softmax.RelativeTables`; `packed_kernels.py` has the formulas) need no tensor
+with an entry for each pair either:
 
 - keys: logit_table[r, t] = q[r] . keys[t] + bias[t] is one matrix product; kernels look entries up.
 - values: kernels add up the weights of each query member by distance, weight_table[p, t], and
@@ -46,7 +47,7 @@ from rtx.attention.engine.lists import KernelLists
 from rtx.attention.engine.packed_launch import (
     KernelInputs,
     ListTensors,
-    join_by_row,
+    combine_by_row,
     launch,
     list_tensors,
     mean_by_row,
@@ -158,7 +159,7 @@ def attend(
         None if queries_are_keys else unit_stride(k_BHND.to(dtype)),
         unit_stride(v_BHNE.to(dtype)),
         list(list_tensors(lists)),
-        [x.contiguous() for x in lists.hidden or ()],
+        [x.contiguous() for x in lists.holes or ()],
         keys_HTD,
         bias_HT,
         values_TE,
@@ -193,7 +194,7 @@ def packed_attention(
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
-    hidden: list[Tensor],
+    holes: list[Tensor],
     keys_HTD: Tensor | None,
     bias_HT: Tensor | None,
     values_TE: Tensor | None,
@@ -211,11 +212,11 @@ def packed_attention(
     Args:
         k_BHND: None if queries serve as keys, with the same lists.
         lists: `ListTensors`.
-        hidden: the tensors of `rtx.attention.reads.Hidden`, or none.
+        holes: the tensors of `rtx.attention.reads.Holes`, or none.
         in_order: of `KernelLists`; with merge "none" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
-    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
+    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, holes, *options)
     # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         out_PE, lse_P = attend_members(x)
@@ -226,7 +227,7 @@ def packed_attention(
         out_RE = v_BHNE.new_empty(x.R, x.E)
         if merge == "lse":
             lse_R = lse_P.new_empty(x.R)
-            join_by_row(out_PE, x.lists.query_members, lse_P, out_RE, lse_R)
+            combine_by_row(out_PE, x.lists.query_members, lse_P, out_RE, lse_R)
             return out_RE, lse_R, *unused
         share_R = lse_P.new_empty(x.R)
         mean_by_row(out_PE, x.lists.query_members, lse_P, out_RE, share_R)
@@ -239,7 +240,7 @@ def _(
     k_BHND,
     v_BHNE,
     lists,
-    hidden,
+    holes,
     keys_HTD,
     bias_HT,
     values_TE,
@@ -271,7 +272,7 @@ def packed_attention_backward(
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
-    hidden: list[Tensor],
+    holes: list[Tensor],
     keys_HTD: Tensor | None,
     bias_HT: Tensor | None,
     values_TE: Tensor | None,
@@ -290,7 +291,7 @@ def packed_attention_backward(
         out_UE, lse_U, share_R: of the forward pass; `share_R` is read with merge "mean" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
-    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
+    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, holes, *options)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if merge == "mean":
             # A member gets the share of its row's gradient. All gradients of a member have the
@@ -315,7 +316,7 @@ def _(
     k_BHND,
     v_BHNE,
     lists,
-    hidden,
+    holes,
     keys_HTD,
     bias_HT,
     values_TE,
@@ -342,13 +343,13 @@ def _(
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save on `ctx` what `gradients` reads."""
-    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, in_order, merge = inputs
+    q, k, v, lists, holes, keys, bias, values, seed, scale, dropout, in_order, merge = inputs
     out_GE, lse_U, out_PE, share_R = output
     out_UE = out_PE if merge == "mean" else out_GE
     forward = out_UE, lse_U, share_R, q, k, v, keys, bias, values, seed
-    ctx.save_for_backward(*forward, *lists, *hidden)
+    ctx.save_for_backward(*forward, *lists, *holes)
     ctx.list_count = len(lists)
-    ctx.hidden_count = len(hidden)
+    ctx.hole_count = len(holes)
     ctx.scale = scale
     ctx.dropout = dropout
     ctx.in_order = in_order
@@ -367,7 +368,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
     out_UE, lse_U, share_R, q, k, v, keys, bias, values, seed, *others = ctx.saved_tensors
     lists = others[: ctx.list_count]
-    hidden = others[ctx.list_count :]
+    holes = others[ctx.list_count :]
     if dout_GE is None:
         G = len(share_R) if ctx.merge == "mean" else len(out_UE)
         dout_GE = out_UE.new_zeros(G, out_UE.shape[1])
@@ -381,7 +382,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
         k,
         v,
         lists,
-        hidden,
+        holes,
         keys,
         bias,
         values,
@@ -396,7 +397,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
         None if k is None else dk,
         dv,
         [None] * ctx.list_count,
-        [None] * ctx.hidden_count,
+        [None] * ctx.hole_count,
         None if keys is None else dkeys,
         None if bias is None else dbias,
         None if values is None else dvalues,
@@ -413,7 +414,7 @@ def kernel_inputs(
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
-    hidden: list[Tensor],
+    holes: list[Tensor],
     keys_HTD: Tensor | None,
     bias_HT: Tensor | None,
     values_TE: Tensor | None,
@@ -428,7 +429,7 @@ def kernel_inputs(
         k_BHND=q_BHND if k_BHND is None else k_BHND,
         v_BHNE=v_BHNE,
         lists=ListTensors._make(lists),
-        hidden=hidden,
+        holes=holes,
         keys_HTD=keys_HTD,
         bias_HT=bias_HT,
         values_TE=values_TE,
@@ -513,8 +514,8 @@ def member_gradients(
         "dout": dout_GE,
         "delta": lse_U.new_empty(x.P),  # "dq" writes it, "dkv" reads it
         "dweight_table": dweight_table_GT,
-        "VALUES": x.values_TE is not None,
-        "BY_MEMBER": merge == "none",
+        "VALUES_BY_DISTANCE": x.values_TE is not None,
+        "DOUT_BY_MEMBER": merge == "none",
         "SUMS_BY_MEMBER": merge != "lse",
     }
     launch(

@@ -15,7 +15,7 @@ from rtx.attention.engine.lists import KernelLists, RowMembers
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
 
 ROWS_OF_SUM = 32
-"""Rows of a program of `by_row_kernel` and of `join_kernel`."""
+"""Rows of a program of `by_row_kernel` and of `combine_kernel`."""
 MAX_COLUMNS_OF_SUM = 128
 """The most columns of such a program."""
 
@@ -130,8 +130,8 @@ class KernelInputs(NamedTuple):
     k_BHND: Tensor
     v_BHNE: Tensor
     lists: ListTensors
-    hidden: list[Tensor]
-    """The three tensors of `rtx.attention.reads.Hidden`, or none."""
+    holes: list[Tensor]
+    """The three tensors of `rtx.attention.reads.Holes`, or none."""
     keys_HTD: Tensor | None
     """Keys by distance."""
     bias_HT: Tensor | None
@@ -195,8 +195,8 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
         **arguments,
         **head_sizes(x.D, x.E),
         logit_table=logit_table_RT,
-        HIDDEN=len(x.hidden[0]) if x.hidden else 0,
-        BY_DISTANCE=by_distance,
+        HOLES=len(x.holes[0]) if x.holes else 0,
+        KEYS_BY_DISTANCE=by_distance,
         DROPOUT=x.dropout > 0,
         IN_ORDER=x.in_order,
         BQ=tile.queries,
@@ -237,16 +237,16 @@ def tile_of(name: str, size: int, dtype: torch.dtype, by_distance: bool) -> Tile
 
 def tensor_arguments(x: KernelInputs) -> dict[str, Tensor | None]:
     """Return the tensors that all kernels read, by their names in a kernel."""
-    hidden_value_XM, hidden_low_XP, hidden_high_XP = x.hidden or (None, None, None)
+    hole_value_IM, hole_low_IP, hole_high_IP = x.holes or (None, None, None)
     return {
         "q": x.q_BHND,
         "k": x.k_BHND,
         "v": x.v_BHNE,
         "query_row": x.lists.query_row_P,
         "key_row": x.lists.key_row_M,
-        "hidden_value": hidden_value_XM,
-        "hidden_low": hidden_low_XP,
-        "hidden_high": hidden_high_XP,
+        "hole_value": hole_value_IM,
+        "hole_low": hole_low_IP,
+        "hole_high": hole_high_IP,
         "seed": x.seed_1,
     }
 
@@ -324,7 +324,7 @@ def by_row(
     )
 
 
-def join_by_row(
+def combine_by_row(
     x_PW: Tensor,
     members: RowMembers,
     lse_P: Tensor,
@@ -336,7 +336,7 @@ def join_by_row(
     Args:
         x_PW, lse_P: outputs and log-sums of members.
     """
-    launch_by_row(kernels().join_kernel, members, out_RW, x=x_PW, lse=lse_P, row_lse=lse_R)
+    launch_by_row(kernels().combine_kernel, members, out_RW, x=x_PW, lse=lse_P, row_lse=lse_R)
 
 
 def launch_by_row(kernel: Any, members: RowMembers, out_RW: Tensor, **arguments: Any) -> None:
