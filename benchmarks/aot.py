@@ -37,7 +37,7 @@ INT32 = ("query_row", "key_row", "start", "stop", "low", "high", "first", "membe
 SCALARS = ("scale", "dropout", "rescale")
 ALIGNED = ("WIDTH", "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n")
 """Strides and widths, all multiples of 16 where head sizes are."""
-BY_ROW = ("by_row", "combine")
+BY_ROW = ("reduce", "combine")
 """Kernels whose programs have rows instead of members."""
 NUMBERS = (*ALIGNED, "H", "N", "P", "M", "last_distance", "R")
 
@@ -81,7 +81,7 @@ class Form:
         """
         if self.kernel == "combine":
             return {"BR": 32, "BW": self.size}
-        if self.kernel == "by_row":
+        if self.kernel == "reduce":
             mean = not self.by_member
             absent = ["y"] if mean else ["lse", "share"]
             return {"HAS_Y": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(
@@ -139,7 +139,7 @@ def forms() -> Iterator[Form]:
         yield Form("weigh", size, torch.bfloat16, **shaw, in_order=True)
         yield Form("weigh", size, torch.bfloat16, **dropped)
         for by_member in (False, True):
-            yield Form("by_row", size, torch.bfloat16, by_member=by_member)
+            yield Form("reduce", size, torch.bfloat16, by_member=by_member)
         yield Form("combine", size, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         for kernel in kernels:

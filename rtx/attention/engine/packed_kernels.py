@@ -23,7 +23,7 @@ and distance, from which `packed_attention.py` adds values by distance to `out`.
 and outputs of rows in place of lse(p) and out(p), the formulas of the backward pass are those of
 that softmax.
 
-Every kernel computes the numbers of the pairs again, so no tensor has an entry for each pair.
+Every kernel computes logits and weights again, so no tensor has an entry for each pair.
 
 A program has a tile of BQ neighbouring query members (`dkv_kernel`: BK neighbouring key members)
 and loops over tiles of the others. Bounds of ranges ascend, so what the members of a tile read lies
@@ -39,8 +39,8 @@ between the least start and the greatest stop. With BQ = BK = 4, `x` where a que
 Products of matrices and all sums accumulate in float32; operands have the type of the inputs.
 Logits are kept in base 2, logit2 = logit * log2(e), because tl.exp2 is faster than tl.exp.
 
-Tensors that a kernel gets without the flag that they depend on are None. Heads of D and E numbers
-are padded by zeros to D_PADDED and E_PADDED, powers of 2.
+A parameter "with DROPOUT" is None without this flag, and so on. Heads of D and E numbers are padded
+by zeros to D_PADDED and E_PADDED, powers of 2.
 
 Shapes: R rows, P query members, M key members, T distances. Of a tile: Q = BQ query members, K = BK
 key members, S members of either kind (or rows), W columns, D and E padded head sizes of keys and
@@ -62,25 +62,25 @@ COUNTS = ["P", "M"]
 
 @triton.jit
 def members_of_program(members, N, SIZE: tl.constexpr, IN_ORDER: tl.constexpr):
-    """Return the SIZE members of a program, which of them are valid, and their sequence and head.
+    """Return the SIZE members of a program, which of them are valid, and their group.
 
-    With IN_ORDER tiles do not cross the ends of sequences, and the last result is the number
-    b * H + h. Otherwise it has no meaning, as a tile may have members of several lists.
+    A group is one head of one sequence, b * H + h. With IN_ORDER no tile has members of two groups.
+    Otherwise the last result has no meaning.
     """
     tile = tl.program_id(0)
     offset_S = tl.arange(0, SIZE)
     if IN_ORDER:
         tiles_of_sequence = tl.cdiv(N, SIZE)
-        head = tile // tiles_of_sequence
-        first_n = (tile - head * tiles_of_sequence) * SIZE
+        group = tile // tiles_of_sequence
+        first_n = (tile - group * tiles_of_sequence) * SIZE
         n_S = offset_S + first_n
-        member_S = head * N + n_S
+        member_S = group * N + n_S
         valid_S = n_S < N
     else:
-        head = 0
+        group = 0
         member_S = tile * SIZE + offset_S
         valid_S = member_S < members
-    return member_S, valid_S, head
+    return member_S, valid_S, group
 
 
 @triton.jit
@@ -103,19 +103,19 @@ def members_of_iteration(first, end, row, SIZE: tl.constexpr, IN_ORDER: tl.const
 
 
 @triton.jit
-def offsets_of_rows(strides, row_S, head, H, N, IN_ORDER: tl.constexpr):
+def offsets_of_rows(strides, row_S, group, H, N, IN_ORDER: tl.constexpr):
     """Return where rows begin in a view [B, H, N, .] with strides of b, h and n, in int64.
 
     A row has the number (b * H + h) * N + n.
     """
     b_stride, h_stride, n_stride = strides
     if IN_ORDER:
-        head_S = head  # one number: no division for each row
+        group_S = group  # one number: no division for each row
     else:
-        head_S = row_S // N
-    b_S = head_S // H
-    h_S = head_S - b_S * H
-    n_S = row_S - head_S * N
+        group_S = row_S // N
+    b_S = group_S // H
+    h_S = group_S - b_S * H
+    n_S = row_S - group_S * N
     offset_S = b_S.to(tl.int64) * b_stride
     offset_S += h_S.to(tl.int64) * h_stride
     offset_S += n_S.to(tl.int64) * n_stride
@@ -409,10 +409,10 @@ def attend_kernel(
     A program has BQ query members, and loops over the key members that they read, BK at a time.
     The grid is (tiles of query members,).
     """
-    p_Q, valid_Q, head = members_of_program(P, N, BQ, IN_ORDER)
+    p_Q, valid_Q, group = members_of_program(P, N, BQ, IN_ORDER)
     start_Q, stop_Q, begin, end = load_ranges(start, stop, p_Q, valid_Q, M)
     row_Q = load_rows_of_members(query_row, p_Q, valid_Q, IN_ORDER)
-    offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, head, H, N, IN_ORDER)
+    offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, group, H, N, IN_ORDER)
     q_QD = load_vectors(q, offset_Q, valid_Q, D, D_PADDED)
     holes = (hole_value, hole_low, hole_high)
     max_Q = tl.full([BQ], float("-inf"), tl.float32)
@@ -424,9 +424,9 @@ def attend_kernel(
 
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K, valid_K, row_K = members_of_iteration(first_m, end, key_row, BK, IN_ORDER)
-        k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, head, H, N, IN_ORDER)
+        k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, group, H, N, IN_ORDER)
         k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
-        v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, head, H, N, IN_ORDER)
+        v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, group, H, N, IN_ORDER)
         v_KE = load_vectors(v, v_offset_K, valid_K, E, E_PADDED)
         m_1K = m_K[None, :]
         row_1K = row_K[None, :]
@@ -504,12 +504,12 @@ def weigh_kernel(
     """Write the weights of query members, after dropout, added up by distance.
 
     A program has BQ query members, and loops over the key members that they read, BK at a time.
-    The grid is (tiles of query members,). Only with keys by distance.
+    The grid is (tiles of query members,). Only with keys by distance; values are not read.
     """
-    p_Q, valid_Q, head = members_of_program(P, N, BQ, IN_ORDER)
+    p_Q, valid_Q, group = members_of_program(P, N, BQ, IN_ORDER)
     start_Q, stop_Q, begin, end = load_ranges(start, stop, p_Q, valid_Q, M)
     row_Q = load_rows_of_members(query_row, p_Q, valid_Q, IN_ORDER)
-    offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, head, H, N, IN_ORDER)
+    offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, group, H, N, IN_ORDER)
     q_QD = load_vectors(q, offset_Q, valid_Q, D, D_PADDED)
     lse2_Q = load_lse2(lse, p_Q, valid_Q)
     holes = (hole_value, hole_low, hole_high)
@@ -520,7 +520,7 @@ def weigh_kernel(
 
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K, valid_K, row_K = members_of_iteration(first_m, end, key_row, BK, IN_ORDER)
-        k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, head, H, N, IN_ORDER)
+        k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, group, H, N, IN_ORDER)
         k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
         m_1K = m_K[None, :]
         valid_1K = valid_K[None, :]
@@ -609,10 +609,10 @@ def dq_kernel(
     A program has BQ query members, and loops over the key members that they read, BK at a time.
     The grid is (tiles of query members,).
     """
-    p_Q, valid_Q, head = members_of_program(P, N, BQ, IN_ORDER)
+    p_Q, valid_Q, group = members_of_program(P, N, BQ, IN_ORDER)
     start_Q, stop_Q, begin, end = load_ranges(start, stop, p_Q, valid_Q, M)
     row_Q = load_rows_of_members(query_row, p_Q, valid_Q, IN_ORDER)
-    offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, head, H, N, IN_ORDER)
+    offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, group, H, N, IN_ORDER)
     q_QD = load_vectors(q, offset_Q, valid_Q, D, D_PADDED)
     dout_index_Q = member_or_row(p_Q, row_Q, valid_Q, DOUT_BY_MEMBER)
     dout_QE = load_matrix_rows(dout, dout_index_Q, valid_Q, E, E_PADDED)
@@ -632,9 +632,9 @@ def dq_kernel(
 
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K, valid_K, row_K = members_of_iteration(first_m, end, key_row, BK, IN_ORDER)
-        k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, head, H, N, IN_ORDER)
+        k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, group, H, N, IN_ORDER)
         k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
-        v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, head, H, N, IN_ORDER)
+        v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, group, H, N, IN_ORDER)
         v_KE = load_vectors(v, v_offset_K, valid_K, E, E_PADDED)
         m_1K = m_K[None, :]
         row_1K = row_K[None, :]
@@ -737,12 +737,12 @@ def dkv_kernel(
     A program has BK key members, and loops over the query members that read them, BQ at a time.
     Tiles of pairs are transposed, [BK, BQ]. The grid is (tiles of key members,).
     """
-    m_K, valid_K, head = members_of_program(M, N, BK, IN_ORDER)
+    m_K, valid_K, group = members_of_program(M, N, BK, IN_ORDER)
     low_K, high_K, begin, end = load_ranges(low, high, m_K, valid_K, P)
     row_K = load_rows_of_members(key_row, m_K, valid_K, IN_ORDER)
-    k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, head, H, N, IN_ORDER)
+    k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, group, H, N, IN_ORDER)
     k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
-    v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, head, H, N, IN_ORDER)
+    v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, group, H, N, IN_ORDER)
     v_KE = load_vectors(v, v_offset_K, valid_K, E, E_PADDED)
     holes = (hole_value, hole_low, hole_high)
     dk_KD = tl.zeros([BK, D_PADDED], tl.float32)
@@ -753,7 +753,7 @@ def dkv_kernel(
 
     for first_p in tl.range(begin, end, BQ, num_stages=STAGES):
         p_Q, valid_Q, row_Q = members_of_iteration(first_p, end, query_row, BQ, IN_ORDER)
-        offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, head, H, N, IN_ORDER)
+        offset_Q = offsets_of_rows((q_b, q_h, q_n), row_Q, group, H, N, IN_ORDER)
         q_QD = load_vectors(q, offset_Q, valid_Q, D, D_PADDED)
         dout_index_Q = member_or_row(p_Q, row_Q, valid_Q, DOUT_BY_MEMBER)
         dout_QE = load_matrix_rows(dout, dout_index_Q, valid_Q, E, E_PADDED)
@@ -815,7 +815,7 @@ def matrix_entries(index_S, column_W, WIDTH):
 
 
 @triton.jit
-def by_row_kernel(
+def reduce_kernel(
     # Inputs
     x,  # [P, WIDTH]
     y,  # [P, WIDTH] with HAS_Y

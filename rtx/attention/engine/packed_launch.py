@@ -15,7 +15,7 @@ from rtx.attention.engine.lists import KernelLists, RowMembers
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
 
 ROWS_OF_SUM = 32
-"""Rows of a program of `by_row_kernel` and of `combine_kernel`."""
+"""Rows of a program of `reduce_kernel` and of `combine_kernel`."""
 MAX_COLUMNS_OF_SUM = 128
 """The most columns of such a program."""
 
@@ -284,7 +284,7 @@ def sum_by_row(
     plus_PW: Tensor | None = None,
 ) -> None:
     """Write to `out_RW` the sum of x, and of `plus_PW` if there is one, over each row's members."""
-    by_row(members, out_RW, x=x_PW, y=plus_PW, lse=None, share=None)
+    reduce_by_row(members, out_RW, x=x_PW, y=plus_PW, lse=None, share=None)
 
 
 def mean_by_row(
@@ -298,10 +298,10 @@ def mean_by_row(
 
     And to `share_R` 1 / the number of these members, 1 without any.
     """
-    by_row(members, out_RW, x=x_PW, y=None, lse=lse_P, share=share_R)
+    reduce_by_row(members, out_RW, x=x_PW, y=None, lse=lse_P, share=share_R)
 
 
-def by_row(
+def reduce_by_row(
     members: RowMembers,
     out_RW: Tensor,
     *,
@@ -310,9 +310,9 @@ def by_row(
     lse: Tensor | None,
     share: Tensor | None,
 ) -> None:
-    """Run `by_row_kernel`: a mean with `lse` and `share`, else a sum."""
+    """Run `reduce_kernel`: a mean with `lse` and `share`, else a sum."""
     launch_by_row(
-        kernels().by_row_kernel,
+        kernels().reduce_kernel,
         members,
         out_RW,
         x=x,
