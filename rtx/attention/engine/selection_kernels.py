@@ -153,6 +153,41 @@ def highest_of(best_nc, second_nc, iteration_nc, margin, BC: tl.constexpr):
 
 
 @triton.jit
+def first_tied_cluster(
+    x_nd,
+    x,
+    row_n,
+    valid_n,
+    centroid,
+    threshold,
+    margin,
+    best_n,
+    C,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+):
+    """Return the first cluster whose value + margin is at least the best value of each position.
+
+    Args:
+        best_n: the best values. The others: see `values_of` and `score_kernel`.
+    """
+    first_nc = tl.full([BN, CLUSTERS], NO_CLUSTER, tl.int32)
+    for word in range(0, tl.cdiv(C, CLUSTERS)):
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        value_nc = values_of(
+            x_nd, x, row_n, valid_n, centroid, threshold, c, C, D, CHUNK, PRECISION, THRESHOLDS
+        )
+        margin_c = tl.load(margin + c, c < C, 0.0)
+        reaches_nc = (value_nc + margin_c[None, :] >= best_n[:, None]) & (c < C)[None, :]
+        cluster_nc = tl.where(reaches_nc, c[None, :], NO_CLUSTER)
+        first_nc = tl.minimum(first_nc, cluster_nc)
+    return tl.min(first_nc, 1)
+
+
+@triton.jit
 def bits_of(is_member_nc):
     """Return a word for each position, whose bit c is its decision on column c of 32."""
     bit_c = 1 << tl.arange(0, CLUSTERS)
@@ -230,17 +265,23 @@ def score_kernel(
     # Rare: two clusters are nearly tied. Then the scores are computed again, as the best values are
     # known, to find the first cluster that reaches them.
     if tl.max(is_unsure_n, 0) > 0:
-        reaching_nc = tl.full([BN, CLUSTERS], NO_CLUSTER, tl.int32)
-        for word in range(0, words):
-            c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-            value_nc = values_of(
-                x_nd, x, row_n, valid_n, centroid, threshold, c, C, D, CHUNK, PRECISION, THRESHOLDS
-            )
-            margin_c = tl.load(margin + c, c < C, 0.0)
-            reaches_nc = (value_nc + margin_c[None, :] >= best_n[:, None]) & (c < C)[None, :]
-            cluster_nc = tl.where(reaches_nc, c[None, :], NO_CLUSTER)
-            reaching_nc = tl.minimum(reaching_nc, cluster_nc)
-        first_n = tl.where(is_unsure_n > 0, tl.min(reaching_nc, 1), first_n)
+        first_tied_n = first_tied_cluster(
+            x_nd,
+            x,
+            row_n,
+            valid_n,
+            centroid,
+            threshold,
+            margin,
+            best_n,
+            C,
+            D,
+            CHUNK,
+            BN,
+            PRECISION,
+            THRESHOLDS,
+        )
+        first_n = tl.where(is_unsure_n > 0, first_tied_n, first_n)
     number_n = (first_n + group * group_stride).to(highest.dtype.element_ty)
     tl.store(highest + row_n, number_n, valid_n)
 

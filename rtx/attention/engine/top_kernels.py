@@ -42,7 +42,7 @@ def count_of(is_true):
 
 
 @triton.jit
-def compare(score_n, last, near):
+def better_and_tied(score_n, last, near):
     """Return which scores are better than the last one taken, and which are tied with it.
 
     Tied are those from last - near to last + near. NaN is better than every score; if the last one
@@ -90,7 +90,7 @@ def store_earliest(score, taken, last, near, ties, N, BN: tl.constexpr, NAN_IS_W
         n = begin + tl.arange(0, BN)
         valid_n = n < N
         score_n = load_scores(score, n, N, NAN_IS_WORST)
-        is_better_n, is_tied_n = compare(score_n, last, near)
+        is_better_n, is_tied_n = better_and_tied(score_n, last, near)
         tied_n = (valid_n & is_tied_n).to(tl.int32)
         is_early_n = (tied_n > 0) & (tl.cumsum(tied_n, 0) <= ties)
         is_taken_n = (valid_n & is_better_n) | is_early_n
@@ -126,7 +126,7 @@ def earliest_kernel(
     for begin in range(0, K, BN):
         k = begin + tl.arange(0, BN)
         best_k = tl.load(best + row * K + k, k < K, 0.0)
-        is_better_k, _ = compare(best_k, last, near)
+        is_better_k, _ = better_and_tied(best_k, last, near)
         ties -= count_of((k < K) & is_better_k)
     store_earliest(score + row * N, taken + row * (K - 1), last, near, ties, N, BN, False)
 
@@ -294,7 +294,7 @@ def top_kernel(
     # The candidates decide if the W best and the first one left out are among them, if all of them
     # are in their slots, and if every score tied with the last one taken is a candidate.
     if (candidates > W) & (candidates <= ROOM) & (last - near >= least):
-        is_better_k, is_tied_k = compare(value_k, last, near)
+        is_better_k, is_tied_k = better_and_tied(value_k, last, near)
         is_better_k = valid_k & is_better_k
         ties = W - count_of(is_better_k)
         tied_k = (valid_k & is_tied_k).to(tl.int32)

@@ -101,15 +101,14 @@ def by_thresholds(
         list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
         entries = entries_of_nearest(list_R, lists, room)
     else:
-        entries = Entries(
-            *entries_by_thresholds(
-                centroid_HCD.detach(),
-                x_BHND.detach(),
-                threshold_HC.detach(),
-                margin_HC.detach(),
-                room,
-            )
+        tensors = entries_by_thresholds(
+            centroid_HCD.detach(),
+            x_BHND.detach(),
+            threshold_HC.detach(),
+            margin_HC.detach(),
+            room,
         )
+        entries = Entries._make(tensors)
     return selected_with(ranged_members, entries, lists, window, attend_self)
 
 
