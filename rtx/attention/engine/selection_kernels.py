@@ -9,9 +9,9 @@ By thresholds there are four, in this order:
     (torch.sort     sorts them by list)
     range_kernel    writes rows and ranges in order of lists
 
-Scores stay in registers; memory gets the decisions. Bit i of word w of a position says whether it
-is a member of cluster 32 w + i. The kernels that count and write members both read these bits, so
-that they cannot disagree by a rounding error.
+Scores stay in registers; only the decisions go to memory. Bit i of word w of a position says
+whether it is a member of cluster 32 w + i. The kernels that count and write members both read these
+bits, so that they cannot disagree by a rounding error.
 
 `product_kernel` and `moment_kernel` sum scores and their squares. `sum_kernel` sums members'
 vectors. `top_kernels.py` has the kernels that choose the best scores.
@@ -19,7 +19,7 @@ vectors. `top_kernels.py` has the kernels that choose the best scores.
 Words: a tensor of members has `room` slots; the first hold members, the others are empty, see
 `static_selection.py`. A *group* is one head of one sequence, x = b * H + h.
 
-Products, scores and sums are in float32, but where a kernel says float64.
+Products, scores and sums are in float32, except where a kernel says float64.
 
 Shapes: X groups, C clusters of a head, N positions, D head size, L = X * C lists, L1 = L + 1, T
 tiles of positions, R = X * N rows (row = x * N + n), R1 = R + 1, S slots of members in order of
@@ -481,7 +481,7 @@ def product_kernel(
     # Input
     x,  # [X, N, D]
     # Output
-    part,  # [X, T, D + 1, D] with y = x - first x the sums of y y^T, and in the last row of y
+    part,  # [X, T, D + 1, D] the sums of y y^T, and in the last row those of y
     # Size
     N,
     # Constants
@@ -491,9 +491,9 @@ def product_kernel(
     BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum vectors and their products over PIECE positions, less the head's first vector.
+    """Sum y and y y^T over PIECE positions, y being a vector less the first one of its head.
 
-    Less that vector, float32 keeps the digits by which vectors that hardly differ do.
+    Without this difference, float32 would lose the digits by which similar vectors differ.
 
     A program has a block of BD by BD products, and loops over its positions, BN at a time. The grid
     is (groups, T pieces of positions, blocks of products).

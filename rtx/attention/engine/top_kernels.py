@@ -83,6 +83,7 @@ def store_earliest(score, taken, last, near, ties, N, BN: tl.constexpr, NAN_IS_W
     """Write the places of a row's scores that are taken, ascending.
 
     Args:
+        taken: the output, places.
         ties: how many scores are taken of those tied with the last one; the earliest are.
     """
     written = 0
@@ -108,7 +109,7 @@ def earliest_kernel(
     edge,  # [X, 2] the two lowest of these: the first one left out, and the last one taken
     margin,  # [X] within which scores are tied with the last one taken
     # Output
-    taken,  # [X, K - 1]
+    taken,  # [X, K - 1] places
     # Sizes
     N,
     K,
@@ -176,9 +177,9 @@ def floor_kernel(
     # Constant
     SAMPLE: tl.constexpr,
 ):
-    """Write the best score but rank - 1 of a sample of each row.
+    """Write the score that has this rank, 1 for the best, in a sample of each row.
 
-    A program has one row. The sample is up to SAMPLE scores at equal distances.
+    A program has one row. Its sample is up to SAMPLE scores at equal distances.
     """
     row = tl.program_id(0).to(tl.int64)
     step = tl.cdiv(N, SAMPLE)
@@ -269,7 +270,7 @@ def top_kernel(
     count,  # see `list_kernel`
     margin,  # [X] within which scores are tied with the last one taken
     # Output
-    taken,  # [X, W]
+    taken,  # [X, W] places
     # Sizes
     N,
     W,
