@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
     query_GQ: Tensor
     """Numbers of query members; an empty slot repeats the last query of its block."""
-    real_GQ: Tensor
+    reads_GQ: Tensor
     """False for empty query slots and for queries that read nothing."""
     key_GK: Tensor
     """Numbers of key members."""
@@ -66,12 +66,12 @@ class Blocks(NamedTuple):
     def split(self, size: int) -> list["Blocks"]:
         """Return the blocks, `size` at a time."""
         queries = self.query_GQ.split(size)
-        reals = self.real_GQ.split(size)
+        reads = self.reads_GQ.split(size)
         keys = self.key_GK.split(size)
         masks: Sequence[Tensor | None] = [self.mask] * len(queries)
         if self.mask is not None and self.has_masks:
             masks = self.mask.split(size)
-        pieces = zip(queries, reals, keys, masks, strict=True)
+        pieces = zip(queries, reads, keys, masks, strict=True)
         return [Blocks(*piece) for piece in pieces]
 
 
@@ -146,7 +146,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
         if by_torch:
             out_GQD = attend_by_torch(inputs, piece.mask, terms)
         else:
-            out_GQD, _ = attend_softly(inputs, piece.mask, part.length, terms)
+            out_GQD, _ = attend_with_log_sums(inputs, piece.mask, part.length, terms)
         weight_S = weight_P[piece.query_GQ.flatten()].to(dtype)
         out_SD = out_GQD.flatten(0, 1).to(dtype) * weight_S[:, None]
         row_S = inputs.row_GQ.flatten()
@@ -166,12 +166,12 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
     sums = []
     all_inputs = gathered(problem, pieces)
     for piece, inputs in zip(pieces, all_inputs, strict=True):
-        out_GQD, sum_GQ = attend_softly(inputs, piece.mask, part.length, problem.terms)
+        out_GQD, sum_GQ = attend_with_log_sums(inputs, piece.mask, part.length, problem.terms)
         out_SD = out_GQD.flatten(0, 1).to(wide)
         member_S = piece.query_GQ.flatten()
         out_PD.index_add_(0, member_S, without_empty(out_SD, piece))
-        real_S = piece.real_GQ.flatten()
-        members.append(torch.where(real_S, member_S, P))
+        reads_S = piece.reads_GQ.flatten()
+        members.append(torch.where(reads_S, member_S, P))
         sums.append(sum_GQ.flatten())
     # The last entry receives the log-sums of empty slots.
     sum_P1 = out_PD.new_full((P + 1,), float("-inf"))
@@ -181,12 +181,12 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
 
 
 def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
-    """Return the outputs of query slots; zeros for slots that are not real, which may be NaN."""
-    real_S = piece.real_GQ.flatten()
-    return out_SD.masked_fill(~real_S[:, None], 0)
+    """Return the outputs of query slots; zeros for slots that read nothing, which may be NaN."""
+    reads_S = piece.reads_GQ.flatten()
+    return out_SD.masked_fill(~reads_S[:, None], 0)
 
 
-class QueriesKeys(NamedTuple):
+class BlockInputs(NamedTuple):
     """The queries, keys and values of blocks, and the numbers of their rows."""
 
     row_GQ: Tensor
@@ -196,7 +196,7 @@ class QueriesKeys(NamedTuple):
     v_GKD: Tensor
 
 
-def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
+def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[BlockInputs]:
     """Return the inputs of the pieces, one piece at a time."""
     part = problem.part
     assert isinstance(part, RangeReads)
@@ -206,10 +206,10 @@ def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
     queries = take(q_RD, query_rows)
     keys = take(k_RD, key_rows)
     values = take(v_RD, key_rows)
-    return map(QueriesKeys, query_rows, key_rows, queries, keys, values)
+    return map(BlockInputs, query_rows, key_rows, queries, keys, values)
 
 
-def attend_by_torch(inputs: QueriesKeys, mask: Tensor | None, terms: LogitTerms) -> Tensor:
+def attend_by_torch(inputs: BlockInputs, mask: Tensor | None, terms: LogitTerms) -> Tensor:
     """Return the outputs `[G, Q, D]` by torch's attention kernels; each block is a sequence."""
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
@@ -225,8 +225,8 @@ def attend_by_torch(inputs: QueriesKeys, mask: Tensor | None, terms: LogitTerms)
     return out_G1QD[:, 0]
 
 
-def attend_softly(
-    inputs: QueriesKeys,
+def attend_with_log_sums(
+    inputs: BlockInputs,
     mask: Tensor | None,
     length: int,
     terms: LogitTerms,
@@ -240,7 +240,7 @@ def attend_softly(
     """
     head_G = head_of(inputs.row_GQ, length, terms.heads)
     return recomputed(
-        soft_block,
+        attend_block,
         inputs.q_GQD,
         inputs.k_GKD,
         inputs.v_GKD,
@@ -257,7 +257,7 @@ def head_of(row_GQ: Tensor, length: int, heads: int) -> Tensor:
     return row_GQ[:, 0] // length % heads
 
 
-def soft_block(
+def attend_block(
     q_GQD: Tensor,
     k_GKD: Tensor,
     v_GKD: Tensor,
@@ -417,11 +417,11 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     mask = is_after_start & (slot_K < stop[..., None])
     if part.holes is not None:
         mask = without_holes(mask, part.holes, query_GQ, key_GK)
-    real_GQ = exists_GQ & mask.any(-1)
+    reads_GQ = exists_GQ & mask.any(-1)
     # A softmax over no key would give NaN. So a query that reads nothing reads slot 0, and its
     # output is dropped.
     mask[..., 0] |= ~mask.any(-1)
-    return Blocks(query_GQ, real_GQ, key_GK, mask)
+    return Blocks(query_GQ, reads_GQ, key_GK, mask)
 
 
 def common_slots(slot_GQ: Tensor, exists_GQ: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ one list.
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.blocks import MAX_SCORES_GPU, head_of, soft_block, without_holes
+from rtx.attention.engine.blocks import MAX_SCORES_GPU, attend_block, head_of, without_holes
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import LogitTerms
@@ -100,7 +100,7 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
         row_GQ = part.query.row_M[existing(query_GQ, part.query)].long()
         row_GK = part.key.row_M[existing(key_GK, part.key)].long()
         out_GQD, sum_GQ = recomputed(
-            soft_block,
+            attend_block,
             q_RD[row_GQ],
             k_RD[row_GK],
             v_RD[row_GK],
