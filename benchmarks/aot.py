@@ -32,12 +32,12 @@ RESULTS = Path(__file__).with_name("results") / "aot.txt"
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FLOAT32 = ("lse", "dlse", "delta", "share", "row_lse")
-INT64 = ("hidden_value", "hidden_low", "hidden_high", "seed")
+INT64 = ("hole_value", "hole_low", "hole_high", "seed")
 INT32 = ("query_row", "key_row", "start", "stop", "low", "high", "first", "member")
 SCALARS = ("scale", "dropout", "rescale")
 ALIGNED = ("WIDTH", "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n")
 """Strides and widths, all multiples of 16 where head sizes are."""
-BY_ROW = ("by_row", "join")
+BY_ROW = ("reduce", "combine")
 """Kernels whose programs have rows instead of members."""
 NUMBERS = (*ALIGNED, "H", "N", "P", "M", "last_distance", "R")
 
@@ -49,7 +49,7 @@ class Form:
     kernel: str
     size: int
     dtype: torch.dtype
-    hidden: int = 0
+    holes: int = 0
     distances: bool = False
     values: bool = False
     dropout: bool = False
@@ -70,7 +70,7 @@ class Form:
     @property
     def words(self) -> str:
         """What of the optional terms it has."""
-        named = {"hidden": self.hidden, "distances": self.distances, "values": self.values}
+        named = {"holes": self.holes, "distances": self.distances, "values": self.values}
         named |= {"dropout": self.dropout, "by_member": self.by_member, "in_order": self.in_order}
         named |= {"joined": self.joined}
         return "+".join(word for word, has in named.items() if has) or "-"
@@ -79,16 +79,16 @@ class Form:
         """Return the values of the kernel's constants by name; None for pointers that it does
         without.
         """
-        if self.kernel == "join":
+        if self.kernel == "combine":
             return {"BR": 32, "BW": self.size}
-        if self.kernel == "by_row":
+        if self.kernel == "reduce":
             mean = not self.by_member
             absent = ["y"] if mean else ["lse", "share"]
             return {"HAS_Y": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(
                 absent
             )
         tile, absent = self.tile_used, []
-        absent += [] if self.hidden else ["hidden_value", "hidden_low", "hidden_high"]
+        absent += [] if self.holes else ["hole_value", "hole_low", "hole_high"]
         absent += [] if self.distances else ["logit_table", "dlogit_table"]
         absent += (
             []
@@ -97,10 +97,14 @@ class Form:
         )
         absent += [] if self.dropout else ["seed"]
         absent += [] if self.by_member else ["dlse"]
-        flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
-        flags |= {"BY_MEMBER": self.by_member or self.in_order, "HAS_DLSE": self.by_member}
+        flags = {
+            "KEYS_BY_DISTANCE": self.distances,
+            "VALUES_BY_DISTANCE": self.values,
+            "DROPOUT": self.dropout,
+        }
+        flags |= {"DOUT_BY_MEMBER": self.by_member or self.in_order, "HAS_DLSE": self.by_member}
         flags |= {
-            "HIDDEN": self.hidden,
+            "HOLES": self.holes,
             "IN_ORDER": self.in_order,
             "SUMS_BY_MEMBER": not self.joined,
         }
@@ -122,10 +126,10 @@ def forms() -> Iterator[Form]:
         {},
         {"in_order": True},
         *backward,
-        {"hidden": 1},
+        {"holes": 1},
         {"dropout": True},
     ]
-    terms += [{"distances": True}, shaw, shaw | {"in_order": True}, dropped, shaw | {"hidden": 1}]
+    terms += [{"distances": True}, shaw, shaw | {"in_order": True}, dropped, shaw | {"holes": 1}]
     for size in (64, 128):
         for kernel in kernels:
             for each in terms:
@@ -135,8 +139,8 @@ def forms() -> Iterator[Form]:
         yield Form("weigh", size, torch.bfloat16, **shaw, in_order=True)
         yield Form("weigh", size, torch.bfloat16, **dropped)
         for by_member in (False, True):
-            yield Form("by_row", size, torch.bfloat16, by_member=by_member)
-        yield Form("join", size, torch.bfloat16)
+            yield Form("reduce", size, torch.bfloat16, by_member=by_member)
+        yield Form("combine", size, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         for kernel in kernels:
             yield Form(kernel, 64, dtype)

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rtx.attention.engine import norm_kernels, selection_kernels, top_kernels
-from rtx.attention.engine.norm import sizes_of
+from rtx.attention.engine.norm import tile_constants
 from rtx.attention.engine.triton_selection import (
     EMIT_TILE,
     MARK_TILE,
@@ -50,7 +50,21 @@ FLOAT32 = (
 )
 STRIDES = ("x_b", "x_h", "x_n", "dx_b", "dx_h", "dx_n")
 """All multiples of 16 where head sizes are."""
-NUMBERS = (*STRIDES, "R", "N", "H", "C", "K", "L", "T", "W", "apart", "rank", "room", "window")
+NUMBERS = (
+    *STRIDES,
+    "R",
+    "N",
+    "H",
+    "C",
+    "K",
+    "L",
+    "T",
+    "W",
+    "group_stride",
+    "rank",
+    "room",
+    "window",
+)
 NORMS = {"x": "*bf16", "dx": "*bf16", "narrow": "*bf16", "dnarrow": "*bf16", "epsilon": "fp32"}
 NORMS |= {"wide": "*fp32", "dwide": "*fp32"}
 """Types of arguments of the kernels of `norm_kernels`."""
@@ -94,7 +108,7 @@ def forms() -> Iterator[Form]:
     for size in (64, 128):
         yield Form(selection_kernels.sum_kernel, {"D": size, "CHUNK": size, "BM": 32})
     for size in (64, 128):
-        sizes = {**sizes_of(size), "NARROW": True}
+        sizes = {**tile_constants(size), "NARROW": True}
         yield Form(norm_kernels.normalise_kernel, sizes)
         yield Form(norm_kernels.normalise_backward_kernel, sizes | {"WIDE": False})
 

@@ -254,8 +254,8 @@ def lists_bytes(ranges: RangeReads, pattern: Pattern, rows: int) -> int:
 def tensors_of(lists: KernelLists) -> list[torch.Tensor]:
     """Return the tensors of lists, each once."""
     tensors = [*lists[:6], *lists.query_members, *lists.key_members]
-    if lists.hidden is not None:
-        tensors += lists.hidden
+    if lists.holes is not None:
+        tensors += lists.holes
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 

@@ -88,22 +88,29 @@ def attend(
         q_BHND, k_BHND, v_BHND = contiguous(q_BHND, k_BHND, v_BHND)
     sink_IH = terms.sink_IH
     terms = terms._replace(heads=q_BHND.shape[1], sink_IH=None)
-    by_member = merge != "mean" or len(parts) > 1 or sink_IH is not None
+    is_mean = merge == "mean" and len(parts) == 1
+    by_member = not is_mean or sink_IH is not None
     problems = [Problem(q_BHND, k_BHND, v_BHND, part, terms, by_member) for part in parts]
+    first = problems[0]
     if not v_BHND.numel() or not q_BHND.numel():
         out_RD = torch.zeros_like(v_BHND).flatten(0, 2)
     elif sink_IH is not None:
-        is_mean = merge == "mean" and len(parts) == 1
-        out_RD = attend_with_sinks(problems, backend, is_mean, sinks_of_rows(sink_IH, q_BHND))
-    elif by_member:
-        out_RD = attend_joined(problems, backend)
+        sink_R = sinks_of_rows(sink_IH, q_BHND)
+        out_RD = attend_with_sinks(problems, backend, is_mean, sink_R)
+    elif is_mean:
+        out_RD, _ = choose(first, backend).attend(first)
     else:
-        out_RD, _ = choose(problems[0], backend).attend(problems[0])
-    out_RD = with_gradients(out_RD, problems[0], sink_IH)
-    return out_RD.to(v_BHND.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
+        out_RD = attend_combined(problems, backend)
+    out_RD = with_gradients(out_RD, first, sink_IH)
+    B, H, N, _ = q_BHND.shape
+    return out_RD.to(v_BHND.dtype).view(B, H, N, v_BHND.shape[-1])
 
 
-def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def contiguous(
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous tensors; keys that are the same object as the queries remain so."""
     contiguous_q_BHND = q_BHND.contiguous()
     if k_BHND is q_BHND:
@@ -111,7 +118,7 @@ def contiguous(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, 
     return contiguous_q_BHND, k_BHND.contiguous(), v_BHND.contiguous()
 
 
-def attend_joined(problems: list[Problem], backend: str) -> Tensor:
+def attend_combined(problems: list[Problem], backend: str) -> Tensor:
     """Return one softmax over the keys of all lists of all problems, `[R, D]`.
 
     Two engines combine the lists of one part themselves. Everything else goes through `combine`.
@@ -120,32 +127,40 @@ def attend_joined(problems: list[Problem], backend: str) -> Tensor:
     if len(problems) == 1 and isinstance(problem.part, RangeReads):
         engine = choose(problem, backend)
         if engine is native:
-            return native.attend_joined(problem)
+            return native.attend_combined(problem)
         if engine is by_triton:
-            out_RD, _ = by_triton.attend_joined(problem)
+            out_RD, _ = by_triton.attend_combined(problem)
             return out_RD
     partials = [partial_of(problem, backend) for problem in problems]
-    return combine(partials, rows=problem.q_BHND.shape[:3].numel())
+    rows = problem.q_BHND.shape[:3].numel()
+    return combine(partials, rows)
 
 
 def partial_of(problem: Problem, backend: str) -> Partial:
     """Return outputs and log-sums of a part: by row from our GPU kernels, otherwise by member."""
     engine = choose(problem, backend)
-    if engine is not by_triton:
-        return Partial(problem.query_rows(), *engine.attend(problem))
-    out_RD, sum_R = by_triton.attend_joined(problem)
-    return Partial(torch.arange(len(out_RD), device=out_RD.device), out_RD, sum_R)
+    if engine is by_triton:
+        out_RD, sum_R = by_triton.attend_combined(problem)
+        row_R = torch.arange(len(out_RD), device=out_RD.device)
+        return Partial(row_R, out_RD, sum_R)
+    out_PD, sum_P = engine.attend(problem)
+    return Partial(problem.query_rows(), out_PD, sum_P)
 
 
 def sinks_of_rows(sink_IH: Tensor, q_BHND: Tensor) -> Tensor:
     """Return the sink of each row, `[R]`; see `LogitTerms.sink_IH`."""
     B, H, N, _ = q_BHND.shape
-    sink_BH = sink_IH.repeat_interleave(B // len(sink_IH), dim=0)
-    return sink_BH[:, :, None].expand(B, H, N).flatten()
+    sequences_of_row = B // len(sink_IH)
+    sink_BH = sink_IH.repeat_interleave(sequences_of_row, dim=0)
+    sink_BHN = sink_BH[:, :, None].expand(B, H, N)
+    return sink_BHN.flatten()
 
 
 def attend_with_sinks(
-    problems: list[Problem], backend: str, is_mean: bool, sink_R: Tensor
+    problems: list[Problem],
+    backend: str,
+    is_mean: bool,
+    sink_R: Tensor,
 ) -> Tensor:
     """Return attention whose softmaxes also have a sink, a logit without a value, `[R, D]`.
 
@@ -160,16 +175,17 @@ def attend_with_sinks(
     for problem in problems:
         out_PD, sum_P = choose(problem, backend).attend(problem)
         partials.append(Partial(problem.query_rows(), out_PD, sum_P))
+    rows = len(sink_R)
+    first = partials[0]
+    sink_R = sink_R.to(first.log_sum_S.dtype)
     if is_mean:
-        (partial,) = partials
-        sink_P = sink_R[partial.row_S].to(partial.log_sum_S.dtype)
-        partials = [with_sink(partial, sink_P)]
-    else:
-        row_R = torch.arange(len(sink_R), device=sink_R.device)
-        first = partials[0]
-        no_value_RD = first.out_SD.new_zeros(len(sink_R), first.out_SD.shape[1])
-        partials.append(Partial(row_R, no_value_RD, sink_R.to(first.log_sum_S.dtype)))
-    return combine(partials, rows=len(sink_R))
+        sink_P = sink_R[first.row_S]
+        return combine([with_sink(first, sink_P)], rows)
+    # The sink of a row is one more key, whose value is zero.
+    row_R = torch.arange(rows, device=sink_R.device)
+    zero_RD = first.out_SD.new_zeros(rows, first.out_SD.shape[1])
+    partials.append(Partial(row_R, zero_RD, sink_R))
+    return combine(partials, rows)
 
 
 def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
@@ -178,10 +194,12 @@ def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
     Members that read nothing do not count in the mean.
     """
     share_S = (partial.log_sum_S - sink_S).sigmoid()
-    out_SD = partial.out_SD * share_S[:, None].to(partial.out_SD.dtype)
+    share_S1 = share_S[:, None].to(partial.out_SD.dtype)
     reads_nothing_S = partial.log_sum_S == float("-inf")
-    no_sum_S = torch.zeros_like(partial.log_sum_S).masked_fill(reads_nothing_S, float("-inf"))
-    return Partial(partial.row_S, out_SD, no_sum_S)
+    # Equal log-sums, by which all members of a row that read something weigh the same.
+    zero_S = torch.zeros_like(partial.log_sum_S)
+    equal_sum_S = zero_S.masked_fill(reads_nothing_S, float("-inf"))
+    return Partial(partial.row_S, partial.out_SD * share_S1, equal_sum_S)
 
 
 def with_gradients(out_RD: Tensor, problem: Problem, sink_IH: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
     query_GQ: Tensor
     """Numbers of query members; an empty slot repeats the last query of its block."""
-    real_GQ: Tensor
+    reads_GQ: Tensor
     """False for empty query slots and for queries that read nothing."""
     key_GK: Tensor
     """Numbers of key members."""
@@ -66,12 +66,13 @@ class Blocks(NamedTuple):
     def split(self, size: int) -> list["Blocks"]:
         """Return the blocks, `size` at a time."""
         queries = self.query_GQ.split(size)
-        reals = self.real_GQ.split(size)
+        reads = self.reads_GQ.split(size)
         keys = self.key_GK.split(size)
         masks: Sequence[Tensor | None] = [self.mask] * len(queries)
         if self.mask is not None and self.has_masks:
             masks = self.mask.split(size)
-        return [Blocks(*each) for each in zip(queries, reals, keys, masks, strict=True)]
+        pieces = zip(queries, reads, keys, masks, strict=True)
+        return [Blocks(*piece) for piece in pieces]
 
 
 def refusal(problem: Problem) -> str | None:
@@ -114,7 +115,9 @@ def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
 
     The masks limit it in calls of torch's kernels in which every block has a mask, else the scores.
     """
-    scores_of_block = form.query_GQ.shape[1] * form.key_GK.shape[1]
+    _, Q = form.query_GQ.shape
+    _, K = form.key_GK.shape
+    scores_of_block = Q * K
     if by_torch and form.has_masks:
         return max(1, MAX_MASK // scores_of_block)
     scores = MAX_SCORES_GPU
@@ -135,16 +138,19 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
     if not by_torch:
         dtype = wide_type(dtype)
     rows = problem.v_BHND.shape[:3].numel()
-    out_RD = problem.v_BHND.new_zeros(rows, problem.v_BHND.shape[-1], dtype=dtype)
+    D = problem.v_BHND.shape[-1]
+    out_RD = problem.v_BHND.new_zeros(rows, D, dtype=dtype)
     weight_P = 1 / part.lists_read_P(rows).double()
-    for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
+    all_inputs = gathered(problem, pieces)
+    for piece, inputs in zip(pieces, all_inputs, strict=True):
         if by_torch:
             out_GQD = attend_by_torch(inputs, piece.mask, terms)
         else:
-            out_GQD, _ = attend_softly(inputs, piece.mask, part.length, terms)
-        weight_S1 = weight_P[piece.query_GQ.flatten(), None].to(dtype)
-        out_SD = out_GQD.flatten(0, 1).to(dtype) * weight_S1
-        out_RD.index_add_(0, inputs.row_GQ.flatten(), without_empty(out_SD, piece))
+            out_GQD, _ = attend_with_log_sums(inputs, piece.mask, part.length, terms)
+        weight_S = weight_P[piece.query_GQ.flatten()].to(dtype)
+        out_SD = out_GQD.flatten(0, 1).to(dtype) * weight_S[:, None]
+        row_S = inputs.row_GQ.flatten()
+        out_RD.index_add_(0, row_S, without_empty(out_SD, piece))
     return out_RD, out_RD.new_empty(0)
 
 
@@ -158,13 +164,16 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
     out_PD = v_BHND.new_zeros(P, v_BHND.shape[-1], dtype=wide)
     members = []
     sums = []
-    for piece, inputs in zip(pieces, gathered(problem, pieces), strict=True):
-        out_GQD, sum_GQ = attend_softly(inputs, piece.mask, part.length, problem.terms)
+    all_inputs = gathered(problem, pieces)
+    for piece, inputs in zip(pieces, all_inputs, strict=True):
+        out_GQD, sum_GQ = attend_with_log_sums(inputs, piece.mask, part.length, problem.terms)
+        out_SD = out_GQD.flatten(0, 1).to(wide)
         member_S = piece.query_GQ.flatten()
-        out_PD.index_add_(0, member_S, without_empty(out_GQD.flatten(0, 1).to(wide), piece))
-        members.append(torch.where(piece.real_GQ.flatten(), member_S, P))
+        out_PD.index_add_(0, member_S, without_empty(out_SD, piece))
+        reads_S = piece.reads_GQ.flatten()
+        members.append(torch.where(reads_S, member_S, P))
         sums.append(sum_GQ.flatten())
-    # The last place receives the log-sums of empty slots.
+    # The last entry receives the log-sums of empty slots.
     sum_P1 = out_PD.new_full((P + 1,), float("-inf"))
     if sums:
         sum_P1 = sum_P1.index_copy(0, torch.cat(members), torch.cat(sums))
@@ -172,11 +181,12 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
 
 
 def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
-    """Return the outputs of query slots; zeros for slots that are not real, which may be NaN."""
-    return out_SD.masked_fill(~piece.real_GQ.flatten()[:, None], 0)
+    """Return the outputs of query slots; zeros for slots that read nothing, which may be NaN."""
+    reads_S = piece.reads_GQ.flatten()
+    return out_SD.masked_fill(~reads_S[:, None], 0)
 
 
-class QueriesKeys(NamedTuple):
+class BlockInputs(NamedTuple):
     """The queries, keys and values of blocks, and the numbers of their rows."""
 
     row_GQ: Tensor
@@ -186,7 +196,7 @@ class QueriesKeys(NamedTuple):
     v_GKD: Tensor
 
 
-def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
+def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[BlockInputs]:
     """Return the inputs of the pieces, one piece at a time."""
     part = problem.part
     assert isinstance(part, RangeReads)
@@ -196,10 +206,10 @@ def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[QueriesKeys]:
     queries = take(q_RD, query_rows)
     keys = take(k_RD, key_rows)
     values = take(v_RD, key_rows)
-    return map(QueriesKeys, query_rows, key_rows, queries, keys, values)
+    return map(BlockInputs, query_rows, key_rows, queries, keys, values)
 
 
-def attend_by_torch(inputs: QueriesKeys, mask: Tensor | None, terms: LogitTerms) -> Tensor:
+def attend_by_torch(inputs: BlockInputs, mask: Tensor | None, terms: LogitTerms) -> Tensor:
     """Return the outputs `[G, Q, D]` by torch's attention kernels; each block is a sequence."""
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
@@ -215,8 +225,8 @@ def attend_by_torch(inputs: QueriesKeys, mask: Tensor | None, terms: LogitTerms)
     return out_G1QD[:, 0]
 
 
-def attend_softly(
-    inputs: QueriesKeys,
+def attend_with_log_sums(
+    inputs: BlockInputs,
     mask: Tensor | None,
     length: int,
     terms: LogitTerms,
@@ -230,7 +240,7 @@ def attend_softly(
     """
     head_G = head_of(inputs.row_GQ, length, terms.heads)
     return recomputed(
-        soft_block,
+        attend_block,
         inputs.q_GQD,
         inputs.k_GKD,
         inputs.v_GKD,
@@ -247,7 +257,7 @@ def head_of(row_GQ: Tensor, length: int, heads: int) -> Tensor:
     return row_GQ[:, 0] // length % heads
 
 
-def soft_block(
+def attend_block(
     q_GQD: Tensor,
     k_GKD: Tensor,
     v_GKD: Tensor,
@@ -263,7 +273,9 @@ def soft_block(
     its own number.
     """
     if mask is None:
-        mask = q_GQD.new_ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool).tril()
+        Q = q_GQD.shape[1]
+        K = k_GKD.shape[1]
+        mask = q_GQD.new_ones(Q, K, dtype=torch.bool).tril()
     distance_GQK = None
     if terms.by_distance:
         distance_GQK = row_GQ[:, :, None] - row_GK[:, None]
@@ -282,7 +294,7 @@ class Runs(NamedTuple):
 
     def where(self, chosen_G: Tensor) -> "Runs":
         """Return the runs for which a mask is true."""
-        return Runs(self.begin_G[chosen_G], self.count_G[chosen_G], self.low_G[chosen_G])
+        return Runs(*(x_G[chosen_G] for x_G in self))
 
 
 def cut(part: RangeReads, triangles: bool) -> list[Blocks]:
@@ -318,7 +330,8 @@ def cut(part: RangeReads, triangles: bool) -> list[Blocks]:
     blocks = []
     if triangles and part.query is part.key:
         is_square_L = read_from_the_first(part)
-        squares = Runs(part.query.first_L(), count_L, part.query.first_L())
+        first_L = part.query.first_L()
+        squares = Runs(begin_G=first_L, count_G=count_L, low_G=first_L)
         size_L = whole_pieces(count_L, quarter) * quarter
         for size in size_L[is_square_L].unique().tolist():
             of_size = squares.where(is_square_L & (size_L == size))
@@ -346,25 +359,32 @@ def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[Blocks]:
     last, rounded up to whole steps.
     """
     runs = runs_of(part, count_L, step)
-    high_G = part.stop_P[runs.begin_G + runs.count_G - 1]
+    last_G = runs.begin_G + runs.count_G - 1
+    high_G = part.stop_P[last_G]
     width_G = whole_pieces(high_G - runs.low_G, step) * step
     blocks = []
     for width in width_G[width_G > 0].unique().tolist():
-        blocks.append(make_blocks(part, runs.where(width_G == width), step, width))
+        of_width = runs.where(width_G == width)
+        blocks.append(make_blocks(part, of_width, step, width))
     return blocks
 
 
 def runs_of(part: RangeReads, count_L: Tensor, step: int) -> Runs:
     """Return the first `count_L` queries of each list, cut into runs of at most `step` queries."""
     runs_L = whole_pieces(count_L, step)
-    every_L = torch.arange(len(count_L), device=count_L.device)
-    list_G = every_L.repeat_interleave(runs_L)
-    every_G = torch.arange(len(list_G), device=count_L.device)
+    number_L = torch.arange(len(count_L), device=count_L.device)
+    list_G = number_L.repeat_interleave(runs_L)
+    number_G = torch.arange(len(list_G), device=count_L.device)
     first_run_L = runs_L.cumsum(0) - runs_L
-    done_G = (every_G - first_run_L[list_G]) * step  # queries of the list before the run
-    begin_G = part.query.first_L()[list_G] + done_G
-    left_G = count_L[list_G] - done_G
-    return Runs(begin_G, left_G.clamp(max=step), part.start_P[begin_G])
+    run_of_list_G = number_G - first_run_L[list_G]
+    queries_before_G = run_of_list_G * step  # those of the same list
+    begin_G = part.query.first_L()[list_G] + queries_before_G
+    queries_left_G = count_L[list_G] - queries_before_G
+    return Runs(
+        begin_G=begin_G,
+        count_G=queries_left_G.clamp(max=step),
+        low_G=part.start_P[begin_G],
+    )
 
 
 def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks:
@@ -377,56 +397,61 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     low_G1 = runs.low_G[:, None]
     count_G1 = runs.count_G[:, None]
     query_GQ = runs.begin_G[:, None] + slot_Q.minimum(count_G1 - 1)
-    inside_GQ = slot_Q < count_G1
+    exists_GQ = slot_Q < count_G1
     slot_K = torch.arange(keys, device=runs.begin_G.device)
-    key_GK = (low_G1 + slot_K).clamp(max=len(part.key.row_M) - 1)
+    last_key = len(part.key.row_M) - 1
+    key_GK = (low_G1 + slot_K).clamp(max=last_key)
     # The key slots start to stop - 1 are read: `[G, Q]`, or `[Q]` where they are the same in all
     # blocks.
     start = part.start_P[query_GQ] - low_G1
     stop = part.stop_P[query_GQ] - low_G1
-    start_Q = common_slots(start, inside_GQ)
-    stop_Q = common_slots(stop, inside_GQ)
-    are_same = ~inside_GQ | ((start == start_Q) & (stop == stop_Q))
+    start_Q = common_slots(start, exists_GQ)
+    stop_Q = common_slots(stop, exists_GQ)
+    are_same = ~exists_GQ | ((start == start_Q) & (stop == stop_Q))
     if bool(are_same.all()):
         start = start_Q
         stop = stop_Q
         if part.holes is None and queries == keys and is_triangle(start_Q, stop_Q):
-            return Blocks(query_GQ, inside_GQ & (stop_Q > start_Q), key_GK, None)
-    mask = (slot_K >= start[..., None]) & (slot_K < stop[..., None])
+            return Blocks(query_GQ, exists_GQ & (stop_Q > start_Q), key_GK, None)
+    is_after_start = slot_K >= start[..., None]
+    mask = is_after_start & (slot_K < stop[..., None])
     if part.holes is not None:
-        mask = not_hidden(mask, part.holes, query_GQ, key_GK)
-    real_GQ = inside_GQ & mask.any(-1)
+        mask = without_holes(mask, part.holes, query_GQ, key_GK)
+    reads_GQ = exists_GQ & mask.any(-1)
     # A softmax over no key would give NaN. So a query that reads nothing reads slot 0, and its
     # output is dropped.
     mask[..., 0] |= ~mask.any(-1)
-    return Blocks(query_GQ, real_GQ, key_GK, mask)
+    return Blocks(query_GQ, reads_GQ, key_GK, mask)
 
 
-def common_slots(slot_GQ: Tensor, inside_GQ: Tensor) -> Tensor:
+def common_slots(slot_GQ: Tensor, exists_GQ: Tensor) -> Tensor:
     """Return for each query slot the largest of its key slots in all blocks, `[Q]`.
 
     Empty query slots do not count; -1 if the query slot is empty in all blocks.
     """
-    return torch.where(inside_GQ, slot_GQ, -1).amax(0)
+    return torch.where(exists_GQ, slot_GQ, -1).amax(0)
 
 
 def is_triangle(start_Q: Tensor, stop_Q: Tensor) -> bool:
     """Return whether each query slot reads the key slots up to its own, or is empty: -1."""
-    own_Q = torch.arange(len(stop_Q), device=stop_Q.device)
-    reads_own_Q = (stop_Q == own_Q + 1) | (stop_Q < 0)
-    return bool(((start_Q <= 0) & reads_own_Q).all())
+    slot_Q = torch.arange(len(stop_Q), device=stop_Q.device)
+    stops_at_own_Q = (stop_Q == slot_Q + 1) | (stop_Q < 0)
+    starts_at_first_Q = start_Q <= 0
+    return bool((starts_at_first_Q & stops_at_own_Q).all())
 
 
-def not_hidden(mask: Tensor, hidden: Holes, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
-    """Return a mask of pairs without those that are hidden, `[G, Q, K]`.
+def without_holes(mask: Tensor, holes: Holes, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
+    """Return a mask of pairs without those that holes exclude, `[G, Q, K]`.
 
     The mask broadcasts to that shape; `query_GQ` and `key_GK` are the members in query and key
     slots.
     """
-    for value_M, low_P, high_P in zip(*hidden, strict=True):
+    for value_M, low_P, high_P in zip(*holes, strict=True):
         value_G1K = value_M[key_GK][:, None]
-        below_GQK = value_G1K < low_P[query_GQ][..., None]
-        mask = mask & (below_GQK | (value_G1K >= high_P[query_GQ][..., None]))
+        low_GQ1 = low_P[query_GQ][..., None]
+        high_GQ1 = high_P[query_GQ][..., None]
+        is_in_hole_GQK = (value_G1K >= low_GQ1) & (value_G1K < high_GQ1)
+        mask = mask & ~is_in_hole_GQK
     return mask
 
 
@@ -450,8 +475,10 @@ class TakeRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         total_RD = gradients[0].new_zeros(ctx.shape)
         for row_GQ, gradient_GQD in zip(ctx.saved_tensors, gradients, strict=True):
-            total_RD.index_add_(0, row_GQ.flatten(), gradient_GQD.flatten(0, 1))
-        return total_RD, *[None] * len(gradients)
+            row_S = row_GQ.flatten()
+            total_RD.index_add_(0, row_S, gradient_GQD.flatten(0, 1))
+        of_rows = [None] * len(gradients)
+        return total_RD, *of_rows
 
 
 def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
@@ -465,8 +492,11 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
         return (x_RD[row_GQ] for row_GQ in rows)
     if not x_RD.is_cpu or not are_all_in_order(rows, len(x_RD)):
         return TakeRows.apply(x_RD, *rows)
-    pieces = x_RD.split([row_GQ.numel() for row_GQ in rows])
-    return [x_SD.unflatten(0, row_GQ.shape) for x_SD, row_GQ in zip(pieces, rows, strict=True)]
+    counts = [row_GQ.numel() for row_GQ in rows]
+    views = []
+    for x_SD, row_GQ in zip(x_RD.split(counts), rows, strict=True):
+        views.append(x_SD.unflatten(0, row_GQ.shape))
+    return views
 
 
 def are_all_in_order(rows: list[Tensor], count: int) -> bool:

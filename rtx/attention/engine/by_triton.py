@@ -23,16 +23,16 @@ def refusal(problem: Problem) -> str | None:
 def attend(problem: Problem) -> Result:
     """Return outputs and log-sums, see `Result`."""
     if problem.by_member:
-        return merged(problem, "none")
-    return merged(problem, "mean")
+        return attend_and_merge(problem, "none")
+    return attend_and_merge(problem, "mean")
 
 
-def attend_joined(problem: Problem) -> Result:
+def attend_combined(problem: Problem) -> Result:
     """Return outputs `[R, D]` and log-sums `[R]` of one softmax over all keys of each row."""
-    return merged(problem, "lse")
+    return attend_and_merge(problem, "lse")
 
 
-def merged(problem: Problem, merge: str) -> Result:
+def attend_and_merge(problem: Problem, merge: str) -> Result:
     """Return the result of `packed_attention.attend`."""
     part = problem.part
     assert isinstance(part, RangeReads)
@@ -41,13 +41,13 @@ def merged(problem: Problem, merge: str) -> Result:
         problem.q_BHND,
         problem.k_BHND,
         problem.v_BHND,
-        lists_of(part, rows=B * H * N),
+        stored_lists(part, rows=B * H * N),
         problem.terms,
         merge,
     )
 
 
-def lists_of(part: RangeReads, rows: int) -> KernelLists:
+def stored_lists(part: RangeReads, rows: int) -> KernelLists:
     """Return the lists of `part` as kernels read them.
 
     If the part is used in several passes (`derived` is a dictionary), they are made once and stored

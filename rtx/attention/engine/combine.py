@@ -59,7 +59,12 @@ def combine(partials: list[Partial], rows: int) -> Tensor:
 
 
 @torch.library.custom_op("rtx::combined", mutates_args=())
-def combined(row_S: Tensor, sum_S: Tensor, outs: list[Tensor], rows: int) -> tuple[Tensor, Tensor]:
+def combined(
+    row_S: Tensor,
+    sum_S: Tensor,
+    outs: list[Tensor],
+    rows: int,
+) -> tuple[Tensor, Tensor]:
     """Return the output of each row, `[R, D]`, and the share of each member in its row, `[S]`.
 
     This is `combine` as an operator of PyTorch. The backward pass reads the shares.
@@ -71,13 +76,14 @@ def combined(row_S: Tensor, sum_S: Tensor, outs: list[Tensor], rows: int) -> tup
     """
     target_S = target_rows(row_S, sum_S, rows)
     rows_and_spare = rows + SPARE_ROWS
-    share_S = shares(target_S, sum_S, rows_and_spare)
+    share_S = shares_of(target_S, sum_S, rows_and_spare)
     head_size = outs[0].shape[1]
     out_RD = sum_S.new_zeros(rows_and_spare, head_size)
     # One partial at a time: the products of all partials would be two more copies of all outputs.
     counts = [len(out_SD) for out_SD in outs]
-    pieces = zip(outs, target_S.split(counts), share_S.split(counts), strict=True)
-    for out_SD, some_target_S, some_share_S in pieces:
+    targets = target_S.split(counts)
+    shares = share_S.split(counts)
+    for out_SD, some_target_S, some_share_S in zip(outs, targets, shares, strict=True):
         out_RD.index_add_(0, some_target_S, some_share_S[:, None] * out_SD)
     return out_RD[:rows], share_S
 
@@ -111,17 +117,18 @@ def gradients(ctx: Any, dout_RD: Tensor, _: None) -> tuple[Any, ...]:
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
     row_S, share_S, out_RD, *outs = ctx.saved_tensors
     counts = [len(out_SD) for out_SD in outs]
+    rows = row_S.split(counts)
+    shares = share_S.split(counts)
     g_dot_out_R = (dout_RD * out_RD).sum(-1)
     dsums = []
     douts = []
-    pieces = zip(outs, row_S.split(counts), share_S.split(counts), strict=True)
-    for out_SD, some_row_S, some_share_S in pieces:
+    for out_SD, some_row_S, some_share_S in zip(outs, rows, shares, strict=True):
         g_SD = dout_RD[some_row_S]
-        douts.append((some_share_S[:, None] * g_SD).to(out_SD.dtype))
+        dout_SD = some_share_S[:, None] * g_SD
+        douts.append(dout_SD.to(out_SD.dtype))
         g_dot_out_S = (g_SD * out_SD).sum(-1)
         dsums.append(some_share_S * (g_dot_out_S - g_dot_out_R[some_row_S]))
-    dsum_S = torch.cat(dsums)
-    return None, dsum_S, douts, None
+    return None, torch.cat(dsums), douts, None
 
 
 combined.register_autograd(gradients, setup_context=save_for_backward)
@@ -140,7 +147,7 @@ def target_rows(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     return torch.where(reads_nothing_S, spare_row_S, row_S)
 
 
-def shares(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
+def shares_of(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     """Return the share of each member in its row, `[S]`.
 
     The shares of a row add up to 1, or to 0 if it reads nothing.

@@ -31,7 +31,7 @@ BLOCK = 128
 MIN_SIZE = 16
 """The least head size of FlexAttention's kernels."""
 FORMS = 64
-"""Forms of masks (types, head sizes, hidden ranges) that a process may compile."""
+"""Forms of masks (types, head sizes, holes) that a process may compile."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -59,10 +59,12 @@ def attend(problem: Problem) -> Result:
     out_PD, sum_P = attend_members(part, q_RD, k_RD, v_RD, problem.terms.scale)
     if problem.by_member:
         return out_PD, sum_P
-    row_P = part.query.row_M
-    share_P = (part.stop_P > part.start_P) / part.lists_read_P(len(q_RD))
+    reads_P = part.stop_P > part.start_P
+    share_P = reads_P / part.lists_read_P(len(q_RD))
+    out_PD = out_PD * share_P[:, None]
     out_RD = v_RD.new_zeros(v_RD.shape)
-    return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P
+    out_RD = out_RD.index_add(0, part.query.row_M, out_PD.to(out_RD.dtype))
+    return out_RD, sum_P
 
 
 def attend_members(
@@ -142,7 +144,9 @@ def block_mask(part: RangeReads) -> BlockMask:
     block_Y = torch.arange(whole_pieces(M, BLOCK), device=low_X.device)
     low_Y = torch.searchsorted(high_X, block_Y)
     high_Y = torch.searchsorted(low_X, block_Y, right=True) - 1
-    falls = ((part.start_P.diff() < 0) | (part.stop_P.diff() < 0)).any()
+    start_falls_P = part.start_P.diff() < 0
+    stop_falls_P = part.stop_P.diff() < 0
+    falls = (start_falls_P | stop_falls_P).any()
     most_keys = (high_X - low_X).amax() + 1
     most_queries = (high_Y - low_Y).amax() + 1
     numbers = torch.stack([most_keys, most_queries, falls.long()])
@@ -170,7 +174,7 @@ def block_mask(part: RangeReads) -> BlockMask:
 def key_blocks(part: RangeReads) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest key block that each query block meets, `[X]`."""
     P = len(part.start_P)
-    first_X = torch.arange(whole_pieces(P, BLOCK), device=part.start_P.device) * BLOCK
+    first_X = torch.arange(0, P, BLOCK, device=part.start_P.device)
     last_X = (first_X + BLOCK - 1).clamp(max=P - 1)
     low_X = part.start_P[first_X] // BLOCK
     high_X = (part.stop_P[last_X] - 1) // BLOCK
@@ -187,8 +191,8 @@ def neighbours(low_Z: Tensor, high_Z: Tensor, width: int, blocks: int) -> tuple[
         blocks: how many blocks there are to be met.
     """
     count_Z = (high_Z - low_Z + 1).clamp(min=0)
-    index_ZW = low_Z[:, None] + torch.arange(max(1, width), device=low_Z.device)
-    index_ZW = index_ZW.clamp(max=blocks - 1)
+    offset_W = torch.arange(max(1, width), device=low_Z.device)
+    index_ZW = (low_Z[:, None] + offset_W).clamp(max=blocks - 1)
     return count_Z[None, None].int(), index_ZW[None, None].int()
 
 
@@ -204,7 +208,8 @@ def pair_mask(part: RangeReads):
         is_read = (j >= start_P[i]) & (j < stop_P[i])
         for value_M, low_P, high_P in conditions:
             value = value_M[j]
-            is_read = is_read & ((value < low_P[i]) | (value >= high_P[i]))
+            is_in_hole = (value >= low_P[i]) & (value < high_P[i])
+            is_read = is_read & ~is_in_hole
         return is_read
 
     return reads

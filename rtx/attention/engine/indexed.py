@@ -46,8 +46,8 @@ class Heads(NamedTuple):
 
     def split(self, size: int) -> list["Heads"]:
         """Return the heads, `size` at a time."""
-        pieces = (x.split(size) for x in self)
-        return [Heads(*each) for each in zip(*pieces, strict=True)]
+        fields = (x.split(size) for x in self)
+        return [Heads(*piece) for piece in zip(*fields, strict=True)]
 
 
 def attend(problem: Problem) -> Result:
@@ -92,7 +92,8 @@ def all_heads(problem: Problem, index_XNK: Tensor, position_T: Tensor) -> Heads:
     N = index_XNK.shape[1]
     rows = problem.rows()
     q_XND, k_XND, v_XND = (x_RD.unflatten(0, (-1, N)) for x_RD in rows)
-    head_X = torch.arange(len(q_XND), device=q_XND.device) % problem.terms.heads
+    number_X = torch.arange(len(q_XND), device=q_XND.device)
+    head_X = number_X % problem.terms.heads
     if len(position_T) < N:
         q_XND = q_XND.index_select(1, position_T)
         index_XNK = index_XNK.index_select(1, position_T)
@@ -105,7 +106,8 @@ def positions_that_read(index_XNK: Tensor) -> Tensor:
     On a GPU they are all positions: the CPU would have to wait for their number.
     """
     if index_XNK.is_cpu:
-        return (index_XNK >= 0).any(-1).any(0).nonzero()[:, 0]
+        reads_XN = (index_XNK >= 0).any(-1)
+        return reads_XN.any(0).nonzero()[:, 0]
     return torch.arange(index_XNK.shape[1], device=index_XNK.device)
 
 
@@ -127,19 +129,27 @@ def attend_heads(
     sums = []
     key_stop = 0
     N = heads.k_GND.shape[1]
-    pieces = (
-        position_T.split(queries),
-        heads.q_GTD.split(queries, 1),
-        heads.index_GTK.split(queries, 1),
-    )
-    for position_Q, q_GQD, index_GQK in zip(*pieces, strict=True):
+    positions = position_T.split(queries)
+    vectors = heads.q_GTD.split(queries, 1)
+    indexes = heads.index_GTK.split(queries, 1)
+    for position_Q, q_GQD, index_GQK in zip(positions, vectors, indexes, strict=True):
         if position_T.is_cpu:
             key_stop = max(position_Q.tolist(), default=0) + 1
         else:
             # The queries are those of all positions, so the number follows without reading the GPU.
             key_stop = min(N, key_stop + queries)
-        tensors = heads.head_G, heads.k_GND, heads.v_GND, position_Q, q_GQD, index_GQK
-        out_GQD, sum_GQ = recomputed(attend_queries, terms, key_stop, *tensors, store=store)
+        out_GQD, sum_GQ = recomputed(
+            attend_queries,
+            terms,
+            key_stop,
+            heads.head_G,
+            heads.k_GND,
+            heads.v_GND,
+            position_Q,
+            q_GQD,
+            index_GQK,
+            store=store,
+        )
         outs.append(out_GQD)
         sums.append(sum_GQ)
     return torch.cat(outs, 1), torch.cat(sums, 1)
@@ -159,12 +169,14 @@ def attend_queries(
     N = k_GND.shape[1]
     # The last slot receives the entries of -1.
     slot_GQK = torch.where(index_GQK < 0, key_stop, index_GQK % N)
-    mask_GQN = slot_GQK.new_zeros(*q_GQD.shape[:2], key_stop + 1, dtype=torch.bool)
+    G, Q, _ = q_GQD.shape
+    mask_GQN = slot_GQK.new_zeros(G, Q, key_stop + 1, dtype=torch.bool)
     mask_GQN.scatter_(2, slot_GQK, True)
     distance_GQN = None
     if terms.by_distance:
-        distance_QN = position_Q[:, None] - torch.arange(key_stop, device=q_GQD.device)
-        distance_GQN = distance_QN.expand(len(q_GQD), -1, -1)
+        key_position_N = torch.arange(key_stop, device=q_GQD.device)
+        distance_QN = position_Q[:, None] - key_position_N
+        distance_GQN = distance_QN.expand(G, -1, -1)
     k_GND = k_GND[:, :key_stop]
     v_GND = v_GND[:, :key_stop]
     mask_GQN = mask_GQN[..., :key_stop]

@@ -59,7 +59,7 @@ class RowMembers(NamedTuple):
 class KernelLists(NamedTuple):
     """Which query members read which key members; the module has an example.
 
-    All tensors but `hidden` are int32.
+    All tensors but `holes` are int32.
     """
 
     query_row_P: Tensor
@@ -78,7 +78,7 @@ class KernelLists(NamedTuple):
     key_members: RowMembers
     count_2: Tensor
     """The numbers of real query members and real key members, `[2]`."""
-    hidden: Holes | None = None
+    holes: Holes | None = None
     """Pairs within the ranges that are not read."""
     in_order: bool = False
     """Whether queries and keys share the lists, and each list is one whole sequence in order.
@@ -145,6 +145,6 @@ def kernel_lists(part: RangeReads, rows: int) -> KernelLists:
         query_members=query_members,
         key_members=key_members,
         count_2=torch.cat([query_count_1, key_count_1]),
-        hidden=part.holes,
+        holes=part.holes,
         in_order=shared and part.window is not None and part.window.memory == 0,
     )

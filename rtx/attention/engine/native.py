@@ -127,7 +127,7 @@ def attend(problem: Problem) -> Result:
     return Attention.apply(*inputs_of(problem))
 
 
-def attend_joined(problem: Problem) -> Tensor:
+def attend_combined(problem: Problem) -> Tensor:
     """Return outputs by row, `[R, D]`, of one softmax over all keys of each row.
 
     The part must have lists, and `problem.by_member` be true.

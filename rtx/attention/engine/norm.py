@@ -35,7 +35,9 @@ def kernels() -> ModuleType:
 
 def can_normalise(x_BHND: Tensor) -> bool:
     """Return whether the kernels can normalise these vectors."""
-    if x_BHND.dtype not in packed_attention.TYPES or not 1 <= x_BHND.shape[-1] <= MAX_SIZE:
+    if x_BHND.dtype not in packed_attention.TYPES:
+        return False
+    if not 1 <= x_BHND.shape[-1] <= MAX_SIZE:
         return False
     return packed_attention.can_run(x_BHND.device)
 
@@ -54,12 +56,20 @@ def normalise(x_BHND: Tensor) -> tuple[Tensor, Tensor]:
     wide_BHND, narrow_BHND = empty_results(x_BHND)
     rows = x_BHND.shape[:3].numel()
     if rows:
-        sizes = sizes_of(x_BHND.shape[-1])
+        constants = tile_constants(x_BHND.shape[-1])
+        programs = whole_pieces(rows, constants["BR"])
         with torch.cuda.device_of(x_BHND):
-            kernels().normalise_kernel[(whole_pieces(rows, sizes["BR"]),)](
-                x_BHND, wide_BHND, narrow_BHND, *x_BHND.stride()[:3], *x_BHND.shape[1:3], rows,
-                EPSILON, NARROW=narrow_BHND.numel() > 0, num_warps=4, **sizes,
-            )  # fmt: skip
+            kernels().normalise_kernel[(programs,)](
+                x=x_BHND,
+                wide=wide_BHND,
+                narrow=narrow_BHND,
+                **strides_of("x", x_BHND),
+                **row_sizes(x_BHND),
+                epsilon=EPSILON,
+                **constants,
+                NARROW=narrow_BHND.numel() > 0,
+                num_warps=4,
+            )
     return wide_BHND, narrow_BHND
 
 
@@ -71,10 +81,22 @@ def empty_results(x_BHND: Tensor) -> tuple[Tensor, Tensor]:
     return wide_BHND, x_BHND.new_empty(narrow_shape)
 
 
-def sizes_of(size: int) -> dict[str, int]:
+def tile_constants(size: int) -> dict[str, int]:
     """Return the constants of the kernels for heads of a size; tiles have BR rows of BD numbers."""
     width = power_of_two(size)
     return {"D": size, "BD": width, "BR": max(1, TILE // width)}
+
+
+def strides_of(name: str, x_BHND: Tensor) -> dict[str, int]:
+    """Return the strides of a tensor, by the names that the kernels give them."""
+    b_stride, h_stride, n_stride, _ = x_BHND.stride()
+    return {f"{name}_b": b_stride, f"{name}_h": h_stride, f"{name}_n": n_stride}
+
+
+def row_sizes(x_BHND: Tensor) -> dict[str, int]:
+    """Return the numbers of heads, positions and rows, by their names in the kernels."""
+    B, H, N, _ = x_BHND.shape
+    return {"H": H, "N": N, "R": B * H * N}
 
 
 @torch.library.custom_op("rtx::normalise_backward", mutates_args=())
@@ -97,13 +119,23 @@ def normalise_backward(
         # The kernel does not read an absent gradient, but needs a pointer.
         dwide_BHND = dwide_BHND.contiguous() if has_wide else x_BHND
         dnarrow_BHND = dnarrow_BHND.contiguous() if has_narrow else x_BHND
-        sizes = sizes_of(x_BHND.shape[-1])
+        constants = tile_constants(x_BHND.shape[-1])
+        programs = whole_pieces(rows, constants["BR"])
         with torch.cuda.device_of(x_BHND):
-            kernels().normalise_backward_kernel[(whole_pieces(rows, sizes["BR"]),)](
-                x_BHND, dwide_BHND, dnarrow_BHND, dx_BHND,
-                *x_BHND.stride()[:3], *dx_BHND.stride()[:3], *x_BHND.shape[1:3], rows, EPSILON,
-                WIDE=has_wide, NARROW=has_narrow, num_warps=4, **sizes,
-            )  # fmt: skip
+            kernels().normalise_backward_kernel[(programs,)](
+                x=x_BHND,
+                dwide=dwide_BHND,
+                dnarrow=dnarrow_BHND,
+                dx=dx_BHND,
+                **strides_of("x", x_BHND),
+                **strides_of("dx", dx_BHND),
+                **row_sizes(x_BHND),
+                epsilon=EPSILON,
+                **constants,
+                WIDE=has_wide,
+                NARROW=has_narrow,
+                num_warps=4,
+            )
     return dx_BHND
 
 

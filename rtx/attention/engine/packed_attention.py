@@ -5,7 +5,8 @@
 1. `attend_members` computes outputs and log-sums of query members. A row (a position of one
    sequence and head) has a member in every list that it belongs to, so it may have several outputs.
 2. `merge` says what becomes of them: nothing ("none"), the mean over the members of each row
-   ("mean", `mean_by_row`), or one softmax over all keys of a row's members ("lse", `join_by_row`).
+   ("mean", `mean_by_row`), or one softmax over all keys of a row's members ("lse",
+   `combine_by_row`).
 
 Where member p is row p (`KernelLists.in_order`), every row has one member. Then there is nothing to
 merge, and `attend` calls the operator with "none", whatever its `merge` is.
@@ -14,8 +15,8 @@ The backward pass computes gradients by member, too, and adds them up by row. Wi
 outputs and log-sums of rows alone, so those of members are not kept. No sum is by atomic additions:
 sums over the members of a row have a fixed order, so two runs give the same bits.
 
-Terms by distance (`softmax.Relative`; `packed_kernels.py` has the formulas) need no tensor with an
-entry for each pair either:
+Terms by distance (`softmax.RelativeTables`; `packed_kernels.py` has the formulas) need no tensor
+with an entry for each pair either:
 
 - keys: logit_table[r, t] = q[r] . keys[t] + bias[t] is one matrix product; kernels look entries up.
 - values: kernels add up the weights of each query member by distance, weight_table[p, t], and
@@ -46,7 +47,7 @@ from rtx.attention.engine.lists import KernelLists
 from rtx.attention.engine.packed_launch import (
     KernelInputs,
     ListTensors,
-    join_by_row,
+    combine_by_row,
     launch,
     list_tensors,
     mean_by_row,
@@ -158,7 +159,7 @@ def attend(
         None if queries_are_keys else unit_stride(k_BHND.to(dtype)),
         unit_stride(v_BHNE.to(dtype)),
         list(list_tensors(lists)),
-        [x.contiguous() for x in lists.hidden or ()],
+        [x.contiguous() for x in lists.holes or ()],
         keys_HTD,
         bias_HT,
         values_TE,
@@ -193,7 +194,7 @@ def packed_attention(
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
-    hidden: list[Tensor],
+    holes: list[Tensor],
     keys_HTD: Tensor | None,
     bias_HT: Tensor | None,
     values_TE: Tensor | None,
@@ -211,25 +212,25 @@ def packed_attention(
     Args:
         k_BHND: None if queries serve as keys, with the same lists.
         lists: `ListTensors`.
-        hidden: the tensors of `rtx.attention.reads.Hidden`, or none.
+        holes: the tensors of `rtx.attention.reads.Holes`, or none.
         in_order: of `KernelLists`; with merge "none" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
-    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
+    inputs = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, holes, *options)
     # Triton launches on the current device, and operators compute in the types of their inputs.
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
-        out_PE, lse_P = attend_members(x)
+        out_PE, lse_P = attend_members(inputs)
         # Two tensors: an operator may not return one twice.
         unused = out_PE.new_empty(0), lse_P.new_empty(0)
         if merge == "none":
             return out_PE, lse_P, *unused
-        out_RE = v_BHNE.new_empty(x.R, x.E)
+        out_RE = v_BHNE.new_empty(inputs.R, inputs.E)
         if merge == "lse":
-            lse_R = lse_P.new_empty(x.R)
-            join_by_row(out_PE, x.lists.query_members, lse_P, out_RE, lse_R)
+            lse_R = lse_P.new_empty(inputs.R)
+            combine_by_row(out_PE, inputs.lists.query_members, lse_P, out_RE, lse_R)
             return out_RE, lse_R, *unused
-        share_R = lse_P.new_empty(x.R)
-        mean_by_row(out_PE, x.lists.query_members, lse_P, out_RE, share_R)
+        share_R = lse_P.new_empty(inputs.R)
+        mean_by_row(out_PE, inputs.lists.query_members, lse_P, out_RE, share_R)
         return out_RE, lse_P, out_PE, share_R
 
 
@@ -239,7 +240,7 @@ def _(
     k_BHND,
     v_BHNE,
     lists,
-    hidden,
+    holes,
     keys_HTD,
     bias_HT,
     values_TE,
@@ -271,7 +272,7 @@ def packed_attention_backward(
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
-    hidden: list[Tensor],
+    holes: list[Tensor],
     keys_HTD: Tensor | None,
     bias_HT: Tensor | None,
     values_TE: Tensor | None,
@@ -290,17 +291,19 @@ def packed_attention_backward(
         out_UE, lse_U, share_R: of the forward pass; `share_R` is read with merge "mean" alone.
     """
     options = keys_HTD, bias_HT, values_TE, seed_1, scale, dropout, in_order
-    x = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, hidden, *options)
+    inputs = kernel_inputs(q_BHND, k_BHND, v_BHNE, lists, holes, *options)
     with torch.autocast(q_BHND.device.type, enabled=False), torch.cuda.device_of(q_BHND):
         if merge == "mean":
             # A member gets the share of its row's gradient. All gradients of a member have the
             # factor exp(logit - lse), which becomes exp(logit - (lse - ln share)).
-            lse_U = lse_U - share_R.log().index_select(0, x.lists.query_row_P)
+            lse_U = lse_U - share_R.log().index_select(0, inputs.lists.query_row_P)
         dout_GE = dout_GE.to(v_BHNE.dtype).contiguous()
-        of_members = member_gradients(x, dout_GE, dlse_U, out_UE, lse_U, merge)
-        dq_BHND, dk_BHND, dv_BHNE = row_gradients(x, of_members, queries_are_keys=k_BHND is None)
-        dkeys_HTD, dbias_HT = logit_table_gradients(x, of_members.dlogit_table_PT, dq_BHND)
-        dvalues_TE = values_gradient(x, of_members.weight_table_PT, dout_GE, merge)
+        of_members = member_gradients(inputs, dout_GE, dlse_U, out_UE, lse_U, merge)
+        dq_BHND, dk_BHND, dv_BHNE = row_gradients(
+            inputs, of_members, queries_are_keys=k_BHND is None
+        )
+        dkeys_HTD, dbias_HT = logit_table_gradients(inputs, of_members.dlogit_table_PT, dq_BHND)
+        dvalues_TE = values_gradient(inputs, of_members.weight_table_PT, dout_GE, merge)
         return dq_BHND, dk_BHND, dv_BHNE, dkeys_HTD, dbias_HT, dvalues_TE
 
 
@@ -315,7 +318,7 @@ def _(
     k_BHND,
     v_BHNE,
     lists,
-    hidden,
+    holes,
     keys_HTD,
     bias_HT,
     values_TE,
@@ -342,13 +345,13 @@ def _(
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save on `ctx` what `gradients` reads."""
-    q, k, v, lists, hidden, keys, bias, values, seed, scale, dropout, in_order, merge = inputs
+    q, k, v, lists, holes, keys, bias, values, seed, scale, dropout, in_order, merge = inputs
     out_GE, lse_U, out_PE, share_R = output
     out_UE = out_PE if merge == "mean" else out_GE
     forward = out_UE, lse_U, share_R, q, k, v, keys, bias, values, seed
-    ctx.save_for_backward(*forward, *lists, *hidden)
+    ctx.save_for_backward(*forward, *lists, *holes)
     ctx.list_count = len(lists)
-    ctx.hidden_count = len(hidden)
+    ctx.hole_count = len(holes)
     ctx.scale = scale
     ctx.dropout = dropout
     ctx.in_order = in_order
@@ -367,7 +370,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
     out_UE, lse_U, share_R, q, k, v, keys, bias, values, seed, *others = ctx.saved_tensors
     lists = others[: ctx.list_count]
-    hidden = others[ctx.list_count :]
+    holes = others[ctx.list_count :]
     if dout_GE is None:
         G = len(share_R) if ctx.merge == "mean" else len(out_UE)
         dout_GE = out_UE.new_zeros(G, out_UE.shape[1])
@@ -381,7 +384,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
         k,
         v,
         lists,
-        hidden,
+        holes,
         keys,
         bias,
         values,
@@ -396,7 +399,7 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
         None if k is None else dk,
         dv,
         [None] * ctx.list_count,
-        [None] * ctx.hidden_count,
+        [None] * ctx.hole_count,
         None if keys is None else dkeys,
         None if bias is None else dbias,
         None if values is None else dvalues,
@@ -413,7 +416,7 @@ def kernel_inputs(
     k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
-    hidden: list[Tensor],
+    holes: list[Tensor],
     keys_HTD: Tensor | None,
     bias_HT: Tensor | None,
     values_TE: Tensor | None,
@@ -428,7 +431,7 @@ def kernel_inputs(
         k_BHND=q_BHND if k_BHND is None else k_BHND,
         v_BHNE=v_BHNE,
         lists=ListTensors._make(lists),
-        hidden=hidden,
+        holes=holes,
         keys_HTD=keys_HTD,
         bias_HT=bias_HT,
         values_TE=values_TE,
@@ -439,39 +442,39 @@ def kernel_inputs(
     )
 
 
-def logit_table(x: KernelInputs) -> Tensor | None:
+def logit_table(inputs: KernelInputs) -> Tensor | None:
     """Return what a query adds to its product with a key, by row and distance `[R, T]`.
 
     None without keys by distance.
     """
-    if x.keys_HTD is None:
+    if inputs.keys_HTD is None:
         return None
-    table_BHNT = x.q_BHND @ x.keys_HTD.to(x.q_BHND.dtype).mT
-    if x.bias_HT is not None:
-        table_BHNT = table_BHNT + x.bias_HT[:, None].to(table_BHNT.dtype)
-    return table_BHNT.reshape(x.R, x.T)
+    table_BHNT = inputs.q_BHND @ inputs.keys_HTD.to(inputs.q_BHND.dtype).mT
+    if inputs.bias_HT is not None:
+        table_BHNT = table_BHNT + inputs.bias_HT[:, None].to(table_BHNT.dtype)
+    return table_BHNT.reshape(inputs.R, inputs.T)
 
 
-def attend_members(x: KernelInputs) -> tuple[Tensor, Tensor]:
+def attend_members(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
     """Return outputs `[P, E]` and log-sums `[P]` of query members."""
-    start_P = x.lists.start_P
-    stop_P = x.lists.stop_P
-    out_PE = x.v_BHNE.new_empty(x.P, x.E)
-    lse_P = out_PE.new_empty(x.P, dtype=torch.float32)
-    table_RT = logit_table(x)
-    launch("attend", x, table_RT, start=start_P, stop=stop_P, out=out_PE, lse=lse_P)
-    if x.values_TE is not None:
-        weight_table_PT = out_PE.new_zeros(x.P, x.T)
+    start_P = inputs.lists.start_P
+    stop_P = inputs.lists.stop_P
+    out_PE = inputs.v_BHNE.new_empty(inputs.P, inputs.E)
+    lse_P = out_PE.new_empty(inputs.P, dtype=torch.float32)
+    table_RT = logit_table(inputs)
+    launch("attend", inputs, table_RT, start=start_P, stop=stop_P, out=out_PE, lse=lse_P)
+    if inputs.values_TE is not None:
+        weight_table_PT = out_PE.new_zeros(inputs.P, inputs.T)
         launch(
             "weigh",
-            x,
+            inputs,
             table_RT,
             start=start_P,
             stop=stop_P,
             lse=lse_P,
             weight_table=weight_table_PT,
         )
-        out_PE.addmm_(weight_table_PT, x.values_TE.to(out_PE.dtype))
+        out_PE.addmm_(weight_table_PT, inputs.values_TE.to(out_PE.dtype))
     return out_PE, lse_P
 
 
@@ -489,7 +492,7 @@ class MemberGradients(NamedTuple):
 
 
 def member_gradients(
-    x: KernelInputs,
+    inputs: KernelInputs,
     dout_GE: Tensor,
     dlse_U: Tensor | None,
     out_UE: Tensor,
@@ -498,32 +501,32 @@ def member_gradients(
 ) -> MemberGradients:
     """Return gradients by member."""
     written = MemberGradients(
-        dq_PD=dout_GE.new_empty(x.P, x.D),
-        dk_MD=dout_GE.new_empty(x.M, x.D),
-        dv_ME=dout_GE.new_empty(x.M, x.E),
-        dlogit_table_PT=None if x.keys_HTD is None else dout_GE.new_zeros(x.P, x.T),
-        weight_table_PT=None if x.values_TE is None else dout_GE.new_zeros(x.P, x.T),
+        dq_PD=dout_GE.new_empty(inputs.P, inputs.D),
+        dk_MD=dout_GE.new_empty(inputs.M, inputs.D),
+        dv_ME=dout_GE.new_empty(inputs.M, inputs.E),
+        dlogit_table_PT=None if inputs.keys_HTD is None else dout_GE.new_zeros(inputs.P, inputs.T),
+        weight_table_PT=None if inputs.values_TE is None else dout_GE.new_zeros(inputs.P, inputs.T),
     )
-    table_RT = logit_table(x)
+    table_RT = logit_table(inputs)
     dweight_table_GT = None
-    if x.values_TE is not None:
-        dweight_table_GT = dout_GE @ x.values_TE.to(dout_GE.dtype).mT
+    if inputs.values_TE is not None:
+        dweight_table_GT = dout_GE @ inputs.values_TE.to(dout_GE.dtype).mT
     both = {
         "lse": lse_U,
         "dout": dout_GE,
-        "delta": lse_U.new_empty(x.P),  # "dq" writes it, "dkv" reads it
+        "delta": lse_U.new_empty(inputs.P),  # "dq" writes it, "dkv" reads it
         "dweight_table": dweight_table_GT,
-        "VALUES": x.values_TE is not None,
-        "BY_MEMBER": merge == "none",
+        "VALUES_BY_DISTANCE": inputs.values_TE is not None,
+        "DOUT_BY_MEMBER": merge == "none",
         "SUMS_BY_MEMBER": merge != "lse",
     }
     launch(
         "dq",
-        x,
+        inputs,
         table_RT,
         **both,
-        start=x.lists.start_P,
-        stop=x.lists.stop_P,
+        start=inputs.lists.start_P,
+        stop=inputs.lists.stop_P,
         out=out_UE,
         dlse=None if dlse_U is None else dlse_U.contiguous(),
         dq=written.dq_PD,
@@ -533,11 +536,11 @@ def member_gradients(
     )
     launch(
         "dkv",
-        x,
+        inputs,
         table_RT,
         **both,
-        low=x.lists.low_M,
-        high=x.lists.high_M,
+        low=inputs.lists.low_M,
+        high=inputs.lists.high_M,
         dk=written.dk_MD,
         dv=written.dv_ME,
     )
@@ -545,7 +548,7 @@ def member_gradients(
 
 
 def row_gradients(
-    x: KernelInputs,
+    inputs: KernelInputs,
     of_members: MemberGradients,
     queries_are_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -553,38 +556,38 @@ def row_gradients(
 
     Where queries serve as keys, the first is the sum of both gradients and the second is empty.
     """
-    if x.in_order:
-        return gradients_in_order(x, of_members, queries_are_keys)
-    queries = x.lists.query_members
-    keys = x.lists.key_members
-    dq_BHND = x.q_BHND.new_empty(x.q_BHND.shape)
-    dv_BHNE = x.v_BHNE.new_empty(x.v_BHNE.shape)
+    if inputs.in_order:
+        return gradients_in_order(inputs, of_members, queries_are_keys)
+    queries = inputs.lists.query_members
+    keys = inputs.lists.key_members
+    dq_BHND = inputs.q_BHND.new_empty(inputs.q_BHND.shape)
+    dv_BHNE = inputs.v_BHNE.new_empty(inputs.v_BHNE.shape)
     sum_by_row(of_members.dv_ME, keys, dv_BHNE.flatten(0, 2))
     if queries_are_keys:
         sum_by_row(of_members.dq_PD, queries, dq_BHND.flatten(0, 2), plus_PW=of_members.dk_MD)
-        return dq_BHND, x.q_BHND.new_empty(0), dv_BHNE
-    dk_BHND = x.k_BHND.new_empty(x.k_BHND.shape)
+        return dq_BHND, inputs.q_BHND.new_empty(0), dv_BHNE
+    dk_BHND = inputs.k_BHND.new_empty(inputs.k_BHND.shape)
     sum_by_row(of_members.dq_PD, queries, dq_BHND.flatten(0, 2))
     sum_by_row(of_members.dk_MD, keys, dk_BHND.flatten(0, 2))
     return dq_BHND, dk_BHND, dv_BHNE
 
 
 def gradients_in_order(
-    x: KernelInputs,
+    inputs: KernelInputs,
     of_members: MemberGradients,
     queries_are_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `row_gradients` does where member p is row p."""
-    dq_BHND = of_members.dq_PD.view(x.q_BHND.shape)
-    dk_BHND = of_members.dk_MD.view(x.k_BHND.shape)
-    dv_BHNE = of_members.dv_ME.view(x.v_BHNE.shape)
+    dq_BHND = of_members.dq_PD.view(inputs.q_BHND.shape)
+    dk_BHND = of_members.dk_MD.view(inputs.k_BHND.shape)
+    dv_BHNE = of_members.dv_ME.view(inputs.v_BHNE.shape)
     if queries_are_keys:
-        return dq_BHND + dk_BHND, x.q_BHND.new_empty(0), dv_BHNE
+        return dq_BHND + dk_BHND, inputs.q_BHND.new_empty(0), dv_BHNE
     return dq_BHND, dk_BHND, dv_BHNE
 
 
 def logit_table_gradients(
-    x: KernelInputs,
+    inputs: KernelInputs,
     dlogit_table_PT: Tensor | None,
     dq_BHND: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -592,25 +595,25 @@ def logit_table_gradients(
 
     Adds to `dq_BHND`, in place, what queries get through the table.
     """
-    dkeys_HTD = x.q_BHND.new_empty(0)
-    dbias_HT = x.q_BHND.new_empty(0)
-    if x.keys_HTD is None or dlogit_table_PT is None:
+    dkeys_HTD = inputs.q_BHND.new_empty(0)
+    dbias_HT = inputs.q_BHND.new_empty(0)
+    if inputs.keys_HTD is None or dlogit_table_PT is None:
         return dkeys_HTD, dbias_HT
     dtable_RT = dlogit_table_PT
-    if not x.in_order:
-        dtable_RT = dq_BHND.new_empty(x.R, x.T)
-        sum_by_row(dlogit_table_PT, x.lists.query_members, dtable_RT)
-    dtable_BHNT = dtable_RT.view(*x.q_BHND.shape[:3], x.T)
-    dq_BHND += dtable_BHNT @ x.keys_HTD.to(dq_BHND.dtype)
-    dkeys_BHTD = dtable_BHNT.mT @ x.q_BHND
-    dkeys_HTD = dkeys_BHTD.sum(0, dtype=torch.float32).to(x.keys_HTD.dtype)
-    if x.bias_HT is not None:
-        dbias_HT = dtable_BHNT.sum((0, 2), dtype=torch.float32).to(x.bias_HT.dtype)
+    if not inputs.in_order:
+        dtable_RT = dq_BHND.new_empty(inputs.R, inputs.T)
+        sum_by_row(dlogit_table_PT, inputs.lists.query_members, dtable_RT)
+    dtable_BHNT = dtable_RT.view(*inputs.q_BHND.shape[:3], inputs.T)
+    dq_BHND += dtable_BHNT @ inputs.keys_HTD.to(dq_BHND.dtype)
+    dkeys_BHTD = dtable_BHNT.mT @ inputs.q_BHND
+    dkeys_HTD = dkeys_BHTD.sum(0, dtype=torch.float32).to(inputs.keys_HTD.dtype)
+    if inputs.bias_HT is not None:
+        dbias_HT = dtable_BHNT.sum((0, 2), dtype=torch.float32).to(inputs.bias_HT.dtype)
     return dkeys_HTD, dbias_HT
 
 
 def values_gradient(
-    x: KernelInputs,
+    inputs: KernelInputs,
     weight_table_PT: Tensor | None,
     dout_GE: Tensor,
     merge: str,
@@ -619,9 +622,9 @@ def values_gradient(
 
     They enter the outputs as weight_table @ values.
     """
-    if x.values_TE is None or weight_table_PT is None:
-        return x.q_BHND.new_empty(0)
+    if inputs.values_TE is None or weight_table_PT is None:
+        return inputs.q_BHND.new_empty(0)
     dout_PE = dout_GE
     if merge != "none":
-        dout_PE = dout_GE.index_select(0, x.lists.query_row_P)
-    return (weight_table_PT.mT @ dout_PE).to(x.values_TE.dtype)
+        dout_PE = dout_GE.index_select(0, inputs.lists.query_row_P)
+    return (weight_table_PT.mT @ dout_PE).to(inputs.values_TE.dtype)

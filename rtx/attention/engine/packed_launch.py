@@ -1,4 +1,4 @@
-"""Starts the kernels of `packed_kernels.py`: their inputs, tiles and grids.
+"""Launch the kernels of `packed_kernels.py`: their inputs, tiles and grids.
 
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members, T
 distances, D and E head sizes of keys and values, W columns.
@@ -15,7 +15,7 @@ from rtx.attention.engine.lists import KernelLists, RowMembers
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
 
 ROWS_OF_SUM = 32
-"""Rows of a program of `by_row_kernel` and of `join_kernel`."""
+"""Rows of a program of `reduce_kernel` and of `combine_kernel`."""
 MAX_COLUMNS_OF_SUM = 128
 """The most columns of such a program."""
 
@@ -130,8 +130,8 @@ class KernelInputs(NamedTuple):
     k_BHND: Tensor
     v_BHNE: Tensor
     lists: ListTensors
-    hidden: list[Tensor]
-    """The three tensors of `rtx.attention.reads.Hidden`, or none."""
+    holes: list[Tensor]
+    """The three tensors of `rtx.attention.reads.Holes`, or none."""
     keys_HTD: Tensor | None
     """Keys by distance."""
     bias_HT: Tensor | None
@@ -176,7 +176,9 @@ class KernelInputs(NamedTuple):
         return 1 if self.keys_HTD is None else self.keys_HTD.shape[1]
 
 
-def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **arguments: Any) -> None:
+def launch(
+    name: str, inputs: KernelInputs, logit_table_RT: Tensor | None, **arguments: Any
+) -> None:
     """Run a kernel for all query members, or "dkv" for all key members.
 
     Args:
@@ -184,21 +186,21 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
         arguments: the kernel's parameters that not all kernels have, by name.
     """
     by_distance = logit_table_RT is not None
-    tile = tile_of(name, max(x.D, x.E), x.q_BHND.dtype, by_distance)
-    programs = tiles_of(x, name, tile)
+    tile = tile_of(name, max(inputs.D, inputs.E), inputs.q_BHND.dtype, by_distance)
+    programs = programs_of(inputs, name, tile)
     if programs == 0:
         return
     kernel = getattr(kernels(), f"{name}_kernel")
     kernel[(programs,)](
-        **tensor_arguments(x),
-        **number_arguments(x),
+        **tensor_arguments(inputs),
+        **number_arguments(inputs),
         **arguments,
-        **head_sizes(x.D, x.E),
+        **head_sizes(inputs.D, inputs.E),
         logit_table=logit_table_RT,
-        HIDDEN=len(x.hidden[0]) if x.hidden else 0,
-        BY_DISTANCE=by_distance,
-        DROPOUT=x.dropout > 0,
-        IN_ORDER=x.in_order,
+        HOLES=len(inputs.holes[0]) if inputs.holes else 0,
+        KEYS_BY_DISTANCE=by_distance,
+        DROPOUT=inputs.dropout > 0,
+        IN_ORDER=inputs.in_order,
         BQ=tile.queries,
         BK=tile.keys,
         STAGES=tile.stages,
@@ -206,14 +208,14 @@ def launch(name: str, x: KernelInputs, logit_table_RT: Tensor | None, **argument
     )
 
 
-def tiles_of(x: KernelInputs, name: str, tile: Tile) -> int:
-    """Return how many programs a kernel has, one for each tile of the members that stay in it."""
+def programs_of(inputs: KernelInputs, name: str, tile: Tile) -> int:
+    """Return how many programs a kernel has: one for each tile of query or of key members."""
     size = tile.keys if name == "dkv" else tile.queries
-    if x.in_order:
+    if inputs.in_order:
         # No tile has members of two sequences.
-        B, H, N, _ = x.q_BHND.shape
+        B, H, N, _ = inputs.q_BHND.shape
         return B * H * whole_pieces(N, size)
-    return whole_pieces(x.M if name == "dkv" else x.P, size)
+    return whole_pieces(inputs.M if name == "dkv" else inputs.P, size)
 
 
 def kernels() -> ModuleType:
@@ -235,39 +237,39 @@ def tile_of(name: str, size: int, dtype: torch.dtype, by_distance: bool) -> Tile
     return tiles.up_to_64 if is_small else tiles.up_to_128
 
 
-def tensor_arguments(x: KernelInputs) -> dict[str, Tensor | None]:
+def tensor_arguments(inputs: KernelInputs) -> dict[str, Tensor | None]:
     """Return the tensors that all kernels read, by their names in a kernel."""
-    hidden_value_XM, hidden_low_XP, hidden_high_XP = x.hidden or (None, None, None)
+    hole_value_IM, hole_low_IP, hole_high_IP = inputs.holes or (None, None, None)
     return {
-        "q": x.q_BHND,
-        "k": x.k_BHND,
-        "v": x.v_BHNE,
-        "query_row": x.lists.query_row_P,
-        "key_row": x.lists.key_row_M,
-        "hidden_value": hidden_value_XM,
-        "hidden_low": hidden_low_XP,
-        "hidden_high": hidden_high_XP,
-        "seed": x.seed_1,
+        "q": inputs.q_BHND,
+        "k": inputs.k_BHND,
+        "v": inputs.v_BHNE,
+        "query_row": inputs.lists.query_row_P,
+        "key_row": inputs.lists.key_row_M,
+        "hole_value": hole_value_IM,
+        "hole_low": hole_low_IP,
+        "hole_high": hole_high_IP,
+        "seed": inputs.seed_1,
     }
 
 
-def number_arguments(x: KernelInputs) -> dict[str, int | float]:
+def number_arguments(inputs: KernelInputs) -> dict[str, int | float]:
     """Return the numbers that all kernels read, by their names in a kernel."""
     arguments: dict[str, int | float] = {}
-    for name, tensor in (("q", x.q_BHND), ("k", x.k_BHND), ("v", x.v_BHNE)):
+    for name, tensor in (("q", inputs.q_BHND), ("k", inputs.k_BHND), ("v", inputs.v_BHNE)):
         b_stride, h_stride, n_stride, unit = tensor.stride()
         assert unit == 1
         arguments |= {f"{name}_b": b_stride, f"{name}_h": h_stride, f"{name}_n": n_stride}
     # With dropout 1 every weight is dropped, so that no kernel reads the infinity.
-    rescale = 1 / (1 - x.dropout) if x.dropout < 1 else math.inf
+    rescale = 1 / (1 - inputs.dropout) if inputs.dropout < 1 else math.inf
     return arguments | {
-        "H": x.q_BHND.shape[1],
-        "N": x.q_BHND.shape[2],
-        "P": x.P,
-        "M": x.M,
-        "last_distance": x.T - 1,
-        "scale": x.scale,
-        "dropout": x.dropout,
+        "H": inputs.q_BHND.shape[1],
+        "N": inputs.q_BHND.shape[2],
+        "P": inputs.P,
+        "M": inputs.M,
+        "last_distance": inputs.T - 1,
+        "scale": inputs.scale,
+        "dropout": inputs.dropout,
         "rescale": rescale,
     }
 
@@ -284,7 +286,7 @@ def sum_by_row(
     plus_PW: Tensor | None = None,
 ) -> None:
     """Write to `out_RW` the sum of x, and of `plus_PW` if there is one, over each row's members."""
-    by_row(members, out_RW, x=x_PW, y=plus_PW, lse=None, share=None)
+    reduce_by_row(members, out_RW, x=x_PW, y=plus_PW, lse=None, share=None)
 
 
 def mean_by_row(
@@ -298,10 +300,10 @@ def mean_by_row(
 
     And to `share_R` 1 / the number of these members, 1 without any.
     """
-    by_row(members, out_RW, x=x_PW, y=None, lse=lse_P, share=share_R)
+    reduce_by_row(members, out_RW, x=x_PW, y=None, lse=lse_P, share=share_R)
 
 
-def by_row(
+def reduce_by_row(
     members: RowMembers,
     out_RW: Tensor,
     *,
@@ -310,9 +312,9 @@ def by_row(
     lse: Tensor | None,
     share: Tensor | None,
 ) -> None:
-    """Run `by_row_kernel`: a mean with `lse` and `share`, else a sum."""
+    """Run `reduce_kernel`: a mean with `lse` and `share`, else a sum."""
     launch_by_row(
-        kernels().by_row_kernel,
+        kernels().reduce_kernel,
         members,
         out_RW,
         x=x,
@@ -324,7 +326,7 @@ def by_row(
     )
 
 
-def join_by_row(
+def combine_by_row(
     x_PW: Tensor,
     members: RowMembers,
     lse_P: Tensor,
@@ -336,7 +338,7 @@ def join_by_row(
     Args:
         x_PW, lse_P: outputs and log-sums of members.
     """
-    launch_by_row(kernels().join_kernel, members, out_RW, x=x_PW, lse=lse_P, row_lse=lse_R)
+    launch_by_row(kernels().combine_kernel, members, out_RW, x=x_PW, lse=lse_P, row_lse=lse_R)
 
 
 def launch_by_row(kernel: Any, members: RowMembers, out_RW: Tensor, **arguments: Any) -> None:

@@ -94,8 +94,9 @@ def soft_attend(
     """
     wide = wide_type(q_GQD.dtype)
     if not k_GKD.shape[1]:
-        out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
-        return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
+        G, Q, _ = q_GQD.shape
+        out_GQD = v_GKD.new_zeros(G, Q, v_GKD.shape[2], dtype=wide)
+        return out_GQD, out_GQD.new_full((G, Q), float("-inf"))
     # Finite, because the softmax of a row of -inf has the gradient NaN.
     unread = torch.finfo(wide).min / 2
     relative = terms.relative
@@ -147,11 +148,14 @@ def products(
     if terms.relative is None:
         return q_GQD @ k_GKD.mT
     assert entry_GQK is not None
-    keys, bias_GM = terms.relative.of_heads(0 if head_G is None else head_G)
+    heads = 0 if head_G is None else head_G
+    keys, bias_GM = terms.relative.of_heads(heads)
     by_distance_GQM = q_GQD @ keys.to(q_GQD.dtype).mT
     if bias_GM is not None:
-        by_distance_GQM = by_distance_GQM + bias_GM.to(q_GQD.dtype)[:, None] * terms.scale
-    return torch.baddbmm(by_distance_GQM.gather(-1, entry_GQK), q_GQD, k_GKD.mT)
+        bias_G1M = bias_GM.to(q_GQD.dtype)[:, None]
+        by_distance_GQM = by_distance_GQM + bias_G1M * terms.scale
+    by_distance_GQK = by_distance_GQM.gather(-1, entry_GQK)
+    return torch.baddbmm(by_distance_GQK, q_GQD, k_GKD.mT)
 
 
 def bias_by_distance(
@@ -163,7 +167,8 @@ def bias_by_distance(
     """Return what `LogitTerms.bias_HM` adds to the logits, `[G, Q, K]`."""
     bias_G1M = bias_HM.to(dtype)[head_G][:, None]
     bias_GQM = bias_G1M.expand(-1, distance_GQK.shape[1], -1)
-    return bias_GQM.gather(-1, entries_of(distance_GQK, bias_HM.shape[-1]))
+    entry_GQK = entries_of(distance_GQK, rows=bias_HM.shape[-1])
+    return bias_GQM.gather(-1, entry_GQK)
 
 
 def log_sums(logits_GQK: Tensor, weight_GQK: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +179,8 @@ def log_sums(logits_GQK: Tensor, weight_GQK: Tensor) -> tuple[Tensor, Tensor]:
     """
     best_GQ1 = logits_GQK.argmax(-1, keepdim=True)
     top_GQ1 = logits_GQK.gather(-1, best_GQ1)
-    return top_GQ1 - weight_GQK.gather(-1, best_GQ1).log(), top_GQ1
+    top_weight_GQ1 = weight_GQK.gather(-1, best_GQ1)
+    return top_GQ1 - top_weight_GQ1.log(), top_GQ1
 
 
 def values_by_distance(weight_GQK: Tensor, entry_GQK: Tensor, values_MD: Tensor) -> Tensor:
@@ -182,6 +188,7 @@ def values_by_distance(weight_GQK: Tensor, entry_GQK: Tensor, values_MD: Tensor)
 
     Weights are summed by distance first: a table is short.
     """
-    weight_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(values_MD))
+    G, Q, _ = weight_GQK.shape
+    weight_GQM = weight_GQK.new_zeros(G, Q, len(values_MD))
     weight_GQM = weight_GQM.scatter_add(-1, entry_GQK, weight_GQK)
     return weight_GQM @ values_MD.to(weight_GQK.dtype)

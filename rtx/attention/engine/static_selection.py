@@ -3,15 +3,15 @@
 How many members a cluster has depends on scores. A GPU would have to finish its queue before the
 CPU could read that number. So no shape here depends on scores. A tensor of members has M slots, its
 *room*. The members fill the first slots, list after list and in order of position; the other slots
-are *empty*. A number on the device says how many slots are filled. Where there are more members
-than slots, the members of the last rows are lost, and counted.
+are *empty*. A number on the device is that of the filled slots. If there are more members than
+slots, the members of the last rows are left out, and counted as *lost*.
 
 Members are found row after row (`Entries`), then sorted by list.
 
 `triton_selection.py` has the same functions as Triton kernels.
 
 Example: one sequence, one head, two clusters, four positions, a window of 2, and room for 6
-members. The positions 0, 1 and 3 join cluster 0, the positions 2 and 3 join cluster 1:
+members. The positions 0, 1 and 3 are members of cluster 0, the positions 2 and 3 of cluster 1:
 
     slot        0  1  2  3  4  5
     row_S       0  1  2  3  3  0       in order of rows
@@ -37,8 +37,8 @@ which makes all ranges empty.
 Shapes: B sequences, H heads, X = B * H of these or some of them, C clusters of a head, N positions,
 D head size, W attention window, L = B * H * C lists, L1 = L + 1, R = B * H * N rows (row = (b * H +
 h) * N + n), R1 = R + 1, M slots of members in order of lists, S as many slots in order of rows.
-Where queries and keys have members of their own, M are the slots of key members and P those of
-query members. E scores of some heads, flattened; M1 = M + 1.
+If queries and keys have separate lists, M are the slots of key members and P those of query
+members. J some scores, flattened; M1 = M + 1; X1, L11 and so on have an axis of size 1.
 """
 
 import math
@@ -106,9 +106,9 @@ def by_thresholds(
 ) -> Selected:
     """Return the members of every cluster by thresholds, or of every position's nearest cluster.
 
-    The membership of a position depends on its own scores alone. With thresholds a position joins
-    every cluster whose threshold its score reaches. It also joins the cluster where
-    score - threshold is highest, so that it joins one at least. Without thresholds it joins the
+    The membership of a position depends on its own scores alone. With thresholds a position is a
+    member of every cluster whose threshold its score reaches, and also of the cluster where
+    score - threshold is highest, so of one at least. Without thresholds it is a member of the
     cluster with the highest score alone.
 
     Rounding does not decide (`rtx.attention.ties`): a score within the cluster's margin below a
@@ -123,7 +123,7 @@ def by_thresholds(
         attend_self: False: a member does not read itself, unless it would read nothing.
         room: the number of slots. Without thresholds it must be B * H * N at least.
     """
-    lists = lists_of(centroid_HCD, x_BHND)
+    lists = number_of_lists(centroid_HCD, x_BHND)
     if threshold_HC is None:
         list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
         entries = entries_of_nearest(list_R, lists, room)
@@ -132,42 +132,58 @@ def by_thresholds(
     return selected_with(ranged_members, entries, lists, window, attend_self)
 
 
-def lists_of(centroid_HCD: Tensor, x_BHND: Tensor) -> int:
+def number_of_lists(centroid_HCD: Tensor, x_BHND: Tensor) -> int:
     """Return L."""
     H, C, _ = centroid_HCD.shape
     return len(x_BHND) * H * C
 
 
-def heads_at_once(x_BHND: Tensor, C: int) -> list[range]:
-    """Return ranges of heads of all sequences whose scores may be in memory at once."""
+def heads_at_once(x_BHND: Tensor, C: int) -> list[slice]:
+    """Return slices of the heads of all sequences whose scores may be in memory at once."""
     B, H, N, _ = x_BHND.shape
-    count = max(1, MAX_SCORES // max(1, C * N))
-    return [range(first, min(first + count, B * H)) for first in range(0, B * H, count)]
+    scores_of_head = max(1, C * N)
+    count = max(1, MAX_SCORES // scores_of_head)
+    slices = []
+    for first in range(0, B * H, count):
+        slices.append(slice(first, min(first + count, B * H)))
+    return slices
+
+
+def head_numbers(some: slice, heads: int, device: torch.device) -> Tensor:
+    """Return which of the H heads the heads of some of all sequences are, `[X]`.
+
+    Args:
+        heads: H.
+    """
+    return torch.arange(some.start, some.stop, device=device) % heads
 
 
 def nearest_clusters(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
     """Return the cluster with the highest score of each position, `[B, H, N]`, int32."""
     B, H, N, _ = x_BHND.shape
-    nearest_XN = torch.zeros(B * H, N, dtype=torch.int32, device=x_BHND.device)
-    for heads in heads_at_once(x_BHND, centroid_HCD.shape[1]):
-        head_X = torch.arange(heads.start, heads.stop, device=x_BHND.device) % H
-        x_XND = x_BHND.flatten(0, 1)[heads.start : heads.stop]
-        score_XCN = scores_of(centroid_HCD[head_X], x_XND)
-        nearest_XN[heads.start : heads.stop] = highest_clusters(score_XCN, margin_HC[head_X]).int()
+    C = centroid_HCD.shape[1]
+    x_XND = x_BHND.flatten(0, 1)
+    nearest_XN = x_BHND.new_zeros(B * H, N, dtype=torch.int32)
+    for some in heads_at_once(x_BHND, C):
+        head_X = head_numbers(some, H, x_BHND.device)
+        score_XCN = scores_of(centroid_HCD[head_X], x_XND[some])
+        nearest_XN[some] = highest_clusters(score_XCN, margin_HC[head_X]).int()
     return nearest_XN.view(B, H, N)
 
 
 def nearest_lists(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
-    """Return the list of each row where each position is a member of its nearest cluster alone.
+    """Return the list of each row if each position is a member of its nearest cluster alone.
 
     Returns:
         `[R]`, of `list_type`.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    nearest_XN = nearest_clusters(centroid_HCD, x_BHND, margin_HC).view(B * H, N)
-    first_list_X1 = torch.arange(B * H, dtype=torch.int32, device=x_BHND.device)[:, None] * C
-    return (nearest_XN + first_list_X1).flatten().to(list_type(B * H * C))
+    nearest_BHN = nearest_clusters(centroid_HCD, x_BHND, margin_HC)
+    number_X = torch.arange(B * H, dtype=torch.int32, device=x_BHND.device)
+    first_list_X1 = (number_X * C)[:, None]
+    list_XN = nearest_BHN.view(B * H, N) + first_list_X1
+    return list_XN.flatten().to(list_type(B * H * C))
 
 
 def entries_of_nearest(list_R: Tensor, lists: int, room: int) -> Entries:
@@ -175,19 +191,20 @@ def entries_of_nearest(list_R: Tensor, lists: int, room: int) -> Entries:
     rows = len(list_R)
     assert room >= rows, "each position is a member"
     device = list_R.device
+    empty_slots = room - rows
     return Entries(
         row_S=torch.arange(room, dtype=torch.int32, device=device),
-        list_S=F.pad(list_R, (0, room - rows), value=lists),
+        list_S=F.pad(list_R, (0, empty_slots), value=lists),
         first_R1=torch.arange(rows + 1, dtype=torch.int32, device=device),
         count_L=None,
-        lost=torch.zeros(1, dtype=torch.int64, device=device),
+        lost=list_R.new_zeros(1, dtype=torch.int64),
     )
 
 
 def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> MemberLists:
-    """Return the members of every cluster where each position joins its nearest one alone."""
+    """Return the members of every cluster if each position is a member of its nearest one alone."""
     list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
-    _, row_M, bound_L1 = sorted_lists(list_R, lists_of(centroid_HCD, x_BHND))
+    _, row_M, bound_L1 = sorted_lists(list_R, number_of_lists(centroid_HCD, x_BHND))
     return MemberLists(row_M, bound_L1.diff())
 
 
@@ -201,32 +218,43 @@ def entries_by_thresholds(
     """Return the `Entries` by thresholds; as many heads at a time as `MAX_SCORES` allows."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    device = x_BHND.device
+    x_XND = x_BHND.flatten(0, 1)
     # Of each member: where its score is in scores [X, N, C], flattened.
-    place_S1 = torch.zeros(room + 1, dtype=torch.int64, device=device)
-    members = torch.zeros(1, dtype=torch.int64, device=device)
-    times_XN = torch.zeros(B * H, N, dtype=torch.int64, device=device)
-    count_XC = torch.zeros(B * H, C, dtype=torch.int64, device=device)
-    for heads in heads_at_once(x_BHND, C):
-        some = slice(heads.start, heads.stop)
-        head_X = torch.arange(heads.start, heads.stop, device=device) % H
-        score_XCN = scores_of(centroid_HCD[head_X], x_BHND.flatten(0, 1)[some])
-        joins_XCN = memberships(score_XCN, threshold_HC[head_X], margin_HC[head_X])
-        takes_E = joins_XCN.mT.flatten()
-        members = collect(takes_E, heads.start * C * N, place_S1, members)
-        times_XN[some] = joins_XCN.sum(-2)
-        count_XC[some] = joins_XCN.sum(-1)
-    row_S = place_S1[:room] // max(1, C)
-    list_S = row_S // max(1, N) * C + place_S1[:room] % max(1, C)
-    is_filled_S = torch.arange(room, device=device) < members
-    first_R1 = F.pad(times_XN.flatten().cumsum(0), (1, 0)).clamp(max=room)
+    score_number_S1 = x_BHND.new_zeros(room + 1, dtype=torch.int64)
+    members = score_number_S1.new_zeros(1)
+    times_XN = score_number_S1.new_zeros(B * H, N)
+    count_XC = score_number_S1.new_zeros(B * H, C)
+    for some in heads_at_once(x_BHND, C):
+        head_X = head_numbers(some, H, x_BHND.device)
+        score_XCN = scores_of(centroid_HCD[head_X], x_XND[some])
+        is_member_XCN = memberships(score_XCN, threshold_HC[head_X], margin_HC[head_X])
+        first_score = some.start * C * N
+        members = collect(is_member_XCN.mT.flatten(), first_score, score_number_S1, members)
+        times_XN[some] = is_member_XCN.sum(-2)
+        count_XC[some] = is_member_XCN.sum(-1)
+    row_S, list_S = rows_and_lists(score_number_S1[:room], N, C)
+    is_filled_S = torch.arange(room, device=x_BHND.device) < members
+    lists = B * H * C
     return Entries(
         row_S=row_S.int(),
-        list_S=torch.where(is_filled_S, list_S, B * H * C).to(list_type(B * H * C)),
-        first_R1=first_R1.int(),
+        list_S=torch.where(is_filled_S, list_S, lists).to(list_type(lists)),
+        first_R1=bounds(times_XN.flatten(), room).int(),
         count_L=count_XC.flatten(),
         lost=(members - room).clamp(min=0),
     )
+
+
+def rows_and_lists(score_number_S: Tensor, length: int, clusters: int) -> tuple[Tensor, Tensor]:
+    """Return the rows and lists that scores are of, from their numbers in scores `[X, N, C]`.
+
+    Args:
+        length: N.
+        clusters: C.
+    """
+    row_S = score_number_S // max(1, clusters)
+    cluster_S = score_number_S % max(1, clusters)
+    group_S = row_S // max(1, length)
+    return row_S, group_S * clusters + cluster_S
 
 
 def scores_of(centroid_XCD: Tensor, x_XND: Tensor) -> Tensor:
@@ -236,11 +264,14 @@ def scores_of(centroid_XCD: Tensor, x_XND: Tensor) -> Tensor:
 
 
 def memberships(score_XCN: Tensor, threshold_XC: Tensor, margin_XC: Tensor) -> Tensor:
-    """Return which positions join which clusters, bool `[X, C, N]`; see `by_thresholds`."""
+    """Return which positions are members of which clusters, bool `[X, C, N]`.
+
+    See `by_thresholds`.
+    """
     value_XCN = score_XCN - threshold_XC[..., None]
-    joins_XCN = value_XCN >= -margin_XC[..., None]
+    is_member_XCN = value_XCN >= -margin_XC[..., None]
     best_X1N = highest_clusters(value_XCN, margin_XC)[..., None, :]
-    return joins_XCN.scatter(-2, best_X1N, True)
+    return is_member_XCN.scatter(-2, best_X1N, True)
 
 
 def score_moments(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
@@ -257,18 +288,21 @@ def score_moments(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
         wide_BHND = x_BHND.double()
         centroid_HCD = centroid_HCD.double()
         sum_BHC1 = centroid_HCD @ wide_BHND.sum(2)[..., None]
-        along_BHCD = centroid_HCD @ (wide_BHND.mT @ wide_BHND)
-        return torch.stack([sum_BHC1[..., 0], (along_BHCD * centroid_HCD).sum(-1)])
+        product_BHDD = wide_BHND.mT @ wide_BHND
+        along_BHCD = centroid_HCD @ product_BHDD
+        square_BHC = (along_BHCD * centroid_HCD).sum(-1)
+        return torch.stack([sum_BHC1[..., 0], square_BHC])
 
 
-def collect(takes_E: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
-    """Append the number `offset + e` to `number_M1` for every e where `takes_E` is true.
+def collect(is_taken_J: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Tensor:
+    """Append the number `offset + j` to `number_M1` for every j where `is_taken_J` is true.
 
-    Example: takes_E = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1: one number is there,
-    and there is room for M = 2. This writes 11 into slot 1, finds no room for 12, and returns 3.
+    Example: is_taken_J = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1: one number is
+    there, and there is room for M = 2. This writes 11 into slot 1, finds no room for 12, and
+    returns 3.
 
     Args:
-        takes_E: bool.
+        is_taken_J: bool.
         number_M1: numbers, int64, written in place. The last slot is not for numbers: it takes
             every write that is not wanted or finds no room.
         done: how many numbers have been appended before, int64 `[1]`. It may exceed the room, as
@@ -278,11 +312,11 @@ def collect(takes_E: Tensor, offset: int, number_M1: Tensor, done: Tensor) -> Te
         `done` with those of this call.
     """
     room = len(number_M1) - 1
-    slot_E = done + takes_E.cumsum(0) - 1
-    slot_E = torch.where(takes_E & (slot_E < room), slot_E, room)
-    number_E = torch.arange(offset, offset + len(takes_E), device=number_M1.device)
-    number_M1.scatter_(0, slot_E, number_E)
-    return done + takes_E.sum()
+    slot_J = done + is_taken_J.cumsum(0) - 1
+    slot_J = torch.where(is_taken_J & (slot_J < room), slot_J, room)
+    number_J = torch.arange(offset, offset + len(is_taken_J), device=number_M1.device)
+    number_M1.scatter_(0, slot_J, number_J)
+    return done + is_taken_J.sum()
 
 
 class Ranges(NamedTuple):
@@ -310,6 +344,11 @@ class Members(NamedTuple):
     member_S: Tensor
     """The member in each slot of `Entries`."""
 
+    @property
+    def ranges(self) -> Ranges:
+        """The members' ranges."""
+        return Ranges(self.start_M, self.stop_M, self.low_M, self.high_M)
+
 
 Ranged = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Members]
 """A function with the arguments and the result of `ranged_members`: that one, or its Triton kernel.
@@ -334,12 +373,15 @@ def selected_with(
     members = ranged(list_M, slot_M, entries.row_S, bound_L1, window, attend_self)
     # The members of a row are in order of clusters, so that their numbers ascend.
     by_row = RowMembers(entries.first_R1, members.member_S)
-    ranges = Ranges(members.start_M, members.stop_M, members.low_M, members.high_M)
+    filled_slots_1 = bound_L1[-1:].int()
+    count_L = entries.count_L
+    if count_L is None:
+        count_L = bound_L1.diff()
     return Selected(
         row_M=members.row_M,
-        count_L=bound_L1.diff() if entries.count_L is None else entries.count_L,
+        count_L=count_L,
         bound_L1=bound_L1,
-        lists=shared_lists(members.row_M, ranges, by_row, bound_L1[-1:].int()),
+        lists=shared_lists(members.row_M, members.ranges, by_row, filled_slots_1),
         lost=entries.lost,
     )
 
@@ -375,27 +417,34 @@ def ranged_members(
     member_M = torch.arange(room, device=list_M.device)
     first_M = bound_L1[list_M.long()]
     # Empty slots have list L, whose end does not exist; their ranges are overwritten below.
-    end_M = bound_L1[(list_M + 1).clamp(max=len(bound_L1) - 1).long()]
+    last_bound = len(bound_L1) - 1
+    next_list_M = (list_M + 1).clamp(max=last_bound)
+    end_M = bound_L1[next_list_M.long()]
     ranges = ranges_around(member_M, first_M, end_M, window, attend_self)
     is_filled_M = member_M < bound_L1[-1]
-    start_M, stop_M, low_M, high_M = (torch.where(is_filled_M, x_M, room).int() for x_M in ranges)
+    member_S = torch.empty_like(member_M).scatter(0, slot_M, member_M)
     return Members(
         row_M=torch.where(is_filled_M, row_S[slot_M], 0),
-        start_M=start_M,
-        stop_M=stop_M,
-        low_M=low_M,
-        high_M=high_M,
-        member_S=torch.empty_like(member_M).scatter(0, slot_M, member_M).int(),
+        start_M=torch.where(is_filled_M, ranges.start_M, room).int(),
+        stop_M=torch.where(is_filled_M, ranges.stop_M, room).int(),
+        low_M=torch.where(is_filled_M, ranges.low_M, room).int(),
+        high_M=torch.where(is_filled_M, ranges.high_M, room).int(),
+        member_S=member_S.int(),
     )
 
 
-def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tensor) -> KernelLists:
+def shared_lists(
+    row_M: Tensor,
+    ranges: Ranges,
+    by_row: RowMembers,
+    count_1: Tensor,
+) -> KernelLists:
     """Return lists whose key members are their query members.
 
     Args:
         ranges: the members' ranges, int32.
         by_row: the members of each row.
-        count: the number of filled slots, int32 `[1]`.
+        count_1: the number of filled slots, int32.
     """
     return KernelLists(
         query_row_P=row_M,
@@ -406,7 +455,7 @@ def shared_lists(row_M: Tensor, ranges: Ranges, by_row: RowMembers, count: Tenso
         high_M=ranges.high_M,
         query_members=by_row,
         key_members=by_row,
-        count_2=count.expand(2).contiguous(),
+        count_2=count_1.expand(2).contiguous(),
     )
 
 
@@ -421,8 +470,8 @@ def bounds(count_L: Tensor, room: int) -> Tensor:
 
 def list_of(bound_L1: Tensor, member_M: Tensor) -> Tensor:
     """Return the list of each member, by the lists' `bounds`; L for empty slots."""
-    # The bound in front, 0, counts once for every member. Torch 2.11 cannot compile a search in a
-    # slice.
+    # The first bound, 0, counts once for every member. A search in bound_L1[1:] would not need the
+    # subtraction, but torch 2.11 cannot compile a search in a slice.
     return torch.searchsorted(bound_L1, member_M, right=True) - 1
 
 
@@ -444,10 +493,12 @@ def ranges_around(
     high_M = end_M.minimum(member_M + window)
     if attend_self:
         return Ranges(start_M, member_M + 1, member_M, high_M)
-    # A member that reads others leaves itself out: its range ends before it, and its first reader
-    # is the next member.
-    leaves_out_M = (start_M < member_M).long()
-    return Ranges(start_M, member_M + 1 - leaves_out_M, member_M + leaves_out_M, high_M)
+    # A member that reads others does not read itself: its range ends before it, and its first
+    # reader is the next member.
+    reads_others_M = (start_M < member_M).long()
+    stop_M = member_M + 1 - reads_others_M
+    low_M = member_M + reads_others_M
+    return Ranges(start_M, stop_M, low_M, high_M)
 
 
 def separate_lists(
@@ -457,7 +508,7 @@ def separate_lists(
     window: int,
     attend_self: bool,
 ) -> KernelLists:
-    """Return lists in which queries and keys have members of their own.
+    """Return separate lists of queries and of keys.
 
     A query member reads the last `window` key members of its list whose positions are not after
     its own. With `attend_self` False it does not read its own position, unless it would read
@@ -469,8 +520,8 @@ def separate_lists(
     """
     query_room = len(queries.row_M)
     key_room = len(keys.row_M)
-    query_places = places(queries, length)
-    key_places = places(keys, length)
+    query_places = places_of(queries, length)
+    key_places = places_of(keys, length)
     start_P, stop_P = key_ranges(queries, keys, query_places, key_places, window, attend_self)
     start_P = torch.where(query_places.is_filled_M, start_P, key_room)
     stop_P = torch.where(query_places.is_filled_M, stop_P, key_room)
@@ -481,6 +532,8 @@ def separate_lists(
     high_M = torch.searchsorted(start_P, member_M, right=True)
     low_M = torch.where(key_places.is_filled_M, low_M, query_room)
     high_M = torch.where(key_places.is_filled_M, high_M, query_room)
+    query_count_1 = queries.lists.count_2[:1]
+    key_count_1 = keys.lists.count_2[:1]
     return KernelLists(
         query_row_P=queries.row_M,
         key_row_M=keys.row_M,
@@ -490,7 +543,7 @@ def separate_lists(
         high_M=high_M.int(),
         query_members=queries.lists.query_members,
         key_members=keys.lists.query_members,
-        count_2=torch.cat([queries.lists.count_2[:1], keys.lists.count_2[:1]]),
+        count_2=torch.cat([query_count_1, key_count_1]),
     )
 
 
@@ -504,14 +557,19 @@ class Places(NamedTuple):
     is_filled_M: Tensor
 
 
-def places(selected: Selected, length: int) -> Places:
-    """Return where the members are. `length`: N."""
+def places_of(selected: Selected, length: int) -> Places:
+    """Return where the members are.
+
+    Args:
+        length: N.
+    """
     room = len(selected.row_M)
     bound_L1 = selected.bound_L1
     member_M = torch.arange(room, device=bound_L1.device)
     list_M = list_of(bound_L1, member_M)
     position_M = selected.row_M % max(1, length)
-    return Places(list_M * length + position_M, list_M, member_M < bound_L1[-1])
+    order_M = list_M * length + position_M
+    return Places(order_M, list_M, is_filled_M=member_M < bound_L1[-1])
 
 
 def key_ranges(
@@ -526,11 +584,13 @@ def key_ranges(
     bound_L1 = keys.bound_L1
     stop_P = torch.searchsorted(key_places.order_M, query_places.order_M, right=True)
     stop_P = stop_P.minimum(bound_L1[-1])
-    start_P = bound_L1[query_places.list_M].maximum(stop_P - window)
-    # Where no key of the list comes before the query, the search ends in an earlier list.
+    first_P = bound_L1[query_places.list_M]
+    start_P = first_P.maximum(stop_P - window)
+    # If no key of the list comes before the query, the search ends in an earlier list.
     stop_P = stop_P.maximum(start_P)
     if not attend_self and len(keys.row_M):
-        last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
+        last_P = (stop_P - 1).clamp(min=0)
+        last_is_self_P = keys.row_M[last_P] == queries.row_M
         has_others_P = stop_P - start_P > 1
         stop_P = stop_P - (last_is_self_P & has_others_P).long()
     return start_P, stop_P
@@ -545,7 +605,7 @@ def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     """Return the positions of each cluster's `window` best scores, `[X, C, W]`, ascending, int32.
 
     Of scores within the cluster's margin of the last one taken the earliest are taken. NaN is worse
-    than every score. Where there are no more than `window` positions, all are taken.
+    than every score. If there are no more than `window` positions, all are taken.
     """
     return top_members_with(earliest, score_XCN, margin_XC, window)
 
@@ -568,7 +628,7 @@ def top_members_with(
 def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the places of the `count` best along the last dimension, ascending, int64.
 
-    Where the dimension is no longer than that, all places. The rule for ties is that of
+    These are all places if the dimension is no longer than that. The rule for ties is that of
     `ties.best_places`; of equal infinities, or of NaN, which is better than every score here, the
     earliest are taken.
 
@@ -591,8 +651,13 @@ def best_places_with(
     edge, edge_slot = best.topk(2, dim=-1, largest=False)
     last_place = best_place.gather(-1, edge_slot[..., 1:])
     last_margin = margin(last_place).expand_as(last_place)
-    flat = [x.reshape(-1, x.shape[-1]) for x in (score, best, edge, last_margin)]
-    return choose_earliest(*flat).long().view(*score.shape[:-1], count)
+    place_XK = choose_earliest(
+        score.reshape(-1, N),
+        best.reshape(-1, count + 1),
+        edge.reshape(-1, 2),
+        last_margin.reshape(-1, 1),
+    )
+    return place_XK.long().view(*score.shape[:-1], count)
 
 
 def earliest(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tensor) -> Tensor:
@@ -612,32 +677,34 @@ def earliest(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tens
     """
     count = best_XK.shape[1] - 1
     left_out_X1, last_X1 = edge_X2.split(1, dim=-1)
-    is_tied_X1 = left_out_X1 >= last_X1 - margin_X1
-    is_tied_X1 = is_tied_X1 & left_out_X1.isfinite() & last_X1.isfinite()
-    margin_X1 = torch.where(is_tied_X1, margin_X1, 0)
+    are_tied_X1 = left_out_X1 >= last_X1 - margin_X1
+    are_finite_X1 = left_out_X1.isfinite() & last_X1.isfinite()
+    margin_X1 = torch.where(are_tied_X1 & are_finite_X1, margin_X1, 0)
     # torch.topk takes NaN for the best. If the last one taken is NaN, nothing is better, and NaN is
     # tied with it; else every NaN is better.
     last_is_nan_X1 = last_X1.isnan()
-    better_XN = ~(score_XN <= last_X1 + margin_X1) & ~last_is_nan_X1
-    tied_XN = (score_XN >= last_X1 - margin_X1) | (last_is_nan_X1 & score_XN.isnan())
-    tied_XN = tied_XN & ~better_XN
-    tied_taken_X1 = count - better_XN.sum(-1, keepdim=True)
-    takes_XN = better_XN | (tied_XN & (tied_XN.cumsum(-1) <= tied_taken_X1))
-    return places_taken(takes_XN, count)
+    is_better_XN = ~(score_XN <= last_X1 + margin_X1) & ~last_is_nan_X1
+    reaches_XN = score_XN >= last_X1 - margin_X1
+    both_are_nan_XN = last_is_nan_X1 & score_XN.isnan()
+    is_tied_XN = (reaches_XN | both_are_nan_XN) & ~is_better_XN
+    tied_taken_X1 = count - is_better_XN.sum(-1, keepdim=True)
+    is_early_XN = is_tied_XN & (is_tied_XN.cumsum(-1) <= tied_taken_X1)
+    return places_taken(is_better_XN | is_early_XN, count)
 
 
-def places_taken(takes_XN: Tensor, count: int) -> Tensor:
+def places_taken(is_taken_XN: Tensor, count: int) -> Tensor:
     """Return the places where rows are true, ascending, int32: `count` in each row."""
-    X, N = takes_XN.shape
-    # A slot after the last takes the writes of all other places.
-    slot_XN = torch.where(takes_XN, takes_XN.cumsum(-1) - 1, count)
-    place_N = torch.arange(N, dtype=torch.int32, device=takes_XN.device)
+    X, N = is_taken_XN.shape
+    # One more slot after the last: all other places are written to it.
+    slot_XN = torch.where(is_taken_XN, is_taken_XN.cumsum(-1) - 1, count)
+    place_N = torch.arange(N, dtype=torch.int32, device=is_taken_XN.device)
     taken_XK = place_N.new_zeros(X, count + 1)
-    return taken_XK.scatter_(1, slot_XN, place_N.expand(X, N))[:, :count]
+    taken_XK.scatter_(1, slot_XN, place_N.expand(X, N))
+    return taken_XK[:, :count]
 
 
 def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool) -> KernelLists:
-    """Return lists of W members each, in which queries serve as keys; no slot is empty.
+    """Return lists of W members each, which queries and keys share; no slot is empty.
 
     Args:
         position_XCW: the members' ascending positions. X may be one dimension, or two, B and H.
@@ -647,14 +714,16 @@ def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool)
     device = position_XCW.device
     C, W = position_XCW.shape[-2:]
     X = position_XCW.shape[:-2].numel()
-    first_row_X11 = torch.arange(X, device=device).view(X, 1, 1) * length
-    row_M = (position_XCW.reshape(X, C, W) + first_row_X11).flatten().int()
-    member_M = torch.arange(X * C * W, device=device)
+    first_row_X = torch.arange(X, device=device) * length
+    row_XCW = position_XCW.reshape(X, C, W) + first_row_X[:, None, None]
+    row_M = row_XCW.flatten().int()
+    members = len(row_M)
+    member_M = torch.arange(members, dtype=torch.int32, device=device)
     first_M = member_M - member_M % max(1, W)
     ranges = ranges_around(member_M, first_M, first_M + W, window, attend_self)
     ranges = Ranges(*(x_M.int() for x_M in ranges))
-    count = torch.full((1,), X * C * W, dtype=torch.int32, device=device)
-    return shared_lists(row_M, ranges, row_members(row_M, X * length), count)
+    count_1 = row_M.new_full((1,), members)
+    return shared_lists(row_M, ranges, row_members(row_M, X * length), count_1)
 
 
 def list_sums(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
@@ -667,5 +736,6 @@ def list_sums(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
     if not len(x_RD):
         return x_RD.new_zeros(len(count_L), x_RD.shape[1], dtype=torch.float64)
     bound_L1 = bounds(count_L, len(row_M)).to(row_M.dtype)
+    sum_L1D = F.embedding_bag(row_M, x_RD, bound_L1, mode="sum")
     # The last of L + 1 bags begins at the first empty slot; its sum is dropped.
-    return F.embedding_bag(row_M, x_RD, bound_L1, mode="sum")[:-1].double()
+    return sum_L1D[:-1].double()

@@ -39,6 +39,14 @@ MAX_LENGTH = (1 << 20) - 1
 """The most positions of a sequence, see `probing_kernels.last_taken`."""
 VECTORS = 64
 """Vectors that a program of `cluster_kernel` or `score_kernel` works on."""
+POSITIONS = 128
+"""Positions that a program of `key_kernel` or `reader_kernel` works on."""
+TILES = 8
+"""Tiles that a program of `tally_kernel` works on."""
+SLOTS = 512
+"""Slots that a program of `place_kernel` works on."""
+WORD = 32
+"""Clusters of a word of `Probes.bits`."""
 REGISTERS = 168
 """The most that a thread has in `probe_kernel`. With more, fewer than 12 programs fit at once."""
 MAX_SCORES = 1 << 26
@@ -134,10 +142,20 @@ def files_by_kernels(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesT
     first_R1 = cluster_XN.new_empty(B * H * N + 1)
     member_M = torch.empty_like(row_M)
     tiles = tally.last_XCT.shape[-1]
-    kernels().key_kernel[(B * H, whole_pieces(N, 128))](
-        cluster_XN, tally.last_XCT, tally.word_XTC, row_M, first_R1, member_M, N, C, tiles, early,
-        BN=128, num_warps=4,
-    )  # fmt: skip
+    kernels().key_kernel[(B * H, whole_pieces(N, POSITIONS))](
+        cluster=cluster_XN,
+        key_last=tally.last_XCT,
+        key_word=tally.word_XTC,
+        row_M=row_M,
+        first_R1=first_R1,
+        member_M=member_M,
+        N=N,
+        C=C,
+        T=tiles,
+        early=early,
+        BN=POSITIONS,
+        num_warps=4,
+    )
     word_XTC, last_XCT, bound_L1 = tally
     return cluster_XN, word_XTC, last_XCT, bound_L1, row_M, first_R1, member_M
 
@@ -180,9 +198,19 @@ def launch_cluster(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
     square_HC = centroid_HCD.square().sum(-1)
     radius_H = square_HC.amax(-1).sqrt()
     kernels().cluster_kernel[(B * H, whole_pieces(N, VECTORS))](
-        k_BHND, centroid_HCD, square_HC / 2, radius_H, unit_margin(radius_H), cluster_XN, N, H, C,
-        **score_constants(D, precision(k_BHND.device)), num_warps=4, num_stages=1,
-    )  # fmt: skip
+        x=k_BHND,
+        centroid=centroid_HCD,
+        half_square=square_HC / 2,
+        radius=radius_H,
+        unit=unit_margin(radius_H),
+        cluster=cluster_XN,
+        N=N,
+        H=H,
+        C=C,
+        **score_constants(D, precision(k_BHND.device)),
+        num_warps=4,
+        num_stages=1,
+    )
     return cluster_XN
 
 
@@ -228,14 +256,23 @@ def launch_tally(
     tiles = whole_pieces(length, TILE)
     word_XTC = source.new_empty(heads, tiles, clusters)
     count_XCT = source.new_empty(heads, clusters, tiles)
-    grid = heads, whole_pieces(tiles, 8), whole_pieces(clusters, 32)
+    grid = heads, whole_pieces(tiles, TILES), whole_pieces(clusters, WORD)
     kernels().tally_kernel[grid](
-        source, word_XTC, count_XCT, length, clusters, tiles, BT=8, KEYS=of_keys, num_warps=4
-    )  # fmt: skip
+        source=source,
+        word=word_XTC,
+        count=count_XCT,
+        N=length,
+        C=clusters,
+        T=tiles,
+        BT=TILES,
+        KEYS=of_keys,
+        num_warps=4,
+    )
     # Lists follow one another, so one running sum goes through all of them.
-    last_XCT = count_XCT.flatten().cumsum(0, dtype=sum_type(most)).view(heads, clusters, tiles)
+    last = count_XCT.flatten().cumsum(0, dtype=sum_type(most))
+    last_XCT = last.view(heads, clusters, tiles)
     end_L = last_XCT[..., -1].flatten()
-    return Tally(word_XTC, last_XCT, F.pad(end_L, (1, 0)))
+    return Tally(word_XTC, last_XCT, bound_L1=F.pad(end_L, (1, 0)))
 
 
 def sum_type(most: int) -> torch.dtype:
@@ -275,32 +312,99 @@ def probes_by_kernels(
     attend_self: bool,
 ) -> ProbesTuple:
     """Return the tensors of `Probes`."""
-    B, H, N, D = q_BHND.shape
+    B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
-    word_XTC, last_XCT, bound_L1 = key_tally
-    bits = word_XTC.new_empty(B * H, whole_pieces(C, 32), N)
+    keys = Tally._make(key_tally)
+    bits = keys.word_XTC.new_empty(B * H, whole_pieces(C, WORD), N)
     S = positions_at_once(B * H, N, C)
-    score_XSC = q_BHND.new_empty(B * H, S, C)
-    margin_XS = q_BHND.new_empty(B * H, S)
-    unit_H = unit_margin(centroid_HCD.square().sum(-1).amax(-1).sqrt())
+    scores = Scores(
+        score_XSC=q_BHND.new_empty(B * H, S, C),
+        margin_XS=q_BHND.new_empty(B * H, S),
+    )
+    radius_H = centroid_HCD.square().sum(-1).amax(-1).sqrt()
+    unit_H = unit_margin(radius_H)
     q_BHND = q_BHND.contiguous()
     centroid_HCD = centroid_HCD.contiguous()
-    constants, options = probe_options(C)
     for begin in range(0, N, S):
-        kernels().score_kernel[(B * H, whole_pieces(S, VECTORS))](
-            q_BHND, centroid_HCD, unit_H, score_XSC, margin_XS, begin, N, H, C, S,
-            **score_constants(D, precision(q_BHND.device)), num_warps=4, num_stages=1,
-        )  # fmt: skip
-        # No program after the last position: it would read words after those of the last tile.
-        programs = whole_pieces(min(S, N - begin), constants["QUERIES"])
-        kernels().probe_kernel[(B * H, programs)](
-            score_XSC, margin_XS, word_XTC, last_XCT, bound_L1, bits,
-            begin, N, C, last_XCT.shape[-1], S, target, early,
-            **constants, SELF=attend_self, **options,
-        )  # fmt: skip
+        launch_score(centroid_HCD, q_BHND, unit_H, scores, begin)
+        launch_probe(scores, keys, bits, begin, Reach(target, attend_self), early)
     most = most_members(B * H * N, C, target)
     tally = launch_tally(bits, B * H, N, C, of_keys=False, most=most)
     return bits, tally.word_XTC, tally.last_XCT, tally.bound_L1
+
+
+class Scores(NamedTuple):
+    """What `score_kernel` writes for S positions."""
+
+    score_XSC: Tensor
+    """The scores of queries with clusters."""
+    margin_XS: Tensor
+    """Within which scores of a query are tied."""
+
+
+def launch_score(
+    centroid_HCD: Tensor,
+    q_BHND: Tensor,
+    unit_H: Tensor,
+    scores: Scores,
+    begin: int,
+) -> None:
+    """Write the scores of the positions from `begin` on.
+
+    Args:
+        unit_H: the margins of queries of norm 1.
+    """
+    _, H, N, D = q_BHND.shape
+    X, S, C = scores.score_XSC.shape
+    kernels().score_kernel[(X, whole_pieces(S, VECTORS))](
+        x=q_BHND,
+        centroid=centroid_HCD,
+        unit=unit_H,
+        score=scores.score_XSC,
+        margin=scores.margin_XS,
+        begin_n=begin,
+        N=N,
+        H=H,
+        C=C,
+        S=S,
+        **score_constants(D, precision(q_BHND.device)),
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def launch_probe(
+    scores: Scores,
+    keys: Tally,
+    bits: Tensor,
+    begin: int,
+    reach: Reach,
+    early: int,
+) -> None:
+    """Write the `bits` of the positions from `begin` on."""
+    X, S, C = scores.score_XSC.shape
+    N = bits.shape[-1]
+    constants, options = probe_options(C)
+    # No program after the last position: it would read words after those of the last tile.
+    positions = min(S, N - begin)
+    kernels().probe_kernel[(X, whole_pieces(positions, constants["QUERIES"]))](
+        score=scores.score_XSC,
+        margin=scores.margin_XS,
+        key_word=keys.word_XTC,
+        key_last=keys.last_XCT,
+        key_bound=keys.bound_L1,
+        bits=bits,
+        begin_n=begin,
+        N=N,
+        C=C,
+        T=keys.last_XCT.shape[-1],
+        S=S,
+        target=reach.target,
+        early=early,
+        **constants,
+        SELF=reach.attend_self,
+        **options,
+    )
 
 
 probe_operator = torch.library.custom_op("rtx::probe_files", probes_by_kernels, mutates_args=())
@@ -317,8 +421,9 @@ def _(
 ) -> ProbesTuple:
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
-    bits = q_BHND.new_empty(B * H, whole_pieces(C, 32), N, dtype=torch.int32)
-    tally = empty_tally(bits, N, C, sum_type(most_members(B * H * N, C, target)))
+    bits = q_BHND.new_empty(B * H, whole_pieces(C, WORD), N, dtype=torch.int32)
+    most = most_members(B * H * N, C, target)
+    tally = empty_tally(bits, N, C, sum_type(most))
     return bits, tally.word_XTC, tally.last_XCT, tally.bound_L1
 
 
@@ -338,7 +443,7 @@ def probe_options(clusters: int) -> tuple[dict[str, int], dict[str, int]]:
     With few clusters its time is that of steps that wait for one another, query after query, which
     speaks for few.
     """
-    width = max(32, power_of_two(clusters))
+    width = max(WORD, power_of_two(clusters))
     constants = {"QUERIES": TILE if width > 256 else 8, "BC": width}
     warps = max(1, width // 1024)
     return constants, {"num_warps": warps, "num_stages": 1, "maxnreg": REGISTERS}
@@ -397,36 +502,118 @@ def lists_by_kernels(
     room: int,
 ) -> ListsTuple:
     """Return what `pack_members` takes over into `KernelLists`."""
-    X, N = cluster_XN.shape
     keys = Tally._make(key_tally)
     queries = Tally._make(query_tally)
+    X, N = cluster_XN.shape
     _, C, tiles = keys.last_XCT.shape
-    row_P = row_M.new_empty(X * early + room)
-    start_P = torch.empty_like(row_P)
-    stop_P = torch.empty_like(row_P)
-    rank_P = torch.empty_like(row_P)
-    times_R = row_M.new_empty(X * N)
-    sizes = N, C, tiles, target, early
-    kernels().write_kernel[(X, tiles)](
-        bits, queries.word_XTC, queries.last_XCT, keys.word_XTC, keys.last_XCT, keys.bound_L1,
-        row_P, start_P, stop_P, rank_P, times_R, room, *sizes, SELF=attend_self, num_warps=1,
-    )  # fmt: skip
-    first_R1 = row_M.new_zeros(X * N + 1)
-    torch.cumsum(times_R, 0, dtype=torch.int32, out=first_R1[1:])
-    member_P = torch.empty_like(row_P)
-    count_2 = row_P.new_empty(2)
-    kernels().place_kernel[(max(1, whole_pieces(len(row_P), 512)),)](
-        row_P, start_P, stop_P, rank_P, first_R1, queries.bound_L1[-1:], member_P, count_2,
-        room, X * early, len(row_M), BP=512, num_warps=4,
-    )  # fmt: skip
+    arguments = {
+        **tally_arguments("query", queries),
+        **tally_arguments("key", keys),
+        "key_bound": keys.bound_L1,
+        "room": room,
+        "N": N,
+        "C": C,
+        "T": tiles,
+        "target": target,
+        "early": early,
+        "SELF": attend_self,
+    }
+    written = launch_write(bits, X * early + room, arguments)
+    total_1 = queries.bound_L1[-1:]
+    members, count_2 = launch_place(written, total_1, X * early, len(row_M))
     low_M = torch.empty_like(row_M)
     high_M = torch.empty_like(row_M)
-    kernels().reader_kernel[(X, whole_pieces(N, 128))](
-        cluster_XN, queries.word_XTC, queries.last_XCT, queries.bound_L1,
-        keys.word_XTC, keys.last_XCT, keys.bound_L1, row_M, low_M, high_M, room, *sizes,
-        BN=128, SELF=attend_self, num_warps=4,
-    )  # fmt: skip
-    return row_P, start_P, stop_P, low_M, high_M, first_R1, member_P, count_2
+    kernels().reader_kernel[(X, whole_pieces(N, POSITIONS))](
+        **arguments,
+        cluster=cluster_XN,
+        query_bound=queries.bound_L1,
+        row_M=row_M,
+        low_M=low_M,
+        high_M=high_M,
+        BN=POSITIONS,
+        num_warps=4,
+    )
+    first_R1, member_P = members
+    return (
+        written.row_P,
+        written.start_P,
+        written.stop_P,
+        low_M,
+        high_M,
+        first_R1,
+        member_P,
+        count_2,
+    )
+
+
+class Written(NamedTuple):
+    """What `write_kernel` writes of query members."""
+
+    row_P: Tensor
+    start_P: Tensor
+    stop_P: Tensor
+    rank_P: Tensor
+    times_R: Tensor
+
+
+def launch_write(bits: Tensor, slots: int, arguments: dict[str, Any]) -> Written:
+    """Return the query members; empty slots are not written.
+
+    Args:
+        slots: P.
+        arguments: of `write_kernel`, by name, that `reader_kernel` has, too.
+    """
+    X, _, N = bits.shape
+    written = Written(
+        row_P=bits.new_empty(slots),
+        start_P=bits.new_empty(slots),
+        stop_P=bits.new_empty(slots),
+        rank_P=bits.new_empty(slots),
+        times_R=bits.new_empty(X * N),
+    )
+    kernels().write_kernel[(X, arguments["T"])](
+        **arguments, **written._asdict(), bits=bits, num_warps=1
+    )
+    return written
+
+
+def launch_place(
+    written: Written, total_1: Tensor, early_members: int, key_members: int
+) -> tuple[RowMembers, Tensor]:
+    """Return the query members of each row, and `KernelLists.count_2`; fill empty slots.
+
+    Args:
+        total_1: the number of members of clusters' lists, those without room among them.
+        early_members: X * E.
+        key_members: M.
+    """
+    slots = len(written.row_P)
+    first_R1 = written.times_R.new_zeros(len(written.times_R) + 1)
+    torch.cumsum(written.times_R, 0, dtype=torch.int32, out=first_R1[1:])
+    member_P = torch.empty_like(written.row_P)
+    count_2 = member_P.new_empty(2)
+    programs = max(1, whole_pieces(slots, SLOTS))
+    kernels().place_kernel[(programs,)](
+        row_P=written.row_P,
+        start_P=written.start_P,
+        stop_P=written.stop_P,
+        rank_P=written.rank_P,
+        first_R1=first_R1,
+        total=total_1,
+        member_P=member_P,
+        count_2=count_2,
+        room=slots - early_members,
+        early_members=early_members,
+        key_members=key_members,
+        BP=SLOTS,
+        num_warps=4,
+    )
+    return RowMembers(first_R1, member_P), count_2
+
+
+def tally_arguments(name: str, tally: Tally) -> dict[str, Tensor]:
+    """Return the words and running sums of a tally, by their names in the kernels."""
+    return {f"{name}_word": tally.word_XTC, f"{name}_last": tally.last_XCT}
 
 
 pack_operator = torch.library.custom_op("rtx::pack_members", lists_by_kernels, mutates_args=())

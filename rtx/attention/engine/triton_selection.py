@@ -31,7 +31,7 @@ from rtx.attention.engine.static_selection import (
     bounds,
     entries_of_nearest,
     list_type,
-    lists_of,
+    number_of_lists,
     selected_with,
     shared_lists,
     sorted_lists,
@@ -95,32 +95,42 @@ def by_thresholds(
     room: int,
 ) -> Selected:
     """Return what `static_selection.by_thresholds` does, of float32."""
-    lists = lists_of(centroid_HCD, x_BHND)
+    lists = number_of_lists(centroid_HCD, x_BHND)
     window = min(window, x_BHND.shape[2])
     if threshold_HC is None:
         list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
         entries = entries_of_nearest(list_R, lists, room)
     else:
-        given = centroid_HCD.detach(), x_BHND.detach(), threshold_HC.detach(), margin_HC.detach()
-        entries = Entries(*entries_by_thresholds(*given, room))
+        tensors = entries_by_thresholds(
+            centroid_HCD.detach(),
+            x_BHND.detach(),
+            threshold_HC.detach(),
+            margin_HC.detach(),
+            room,
+        )
+        entries = Entries._make(tensors)
     return selected_with(ranged_members, entries, lists, window, attend_self)
 
 
 def nearest_clusters(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
     """Return what `static_selection.nearest_clusters` does, of float32."""
-    return nearest_by_kernel(centroid_HCD.detach(), x_BHND.detach(), margin_HC.detach(), False)
+    return nearest_by_kernel(
+        centroid_HCD.detach(), x_BHND.detach(), margin_HC.detach(), as_lists=False
+    )
 
 
 def nearest_lists(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Tensor:
     """Return what `static_selection.nearest_lists` does, of float32."""
-    given = centroid_HCD.detach(), x_BHND.detach(), margin_HC.detach()
-    return nearest_by_kernel(*given, True).flatten()
+    list_BHN = nearest_by_kernel(
+        centroid_HCD.detach(), x_BHND.detach(), margin_HC.detach(), as_lists=True
+    )
+    return list_BHN.flatten()
 
 
 def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> MemberLists:
     """Return what `static_selection.nearest_members` does, of float32."""
     list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
-    _, row_M, bound_L1 = sorted_lists(list_R, lists_of(centroid_HCD, x_BHND))
+    _, row_M, bound_L1 = sorted_lists(list_R, number_of_lists(centroid_HCD, x_BHND))
     return MemberLists(row_M, bound_L1.diff())
 
 
@@ -141,7 +151,9 @@ def nearest_by_kernel(
 
 @nearest_by_kernel.register_fake
 def _(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor, as_lists: bool) -> Tensor:
-    dtype = list_type(lists_of(centroid_HCD, x_BHND)) if as_lists else torch.int32
+    dtype = torch.int32
+    if as_lists:
+        dtype = list_type(number_of_lists(centroid_HCD, x_BHND))
     return x_BHND.new_empty(x_BHND.shape[:3], dtype=dtype)
 
 
@@ -211,24 +223,43 @@ def launch_score(
     module = kernels()
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
-    tiles = whole_pieces(N, TILE)
-    has_thresholds = threshold_HC is not None
-    words = whole_pieces(C, int(module.CLUSTERS.value)) if has_thresholds else 0
-    dtype = list_type(B * H * C) if as_lists else torch.int32
+    margin_HC = margin_HC.contiguous()
+    words = 0
+    # Without thresholds the kernel does not read them, but needs a pointer.
+    thresholds = margin_HC
+    if threshold_HC is not None:
+        words = whole_pieces(C, int(module.CLUSTERS.value))
+        thresholds = threshold_HC.contiguous()
+    number_type = torch.int32
+    group_stride = 0
+    if as_lists:
+        number_type = list_type(B * H * C)
+        group_stride = C
     scored = Scored(
         bits=x_BHND.new_empty(B * H, words, N, dtype=torch.int32),
-        highest_BHN=x_BHND.new_empty(B, H, N, dtype=dtype),
+        highest_BHN=x_BHND.new_empty(B, H, N, dtype=number_type),
     )
-    margin_HC = margin_HC.contiguous()
-    # Without thresholds the kernel does not read them, but needs a pointer.
-    threshold_HC = margin_HC if threshold_HC is None else threshold_HC.contiguous()
     exactness = precision(x_BHND.device)
     if x_BHND.numel():
-        module.score_kernel[(B * H, tiles)](
-            x_BHND.contiguous(), centroid_HCD.contiguous(), threshold_HC, margin_HC, *scored,
-            N, H, C, C if as_lists else 0, D=D, CHUNK=chunk_of(D, exactness), BN=TILE,
-            PRECISION=exactness, THRESHOLDS=has_thresholds, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        module.score_kernel[(B * H, whole_pieces(N, TILE))](
+            x=x_BHND.contiguous(),
+            centroid=centroid_HCD.contiguous(),
+            threshold=thresholds,
+            margin=margin_HC,
+            bits=scored.bits,
+            highest=scored.highest_BHN,
+            N=N,
+            H=H,
+            C=C,
+            group_stride=group_stride,
+            D=D,
+            CHUNK=chunk_of(D, exactness),
+            BN=TILE,
+            PRECISION=exactness,
+            THRESHOLDS=threshold_HC is not None,
+            num_warps=4,
+            num_stages=1,
+        )
     return scored
 
 
@@ -254,10 +285,20 @@ def launch_tally(scored: Scored, C: int) -> Tallied:
     """Count members."""
     B, H, N = scored.highest_BHN.shape
     tiles = whole_pieces(N, TALLY_TILE)
-    tallied = Tallied(scored.bits.new_empty(B * H * N), scored.bits.new_empty(B * H, tiles, C))
+    tallied = Tallied(
+        times_R=scored.bits.new_empty(B * H * N),
+        count_XTC=scored.bits.new_empty(B * H, tiles, C),
+    )
     kernels().tally_kernel[(B * H, tiles)](
-        scored.bits, scored.highest_BHN, *tallied, N, C, BN=TALLY_TILE, num_warps=4,
-    )  # fmt: skip
+        bits=scored.bits,
+        highest=scored.highest_BHN,
+        times=tallied.times_R,
+        count=tallied.count_XTC,
+        N=N,
+        C=C,
+        BN=TALLY_TILE,
+        num_warps=4,
+    )
     return tallied
 
 
@@ -279,9 +320,19 @@ def launch_emit(
     list_S = scored.bits.new_full((room,), L, dtype=list_type(L))
     first_R1 = scored.bits.new_empty(B * H * N + 1)
     kernels().emit_kernel[(B * H, whole_pieces(N, EMIT_TILE))](
-        scored.bits, scored.highest_BHN, times_R, last_R, row_S, list_S, first_R1, room, N, C,
-        BN=EMIT_TILE, num_warps=4,
-    )  # fmt: skip
+        bits=scored.bits,
+        highest=scored.highest_BHN,
+        times=times_R,
+        last=last_R,
+        row_S=row_S,
+        list_S=list_S,
+        first_R1=first_R1,
+        room=room,
+        N=N,
+        C=C,
+        BN=EMIT_TILE,
+        num_warps=4,
+    )
     return row_S, list_S, first_R1
 
 
@@ -310,10 +361,20 @@ def ranges_by_kernel(
     members = empty_members(list_M, slot_M, row_S, bound_L1, window, attend_self)
     room = len(list_M)
     if room:
-        kernels().range_kernel[(whole_pieces(room, RANGE_TILE),)](
-            list_M, slot_M, row_S, bound_L1, *members, room, window, len(bound_L1) - 1,
-            BM=RANGE_TILE, SELF=attend_self, num_warps=4,
-        )  # fmt: skip
+        programs = whole_pieces(room, RANGE_TILE)
+        kernels().range_kernel[(programs,)](
+            list_M=list_M,
+            slot_M=slot_M,
+            row_S=row_S,
+            bound_L1=bound_L1,
+            **members._asdict(),
+            room=room,
+            window=window,
+            L=len(bound_L1) - 1,
+            BM=RANGE_TILE,
+            SELF=attend_self,
+            num_warps=4,
+        )
     return members
 
 
@@ -333,9 +394,9 @@ def empty_members(
 def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool) -> KernelLists:
     """Return what `static_selection.top_lists` does, of int32."""
     row_M, *ranges = top_ranges(position_XCW, length, window, attend_self)
-    count = torch.full((1,), len(row_M), dtype=torch.int32, device=row_M.device)
-    by_row = row_members(row_M, position_XCW.shape[:-2].numel() * length)
-    return shared_lists(row_M, Ranges(*ranges), by_row, count)
+    count_1 = row_M.new_full((1,), len(row_M))
+    rows = position_XCW.shape[:-2].numel() * length
+    return shared_lists(row_M, Ranges._make(ranges), row_members(row_M, rows), count_1)
 
 
 @torch.library.custom_op("rtx::top_ranges", mutates_args=())
@@ -347,15 +408,25 @@ def top_ranges(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the rows of members and their `Ranges`."""
     assert position_XCW.dtype == torch.int32, "the kernel counts in int32"
-    written = empty_top_ranges(position_XCW, length, window, attend_self)
+    row_M, *ranges = empty_top_ranges(position_XCW, length, window, attend_self)
     room = position_XCW.numel()
     C, W = position_XCW.shape[-2:]
     if room:
-        kernels().top_range_kernel[(whole_pieces(room, RANGE_TILE),)](
-            position_XCW.contiguous(), *written, length, C, W, room, min(window, W),
-            BM=RANGE_TILE, SELF=attend_self, num_warps=4,
-        )  # fmt: skip
-    return written
+        programs = whole_pieces(room, RANGE_TILE)
+        kernels().top_range_kernel[(programs,)](
+            position=position_XCW.contiguous(),
+            row_M=row_M,
+            **Ranges._make(ranges)._asdict(),
+            N=length,
+            C=C,
+            W=W,
+            room=room,
+            window=min(window, W),
+            BM=RANGE_TILE,
+            SELF=attend_self,
+            num_warps=4,
+        )
+    return row_M, *ranges
 
 
 @top_ranges.register_fake
@@ -367,7 +438,10 @@ def empty_top_ranges(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return tensors of the shapes and types of the result of `top_ranges`."""
     row_M = position_XCW.new_empty(position_XCW.numel())
-    start_M, stop_M, low_M, high_M = (torch.empty_like(row_M) for _ in Ranges._fields)
+    start_M = torch.empty_like(row_M)
+    stop_M = torch.empty_like(row_M)
+    low_M = torch.empty_like(row_M)
+    high_M = torch.empty_like(row_M)
     return row_M, start_M, stop_M, low_M, high_M
 
 
@@ -388,17 +462,33 @@ def moments_by_kernels(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     x_BHND = x_BHND.contiguous()
     pieces = whole_pieces(N, PIECE)
     width = min(64, max(16, power_of_two(D)))
+    blocks = whole_pieces(D, width) ** 2
     part_XTDD = x_BHND.new_empty(B * H, pieces, D + 1, D)
-    kernels().product_kernel[(B * H, pieces, whole_pieces(D, width) ** 2)](
-        x_BHND, part_XTDD, N,
-        D=D, PIECE=PIECE, BN=32, BD=width, PRECISION=precision(x_BHND.device), num_warps=4,
+    kernels().product_kernel[(B * H, pieces, blocks)](
+        x=x_BHND,
+        part=part_XTDD,
+        N=N,
+        D=D,
+        PIECE=PIECE,
+        BN=32,
+        BD=width,
+        PRECISION=precision(x_BHND.device),
+        num_warps=4,
         num_stages=1,
-    )  # fmt: skip
-    part_XDD = part_XTDD.sum(1, dtype=torch.float64)
+    )
     kernels().moment_kernel[(B * H * C,)](
-        x_BHND, part_XDD, centroid_HCD.contiguous(), moment_2BHC, N, H, C,
-        D=D, BD=power_of_two(D), ROWS=16, num_warps=4,
-    )  # fmt: skip
+        x=x_BHND,
+        part=part_XTDD.sum(1, dtype=torch.float64),
+        centroid=centroid_HCD.contiguous(),
+        moment=moment_2BHC,
+        N=N,
+        H=H,
+        C=C,
+        D=D,
+        BD=power_of_two(D),
+        ROWS=16,
+        num_warps=4,
+    )
     return moment_2BHC
 
 
@@ -467,25 +557,62 @@ def top_by_kernels(score_XN: Tensor, margin_X: Tensor, window: int) -> Tensor:
     place_XW = score_XN.new_empty(X, window, dtype=torch.int32)
     if not X:
         return place_XW
-    # What the kernels write one after the other, see `top_kernels.py`.
-    words = whole_pieces(N, 32)
-    floor_X = score_XN.new_empty(X)
-    mark_XW = place_XW.new_empty(X, words)
-    at_XK = place_XW.new_empty(X, room)
-    count_X = place_XW.new_empty(X)
-    module = top_kernels()
-    module.floor_kernel[(X,)](score_XN, floor_X, N, rank, SAMPLE=SAMPLE, num_warps=8)
-    module.mark_kernel[(X, whole_pieces(words, MARK_TILE))](
-        score_XN, floor_X, mark_XW, N, BW=MARK_TILE, num_warps=4,
-    )  # fmt: skip
-    module.list_kernel[(X,)](
-        mark_XW, at_XK, count_X, N, ROOM=room, BW=min(2048, power_of_two(words)), num_warps=4,
-    )  # fmt: skip
-    module.top_kernel[(X,)](
-        score_XN, at_XK, floor_X, count_X, margin_X.contiguous(), place_XW, N, window,
-        ROOM=room, BN=2048, num_warps=8, num_stages=1,
-    )  # fmt: skip
+    candidates = launch_candidates(score_XN, rank, room)
+    top_kernels().top_kernel[(X,)](
+        score=score_XN,
+        place=candidates.place_XK,
+        floor=candidates.floor_X,
+        count=candidates.count_X,
+        margin=margin_X.contiguous(),
+        taken=place_XW,
+        N=N,
+        W=window,
+        ROOM=room,
+        BN=2048,
+        num_warps=8,
+        num_stages=1,
+    )
     return place_XW
+
+
+class Candidates(NamedTuple):
+    """The scores of each row among which the best are, see `top_kernels.py`."""
+
+    place_XK: Tensor
+    """Their places, ascending; as many as have room."""
+    floor_X: Tensor
+    """The score that they reach."""
+    count_X: Tensor
+    """Their number."""
+
+
+def launch_candidates(score_XN: Tensor, rank: int, room: int) -> Candidates:
+    """Return the candidates of each row. Args: see `sampled`."""
+    X, N = score_XN.shape
+    words = whole_pieces(N, 32)
+    mark = score_XN.new_empty(X, words, dtype=torch.int32)
+    candidates = Candidates(
+        place_XK=mark.new_empty(X, room),
+        floor_X=score_XN.new_empty(X),
+        count_X=mark.new_empty(X),
+    )
+    module = top_kernels()
+    module.floor_kernel[(X,)](
+        score=score_XN, floor=candidates.floor_X, N=N, rank=rank, SAMPLE=SAMPLE, num_warps=8
+    )
+    module.mark_kernel[(X, whole_pieces(words, MARK_TILE))](
+        score=score_XN, floor=candidates.floor_X, mark=mark, N=N, BW=MARK_TILE, num_warps=4
+    )
+    module.list_kernel[(X,)](
+        mark=mark,
+        place=candidates.place_XK,
+        count=candidates.count_X,
+        N=N,
+        ROOM=room,
+        BW=min(2048, power_of_two(words)),
+        num_warps=4,
+    )
+    return candidates
 
 
 top_by_sample = torch.library.custom_op("rtx::top_by_sample", top_by_kernels, mutates_args=())
@@ -514,9 +641,16 @@ def earliest_by_kernel(
     place_XK = score_XN.new_empty(X, K - 1, dtype=torch.int32)
     if X:
         top_kernels().earliest_kernel[(X,)](
-            score_XN.contiguous(), best_XK.contiguous(), edge_X2.contiguous(),
-            margin_X1.contiguous(), place_XK, N, K, BN=1024, num_warps=4,
-        )  # fmt: skip
+            score=score_XN.contiguous(),
+            best=best_XK.contiguous(),
+            edge=edge_X2.contiguous(),
+            margin=margin_X1.contiguous(),
+            taken=place_XK,
+            N=N,
+            K=K,
+            BN=1024,
+            num_warps=4,
+        )
     return place_XK
 
 
@@ -543,11 +677,16 @@ def sums_by_kernel(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
         return x_RD.new_zeros(L, D, dtype=torch.float64)
     part_LSD = x_RD.new_empty(L, PARTS_OF_SUM, D, dtype=torch.float64)
     chunk = min(128, max(16, power_of_two(D)))
-    bound_L1 = bounds(count_L, len(row_M)).int()
     kernels().sum_kernel[(L, whole_pieces(D, chunk), PARTS_OF_SUM)](
-        x_RD.contiguous(), row_M.contiguous(), bound_L1, part_LSD,
-        D=D, CHUNK=chunk, BM=32, num_warps=4,
-    )  # fmt: skip
+        x=x_RD.contiguous(),
+        row_M=row_M.contiguous(),
+        bound_L1=bounds(count_L, len(row_M)).int(),
+        part=part_LSD,
+        D=D,
+        CHUNK=chunk,
+        BM=32,
+        num_warps=4,
+    )
     return part_LSD.sum(1)
 
 

@@ -19,12 +19,12 @@ one list.
 import torch
 from torch import Tensor
 
-from rtx.attention.engine.blocks import MAX_SCORES_GPU, head_of, not_hidden, soft_block
+from rtx.attention.engine.blocks import MAX_SCORES_GPU, attend_block, head_of, without_holes
 from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.precision import wide_type
-from rtx.attention.reads import RangeReads
+from rtx.attention.reads import MemberLists, RangeReads
 from rtx.attention.recompute import recomputed
 
 TILE = 128
@@ -41,7 +41,7 @@ def refusal(problem: Problem) -> str | None:
     if problem.q_BHND.is_cpu:
         return "it is for GPUs"
     # A tile is computed with the terms of one head, and may lie across the lists of two, unless
-    # each list is a whole sequence (see `tiles`).
+    # each list is a whole sequence (see `tiles_of`).
     if has_terms_by_head(problem.terms) and part.window is None:
         return "its tiles hold several heads, whose terms by distance differ"
     return None
@@ -51,7 +51,9 @@ def has_terms_by_head(terms: LogitTerms) -> bool:
     """Return whether terms by distance differ from head to head."""
     if terms.bias_HM is not None:
         return True
-    return terms.relative is not None and terms.relative.keys_MD.dim() == 3
+    if terms.relative is None:
+        return False
+    return terms.relative.keys_MD.dim() == 3
 
 
 def attend(problem: Problem) -> Result:
@@ -69,9 +71,11 @@ def attend(problem: Problem) -> Result:
     row_P = part.query.row_M
     rows = v_BHND.shape[:3].numel()
     # A mean over the lists in which the row reads something: its other members have no share.
-    share_P = (sum_P > float("-inf")).to(wide) / part.lists_read_P(rows)
+    reads_P = sum_P > float("-inf")
+    share_P = reads_P.to(wide) / part.lists_read_P(rows)
     out_RD = out_PD.new_zeros(rows, v_BHND.shape[-1])
-    return out_RD.index_add(0, row_P, out_PD * share_P[:, None]), sum_P
+    out_RD = out_RD.index_add(0, row_P, out_PD * share_P[:, None])
+    return out_RD, sum_P
 
 
 def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -83,25 +87,41 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
     part = problem.part
     terms = problem.terms
     assert isinstance(part, RangeReads)
-    query_GQ, key_GK = tiles(part)
-    scores_of_tile = query_GQ.shape[1] * key_GK.shape[1]
+    all_query_GQ, all_key_GK = tiles_of(part)
+    scores_of_tile = all_query_GQ.shape[1] * all_key_GK.shape[1]
     size = max(1, MAX_SCORES_GPU // max(1, scores_of_tile))
+    queries = all_query_GQ.split(size)
+    keys = all_key_GK.split(size)
     outs = []
     sums = []
-    for some_query_GQ, some_key_GK in zip(query_GQ.split(size), key_GK.split(size), strict=True):
-        mask_GQK = slots_read(part, some_query_GQ, some_key_GK)
-        # Empty slots get the row of some member; the mask hides it.
-        row_GQ = part.query.row_M[some_query_GQ.clamp(max=len(part.start_P) - 1)].long()
-        row_GK = part.key.row_M[some_key_GK.clamp(0, len(part.key.row_M) - 1)].long()
-        head_G = head_of(row_GQ, part.length, terms.heads)
-        tensors = q_RD[row_GQ], k_RD[row_GK], v_RD[row_GK], mask_GQK, row_GQ, row_GK, head_G
-        out_GQD, sum_GQ = recomputed(soft_block, *tensors, terms)
+    for query_GQ, key_GK in zip(queries, keys, strict=True):
+        mask_GQK = slots_read(part, query_GQ, key_GK)
+        # Empty slots get the row of some member; the mask excludes it.
+        row_GQ = part.query.row_M[existing(query_GQ, part.query)].long()
+        row_GK = part.key.row_M[existing(key_GK, part.key)].long()
+        out_GQD, sum_GQ = recomputed(
+            attend_block,
+            q_RD[row_GQ],
+            k_RD[row_GK],
+            v_RD[row_GK],
+            mask_GQK,
+            row_GQ,
+            row_GK,
+            head_of(row_GQ, part.length, terms.heads),
+            terms,
+        )
         outs.append(out_GQD.flatten(0, 1))
         sums.append(sum_GQ.flatten())
     return torch.cat(outs), torch.cat(sums)
 
 
-def tiles(part: RangeReads) -> tuple[Tensor, Tensor]:
+def existing(member: Tensor, lists: MemberLists) -> Tensor:
+    """Return the numbers of members, those of empty slots replaced by that of some member."""
+    last = len(lists.row_M) - 1
+    return member.clamp(0, last)
+
+
+def tiles_of(part: RangeReads) -> tuple[Tensor, Tensor]:
     """Return the members in the query slots `[G, Q]` and in the key slots `[G, K]` of all tiles.
 
     Members are given by their numbers. A query slot with a number of P or more is empty, and so is
@@ -116,17 +136,22 @@ def tiles(part: RangeReads) -> tuple[Tensor, Tensor]:
     P = len(part.start_P)
     device = part.start_P.device
     if part.query is not part.key:
-        query_G1 = torch.arange(P, device=device)[:, None]
-        key_GK = part.start_P[:, None] + torch.arange(part.most, device=device)
-        return query_G1, key_GK
+        query_G = torch.arange(P, device=device)
+        slot_K = torch.arange(part.most, device=device)
+        return query_G[:, None], part.start_P[:, None] + slot_K
     if part.window is None:
-        first_G1 = torch.arange(0, P, TILE, device=device)[:, None]
-        query_GQ = first_G1 + torch.arange(TILE, device=device)
+        query_GQ = consecutive_tiles(P, device)
     else:
         query_GQ = tiles_of_sequences(P, part.length, device)
-        first_G1 = query_GQ[:, :1]
-    key_GK = first_G1 + torch.arange(1 - part.most, TILE, device=device)
+    offset_K = torch.arange(1 - part.most, TILE, device=device)
+    key_GK = query_GQ[:, :1] + offset_K
     return query_GQ, key_GK
+
+
+def consecutive_tiles(count: int, device: torch.device) -> Tensor:
+    """Return the numbers 0 to count - 1, in tiles of TILE, `[G, Q]`; the last tile goes on."""
+    first_G = torch.arange(0, count, TILE, device=device)
+    return first_G[:, None] + torch.arange(TILE, device=device)
 
 
 def tiles_of_sequences(P: int, length: int, device: torch.device) -> Tensor:
@@ -134,31 +159,33 @@ def tiles_of_sequences(P: int, length: int, device: torch.device) -> Tensor:
 
     No tile has members of two lists: the last tile of each is filled up with empty slots.
     """
-    begin_T1 = torch.arange(0, length, TILE, device=device)[:, None]
-    position_TQ = begin_T1 + torch.arange(TILE, device=device)
+    position_TQ = consecutive_tiles(length, device)
     position_TQ = torch.where(position_TQ < length, position_TQ, P)
-    first_L11 = torch.arange(P // length, device=device)[:, None, None] * length
-    return (first_L11 + position_TQ).flatten(0, 1)
+    first_L = torch.arange(P // length, device=device) * length
+    query_LTQ = first_L[:, None, None] + position_TQ
+    return query_LTQ.flatten(0, 1)
 
 
 def slots_of_queries(part: RangeReads) -> Tensor:
-    """Return the place of each query member in the flattened query slots of `tiles`, `[P]`."""
-    every_P = torch.arange(len(part.start_P), device=part.start_P.device)
+    """Return the place of each query member in the flattened query slots of `tiles_of`, `[P]`."""
+    number_P = torch.arange(len(part.start_P), device=part.start_P.device)
     if part.query is not part.key or part.window is None:
-        return every_P
+        return number_P
     slots_of_list = whole_pieces(part.length, TILE) * TILE
-    return every_P // part.length * slots_of_list + every_P % part.length
+    list_P = number_P // part.length
+    position_P = number_P % part.length
+    return list_P * slots_of_list + position_P
 
 
 def slots_read(part: RangeReads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
     """Return which key slots each query slot reads, `[G, Q, K]`; no empty slot reads or is read."""
     P = len(part.start_P)
-    M = len(part.key.row_M)
-    some_query_GQ = query_GQ.clamp(max=P - 1)
+    existing_query_GQ = existing(query_GQ, part.query)
+    start_GQ1 = part.start_P[existing_query_GQ][..., None]
+    stop_GQ1 = part.stop_P[existing_query_GQ][..., None]
     key_G1K = key_GK[:, None]
-    start_GQ1 = part.start_P[some_query_GQ][..., None]
-    stop_GQ1 = part.stop_P[some_query_GQ][..., None]
-    mask_GQK = (key_G1K >= start_GQ1) & (key_G1K < stop_GQ1) & (query_GQ < P)[..., None]
+    is_in_range_GQK = (key_G1K >= start_GQ1) & (key_G1K < stop_GQ1)
+    mask_GQK = is_in_range_GQK & (query_GQ < P)[..., None]
     if part.holes is None:
         return mask_GQK
-    return not_hidden(mask_GQK, part.holes, some_query_GQ, key_GK.clamp(0, M - 1))
+    return without_holes(mask_GQK, part.holes, existing_query_GQ, existing(key_GK, part.key))
