@@ -479,7 +479,8 @@ class BlockCache(GrowingCache):
         assert self.choice_BHSE is not None and self.mean_v_BHGD is not None
         q_BHQD = queries(qk)
         B, H, Q, _ = q_BHQD.shape
-        out_BHQD = out_BH1D.reshape(B, H, Q, -1)
+        D = out_BH1D.shape[-1]
+        out_BHQD = out_BH1D.reshape(B, H, Q, D)
         mean_v_BHGD = expanded(self.mean_v_BHGD, self.copies)
         position_Q = torch.full((Q,), position, device=q_BHQD.device)
         out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHGD, position_Q)
