@@ -371,7 +371,7 @@ class Routing(ClusterPattern):
             margin_HC=self.margins(x_BHND),
             window=self.window,
             attend_self=self.attend_self,
-            room=room,
+            capacity=room,
         )
 
     def nearest_members(self, x_BHND: Tensor) -> MemberLists:
