@@ -60,7 +60,8 @@ which each file explains:
     N  positions of a sequence
 
 With grouped queries (grouped.py) G is also key-value heads, I the query heads that share one of
-them, and X the I * B copies of sequences.
+them, and X the I * B copies of sequences. In caches (cache.py) H is the heads that choose keys, and
+Q the queries of such a head at the newest position.
 """
 
 from rtx.attention.adaptive_span import AdaptiveSpan

@@ -1,4 +1,4 @@
-// Which positions belong to which cluster, float32, on a CPU: the same as `by_scores` of
+// Which positions belong to which cluster, float32, on a CPU: the same as `select_by_torch` of
 // members.py, for finite scores.
 //
 // A score is the dot product of a centroid and a position's vector. Scores are computed for BLOCK
