@@ -117,7 +117,13 @@ class Ours:
                 **{name: x.double() for name, x in self.relative._asdict().items() if x is not None}
             )
         given = self.given(*(x.double() for x in inputs))
-        return oracle.attend_by_rule(self.pattern, *given, relative=tables, rotate=self.rotate), None
+        out_BHND = oracle.attend_by_rule(
+            self.pattern,
+            *given,
+            relative=tables,
+            rotate=self.rotate,
+        )
+        return out_BHND, None
 
     def given(
         self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor
