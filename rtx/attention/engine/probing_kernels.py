@@ -15,10 +15,11 @@ score_kernel and probe_kernel for some positions at a time:
     place_kernel    sorts them by row, and fills the empty slots
     reader_kernel   writes by which queries each key is read
 
-A *tile* is 32 neighbouring positions, 32 t to 32 t + 31. What is true of positions of a tile is one
-*word*: bit j of it stands for position 32 t + j. From the word of a tile and a cluster, and the
-running sum of the words' ones, follows how many members of a list come before a position, without a
-search.
+A *tile* is 32 neighbouring positions, 32 t to 32 t + 31. The members of a tile in one cluster are a
+*word*: bit j is 1 if position 32 t + j is a member. The word of a tile and a cluster, and the
+running sum of the ones of words, tell how many members of a list come before a position. So no
+kernel searches lists.
+
 Example with tiles of 4 positions (bit 0 is the rightmost one): cluster c holds the positions 1, 3
 and 6, and the lists before it have 10 members.
 
@@ -27,19 +28,19 @@ and 6, and the lists before it have 10 members.
     last              12      13      members up to and with this tile, those of lists before too
     before 3       12 - ones(1010 >> 3) = 11: ten of the lists before, and position 1
 
-The lists of all heads follow one another (reads.py, lists.py): first a list of early positions for
-each head, then the lists of clusters. E early positions of X heads are the first X * E members as
-keys and as queries. "Members of clusters' lists" are numbered without these.
+The lists of all heads follow one another (reads.py, lists.py): first a list of the `early` first
+positions for each head, then the lists of clusters. So the first X * early members, as keys and as
+queries, are those of early positions. "Members of clusters' lists" are numbered without these.
 
 Scores are in float32; all other numbers are integers.
 
 Shapes: H heads, X heads of all sequences, also called groups (group % H is the head), C clusters of
-a head, N positions, S positions at a time, D head size, T tiles, E early positions, L = X * C lists
-of clusters, L1 = L + 1, R = X * N rows (row = group * N + n), R1 = R + 1, M = X * E + R key
-members, P = X * E + room query members. Lower-case letters are the axes of a tensor in registers:
-n positions, c clusters, d numbers of a vector, t tiles, j positions of a tile, w words of `bits`,
-p query members. `n * 0 + x` is the number x as a tensor of axis n, which a store needs. `valid_n`
-is False for positions after the last one.
+a head, N positions, S positions at a time, D head size, T tiles, L = X * C lists of clusters,
+L1 = L + 1, R = X * N rows (row = group * N + n), R1 = R + 1, M = X * early + R key members,
+P = X * early + room query members. Lower-case letters are the axes of a tensor in registers: n
+positions, c clusters, d numbers of a vector, t tiles, j positions of a tile, w words of `bits`, p
+query members. `n * 0 + x` is the number x as a tensor of axis n, which a store needs. `valid_n` is
+False for positions after the last one.
 
 Parameters that several kernels have:
 
@@ -53,7 +54,8 @@ Parameters that several kernels have:
                                                 32 w + i
     target                                      how many keys a query probes for, and the most that
                                                 it reads of a cluster
-    early                                       E
+    early                                       how many first positions of a sequence are early: a
+                                                query there reads all keys before it
     SELF                                        whether a query may read the key of its position
 """
 
@@ -632,7 +634,7 @@ def place_kernel(
     count_2,  # the numbers of query members with room, and of key members
     # Sizes
     room,
-    early_members,  # X * E
+    early_members,  # X * early
     key_members,  # M
     # Constant
     BP: tl.constexpr,

@@ -11,8 +11,8 @@ The CPU launches kernels and never waits for the GPU. Members are numbered list 
 those of the lists of early positions, of which each head has one, then those of clusters' lists.
 
 Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, S of them at a time,
-D head size, T tiles of 32 positions, E early positions, L = X * C lists of clusters, L1 = L + 1,
-R = X * N rows, R1 = R + 1, M = X * E + R key members, P = X * E + room query members.
+D head size, T tiles of 32 positions, L = X * C lists of clusters, L1 = L + 1, R = X * N rows,
+R1 = R + 1, M = X * early + R key members, P = X * early + room query members.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Files(NamedTuple):
     members: RowMembers
     """The key members of each row."""
     early: int
-    """E."""
+    """How many first positions of each sequence are early: they have a list of their own."""
 
     def packed(self) -> MemberLists:
         """Return the clusters' lists alone."""
@@ -119,7 +119,7 @@ def file_keys(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> Files:
 
     Args:
         k_BHND: float32.
-        early: E.
+        early: how many first positions have a list of their own.
     """
     assert k_BHND.dtype == torch.float32, "the kernels compute in float32"
     tensors = file_operator(centroid_HCD.detach().float(), k_BHND.detach(), early)
@@ -584,7 +584,7 @@ def launch_place(
 
     Args:
         total_1: the number of members of clusters' lists, those without room among them.
-        early_members: X * E.
+        early_members: X * early.
         key_members: M.
     """
     slots = len(written.row_P)
@@ -649,7 +649,7 @@ def member_counts(tally: Tally, early: int, room: int) -> Tensor:
     """Return the number of members of each list, those of early positions first; int64.
 
     Args:
-        early: E.
+        early: how many first positions are early.
         room: of clusters' lists; members without room do not count.
     """
     heads = len(tally.word_XTC)
