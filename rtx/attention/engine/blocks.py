@@ -394,25 +394,16 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     mask for all blocks, or none.
     """
     slot_Q = torch.arange(queries, device=runs.begin_G.device)
-    low_G1 = runs.low_G[:, None]
-    count_G1 = runs.count_G[:, None]
-    query_GQ = runs.begin_G[:, None] + slot_Q.minimum(count_G1 - 1)
-    exists_GQ = slot_Q < count_G1
     slot_K = torch.arange(keys, device=runs.begin_G.device)
+    count_G1 = runs.count_G[:, None]
+    exists_GQ = slot_Q < count_G1
+    query_GQ = runs.begin_G[:, None] + slot_Q.minimum(count_G1 - 1)
     last_key = len(part.key.row_M) - 1
-    key_GK = (low_G1 + slot_K).clamp(max=last_key)
-    # The key slots start to stop - 1 are read: `[G, Q]`, or `[Q]` where they are the same in all
-    # blocks.
-    start = part.start_P[query_GQ] - low_G1
-    stop = part.stop_P[query_GQ] - low_G1
-    start_Q = common_slots(start, exists_GQ)
-    stop_Q = common_slots(stop, exists_GQ)
-    are_same = ~exists_GQ | ((start == start_Q) & (stop == stop_Q))
-    if bool(are_same.all()):
-        start = start_Q
-        stop = stop_Q
-        if part.holes is None and queries == keys and is_triangle(start_Q, stop_Q):
-            return Blocks(query_GQ, exists_GQ & (stop_Q > start_Q), key_GK, None)
+    key_GK = (runs.low_G[:, None] + slot_K).clamp(max=last_key)
+    start, stop = slot_ranges(part, runs, query_GQ, exists_GQ)
+    is_one_range = start.dim() == 1 and part.holes is None
+    if is_one_range and queries == keys and is_triangle(start, stop):
+        return Blocks(query_GQ, exists_GQ & (stop > start), key_GK, mask=None)
     is_after_start = slot_K >= start[..., None]
     mask = is_after_start & (slot_K < stop[..., None])
     if part.holes is not None:
@@ -422,6 +413,30 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     # output is dropped.
     mask[..., 0] |= ~mask.any(-1)
     return Blocks(query_GQ, reads_GQ, key_GK, mask)
+
+
+def slot_ranges(
+    part: RangeReads,
+    runs: Runs,
+    query_GQ: Tensor,
+    exists_GQ: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the first key slot that each query slot reads, and the one after the last.
+
+    They are `[G, Q]`, or `[Q]` if all blocks have the same.
+
+    Args:
+        exists_GQ: false for empty query slots, whose ranges do not matter.
+    """
+    low_G1 = runs.low_G[:, None]
+    start_GQ = part.start_P[query_GQ] - low_G1
+    stop_GQ = part.stop_P[query_GQ] - low_G1
+    start_Q = common_slots(start_GQ, exists_GQ)
+    stop_Q = common_slots(stop_GQ, exists_GQ)
+    are_same_GQ = (start_GQ == start_Q) & (stop_GQ == stop_Q)
+    if bool((are_same_GQ | ~exists_GQ).all()):
+        return start_Q, stop_Q
+    return start_GQ, stop_GQ
 
 
 def common_slots(slot_GQ: Tensor, exists_GQ: Tensor) -> Tensor:
