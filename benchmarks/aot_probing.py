@@ -26,7 +26,19 @@ from rtx.attention.engine.triton_probing import probe_options, score_constants
 
 RESULTS = Path(__file__).with_name("results") / "aot-probing.txt"
 FLOAT32 = ("x", "centroid", "half_square", "radius", "unit", "score", "margin")
-NUMBERS = ("N", "H", "C", "T", "S", "target", "early", "room", "begin_n", "early_members", "key_members")
+NUMBERS = (
+    "N",
+    "H",
+    "C",
+    "T",
+    "S",
+    "target",
+    "early",
+    "capacity",
+    "begin_n",
+    "early_members",
+    "key_members",
+)
 EVEN = ("N", "C", "S", "begin_n")
 """Numbers that are multiples of 16 in most runs."""
 UNALIGNED = ("total",)

@@ -62,7 +62,7 @@ NUMBERS = (
     "W",
     "group_stride",
     "rank",
-    "room",
+    "capacity",
     "window",
 )
 NORMS = {"x": "*bf16", "dx": "*bf16", "narrow": "*bf16", "dnarrow": "*bf16", "epsilon": "fp32"}
@@ -102,9 +102,9 @@ def forms() -> Iterator[Form]:
     yield Form(top_kernels.earliest_kernel, {"BN": 1024})
     yield Form(top_kernels.floor_kernel, {"SAMPLE": SAMPLE}, warps=8)
     yield Form(top_kernels.mark_kernel, {"BW": MARK_TILE})
-    for room in (1024, 4096):
-        yield Form(top_kernels.list_kernel, {"ROOM": room, "BW": 2048})
-        yield Form(top_kernels.top_kernel, {"ROOM": room, "BN": 2048}, warps=8)
+    for capacity in (1024, 4096):
+        yield Form(top_kernels.list_kernel, {"CAPACITY": capacity, "BW": 2048})
+        yield Form(top_kernels.top_kernel, {"CAPACITY": capacity, "BN": 2048}, warps=8)
     for size in (64, 128):
         yield Form(selection_kernels.sum_kernel, {"D": size, "CHUNK": size, "BM": 32})
     for size in (64, 128):

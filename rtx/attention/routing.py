@@ -355,7 +355,7 @@ class Routing(ClusterPattern):
             margin_HC=self.margins(x_BHND),
             window=self.window,
             attend_self=self.attend_self,
-            room=capacity,
+            capacity=capacity,
         )
 
     def nearest_members(self, x_BHND: Tensor) -> MemberLists:

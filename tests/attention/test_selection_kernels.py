@@ -107,7 +107,7 @@ def select(way: ModuleType, data: Drawn, case: Case, has_thresholds: bool, room:
         data.margin_HC,
         window=case.W,
         attend_self=case.attend_self,
-        room=room,
+        capacity=room,
     )
 
 

@@ -27,7 +27,7 @@ The members of each row are stored as in a compressed sparse row (CSR) matrix:
     member_M                0  1  3  4  2       row 2 has the members at places 1 and 2: 1 and 3
 
 If the number of members depends on content, the CPU would have to wait for the GPU to learn it. So
-`static_selection.py` and `triton_selection.py` make tensors with room for a fixed number P or M of
+`static_selection.py` and `triton_selection.py` make tensors with slots for a fixed number P or M of
 members, of which the first are real. The others have row 0 and the ranges start = stop = M and
 low = high = P, which are empty and keep the bounds ascending; `RowMembers` leaves them out.
 `count_2` has the numbers of real members. The attention kernels do not read it, because empty
@@ -116,7 +116,7 @@ def readers(start_P: Tensor, stop_P: Tensor, keys: int) -> tuple[Tensor, Tensor]
 
 
 def kernel_lists(part: RangeReads, rows: int) -> KernelLists:
-    """Return the lists of `part` as kernels read them, without room: every member is real.
+    """Return the lists of `part` as kernels read them, without empty slots: every member is real.
 
     Args:
         rows: R.

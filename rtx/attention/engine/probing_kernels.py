@@ -37,10 +37,10 @@ Scores are in float32; all other numbers are integers.
 Shapes: H heads, X heads of all sequences, also called groups (group % H is the head), C clusters of
 a head, N positions, S positions at a time, D head size, T tiles, L = X * C lists of clusters,
 L1 = L + 1, R = X * N rows (row = group * N + n), R1 = R + 1, M = X * early + R key members,
-P = X * early + room query members. Lower-case letters are the axes of a tensor in registers: n
-positions, c clusters, d numbers of a vector, t tiles, j positions of a tile, w words of `bits`, p
-query members. `n * 0 + x` is the number x as a tensor of axis n, which a store needs. `valid_n` is
-False for positions after the last one.
+P = X * early + capacity slots of query members. Lower-case letters are the axes of a tensor in
+registers: n positions, c clusters, d numbers of a vector, t tiles, j positions of a tile, w words
+of `bits`, p query members. `n * 0 + x` is the number x as a tensor of axis n, which a store needs.
+`valid_n` is False for positions after the last one.
 
 Parameters that several kernels have:
 
@@ -48,7 +48,7 @@ Parameters that several kernels have:
     key_word [X, T, C], key_last [X, C, T]      words of the keys, and running sums of their ones
     key_bound [L1]                              the first key of each list, and the end of the last
     query_word [X, T, C], query_last [X, C, T]  the same of queries that probe; the sums may be
-                                                int64, as there may be more members than room
+                                                int64, as there may be more members than slots
     query_bound [L1]
     bits [X, ceil(C / 32), N]                   bit i of word w: whether a query takes cluster
                                                 32 w + i
@@ -568,9 +568,9 @@ def write_kernel(
     start_P,  # the key members that they read: start to stop - 1
     stop_P,
     rank_P,  # how many members with the same row come before
-    times_R,  # how many members each row has, those without room left out
+    times_R,  # how many members each row has, those without a slot left out
     # Sizes
-    room,
+    capacity,
     N,
     C,
     T,
@@ -604,8 +604,8 @@ def write_kernel(
             c_n = w * 32 + bit_n
             last_n, tile_n = load_tally(query_last, query_word, group, c_n, tile, C, T, takes_n)
             slot_n = members_before(last_n, tile_n, j, False)
-            fits_n = takes_n & (slot_n < room)
-            member_n = early_members + tl.minimum(slot_n, room).to(tl.int32)
+            fits_n = takes_n & (slot_n < capacity)
+            member_n = early_members + tl.minimum(slot_n, capacity).to(tl.int32)
 
             # It reads the last `target` keys of the cluster before it.
             last_n, tile_n = load_tally(key_last, key_word, group, c_n, tile, C, T, fits_n)
@@ -628,12 +628,12 @@ def place_kernel(
     stop_P,
     rank_P,
     first_R1,  # where the members of each row begin in `member_P`
-    total,  # [1] the number of members of clusters' lists, those without room among them
+    total,  # [1] the number of members of clusters' lists, those without a slot among them
     # Outputs
     member_P,  # at first_R1[row] + rank of each member, its number; in empty slots, their own
-    count_2,  # the numbers of query members with room, and of key members
+    count_2,  # the numbers of query members with a slot, and of key members
     # Sizes
-    room,
+    capacity,
     early_members,  # X * early
     key_members,  # M
     # Constant
@@ -643,13 +643,13 @@ def place_kernel(
 
     A program has BP slots. The grid is (tiles of slots,).
     """
-    filled = early_members + tl.minimum(tl.load(total), room).to(tl.int32)
+    filled = early_members + tl.minimum(tl.load(total), capacity).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(count_2, filled)
         tl.store(count_2 + 1, key_members)
     p = tl.program_id(0) * BP + tl.arange(0, BP)
     is_filled_p = p < filled
-    is_empty_p = (p >= filled) & (p < early_members + room)
+    is_empty_p = (p >= filled) & (p < early_members + capacity)
     row_p = tl.load(row_P + p, is_filled_p, 0)
     first_p = tl.load(first_R1 + row_p, is_filled_p, 0)
     rank_p = tl.load(rank_P + p, is_filled_p, 0)
@@ -670,7 +670,7 @@ def queries_before(
     n,
     C,
     T,
-    room,
+    capacity,
     mask_n,
     SELF: tl.constexpr,
 ):
@@ -678,12 +678,12 @@ def queries_before(
 
     Args:
         cluster_n: the clusters of the keys.
-        room: members without room do not count.
+        capacity: members without a slot do not count.
     """
     last_n, word_n = load_tally(query_last, query_word, group, cluster_n, n // TILE, C, T, mask_n)
     # A query that may not read itself reads a key from the next position on.
     before_n = members_before(last_n, word_n, n % TILE, not SELF)
-    return tl.minimum(before_n, room).to(tl.int32)
+    return tl.minimum(before_n, capacity).to(tl.int32)
 
 
 @triton.jit
@@ -701,7 +701,7 @@ def reader_kernel(
     low_M,  # the first query member that reads a key member
     high_M,  # the query member after the last one
     # Sizes
-    room,
+    capacity,
     N,
     C,
     T,
@@ -726,7 +726,9 @@ def reader_kernel(
     list_n = group * C + cluster_n
     last_n, word_n = load_tally(key_last, key_word, group, cluster_n, n // TILE, C, T, valid_n)
     member_n = members_before(last_n, word_n, n % TILE, False)
-    low_n = queries_before(query_last, query_word, group, cluster_n, n, C, T, room, valid_n, SELF)
+    low_n = queries_before(
+        query_last, query_word, group, cluster_n, n, C, T, capacity, valid_n, SELF
+    )
 
     # If no key is `target` places after, all later queries of the list read the key.
     list_end_n = tl.load(key_bound + list_n + 1, valid_n, 0)
@@ -734,10 +736,10 @@ def reader_kernel(
     later_row_n = tl.load(row_M + early_members + member_n + target, has_later_n, 0)
     later_n = tl.where(has_later_n, later_row_n - group * N, 0)
     high_n = queries_before(
-        query_last, query_word, group, cluster_n, later_n, C, T, room, has_later_n, SELF
+        query_last, query_word, group, cluster_n, later_n, C, T, capacity, has_later_n, SELF
     )
     query_end_n = tl.load(query_bound + list_n + 1, valid_n, 0)
-    high_n = tl.where(has_later_n, high_n, tl.minimum(query_end_n, room).to(tl.int32))
+    high_n = tl.where(has_later_n, high_n, tl.minimum(query_end_n, capacity).to(tl.int32))
     tl.store(low_M + early_members + member_n, early_members + low_n, valid_n)
     tl.store(high_M + early_members + member_n, early_members + high_n, valid_n)
 

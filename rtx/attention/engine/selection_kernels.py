@@ -16,7 +16,7 @@ bits, so that they cannot disagree by a rounding error.
 `product_kernel` and `moment_kernel` sum scores and their squares. `sum_kernel` sums members'
 vectors. `top_kernels.py` has the kernels that choose the best scores.
 
-Words: a tensor of members has `room` slots; the first hold members, the others are empty, see
+Words: a tensor of members has `capacity` slots; the first hold members, the others are empty, see
 `static_selection.py`. A *group* is one head of one sequence, x = b * H + h.
 
 Products, scores and sums are in float32, except where a kernel says float64.
@@ -336,11 +336,11 @@ def emit_kernel(
     times,  # [X, N] how many clusters each position is a member of
     last,  # [X, N] int64: the sums of `times` up to and with each position, perhaps beyond int32
     # Outputs
-    row_S,  # the rows of the members for which there is room, in order of rows and clusters
+    row_S,  # the rows of the members that have a slot, in order of rows and clusters
     list_S,  # their lists
     first_R1,  # where the members of each row begin; after the last row the number of all
     # Sizes
-    room,
+    capacity,
     N,
     C,
     # Constants
@@ -354,10 +354,10 @@ def emit_kernel(
     highest_n = tl.load(highest + row_n, valid_n, 0)
     last_n = tl.load(last + row_n, valid_n, 0)
     first_n = last_n - tl.load(times + row_n, valid_n, 0)
-    slot_n = tl.minimum(first_n, room).to(tl.int32)
+    slot_n = tl.minimum(first_n, capacity).to(tl.int32)
     tl.store(first_R1 + row_n, slot_n, valid_n)
     is_last_n = valid_n & (row_n == tl.num_programs(0) * N - 1)
-    tl.store(first_R1 + row_n + 1, tl.minimum(last_n, room).to(tl.int32), is_last_n)
+    tl.store(first_R1 + row_n + 1, tl.minimum(last_n, capacity).to(tl.int32), is_last_n)
 
     words = tl.cdiv(C, CLUSTERS)
     for word in range(0, words):
@@ -366,7 +366,7 @@ def emit_kernel(
             is_member_n = word_n != 0
             bit_n, word_n = take_lowest_bit(word_n)
             list_n = group * C + word * CLUSTERS + bit_n
-            fits_n = is_member_n & (slot_n < room)
+            fits_n = is_member_n & (slot_n < capacity)
             tl.store(row_S + slot_n, row_n, fits_n)
             tl.store(list_S + slot_n, list_n.to(list_S.dtype.element_ty), fits_n)
             slot_n += is_member_n.to(tl.int32)
@@ -396,12 +396,12 @@ def range_kernel(
     # Outputs
     row_M,  # the members' rows; 0 in empty slots
     start_M,  # the members' ranges, see `static_selection.Ranges`;
-    stop_M,  # `room` in empty slots, which makes them empty
+    stop_M,  # `capacity` in empty slots, which makes them empty
     low_M,
     high_M,
     member_S,  # the member in each slot
     # Sizes
-    room,
+    capacity,
     window,  # not above N
     L,
     # Constants
@@ -413,7 +413,7 @@ def range_kernel(
     A program has BM members. The grid is (tiles of members,).
     """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    valid_m = m < room
+    valid_m = m < capacity
     list_m = tl.load(list_M + m, valid_m, 0).to(tl.int32)
     slot_m = tl.load(slot_M + m, valid_m, 0)
     tl.store(member_S + slot_m, m, valid_m)
@@ -424,10 +424,10 @@ def range_kernel(
     first_m = tl.load(bound_L1 + list_m, is_filled_m, 0).to(tl.int32)
     end_m = tl.load(bound_L1 + list_m + 1, is_filled_m, 0).to(tl.int32)
     start_m, stop_m, low_m, high_m = ranges_around(m, first_m, end_m, window, SELF)
-    tl.store(start_M + m, tl.where(is_filled_m, start_m, room), valid_m)
-    tl.store(stop_M + m, tl.where(is_filled_m, stop_m, room), valid_m)
-    tl.store(low_M + m, tl.where(is_filled_m, low_m, room), valid_m)
-    tl.store(high_M + m, tl.where(is_filled_m, high_m, room), valid_m)
+    tl.store(start_M + m, tl.where(is_filled_m, start_m, capacity), valid_m)
+    tl.store(stop_M + m, tl.where(is_filled_m, stop_m, capacity), valid_m)
+    tl.store(low_M + m, tl.where(is_filled_m, low_m, capacity), valid_m)
+    tl.store(high_M + m, tl.where(is_filled_m, high_m, capacity), valid_m)
 
 
 @triton.jit
@@ -444,7 +444,7 @@ def top_range_kernel(
     N,
     C,
     W,
-    room,  # X * C * W
+    capacity,  # X * C * W
     window,  # not above W
     # Constants
     BM: tl.constexpr,
@@ -455,7 +455,7 @@ def top_range_kernel(
     A program has BM members. The grid is (tiles of members,).
     """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    valid_m = m < room
+    valid_m = m < capacity
     list_m = m // W
     row_m = tl.load(position + m, valid_m, 0) + list_m // C * N
     first_m = list_m * W

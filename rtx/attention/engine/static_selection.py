@@ -2,16 +2,16 @@
 
 How many members a cluster has depends on scores. A GPU would have to finish its queue before the
 CPU could read that number. So no shape here depends on scores. A tensor of members has M slots, its
-*room*. The members fill the first slots, list after list and in order of position; the other slots
-are *empty*. A number on the device is that of the filled slots. If there are more members than
-slots, the members of the last rows are left out, and counted as *lost*.
+*capacity*. The members fill the first slots, list after list and in order of position; the other
+slots are *empty*. A number on the device is that of the filled slots. If there are more members
+than slots, the members of the last rows are left out, and counted as *lost*.
 
 Members are found row after row (`Entries`), then sorted by list.
 
 `triton_selection.py` has the same functions as Triton kernels.
 
-Example: one sequence, one head, two clusters, four positions, a window of 2, and room for 6
-members. The positions 0, 1 and 3 are members of cluster 0, the positions 2 and 3 of cluster 1:
+Example: one sequence, one head, two clusters, four positions, a window of 2, and a capacity
+of 6 members. The positions 0, 1 and 3 are members of cluster 0, the positions 2 and 3 of cluster 1:
 
     slot        0  1  2  3  4  5
     row_S       0  1  2  3  3  0       in order of rows
@@ -71,7 +71,7 @@ class Selected(NamedTuple):
     lists: KernelLists
     """The members as query members and as key members, for the attention kernels."""
     lost: Tensor
-    """How many members there is no room for, int64 `[1]`: those of the last rows."""
+    """How many members have no slot, int64 `[1]`: those of the last rows."""
 
 
 class Entries(NamedTuple):
@@ -102,7 +102,7 @@ def by_thresholds(
     *,
     window: int,
     attend_self: bool,
-    room: int,
+    capacity: int,
 ) -> Selected:
     """Return the members of every cluster by thresholds, or of every position's nearest cluster.
 
@@ -121,14 +121,14 @@ def by_thresholds(
         margin_HC: within which scores are tied, in the type of the scores.
         window: a member reads the last `window` members of its list up to itself.
         attend_self: False: a member does not read itself, unless it would read nothing.
-        room: the number of slots. Without thresholds it must be B * H * N at least.
+        capacity: the number of slots. Without thresholds it must be B * H * N at least.
     """
     lists = number_of_lists(centroid_HCD, x_BHND)
     if threshold_HC is None:
         list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
-        entries = entries_of_nearest(list_R, lists, room)
+        entries = entries_of_nearest(list_R, lists, capacity)
     else:
-        entries = entries_by_thresholds(centroid_HCD, x_BHND, threshold_HC, margin_HC, room)
+        entries = entries_by_thresholds(centroid_HCD, x_BHND, threshold_HC, margin_HC, capacity)
     return selected_with(ranged_members, entries, lists, window, attend_self)
 
 
@@ -186,14 +186,14 @@ def nearest_lists(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> Te
     return list_XN.flatten().to(list_type(B * H * C))
 
 
-def entries_of_nearest(list_R: Tensor, lists: int, room: int) -> Entries:
+def entries_of_nearest(list_R: Tensor, lists: int, capacity: int) -> Entries:
     """Return the `Entries` by the result of `nearest_lists`."""
     rows = len(list_R)
-    assert room >= rows, "each position is a member"
+    assert capacity >= rows, "each position is a member"
     device = list_R.device
-    empty_slots = room - rows
+    empty_slots = capacity - rows
     return Entries(
-        row_S=torch.arange(room, dtype=torch.int32, device=device),
+        row_S=torch.arange(capacity, dtype=torch.int32, device=device),
         list_S=F.pad(list_R, (0, empty_slots), value=lists),
         first_R1=torch.arange(rows + 1, dtype=torch.int32, device=device),
         count_L=None,
@@ -213,14 +213,14 @@ def entries_by_thresholds(
     x_BHND: Tensor,
     threshold_HC: Tensor,
     margin_HC: Tensor,
-    room: int,
+    capacity: int,
 ) -> Entries:
     """Return the `Entries` by thresholds; as many heads at a time as `MAX_SCORES` allows."""
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     x_XND = x_BHND.flatten(0, 1)
     # Of each member: where its score is in scores [X, N, C], flattened.
-    score_number_S1 = x_BHND.new_zeros(room + 1, dtype=torch.int64)
+    score_number_S1 = x_BHND.new_zeros(capacity + 1, dtype=torch.int64)
     members = score_number_S1.new_zeros(1)
     times_XN = score_number_S1.new_zeros(B * H, N)
     count_XC = score_number_S1.new_zeros(B * H, C)
@@ -232,15 +232,15 @@ def entries_by_thresholds(
         members = collect(is_member_XCN.mT.flatten(), first_score, score_number_S1, members)
         times_XN[some] = is_member_XCN.sum(-2)
         count_XC[some] = is_member_XCN.sum(-1)
-    row_S, list_S = rows_and_lists(score_number_S1[:room], N, C)
-    is_filled_S = torch.arange(room, device=x_BHND.device) < members
+    row_S, list_S = rows_and_lists(score_number_S1[:capacity], N, C)
+    is_filled_S = torch.arange(capacity, device=x_BHND.device) < members
     lists = B * H * C
     return Entries(
         row_S=row_S.int(),
         list_S=torch.where(is_filled_S, list_S, lists).to(list_type(lists)),
-        first_R1=bounds(times_XN.flatten(), room).int(),
+        first_R1=bounds(times_XN.flatten(), capacity).int(),
         count_L=count_XC.flatten(),
-        lost=(members - room).clamp(min=0),
+        lost=(members - capacity).clamp(min=0),
     )
 
 
@@ -298,22 +298,21 @@ def collect(is_taken_J: Tensor, offset: int, number_M1: Tensor, done: Tensor) ->
     """Append the number `offset + j` to `number_M1` for every j where `is_taken_J` is true.
 
     Example: is_taken_J = [0, 1, 1], offset = 10, number_M1 = [7, 0, 0], done = 1: one number is
-    there, and there is room for M = 2. This writes 11 into slot 1, finds no room for 12, and
-    returns 3.
+    there, and the capacity is M = 2. This writes 11 into slot 1, has no slot for 12, and returns 3.
 
     Args:
         is_taken_J: bool.
         number_M1: numbers, int64, written in place. The last slot is not for numbers: it takes
-            every write that is not wanted or finds no room.
-        done: how many numbers have been appended before, int64 `[1]`. It may exceed the room, as
-            numbers without room are counted, too.
+            every write that is not wanted or has no slot.
+        done: how many numbers have been appended before, int64 `[1]`. It may exceed the capacity,
+            as numbers without a slot are counted, too.
 
     Returns:
         `done` with those of this call.
     """
-    room = len(number_M1) - 1
+    capacity = len(number_M1) - 1
     slot_J = done + is_taken_J.cumsum(0) - 1
-    slot_J = torch.where(is_taken_J & (slot_J < room), slot_J, room)
+    slot_J = torch.where(is_taken_J & (slot_J < capacity), slot_J, capacity)
     number_J = torch.arange(offset, offset + len(is_taken_J), device=number_M1.device)
     number_M1.scatter_(0, slot_J, number_J)
     return done + is_taken_J.sum()
@@ -413,8 +412,8 @@ def ranged_members(
         bound_L1: see `Selected`.
         window, attend_self: see `by_thresholds`.
     """
-    room = len(list_M)
-    member_M = torch.arange(room, device=list_M.device)
+    capacity = len(list_M)
+    member_M = torch.arange(capacity, device=list_M.device)
     first_M = bound_L1[list_M.long()]
     # Empty slots have list L, whose end does not exist; their ranges are overwritten below.
     last_bound = len(bound_L1) - 1
@@ -425,10 +424,10 @@ def ranged_members(
     member_S = torch.empty_like(member_M).scatter(0, slot_M, member_M)
     return Members(
         row_M=torch.where(is_filled_M, row_S[slot_M], 0),
-        start_M=torch.where(is_filled_M, ranges.start_M, room).int(),
-        stop_M=torch.where(is_filled_M, ranges.stop_M, room).int(),
-        low_M=torch.where(is_filled_M, ranges.low_M, room).int(),
-        high_M=torch.where(is_filled_M, ranges.high_M, room).int(),
+        start_M=torch.where(is_filled_M, ranges.start_M, capacity).int(),
+        stop_M=torch.where(is_filled_M, ranges.stop_M, capacity).int(),
+        low_M=torch.where(is_filled_M, ranges.low_M, capacity).int(),
+        high_M=torch.where(is_filled_M, ranges.high_M, capacity).int(),
         member_S=member_S.int(),
     )
 
@@ -459,13 +458,13 @@ def shared_lists(
     )
 
 
-def bounds(count_L: Tensor, room: int) -> Tensor:
+def bounds(count_L: Tensor, capacity: int) -> Tensor:
     """Return the first member of each list, then the number of filled slots, `[L + 1]`.
 
-    List l has the members bound_L1[l] to bound_L1[l + 1] - 1. Example: counts 3, 2, 4 and room 6
-    make 0, 3, 5, 6.
+    List l has the members bound_L1[l] to bound_L1[l + 1] - 1. Example: counts 3, 2, 4 and a
+    capacity of 6 give 0, 3, 5, 6.
     """
-    return F.pad(count_L.cumsum(0), (1, 0)).clamp(max=room)
+    return F.pad(count_L.cumsum(0), (1, 0)).clamp(max=capacity)
 
 
 def list_of(bound_L1: Tensor, member_M: Tensor) -> Tensor:
@@ -518,20 +517,20 @@ def separate_lists(
     Args:
         length: N.
     """
-    query_room = len(queries.row_M)
-    key_room = len(keys.row_M)
+    query_slots = len(queries.row_M)
+    key_slots = len(keys.row_M)
     query_places = places_of(queries, length)
     key_places = places_of(keys, length)
     start_P, stop_P = key_ranges(queries, keys, query_places, key_places, window, attend_self)
-    start_P = torch.where(query_places.is_filled_M, start_P, key_room)
-    stop_P = torch.where(query_places.is_filled_M, stop_P, key_room)
+    start_P = torch.where(query_places.is_filled_M, start_P, key_slots)
+    stop_P = torch.where(query_places.is_filled_M, stop_P, key_slots)
     # Neither start_P nor stop_P falls from a query member to the next. So the readers of key member
     # m are those from the first whose stop is after m to the last whose start is not.
-    member_M = torch.arange(key_room, device=start_P.device)
+    member_M = torch.arange(key_slots, device=start_P.device)
     low_M = torch.searchsorted(stop_P, member_M, right=True)
     high_M = torch.searchsorted(start_P, member_M, right=True)
-    low_M = torch.where(key_places.is_filled_M, low_M, query_room)
-    high_M = torch.where(key_places.is_filled_M, high_M, query_room)
+    low_M = torch.where(key_places.is_filled_M, low_M, query_slots)
+    high_M = torch.where(key_places.is_filled_M, high_M, query_slots)
     query_count_1 = queries.lists.count_2[:1]
     key_count_1 = keys.lists.count_2[:1]
     return KernelLists(
@@ -563,9 +562,9 @@ def places_of(selected: Selected, length: int) -> Places:
     Args:
         length: N.
     """
-    room = len(selected.row_M)
+    capacity = len(selected.row_M)
     bound_L1 = selected.bound_L1
-    member_M = torch.arange(room, device=bound_L1.device)
+    member_M = torch.arange(capacity, device=bound_L1.device)
     list_M = list_of(bound_L1, member_M)
     position_M = selected.row_M % max(1, length)
     order_M = list_M * length + position_M

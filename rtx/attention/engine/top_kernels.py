@@ -18,7 +18,7 @@ out is not tied, so that ties change nothing. Better scores are taken anyway.
 
 Scores are float32. Bisection is by their order as integers, so it is exact.
 
-Shapes: X rows, N scores of a row, K = W + 1 best scores, ROOM slots for candidates. Lower-case
+Shapes: X rows, N scores of a row, K = W + 1 best scores, CAPACITY slots for candidates. Lower-case
 letters are the axes of a tile in registers: n scores of a row, w words of marks, i bits of a word,
 s scores of a sample, k candidates or best scores. `valid_n` is False after the last score of a row,
 and so on. The grid of each kernel is (rows,), of `mark_kernel` (rows, blocks of words).
@@ -220,19 +220,19 @@ def list_kernel(
     # Input
     mark,  # [X, ceil(N / 32)]
     # Outputs
-    place,  # [X, ROOM] the places of candidates, ascending; as many as have room
+    place,  # [X, CAPACITY] the places of candidates, ascending; as many as there are slots
     count,  # [X] the number of candidates
     # Size
     N,
     # Constants
-    ROOM: tl.constexpr,
+    CAPACITY: tl.constexpr,
     BW: tl.constexpr,
 ):
     """List the candidates of a row. A program has one row, and reads it BW words at a time."""
     row = tl.program_id(0).to(tl.int64)
     words = tl.cdiv(N, 32)
     mark += row * words
-    place += row * ROOM
+    place += row * CAPACITY
     listed = 0
     for begin in range(0, words, BW):
         w = begin + tl.arange(0, BW)
@@ -241,7 +241,7 @@ def list_kernel(
         slot_w = listed + tl.cumsum(ones_w, 0) - ones_w
         listed += tl.sum(ones_w, 0)
         while any_bit(word_w):
-            fits_w = (word_w != 0) & (slot_w < ROOM)
+            fits_w = (word_w != 0) & (slot_w < CAPACITY)
             bit_w, word_w = take_lowest_bit(word_w)
             tl.store(place + slot_w, w * 32 + bit_w, fits_w)
             slot_w += 1
@@ -275,7 +275,7 @@ def top_kernel(
     N,
     W,
     # Constants
-    ROOM: tl.constexpr,
+    CAPACITY: tl.constexpr,
     BN: tl.constexpr,
 ):
     """Write the places of the W best scores of a row, ascending.
@@ -287,14 +287,14 @@ def top_kernel(
     taken += row * W
     least = tl.load(floor + row)
     candidates = tl.load(count + row)
-    k = tl.arange(0, ROOM)
-    valid_k = k < tl.minimum(candidates, ROOM)
-    place_k = tl.load(place + row * ROOM + k, valid_k, N)
+    k = tl.arange(0, CAPACITY)
+    valid_k = k < tl.minimum(candidates, CAPACITY)
+    place_k = tl.load(place + row * CAPACITY + k, valid_k, N)
     value_k = load_scores(score, place_k, N, True)
     last, near = last_and_near(value_k, valid_k, tl.load(margin + row), W)
     # The candidates decide if the W best and the first one left out are among them, if all of them
     # are in their slots, and if every score tied with the last one taken is a candidate.
-    if (candidates > W) & (candidates <= ROOM) & (last - near >= least):
+    if (candidates > W) & (candidates <= CAPACITY) & (last - near >= least):
         is_better_k, is_tied_k = better_and_tied(value_k, last, near)
         is_better_k = valid_k & is_better_k
         ties = W - count_of(is_better_k)

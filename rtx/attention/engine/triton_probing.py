@@ -12,7 +12,7 @@ those of the lists of early positions, of which each head has one, then those of
 
 Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, S of them at a time,
 D head size, T tiles of 32 positions, L = X * C lists of clusters, L1 = L + 1, R = X * N rows,
-R1 = R + 1, M = X * early + R key members, P = X * early + room query members.
+R1 = R + 1, M = X * early + R key members, P = X * early + capacity slots of query members.
 """
 
 from __future__ import annotations
@@ -455,11 +455,11 @@ def positions_at_once(heads: int, length: int, clusters: int) -> int:
     return min(tiles, whole_pieces(length, TILE)) * TILE
 
 
-def pack_members(files: Files, probes: Probes, reach: Reach, room: int) -> KernelLists:
+def pack_members(files: Files, probes: Probes, reach: Reach, capacity: int) -> KernelLists:
     """Return which query members read which key members.
 
     Args:
-        room: for how many members as queries clusters' lists have room; more are left out.
+        capacity: the slots for query members of clusters' lists; more members are left out.
     """
     tensors = pack_operator(
         files.cluster_XN,
@@ -470,7 +470,7 @@ def pack_members(files: Files, probes: Probes, reach: Reach, room: int) -> Kerne
         reach.target,
         files.early,
         reach.attend_self,
-        room,
+        capacity,
     )
     row_P, start_P, stop_P, low_M, high_M, first_R1, member_P, count_2 = tensors
     return KernelLists(
@@ -499,7 +499,7 @@ def lists_by_kernels(
     target: int,
     early: int,
     attend_self: bool,
-    room: int,
+    capacity: int,
 ) -> ListsTuple:
     """Return what `pack_members` takes over into `KernelLists`."""
     keys = Tally._make(key_tally)
@@ -510,7 +510,7 @@ def lists_by_kernels(
         **tally_arguments("query", queries),
         **tally_arguments("key", keys),
         "key_bound": keys.bound_L1,
-        "room": room,
+        "capacity": capacity,
         "N": N,
         "C": C,
         "T": tiles,
@@ -518,7 +518,7 @@ def lists_by_kernels(
         "early": early,
         "SELF": attend_self,
     }
-    written = launch_write(bits, X * early + room, arguments)
+    written = launch_write(bits, X * early + capacity, arguments)
     total_1 = queries.bound_L1[-1:]
     members, count_2 = launch_place(written, total_1, X * early, len(row_M))
     low_M = torch.empty_like(row_M)
@@ -583,7 +583,7 @@ def launch_place(
     """Return the query members of each row, and `KernelLists.count_2`; fill empty slots.
 
     Args:
-        total_1: the number of members of clusters' lists, those without room among them.
+        total_1: the number of members of clusters' lists, those without a slot among them.
         early_members: X * early.
         key_members: M.
     """
@@ -602,7 +602,7 @@ def launch_place(
         total=total_1,
         member_P=member_P,
         count_2=count_2,
-        room=slots - early_members,
+        capacity=slots - early_members,
         early_members=early_members,
         key_members=key_members,
         BP=SLOTS,
@@ -629,10 +629,10 @@ def _(
     target: int,
     early: int,
     attend_self: bool,
-    room: int,
+    capacity: int,
 ) -> ListsTuple:
     X, N = cluster_XN.shape
-    row_P = row_M.new_empty(X * early + room)
+    row_P = row_M.new_empty(X * early + capacity)
     return (
         row_P,
         torch.empty_like(row_P),
@@ -645,13 +645,13 @@ def _(
     )
 
 
-def member_counts(tally: Tally, early: int, room: int) -> Tensor:
+def member_counts(tally: Tally, early: int, capacity: int) -> Tensor:
     """Return the number of members of each list, those of early positions first; int64.
 
     Args:
         early: how many first positions are early.
-        room: of clusters' lists; members without room do not count.
+        capacity: of clusters' lists; members without a slot do not count.
     """
     heads = len(tally.word_XTC)
-    count_L = tally.bound_L1.clamp(max=room).diff().long()
+    count_L = tally.bound_L1.clamp(max=capacity).diff().long()
     return torch.cat([count_L.new_full((heads,), early), count_L])

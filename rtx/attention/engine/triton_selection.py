@@ -92,21 +92,21 @@ def by_thresholds(
     *,
     window: int,
     attend_self: bool,
-    room: int,
+    capacity: int,
 ) -> Selected:
     """Return what `static_selection.by_thresholds` does, of float32."""
     lists = number_of_lists(centroid_HCD, x_BHND)
     window = min(window, x_BHND.shape[2])
     if threshold_HC is None:
         list_R = nearest_lists(centroid_HCD, x_BHND, margin_HC)
-        entries = entries_of_nearest(list_R, lists, room)
+        entries = entries_of_nearest(list_R, lists, capacity)
     else:
         tensors = entries_by_thresholds(
             centroid_HCD.detach(),
             x_BHND.detach(),
             threshold_HC.detach(),
             margin_HC.detach(),
-            room,
+            capacity,
         )
         entries = Entries._make(tensors)
     return selected_with(ranged_members, entries, lists, window, attend_self)
@@ -163,18 +163,18 @@ def entries_by_thresholds(
     x_BHND: Tensor,
     threshold_HC: Tensor,
     margin_HC: Tensor,
-    room: int,
+    capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `Entries`, by the kernels in the order that `selection_kernels.py` describes."""
     C = centroid_HCD.shape[1]
     if not x_BHND.numel():
-        return empty_entries(centroid_HCD, x_BHND, threshold_HC, margin_HC, room)
+        return empty_entries(centroid_HCD, x_BHND, threshold_HC, margin_HC, capacity)
     scored = launch_score(centroid_HCD, x_BHND, threshold_HC, margin_HC)
     tallied = launch_tally(scored, C)
     last_R = tallied.times_R.cumsum(0)
-    row_S, list_S, first_R1 = launch_emit(scored, tallied.times_R, last_R, C, room)
+    row_S, list_S, first_R1 = launch_emit(scored, tallied.times_R, last_R, C, capacity)
     count_L = tallied.count_XTC.sum(1).flatten()
-    lost = (last_R[-1:] - room).clamp(min=0)
+    lost = (last_R[-1:] - capacity).clamp(min=0)
     return row_S, list_S, first_R1, count_L, lost
 
 
@@ -184,7 +184,7 @@ def empty_entries(
     x_BHND: Tensor,
     threshold_HC: Tensor,
     margin_HC: Tensor,
-    room: int,
+    capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the result of `entries_by_thresholds` without positions: all slots are empty.
 
@@ -193,8 +193,8 @@ def empty_entries(
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     L = B * H * C
-    row_S = x_BHND.new_zeros(room, dtype=torch.int32)
-    list_S = x_BHND.new_full((room,), L, dtype=list_type(L))
+    row_S = x_BHND.new_zeros(capacity, dtype=torch.int32)
+    list_S = x_BHND.new_full((capacity,), L, dtype=list_type(L))
     first_R1 = row_S.new_zeros(B * H * N + 1)
     count_L = x_BHND.new_zeros(L, dtype=torch.int64)
     return row_S, list_S, first_R1, count_L, count_L.new_zeros(1)
@@ -307,7 +307,7 @@ def launch_emit(
     times_R: Tensor,
     last_R: Tensor,
     C: int,
-    room: int,
+    capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `row_S`, `list_S` and `first_R1` of `Entries`.
 
@@ -316,8 +316,8 @@ def launch_emit(
     """
     B, H, N = scored.highest_BHN.shape
     L = B * H * C
-    row_S = scored.bits.new_empty(room)
-    list_S = scored.bits.new_full((room,), L, dtype=list_type(L))
+    row_S = scored.bits.new_empty(capacity)
+    list_S = scored.bits.new_full((capacity,), L, dtype=list_type(L))
     first_R1 = scored.bits.new_empty(B * H * N + 1)
     kernels().emit_kernel[(B * H, whole_pieces(N, EMIT_TILE))](
         bits=scored.bits,
@@ -327,7 +327,7 @@ def launch_emit(
         row_S=row_S,
         list_S=list_S,
         first_R1=first_R1,
-        room=room,
+        capacity=capacity,
         N=N,
         C=C,
         BN=EMIT_TILE,
@@ -359,16 +359,16 @@ def ranges_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `Members`."""
     members = empty_members(list_M, slot_M, row_S, bound_L1, window, attend_self)
-    room = len(list_M)
-    if room:
-        programs = whole_pieces(room, RANGE_TILE)
+    capacity = len(list_M)
+    if capacity:
+        programs = whole_pieces(capacity, RANGE_TILE)
         kernels().range_kernel[(programs,)](
             list_M=list_M,
             slot_M=slot_M,
             row_S=row_S,
             bound_L1=bound_L1,
             **members._asdict(),
-            room=room,
+            capacity=capacity,
             window=window,
             L=len(bound_L1) - 1,
             BM=RANGE_TILE,
@@ -409,10 +409,10 @@ def top_ranges(
     """Return the rows of members and their `Ranges`."""
     assert position_XCW.dtype == torch.int32, "the kernel counts in int32"
     row_M, *ranges = empty_top_ranges(position_XCW, length, window, attend_self)
-    room = position_XCW.numel()
+    capacity = position_XCW.numel()
     C, W = position_XCW.shape[-2:]
-    if room:
-        programs = whole_pieces(room, RANGE_TILE)
+    if capacity:
+        programs = whole_pieces(capacity, RANGE_TILE)
         kernels().top_range_kernel[(programs,)](
             position=position_XCW.contiguous(),
             row_M=row_M,
@@ -420,7 +420,7 @@ def top_ranges(
             N=length,
             C=C,
             W=W,
-            room=room,
+            capacity=capacity,
             window=min(window, W),
             BM=RANGE_TILE,
             SELF=attend_self,
@@ -525,21 +525,21 @@ def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
 
 def is_sampled(length: int, window: int) -> bool:
     """Return whether the best of rows are found by samples, else by torch.topk."""
-    _, room = sampled(length, window)
-    return window < length and length >= MIN_SAMPLED and room <= MAX_CANDIDATES
+    _, capacity = sampled(length, window)
+    return window < length and length >= MIN_SAMPLED and capacity <= MAX_CANDIDATES
 
 
 def sampled(length: int, window: int) -> tuple[int, int]:
-    """Return the rank of the sample's score that candidates reach, and the room for candidates.
+    """Return the rank of the sample's score that candidates reach, and the slots for candidates.
 
     Of every `step` scores one is in the sample. So about rank * step scores of the row reach the
     sample's score of that rank. window + 1 must, nearly always: if not, the row is searched again.
     The number that does is random, with a deviation of about sqrt(rank) in the sample, so that the
-    rank is six deviations higher, and a constant for small ranks. There is room for twice the
+    rank is six deviations higher, and a constant for small ranks. There are slots for twice the
     expected number of candidates, or up to four times, as it is a power of two.
 
     Example: for length 65,536 and window 256 the step is 16. The rank is 17 + 6 * 4 + 8 = 49, about
-    784 candidates are expected, and there is room for 2,048.
+    784 candidates are expected, and there are 2,048 slots.
     """
     step = max(1, whole_pieces(length, SAMPLE))
     rank = whole_pieces(window + 1, step)
@@ -552,12 +552,12 @@ def top_by_kernels(score_XN: Tensor, margin_X: Tensor, window: int) -> Tensor:
     """Return the places `[X, W]` of the best of each row, ascending, int32; NaN is the worst."""
     assert score_XN.dtype == margin_X.dtype == torch.float32, "the kernels compute in float32"
     X, N = score_XN.shape
-    rank, room = sampled(N, window)
+    rank, capacity = sampled(N, window)
     score_XN = score_XN.contiguous()
     place_XW = score_XN.new_empty(X, window, dtype=torch.int32)
     if not X:
         return place_XW
-    candidates = launch_candidates(score_XN, rank, room)
+    candidates = launch_candidates(score_XN, rank, capacity)
     top_kernels().top_kernel[(X,)](
         score=score_XN,
         place=candidates.place_XK,
@@ -567,7 +567,7 @@ def top_by_kernels(score_XN: Tensor, margin_X: Tensor, window: int) -> Tensor:
         taken=place_XW,
         N=N,
         W=window,
-        ROOM=room,
+        CAPACITY=capacity,
         BN=2048,
         num_warps=8,
         num_stages=1,
@@ -579,20 +579,20 @@ class Candidates(NamedTuple):
     """The scores of each row among which the best are, see `top_kernels.py`."""
 
     place_XK: Tensor
-    """Their places, ascending; as many as have room."""
+    """Their places, ascending; as many as there are slots."""
     floor_X: Tensor
     """The score that they reach."""
     count_X: Tensor
     """Their number."""
 
 
-def launch_candidates(score_XN: Tensor, rank: int, room: int) -> Candidates:
+def launch_candidates(score_XN: Tensor, rank: int, capacity: int) -> Candidates:
     """Return the candidates of each row. Args: see `sampled`."""
     X, N = score_XN.shape
     words = whole_pieces(N, 32)
     mark = score_XN.new_empty(X, words, dtype=torch.int32)
     candidates = Candidates(
-        place_XK=mark.new_empty(X, room),
+        place_XK=mark.new_empty(X, capacity),
         floor_X=score_XN.new_empty(X),
         count_X=mark.new_empty(X),
     )
@@ -608,7 +608,7 @@ def launch_candidates(score_XN: Tensor, rank: int, room: int) -> Candidates:
         place=candidates.place_XK,
         count=candidates.count_X,
         N=N,
-        ROOM=room,
+        CAPACITY=capacity,
         BW=min(2048, power_of_two(words)),
         num_warps=4,
     )
