@@ -91,6 +91,7 @@ def members_before(last, word, j, INCLUDED: tl.constexpr):
         last, word: of the list and the tile.
         INCLUDED: count that position, too.
     """
+    # The members at position j and at later positions of the tile. They are in `last`, too.
     from_j = word.to(tl.uint32, bitcast=True) >> j.to(tl.uint32)
     if INCLUDED:
         from_j = from_j >> 1
