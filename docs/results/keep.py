@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rtx.runs.folder import run_folders
-from rtx.runs.records import StudyLine
 from rtx.runs.status import changed, state_of
-from rtx.runs.study import read_run, read_steps, read_sweeps, write_study
+from rtx.runs.study import StudyLine, read_run, read_steps, read_sweeps, write_study
 
 PRIVATE = {"host", "pid", "folder"}
 PROGRAM = re.compile(r"^\S*/(rtx/__main__\.py|rtx) ")

@@ -12,9 +12,8 @@ import yaml
 from rtx.report.contents import build
 from rtx.report.formats import as_json
 from rtx.report.run_records import collect
-from rtx.runs.records import StudyLine
 from rtx.runs.status import utc_now
-from rtx.runs.study import is_study, read_run, read_study, write_study
+from rtx.runs.study import StudyLine, is_study, read_run, read_study, write_study
 from rtx.settings.identity import digest
 from rtx.settings.schema import flat
 from tests.helpers.records import (
