@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
 import rtx.hf
-from rtx.analysis.pretrained import Compared
+from rtx.analysis.pretrained.compare import Compared
 from rtx.errors import UserError
 from rtx.hf import Choice
 from rtx.hf.loading import load_model, origin_of

@@ -99,13 +99,13 @@ def test_the_page_has_the_plot_and_maps_of_layers_and_heads(
 ) -> None:
     assert cli.main(["report", str(folder)]) == 0
     printed = capsys.readouterr().out
-    assert "●" in printed or "bits/token above dense" in printed
+    assert "further keys" in printed and "verdict" in printed
     names = {path.name for path in (folder / "report").iterdir()}
     plots = {"pretrained-small-N64.png"}
     plots |= {f"pretrained-small-N64-coverage-k{keys}.png" for keys in (4, 8)}
     assert plots <= names
     page = (folder / "report" / "report.html").read_text()
-    assert page.count("<svg") == 3 and "0.1540 ±" not in page
+    assert page.count("<svg") == 3
     assert page.index("<svg") < page.index("<table"), "the plot is beside the first table"
     text = (folder / "report" / "report.md").read_text()
     assert "| probed | 8 |" in text and "| 8 | probed | exact |" in text
