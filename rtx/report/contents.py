@@ -101,7 +101,7 @@ def report_on_pretrained(collection: Collection, title: str) -> Report:
     sentences: list[str] = []
     for comparison in comparisons(collection.pretrained):
         sentences += add_pretrained(report, comparison)
-    report.headline = sentences[0]
+    report.headline = " ".join(sentences[:1])
     report.lines = sentences[1:]
     report.answer = report.tables.pop(0)
     return report

@@ -1,8 +1,9 @@
 """What selections cost pretrained models, by the records of `rtx analyze pretrained`.
 
-Records of one model with equal settings make a `Comparison`: the windows of all its texts are
-pooled. Intervals are 95% intervals over windows. Selections are compared at equal numbers of keys
-window by window, with Holm's correction.
+Records of one model with equal settings make a `Comparison` of the choices that were measured on
+all their texts: the windows of the texts are pooled. A text with further choices has a comparison
+of its own. Intervals are 95% intervals over windows. Selections are compared at equal numbers of
+keys window by window, with Holm's correction.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class ChoiceCost:
         return next(iter(self.rows.values()))
 
     @property
+    def has_further_keys(self) -> bool:
+        """Whether the choice reads more than the window and the first keys."""
+        return self.row.choice.selection != LOCAL
+
+    @property
     def above(self) -> Values:
         """Bits above dense by the names of windows."""
         values = {}
@@ -107,11 +113,13 @@ class Comparison:
 
     Args:
         texts: a record by the name of its text, for what is of the dense model.
-        costs: every choice that was measured.
+        costs: what each choice cost.
+        of_text: the text, if other texts have another comparison.
     """
 
     texts: dict[str, PretrainedRecord] = field(default_factory=dict)
     costs: dict[ChoiceName, ChoiceCost] = field(default_factory=dict)
+    of_text: str = ""
 
     @property
     def record(self) -> PretrainedRecord:
@@ -120,12 +128,15 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """The model and the length, which begin the titles of tables."""
-        return f"{self.record.model}, N = {self.record.length:,}"
+        """The model, the length, and the text if it is one of several, for titles of tables."""
+        title = f"{self.record.model}, N = {self.record.length:,}"
+        return f"{title}, {self.of_text}" if self.of_text else title
 
     @property
     def file_name(self) -> str:
-        return f"pretrained-{self.record.model}-N{self.record.length}"
+        """The name of the file of the plot, with which other names begin."""
+        name = f"pretrained-{self.record.model}-N{self.record.length}"
+        return f"{name}-{self.of_text}" if self.of_text else name
 
     @property
     def settings(self) -> str:
@@ -146,13 +157,39 @@ class Comparison:
         """Return the choices with each number of further keys, the least loss first."""
         names: dict[int, list[ChoiceName]] = {}
         for name, cost in self.ranked():
-            if cost.row.choice.selection != LOCAL:
+            if cost.has_further_keys:
                 names.setdefault(name.k, []).append(name)
         return dict(sorted(names.items()))
 
+    def by_texts(self) -> list[Comparison]:
+        """Return this comparison as one of all texts, and one of each text with further choices.
+
+        That of all texts has the choices that were measured on all of them.
+        """
+        common = {}
+        texts_with_more: dict[str, None] = {}
+        for name, cost in self.costs.items():
+            if len(cost.rows) == len(self.texts):
+                common[name] = cost
+            else:
+                texts_with_more |= dict.fromkeys(cost.rows)
+        parts = [self.of_one_text(text) for text in texts_with_more]
+        has_more = any(cost.has_further_keys for cost in common.values())
+        if has_more or not parts:
+            parts.insert(0, Comparison(self.texts, common))
+        return parts
+
+    def of_one_text(self, text: str) -> Comparison:
+        """Return all choices that were measured on a text."""
+        costs = {}
+        for name, cost in self.costs.items():
+            if text in cost.rows:
+                costs[name] = ChoiceCost({text: cost.rows[text]})
+        return Comparison({text: self.texts[text]}, costs, text)
+
 
 def comparisons(records: Iterable[PretrainedRecord]) -> list[Comparison]:
-    """Return the comparisons of records; of equal ones on one text the last counts."""
+    """Return the comparisons of records; of equal choices on one text the last counts."""
     by_settings: dict[str, Comparison] = {}
     for record in records:
         comparison = by_settings.setdefault(settings_of(record), Comparison())
@@ -161,7 +198,10 @@ def comparisons(records: Iterable[PretrainedRecord]) -> list[Comparison]:
         for row in record.rows:
             cost = comparison.costs.setdefault(ChoiceName(row.label, row.k), ChoiceCost())
             cost.rows[text] = row
-    return list(by_settings.values())
+    parts = []
+    for comparison in by_settings.values():
+        parts += comparison.by_texts()
+    return parts
 
 
 def settings_of(record: PretrainedRecord) -> str:

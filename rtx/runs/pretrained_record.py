@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from pydantic import ConfigDict, FiniteFloat, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 
 from rtx.errors import plural
 from rtx.runs.records import DataRecord, Record
@@ -116,7 +116,7 @@ class PretrainedRecord(Record):
     what: Literal["pretrained"]
     dense: DenseRow
     weight: WeightRow
-    rows: list[SelectionCostRow]
+    rows: list[SelectionCostRow] = Field(min_length=1)
     seconds: FiniteFloat
     parameters: int
     memory: int

@@ -86,9 +86,9 @@ def test_windows_of_all_texts_are_pooled_and_compared_in_pairs(folder: Path) -> 
     assert row_of(dense, text="code")["sinks_half"] == pytest.approx(0.1 * stats.t.ppf(0.975, 1))
     assert report.headline.endswith("; tied with it: probed.")
     assert "with 8 further keys exact loses least, 0.092 ±" in report.lines[0]
-    with_unequal_texts = json.loads(json.dumps(pretrained_record("poem", TEXTS["book"])))
-    with_unequal_texts["analyze"]["window"] = 16
-    write(folder, "other000", with_unequal_texts)
+    with_other_window = json.loads(json.dumps(pretrained_record("poem", TEXTS["book"])))
+    with_other_window["analyze"]["window"] = 16
+    write(folder, "other000", with_other_window)
     again = build(collect([folder]), "a report")
     assert row_of(again.answer, label="probed", k=8) == probed, "other settings are not pooled"
     assert len(again.tables) == 2 + 3
@@ -126,6 +126,18 @@ def test_a_study_file_and_a_folder_above_give_the_same_report(folder: Path, tmp_
     expected = tables(build(collect([folder]), ""))
     for place in (study, folder.parent, tmp_path):
         assert tables(build(collect([place]), "")) == expected
+
+
+def test_further_choices_on_one_text_are_not_pooled_with_those_of_all_texts(folder: Path) -> None:
+    further = {("none", 64): [1.9, 1.8], ("exact", 16): [0.01, 0.02]}
+    write(folder, "further0", pretrained_record("code", further))
+    report = build(collect([folder]), "a report")
+    assert report.answer and {row["k"] for row in report.answer.rows} == {4, 8, 64}
+    assert row_of(report.answer, label="exact", k=8)["seeds"] == 5
+    (of_code,) = [table for table in report.tables if table.title.endswith("64, code")][:1]
+    assert row_of(of_code, label="exact", k=16)["seeds"] == 2
+    assert row_of(of_code, label="exact", k=8)["ours"] == pytest.approx(0.155)
+    assert "pretrained-small-N64-code" in {plot.name for plot in report.plots}
 
 
 def test_runs_and_pretrained_models_share_a_report(folder: Path, tmp_path: Path) -> None:
