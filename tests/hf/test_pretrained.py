@@ -77,6 +77,10 @@ def test_the_command_compares_selections_on_a_text(
     (picture,) = [line for line in printed.splitlines() if line.endswith(".png")]
     with Image.open(picture) as image:
         assert image.size[0] > 300
+    place = workshop.folder / "out" / "pretrained" / folder.name
+    assert f"next: rtx report {place}" in printed
+    said = workshop.command("report", str(place))
+    assert "with 8 further keys" in said and "random, 1 first layer dense" in said
 
 
 def test_dense_bits_are_those_of_transformers(workshop: Workshop, folder: Path, book: Path) -> None:
