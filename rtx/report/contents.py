@@ -14,17 +14,15 @@ from rtx.report.lengths import tables_by_length
 from rtx.report.paper import heads_label
 from rtx.report.paper_views import list_of_tables
 from rtx.report.plots import Plot, plots_of
-from rtx.report.pretrained import (
-    Comparison,
-    command_of,
-    comparisons,
+from rtx.report.pretrained_comparisons import Comparison, command_of, comparisons
+from rtx.report.pretrained_plots import plots_of as pretrained_plots
+from rtx.report.pretrained_tables import (
     dense_table,
     headlines,
     loss_table,
     pairs_of,
     pairs_table,
 )
-from rtx.report.pretrained import plots_of as pretrained_plots
 from rtx.report.run_records import Cell, Collection
 from rtx.report.score_rows import ProtocolRows, Row, rows_by_protocol
 from rtx.report.score_tables import Kinds, Paces, kinds_table, score_tables

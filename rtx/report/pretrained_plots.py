@@ -1,7 +1,4 @@
-"""Plots of what selections cost pretrained models: loss, and weight kept by layer and head.
-
-They are drawn from lines and grids of numbers, so `rtx analyze pretrained` draws them as well.
-"""
+"""Plots of what selections cost pretrained models: loss, and weight kept by layer and head."""
 
 from __future__ import annotations
 
@@ -12,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rtx.report.drawing import GREY, Plot, axes, plot_of
+from rtx.report.pretrained_comparisons import ChoiceCost, Comparison
+from rtx.report.ranking import mean
+from rtx.runs.pretrained_record import Grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,68 @@ class HeadGrid:
     """A share for each layer and head; None: there is none."""
 
     title: str
-    values: Sequence[Sequence[float | None]]
+    values: Grid
+
+
+def lines_of(comparison: Comparison) -> list[Line]:
+    """Return the choices as the lines of a plot: those with one label at all their keys."""
+    lines: dict[str, Line] = {}
+    for name, cost in comparison.costs.items():
+        line = lines.setdefault(name.label, Line(name.label, cost.row.choice.selection))
+        line.keys.append(cost.keys)
+        line.pairs.append(cost.pairs)
+        line.above.append(cost.mean)
+        line.halves.append(cost.half)
+    return list(lines.values())
+
+
+def plots_of(comparison: Comparison) -> list[Plot]:
+    """Return the plot of losses, and for each number of keys one of coverage by layer and head."""
+    caption = f"{comparison.title}: loss beside keys read and beside pairs scored, 95% intervals"
+    plots = [loss_plot(comparison.file_name, caption, lines_of(comparison))]
+    for k, names in comparison.by_keys().items():
+        grids = [HeadGrid("far weight", far_weight(comparison))]
+        for name in names:
+            grid = kept_of_heads(comparison.costs[name])
+            if grid is not None:
+                grids.append(HeadGrid(name.label, grid))
+        if len(grids) > 1:
+            coverage = (
+                f"the far weight of each head, and the share of it kept with {k} further keys"
+            )
+            file_name = f"{comparison.file_name}-coverage-k{k}"
+            plots.append(coverage_plot(file_name, f"{comparison.title}: {coverage}", grids))
+    return plots
+
+
+def far_weight(comparison: Comparison) -> Grid:
+    """Return the dense model's weight on far keys of each layer and head, the mean over texts."""
+    return mean_grid([record.weight.far_of_heads for record in comparison.texts.values()])
+
+
+def kept_of_heads(cost: ChoiceCost) -> Grid | None:
+    """Return the share of the far weight that a choice keeps in each layer and head.
+
+    It is the mean over texts. None: it was not measured.
+    """
+    grids = [row.kept_of_heads for row in cost.rows.values() if row.kept_of_heads is not None]
+    return mean_grid(grids) if grids else None
+
+
+def mean_grid(grids: Sequence[Grid]) -> Grid:
+    """Return the means of grids of one shape; None where any of them has no value."""
+    means: Grid = []
+    for layers in zip(*grids, strict=True):
+        means.append([mean_or_none(values) for values in zip(*layers, strict=True)])
+    return means
+
+
+def mean_or_none(values: Sequence[float | None]) -> float | None:
+    """Return the mean of values; None if any of them is missing."""
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None
+    return mean(numbers)
 
 
 def loss_plot(name: str, caption: str, lines: Sequence[Line]) -> Plot:

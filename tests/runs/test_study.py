@@ -135,4 +135,4 @@ def test_keep_has_pretrained_models_by_name(tmp_path: Path):
     (line,) = read_study(study, [])
     assert line.pretrained is not None
     assert (line.pretrained.model, line.pretrained.text) == ("small", "book")
-    assert line.pretrained.rows[0].above_of_windows == [0.1235, 0.1]
+    assert line.pretrained.rows[0].above_of_windows == [0.12346, 0.1]

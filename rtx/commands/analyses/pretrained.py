@@ -30,8 +30,8 @@ from rtx.errors import UserError, plural
 from rtx.hf.choice import Choice
 from rtx.hf.loading import Origin, load_model, load_tokenizer, origin_of
 from rtx.progress import clock, say
-from rtx.report.pretrained import comparisons, lines_of
-from rtx.report.pretrained_plots import loss_plot
+from rtx.report.pretrained_comparisons import comparisons
+from rtx.report.pretrained_plots import lines_of, loss_plot
 from rtx.runs.folder import outputs_root, save, shown, unwritable
 from rtx.runs.pretrained_record import PRETRAINED, PretrainedRecord
 from rtx.runs.records import DataRecord
