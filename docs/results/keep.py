@@ -26,7 +26,7 @@ from rtx.runs.study import (
 )
 
 PRIVATE = {"host", "pid", "folder"}
-DIGITS = 5
+DIGITS = 6
 """Behind the point, of numbers in records of pretrained models."""
 PROGRAM = re.compile(r"^\S*/(rtx/__main__\.py|rtx) ")
 """The start of a command as Python or a full path has it."""

@@ -127,7 +127,7 @@ def test_a_report_of_a_study_file_is_that_of_the_folders(tmp_path: Path):
 def test_keep_has_pretrained_models_by_name(tmp_path: Path):
     folder = tmp_path / "pretrained" / "small"
     folder.mkdir(parents=True)
-    record = pretrained_record("book", {("exact", 4): [0.123456, 0.1]})
+    record = pretrained_record("book", {("exact", 4): [0.1234567, 0.1]})
     (folder / "text-N64-00000000.json").write_text(json.dumps(record))
     study = tmp_path / "study.jsonl"
     keep(tmp_path, study)
@@ -135,4 +135,4 @@ def test_keep_has_pretrained_models_by_name(tmp_path: Path):
     (line,) = read_study(study, [])
     assert line.pretrained is not None
     assert (line.pretrained.model, line.pretrained.text) == ("small", "book")
-    assert line.pretrained.rows[0].above_of_windows == [0.12346, 0.1]
+    assert line.pretrained.rows[0].above_of_windows == [0.123457, 0.1]
