@@ -1,8 +1,9 @@
 """Keep what reports read of runs, in one file: `python docs/results/keep.py RUNS FILE.jsonl`.
 
 Writes configuration, status, environment, rows, evaluations and analyses of each run below RUNS, a
-line a run, and the sweeps and timed steps there; no weights, and nothing that names a machine. Of
-the place of a user's own data the last name alone is kept. `rtx report FILE.jsonl` reads the file.
+line a run, and the sweeps, timed steps and analyses of pretrained models there; no weights, and
+nothing that names a machine. Of the place of a user's own data or model the last name alone is
+kept. `rtx report FILE.jsonl` reads the file.
 """
 
 from __future__ import annotations
@@ -13,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from rtx.runs.folder import run_folders
-from rtx.runs.records import StudyLine
+from rtx.runs.pretrained_record import PretrainedRecord
 from rtx.runs.status import changed, state_of
-from rtx.runs.study import read_run, read_steps, read_sweeps, write_study
+from rtx.runs.study import (
+    StudyLine,
+    read_pretrained,
+    read_run,
+    read_steps,
+    read_sweeps,
+    write_study,
+)
 
 PRIVATE = {"host", "pid", "folder"}
+DIGITS = 6
+"""Behind the point, of numbers in records of pretrained models."""
 PROGRAM = re.compile(r"^\S*/(rtx/__main__\.py|rtx) ")
 """The start of a command as Python or a full path has it."""
 
@@ -34,6 +44,8 @@ def main(runs: Path, study: Path) -> None:
             lines.append(with_end(line))
     lines += [StudyLine(sweep=sweep) for sweep in read_sweeps(runs, problems)]
     lines += [StudyLine(steps=steps) for steps in read_steps(runs, problems)]
+    for record in read_pretrained(runs, problems):
+        lines.append(StudyLine(pretrained=without_folders(record)))
     for problem in problems:
         print(problem, file=sys.stderr)
     places: set[str] = set()
@@ -52,6 +64,25 @@ def with_end(line: StudyLine) -> StudyLine:
     if status is None or status.state != "running":
         return line
     return line.model_copy(update={"status": changed(status, state="failed", reason="killed")})
+
+
+def without_folders(record: PretrainedRecord) -> PretrainedRecord:
+    """Return a record with the names of its model and text alone, and with few digits."""
+    values = record.to_json_with_none()
+    values["analyze"]["model"] = record.model
+    values["data"]["source"] = {**values["data"]["source"], "place": record.text}
+    return PretrainedRecord.model_validate(rounded(values))
+
+
+def rounded(value: Any) -> Any:
+    """Return JSON values with few digits behind the point."""
+    if isinstance(value, float):
+        return round(value, DIGITS)
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return value
 
 
 def without_places(value: Any, places: set[str]) -> Any:

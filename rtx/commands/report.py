@@ -14,6 +14,7 @@ from rtx.report.paper import paper_tables
 from rtx.report.paper_views import list_of_tables, printed_view
 from rtx.report.run_records import Cell, collect
 from rtx.runs.folder import last_active, outputs_root, run_folders, shown
+from rtx.runs.pretrained_record import pretrained_files
 from rtx.runs.study import is_study, steps_files
 from rtx.tables import aligned, table_text
 from rtx.terminal import terminal_width
@@ -48,8 +49,8 @@ def main(request: Request) -> int:
 
 
 def check_has_records(place: Path) -> None:
-    """Raise UserError unless a path has runs or timed steps."""
-    if is_study(place) or run_folders(place) or steps_files(place):
+    """Raise UserError unless a path has runs, timed steps or an analysis of a pretrained model."""
+    if is_study(place) or run_folders(place) or steps_files(place) or pretrained_files(place):
         return
     if not place.is_dir():
         raise UserError(f"{place}: no such folder")

@@ -14,6 +14,15 @@ from rtx.report.lengths import tables_by_length
 from rtx.report.paper import heads_label
 from rtx.report.paper_views import list_of_tables
 from rtx.report.plots import Plot, plots_of
+from rtx.report.pretrained_comparisons import Comparison, command_of, comparisons
+from rtx.report.pretrained_plots import plots_of as pretrained_plots
+from rtx.report.pretrained_tables import (
+    dense_table,
+    headlines,
+    loss_table,
+    pairs_of,
+    pairs_table,
+)
 from rtx.report.run_records import Cell, Collection
 from rtx.report.score_rows import ProtocolRows, Row, rows_by_protocol
 from rtx.report.score_tables import Kinds, Paces, kinds_table, score_tables
@@ -59,7 +68,9 @@ class Report:
 
 
 def build(collection: Collection, title: str) -> Report:
-    """Return the report of all runs and timed steps of a collection."""
+    """Return the report of all runs, timed steps and pretrained models of a collection."""
+    if collection.pretrained and not collection.cells and not collection.steps:
+        return report_on_pretrained(collection, title)
     records = timed_records(collection.steps)
     paces = newest_rows(records)
     groups = rows_by_protocol(collection.cells)
@@ -74,7 +85,35 @@ def build(collection: Collection, title: str) -> Report:
     report.tables += further_tables(collection.cells, records)
     report.plots += plots_of(report.answer, groups[0].rows, collection.cells, unit_of(groups[0]))
     report.commands = commands_of(collection, records)
+    for comparison in comparisons(collection.pretrained):
+        add_pretrained(report, comparison)
     return report
+
+
+def report_on_pretrained(collection: Collection, title: str) -> Report:
+    """Return the report of analyses of pretrained models alone.
+
+    The table of losses of the first comparison is its answer.
+    """
+    report = Report(title, collection.problems)
+    sentences: list[str] = []
+    for comparison in comparisons(collection.pretrained):
+        sentences += add_pretrained(report, comparison)
+    report.headline = " ".join(sentences[:1])
+    report.lines = sentences[1:]
+    report.answer = report.tables.pop(0)
+    return report
+
+
+def add_pretrained(report: Report, comparison: Comparison) -> list[str]:
+    """Add the tables, plots and commands of a comparison; return what it allows to conclude."""
+    pairs = pairs_of(comparison)
+    sentences = headlines(comparison, pairs)
+    losses = loss_table(comparison)
+    report.tables += [losses, pairs_table(comparison, pairs), dense_table(comparison)]
+    report.plots += pretrained_plots(comparison)
+    report.commands += [command_of(record) for record in comparison.texts.values()]
+    return sentences
 
 
 def leading_group(groups: Sequence[ProtocolRows]) -> ProtocolRows:

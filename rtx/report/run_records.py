@@ -17,6 +17,7 @@ import yaml
 from rtx.errors import printable
 from rtx.evaluation.protocol import with_protocol
 from rtx.runs.folder import run_folders, shown
+from rtx.runs.pretrained_record import PretrainedRecord
 from rtx.runs.records import (
     AnalysisRecord,
     EnvironmentRecord,
@@ -28,11 +29,18 @@ from rtx.runs.records import (
     ResumeRow,
     ScoreRecord,
     StepsRecord,
-    StudyLine,
     SweepRow,
 )
 from rtx.runs.status import state_of
-from rtx.runs.study import is_study, read_run, read_steps, read_study, read_sweeps
+from rtx.runs.study import (
+    StudyLine,
+    is_study,
+    read_pretrained,
+    read_run,
+    read_steps,
+    read_study,
+    read_sweeps,
+)
 from rtx.settings.identity import digests
 from rtx.settings.run_config import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
@@ -149,10 +157,15 @@ class Cell:
 
 @dataclass
 class Collection:
-    """All that was read: runs, timed steps, the sweeps' commands, and a line for each problem."""
+    """All that was read.
+
+    These are runs, timed steps, texts that pretrained models were analyzed on, the sweeps'
+    commands, and a line for each problem.
+    """
 
     cells: list[Cell] = field(default_factory=list)
     steps: list[StepsRecord] = field(default_factory=list)
+    pretrained: list[PretrainedRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
 
@@ -171,7 +184,7 @@ def collect(places: Iterable[Path]) -> Collection:
 
 
 def add_study(path: Path, collection: Collection) -> None:
-    """Add the runs, sweeps and timed steps of a study file."""
+    """Add the runs, sweeps, timed steps and pretrained models of a study file."""
     root = path.with_suffix("")
     sweeps = []
     for line in read_study(path, collection.problems):
@@ -181,15 +194,18 @@ def add_study(path: Path, collection: Collection) -> None:
             sweeps.append(line.sweep)
         if line.steps is not None:
             collection.steps.append(line.steps)
+        if line.pretrained is not None:
+            collection.pretrained.append(line.pretrained)
     add_sweeps(root, sweeps, collection)
 
 
 def add_folder(folder: Path, collection: Collection) -> None:
-    """Add the runs, sweeps and timed steps of a folder.
+    """Add the runs, sweeps, timed steps and pretrained models of a folder.
 
     Runs that were added before are left out.
     """
     collection.steps += read_steps(folder, collection.problems)
+    collection.pretrained += read_pretrained(folder, collection.problems)
     runs = run_folders(folder)
     for run in runs:
         if all(cell.folder != run for cell in collection.cells):

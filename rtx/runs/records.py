@@ -5,7 +5,8 @@
 Files of a run's folder: status.json (`StatusRecord`), environment.json (`EnvironmentRecord`),
 metrics.jsonl (`MetricsRow`), resumes.jsonl (`ResumeRow`), eval/*.json (`EvaluationRecord`),
 audit.json (`AuditRecord`), analysis/*.json (`AnalysisFile`). Of a sweep's folder: sweeps.jsonl
-(`SweepRow`), bench/steps-*.json (`StepsRecord`). A study file (`StudyLine`) has those of many runs.
+(`SweepRow`), bench/steps-*.json (`StepsRecord`). Study files (`rtx.runs.study`) have those of many
+runs.
 
 Records of earlier versions have other keys: `older.py` maps them.
 """
@@ -639,24 +640,6 @@ class StepsRecord(Record):
     time: str
     command: str | None = None
     rows: list[StepsRow]
-
-
-class StudyLine(Record):
-    """A line of a study file: the records of one run, or one sweep, or one timing of steps.
-
-    `run`: the name of its folder; `config`: the text of its config.yaml.
-    """
-
-    run: str | None = None
-    config: str = ""
-    status: StatusRecord | None = None
-    environment: EnvironmentRecord | None = None
-    metrics: list[MetricsRow] = []
-    resumes: list[ResumeRow] = []
-    evaluations: list[EvaluationRecord] = []
-    analyses: list[AnalysisFile] = []
-    sweep: SweepRow | None = None
-    steps: StepsRecord | None = None
 
 
 def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | None:

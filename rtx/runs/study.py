@@ -6,17 +6,21 @@ Reports read both. Nothing here imports torch.
 from collections.abc import Iterable
 from pathlib import Path
 
+from pydantic import Field
+
 from rtx.disk import read_file, replace_file
 from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
+from rtx.runs.pretrained_record import PretrainedRecord, pretrained_files
 from rtx.runs.records import (
     AnalysisFile,
     EnvironmentRecord,
     EvaluationRecord,
     Kind,
     MetricsRow,
+    Record,
     ResumeRow,
+    StatusRecord,
     StepsRecord,
-    StudyLine,
     SweepRow,
     read_record,
     read_rows,
@@ -25,6 +29,27 @@ from rtx.runs.status import read_status
 from rtx.settings.run_config import RUN_CONFIG
 
 STUDY_SUFFIX = ".jsonl"
+
+
+class StudyLine(Record):
+    """A line of a study file: the records of one run, one sweep, one timing or one text.
+
+    The text is one that a pretrained model was analyzed on.
+
+    `run`: the name of its folder; `config`: the text of its config.yaml.
+    """
+
+    run: str | None = None
+    config: str = ""
+    status: StatusRecord | None = None
+    environment: EnvironmentRecord | None = None
+    metrics: list[MetricsRow] = Field(default_factory=list)
+    resumes: list[ResumeRow] = Field(default_factory=list)
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    analyses: list[AnalysisFile] = Field(default_factory=list)
+    sweep: SweepRow | None = None
+    steps: StepsRecord | None = None
+    pretrained: PretrainedRecord | None = None
 
 
 def is_study(place: Path) -> bool:
@@ -79,6 +104,16 @@ def read_steps(folder: Path, problems: list[str]) -> list[StepsRecord]:
         if record is not None:
             records.append(record)
     return records
+
+
+def read_pretrained(folder: Path, problems: list[str]) -> list[PretrainedRecord]:
+    """Return the records of pretrained models in a folder, the oldest first."""
+    records = []
+    for path in pretrained_files(folder):
+        record = read_record(PretrainedRecord, path, problems)
+        if record is not None:
+            records.append(record)
+    return sorted(records, key=lambda record: record.time)
 
 
 def read_study(path: Path, problems: list[str]) -> list[StudyLine]:

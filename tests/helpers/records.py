@@ -184,3 +184,47 @@ def write_record(folder: Path, content: Any, name: str = "a") -> Path:
     path = folder / "bench" / f"steps-{name}.json"
     path.write_text(json.dumps(content))
     return path
+
+
+def pretrained_record(text: str, above: Mapping[tuple[str, int], list[float]]) -> dict[str, Any]:
+    """Return a record of `rtx analyze pretrained` of a model with two layers of two heads.
+
+    Args:
+        text: the name of the text.
+        above: the bits above dense of each window, by selection and keys.
+    """
+    rows = []
+    for (selection, keys), bits in above.items():
+        row = {
+            "label": selection,
+            "choice": {"selection": selection, "keys": keys, "window": 8},
+            "k": keys,
+            "above": sum(bits) / len(bits),
+            "above_of_windows": bits,
+            "late": 0.1,
+            "keys": 8.0 + keys,
+            "pairs": 20.0 + keys,
+            "kept": 0.5,
+            "kept_of_heads": [[0.25, 0.5], [0.75, None]],
+        }
+        rows.append(row)
+    windows = len(rows[0]["above_of_windows"])
+    return {
+        "what": "pretrained",
+        "dense": {"bits": 3.0, "bits_per_byte": 1.0, "bits_of_windows": [3.0] * windows, "keys": 9},
+        "weight": {
+            "sinks": 0.3,
+            "sinks_error": 0.1,
+            "far": 0.4,
+            "sinks_of_heads": [[0.1, 0.2], [0.3, 0.4]],
+            "far_of_heads": [[0.5, 0.6], [0.7, 0.0]],
+        },
+        "rows": rows,
+        "seconds": 1.0,
+        "parameters": 100,
+        "memory": 1000,
+        "precision": "fp32",
+        "analyze": {"model": "/models/small", "length": 64, "window": 8, "sinks": 4, "keys": "4,8"},
+        "data": {**DATA, "fingerprint": text * 8, "source": {"place": f"/texts/{text}"}},
+        "time": "2026-01-01T00:00:00Z",
+    }

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
 import rtx.hf
-from rtx.analysis.pretrained import Compared
+from rtx.analysis.pretrained.compare import Compared
 from rtx.errors import UserError
 from rtx.hf import Choice
 from rtx.hf.loading import load_model, origin_of
@@ -77,6 +77,10 @@ def test_the_command_compares_selections_on_a_text(
     (picture,) = [line for line in printed.splitlines() if line.endswith(".png")]
     with Image.open(picture) as image:
         assert image.size[0] > 300
+    place = workshop.folder / "out" / "pretrained" / folder.name
+    assert f"next: rtx report {place}" in printed
+    said = workshop.command("report", str(place))
+    assert "with 8 further keys" in said and "random, 1 first layer dense" in said
 
 
 def test_dense_bits_are_those_of_transformers(workshop: Workshop, folder: Path, book: Path) -> None:

@@ -21,11 +21,11 @@ from rtx.runs.records import (
     ScoreRecord,
     StatusRecord,
     StepsRecord,
-    StudyLine,
     SweepRow,
     read_record,
     read_rows,
 )
+from rtx.runs.study import StudyLine
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 16, "splits": {"train": 90}}
 CHECKPOINT = {"name": "best", "step": 40}

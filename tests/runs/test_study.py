@@ -12,14 +12,14 @@ import yaml
 from rtx.report.contents import build
 from rtx.report.formats import as_json
 from rtx.report.run_records import collect
-from rtx.runs.records import StudyLine
 from rtx.runs.status import utc_now
-from rtx.runs.study import is_study, read_run, read_study, write_study
+from rtx.runs.study import StudyLine, is_study, read_run, read_study, write_study
 from rtx.settings.identity import digest
 from rtx.settings.schema import flat
 from tests.helpers.records import (
     CAUSAL,
     config,
+    pretrained_record,
     steps_record,
     timed_row,
     write_divergence,
@@ -122,3 +122,17 @@ def test_a_report_of_a_study_file_is_that_of_the_folders(tmp_path: Path):
     keep(runs, study)
     reports = [json.loads(as_json(build(collect([place]), "runs"))) for place in (runs, study)]
     assert reports[0] == reports[1]
+
+
+def test_keep_has_pretrained_models_by_name(tmp_path: Path):
+    folder = tmp_path / "pretrained" / "small"
+    folder.mkdir(parents=True)
+    record = pretrained_record("book", {("exact", 4): [0.1234567, 0.1]})
+    (folder / "text-N64-00000000.json").write_text(json.dumps(record))
+    study = tmp_path / "study.jsonl"
+    keep(tmp_path, study)
+    assert "/models" not in study.read_text() and "/texts" not in study.read_text()
+    (line,) = read_study(study, [])
+    assert line.pretrained is not None
+    assert (line.pretrained.model, line.pretrained.text) == ("small", "book")
+    assert line.pretrained.rows[0].above_of_windows == [0.123457, 0.1]

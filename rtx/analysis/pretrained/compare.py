@@ -10,7 +10,7 @@ positions whose attention is measured, Y layers, V choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from rtx.errors import UserError
+from rtx.errors import RunFailed, UserError
 from rtx.hf import Choice, FarKeys
 from rtx.hf.interface import check_mask, check_options, joined_masks, masked_attention
 from rtx.hf.rotary import turned_back, watch
@@ -36,8 +36,6 @@ CAUSAL = 1e-4
 """How far logits may move with later tokens, relative to the largest."""
 SAME = 1e-3
 """How far the logits of both implementations may differ, relative to the largest."""
-LIBRARIES = 2**30
-"""Bytes of the process before it has a model."""
 SAME_IF_NARROW = 0.05
 """The same, of models in bfloat16 or float16."""
 
@@ -137,11 +135,18 @@ class Compared:
         self.fit_steps = 0
 
     def score(self, tokens_1N: Tensor, choice: Choice | None) -> Scores:
-        """Return the scores of a window with a choice; None: dense."""
+        """Return the scores of a window with a choice; None: dense.
+
+        Raises:
+            RunFailed: the scores are no numbers.
+        """
         self.choice = choice
         logits_NV = self.logits(tokens_1N)[0]
         self.choice = None
         nats_N = F.cross_entropy(logits_NV[:-1].float(), tokens_1N[0, 1:], reduction="none")
+        if not bool(nats_N.isfinite().all()):
+            kind = type(self.model).__name__
+            raise RunFailed(f"{kind}: its scores are no numbers; hardware.precision=fp32 may help")
         bits_N = nats_N.double() / math.log(2)
         late_N = bits_N[len(bits_N) // 2 :]
         return Scores(float(bits_N.mean()), float(late_N.mean()), float(np.mean(self.keys_read)))
@@ -293,83 +298,3 @@ def dense_weights(
 def sum_of_heads(weight_HPN: Tensor) -> Tensor:
     """Return the sum of weights of each head, `[H]`, float64 on the CPU."""
     return weight_HPN.double().sum((1, 2)).cpu()
-
-
-# Counts.
-
-
-def pairs_scored(choice: Choice | None, length: int, keys: float) -> float:
-    """Return how many products of two vectors a query takes part in, on average, nominally.
-
-    Products with the keys that it reads, and with what it compares in order to choose them:
-    centroids, block means or candidates. A key's products with centroids count, too.
-
-    Args:
-        choice: None: dense.
-        length: N.
-        keys: that a query reads on average, its window included.
-    """
-    if choice is None:
-        return (length + 1) / 2
-    return keys + compared_for(choice, length)
-
-
-def compared_for(choice: Choice, length: int) -> float:
-    """Return how many products a query takes part in besides those with the keys that it reads."""
-    far_N = np.clip(np.arange(length) + 1.0 - choice.near, 0, None)
-    read_N = np.minimum(far_N, choice.keys)
-    centroids = 2 * choice.cluster_count
-    match choice.selection:
-        case "exact":
-            compared = float((far_N - read_N).mean())
-        case "probed":
-            candidate_N = np.minimum(far_N, choice.candidate_count)
-            compared = centroids + float((candidate_N - read_N).mean())
-        case "causal" | "nearest" | "topk":
-            compared = float(centroids)
-        case "blocks":
-            compared = float((far_N // choice.block_size).mean())
-        case "lsh":
-            # A hash has a column for each two buckets.
-            compared = float(choice.rounds * choice.buckets)
-        case _:
-            compared = 0.0
-    return compared
-
-
-def memory_needed(
-    config: Any,
-    parameters: int,
-    length: int,
-    fit_windows: int,
-    choices: Iterable[Choice],
-) -> int:
-    """Return the bytes that an analysis needs at the most, by a count.
-
-    A model of 135 million parameters took 4.0 GiB in windows of 2,048, where the count is 4.2.
-
-    Args:
-        config: of the model of transformers.
-        parameters: of the model.
-        length: N.
-        fit_windows: the windows that centroids are fitted to at once.
-    """
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    hidden = text.hidden_size
-    layers = text.num_hidden_layers
-    logits = 3 * length * text.vocab_size
-    activations = 24 * fit_windows * length * hidden
-    # Of a layer's scores and masks some copies exist, in types of 4 bytes and of 1.
-    scores = 6 * heads * length * length
-    most_keys = max((choice.keys for choice in choices), default=0)
-    # An entry of an index takes 8 bytes.
-    index = 8 * heads * length * fit_windows * most_keys
-    centroids = 0
-    for choice in choices:
-        if choice.is_fitted:
-            # With sums in float64.
-            centroids += 3 * layers * choice.cluster_count * hidden
-    # Autocast has a copy of the weights in 2 bytes.
-    weights = 6 * parameters
-    return LIBRARIES + weights + 4 * (logits + activations + scores + index + centroids)
