@@ -44,13 +44,14 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of each kind, which has a configuration and no weights, and with texts."""
+    """A folder with texts, and with a run of each kind, which has no weights."""
     folder = tmp_path_factory.mktemp("pages")
     for name, words in KINDS_OF_RUNS.items():
         (folder / name).mkdir()
         (folder / name / "config.yaml").write_text(to_yaml(compose(words)))
-    for name in ("book.txt", "other.txt"):
+    for name in ("book.txt", "other.txt", "text"):
         (folder / name).write_text("a line\n" * 9)
+    (folder / "docs").symlink_to(ROOT / "docs")
     return folder
 
 
