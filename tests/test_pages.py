@@ -9,7 +9,7 @@ import pytest
 from rtx.cli import main as cli
 from rtx.cli.commands import COMMANDS as COMMANDS_OF_RTX
 from rtx.cli.commands import WORDS, find_command
-from rtx.cli.help import command_page
+from rtx.cli.help import command_page, completion
 from rtx.cli.refusals import refuse
 from rtx.cli.request import read_request, with_configuration
 from rtx.errors import UserError
@@ -79,6 +79,9 @@ def read(words: list[str]) -> None:
     flags, rest = cli.split_flags(words[0], words[1:])
     if "--help" in flags:
         assert command_page(words[0], rest)
+        return
+    if words[0] == "completion":
+        assert completion(rest)
         return
     command, rest = find_command(words[0], rest, sweep="-m" in flags)
     request = read_request(command, rest)
