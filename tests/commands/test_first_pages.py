@@ -25,9 +25,13 @@ NOT_HERE = {
 
 
 def block_commands() -> list[PageCommand]:
-    """Return the commands of rtx in the blocks of the pages."""
-    commands = [command for page in PAGES for command in commands_of(page)]
-    return [command for command in commands if command.is_block and command.words[0] == "rtx"]
+    """Return the commands of rtx in the blocks of the pages, each once."""
+    commands = {}
+    for page in PAGES:
+        for command in commands_of(page):
+            if command.is_block and command.words[0] == "rtx":
+                commands[tuple(command.words)] = command
+    return list(commands.values())
 
 
 COMMANDS = block_commands()
