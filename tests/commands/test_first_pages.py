@@ -64,6 +64,18 @@ def test_a_command_of_the_first_pages_runs(
         words += SMALL
     out, error = workshop.answer(*words)
     assert out or error
+    if command.page == "README.md":
+        assert printed(words[0]) in " ".join(f"{out} {error}".split())
+
+
+def printed(name: str) -> str:
+    """Return what README says that a command prints, without the numbers of a long run."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in block.split("\n\n")]
+    train, audit, report = paragraphs
+    _, comma, mode = train.partition(" teacher-forced;")
+    return {"train": comma + mode, "audit": audit, "report": report}[name]
 
 
 def test_most_commands_of_the_first_pages_run() -> None:
