@@ -36,7 +36,7 @@ INTRODUCTION = """\
 
 Every group, its options and its keys, written by `python docs/schema/make.py` from
 `rtx/settings/schema.py` and `conf/`. `rtx train --help <group>` and `--help <key>` print the same.
-[Start](start.md#options) explains how options are written,
+[Runs and options](runs.md#options) explains how options are written,
 [Extending](extending.md#how-to-add-a-key) how a key is added.
 
 *Default* is the value with which `rtx train` runs when you set nothing; a model, an experiment or

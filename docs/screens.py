@@ -1,4 +1,4 @@
-"""The screen and the heads that README shows, of one real run: `python docs/screens.py` (two minutes on two cores).
+"""The screen of docs/start.md and the heads of README, of one real run: `python docs/screens.py` (two minutes on two cores).
 
 Trains on Python's standard library in a terminal of 80 columns; writes docs/pictures/terminal.svg and heads.png.
 """

@@ -12,6 +12,7 @@ import pytest
 import rtx.attention
 from rtx.settings.fields import fields_of
 from rtx.settings.schema import GROUPS, Config
+from tests.helpers.pages import PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -118,7 +119,7 @@ def test_every_test_that_the_page_on_reliability_names_exists() -> None:
 def test_the_readme_is_short_and_fits_a_terminal_of_80_columns() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert any("rtx train --help" in line for line in lines)
-    assert len(lines) <= 120 and max(map(len, lines)) <= 80
+    assert len(lines) <= 100 and max(map(len, lines)) <= 80
 
 
 def test_every_file_that_the_page_on_extending_names_exists() -> None:
@@ -132,3 +133,31 @@ def test_every_file_that_the_page_on_extending_names_exists() -> None:
 def test_the_tables_of_the_page_on_speed_are_those_of_the_records() -> None:
     text = runpy.run_path(str(DOCS / "speed.py"))["text"]
     assert (DOCS / "speed.md").read_text(encoding="utf-8") == text(), "run python docs/speed.py"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    _, _, navigation = text.partition("\nnav:\n")
+    pages = [*DOCS.glob("*.md"), *(DOCS / "results").glob("*.md")]
+    names = {page.relative_to(DOCS).as_posix() for page in pages}
+    assert names <= set(re.findall(r"\S+\.md", navigation))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_every_page_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    problems = []
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([\w.-]*)\)", text):
+        other = page.parent / target if target else page
+        is_reference = other.name == "api.md" and anchor.startswith("rtx")
+        if not other.exists():
+            problems.append(target)
+        elif anchor and not is_reference and anchor not in anchors_of(other):
+            problems.append(f"{target}#{anchor}")
+    assert problems == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w-]", "", text.lower().replace(" ", "-")) for text in headings}

@@ -64,7 +64,8 @@ def main(request: Request) -> int:
             f"audit/sees_future/{TEACHER_FORCED}": changes.teacher_forced.sees_future,
             f"audit/sees_future/{STREAMING}": changes.streaming.sees_future,
         }
-        figures |= {f"audit/bits/{reading}": mean for reading, mean in paid.bits.items()}
+        for reading, mean in paid.bits.items():
+            figures[f"audit/bits/{reading.replace(' ', '_')}"] = mean
         add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
 
