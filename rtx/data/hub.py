@@ -158,7 +158,9 @@ def load_splits(
         if revision is None:
             refuse_foreign_files(place, builder, files)
         builder.download_and_prepare()
-        return builder.as_dataset()
+        splits = builder.as_dataset()
+        assert isinstance(splits, datasets.DatasetDict)
+        return splits
 
 
 def commit_of(repository: str, revision: str | None, record: Path) -> str:
