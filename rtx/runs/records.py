@@ -606,6 +606,8 @@ def tag_of_analysis(record: Any) -> str:
 class AnalysisFile(RootModel[Any]):
     """A file of analysis/, read by the class of its analysis."""
 
+    model_config = ConfigDict(defer_build=True, ser_json_inf_nan="constants")
+
     root: Annotated[
         Annotated[DivergenceRecord, Tag("divergence analysis")]
         | Annotated[PatternsRecord, Tag("patterns analysis")]
