@@ -6,6 +6,7 @@ No torch, no Hydra, no YAML.
 from dataclasses import dataclass
 from typing import Literal
 
+from rtx.settings.fields import LARGEST, POSITIONS, WINDOWS
 from rtx.settings.fields import key as option
 
 
@@ -23,7 +24,7 @@ class EvalOptions(RunOptions):
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the
     prefix alone.
     """
-    stride: int | None = option(None, low=1)
+    stride: int | None = option(None, low=1, high=POSITIONS)
     """Units by which windows advance; unset: N (65,536 with a memory). Smaller gives more context,
     at more cost.
     """
@@ -31,15 +32,15 @@ class EvalOptions(RunOptions):
     """Units N of a window; unset: the run's data.length. Several, such as 2048,4096,8192, make a
     table. What reads as many keys as N in the run does so at each length.
     """
-    limit: int | None = option(None, low=1)
+    limit: int | None = option(None, low=1, high=WINDOWS)
     """Score a seeded sample of this many windows only; the protocol says so."""
-    batch_size: int | None = option(None, low=1)
+    batch_size: int | None = option(None, low=1, high=2**20)
     """Windows scored at once; unset: as many as make 16,384 units."""
-    memory: int | None = option(None, low=0)
+    memory: int | None = option(None, low=0, high=POSITIONS)
     """Units of memory (model.base=recurrent; data.length=N says how many make a segment); unset:
     the run's.
     """
-    clamp: int | None = option(None, low=1)
+    clamp: int | None = option(None, low=1, high=POSITIONS)
     """Largest distance told apart (model.positions=xl); unset: the run's."""
     same_length: bool = False
     """Let every position read as many keys, the memory's number (model.base=recurrent)."""
@@ -55,17 +56,17 @@ class EvalOptions(RunOptions):
 
 @dataclass
 class SampleOptions(RunOptions):
-    length: int | None = option(None, low=1)
+    length: int | None = option(None, low=1, high=2**30)
     """Units to generate; unset: 1,000 of text, a whole image of N."""
-    temperature: float = option(1.0, low=0.0)
+    temperature: float = option(1.0, low=0.0, high=LARGEST)
     """Divides the logits; 0: always the most likely unit."""
-    top_k: int | None = option(None, low=1)
+    top_k: int | None = option(None, low=1, high=2**30)
     """Draw from this many most likely units only."""
     top_p: float | None = option(None, above=0.0, high=1.0)
     """Draw from the most likely units that hold this share of the probability (nucleus)."""
     prompt: str = ""
     """Text to continue."""
-    seed: int = option(0, low=0)
+    seed: int = option(0, low=0, high=2**53)
     """Seed of the draw."""
 
 
@@ -79,21 +80,21 @@ class AnalyzeOptions(RunOptions):
 
 @dataclass
 class AuditOptions(AnalyzeOptions):
-    sequences: int = option(2, low=1)
+    sequences: int = option(2, low=1, high=2**20)
     """Sequences whose future is changed."""
-    prefixes: int = option(24, low=1)
+    prefixes: int = option(24, low=1, high=2**20)
     """Prefix lengths behind which everything is changed, one after the other."""
-    tolerance: float = option(1e-9, low=0.0)
+    tolerance: float = option(1e-9, low=0.0, high=LARGEST)
     """Relative change from which on an output counts as moved."""
-    windows: int = option(32, low=1)
+    windows: int = option(32, low=1, high=2**20)
     """Windows of a run's data that are priced."""
-    positions: int = option(32, low=1)
+    positions: int = option(32, low=1, high=POSITIONS)
     """Positions scored in each window: each is a run of the model on its prefix alone."""
 
 
 @dataclass
 class DivergenceOptions(AnalyzeOptions):
-    sequences: int = option(1, low=1)
+    sequences: int = option(1, low=1, high=2**20)
     """Sequences read; draws take them in turn."""
     draws: int = option(10, low=1, high=10_000)
     """Pairs of heads drawn for each layer and kind of pair."""
@@ -101,13 +102,13 @@ class DivergenceOptions(AnalyzeOptions):
 
 @dataclass
 class PatternsOptions(AnalyzeOptions):
-    layer: int | None = option(None, low=0)
+    layer: int | None = option(None, low=0, high=10_000)
     """Layer to draw, 0 the lowest; unset: the topmost."""
 
 
 @dataclass
 class ContextOptions(AnalyzeOptions):
-    windows: int = option(64, low=1)
+    windows: int = option(64, low=1, high=2**20)
     """Windows scored."""
     mode: Literal["parallel", "streaming"] = "parallel"
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the
@@ -117,21 +118,21 @@ class ContextOptions(AnalyzeOptions):
 
 @dataclass
 class CoverageOptions(AnalyzeOptions):
-    windows: int = option(8, low=1)
+    windows: int = option(8, low=1, high=2**20)
     """Windows scored."""
-    window: int | None = option(None, low=0)
+    window: int | None = option(None, low=0, high=POSITIONS)
     """Keys, the own included, that local heads read anyhow; unset: the run's model.window; 0: none,
     all keys count.
     """
-    keys: int | None = option(None, low=1)
+    keys: int | None = option(None, low=1, high=POSITIONS)
     """Keys at which selections are compared (not indexer, which must train); unset: the run's
     routing.window.
     """
-    block: int | None = option(None, low=1)
+    block: int | None = option(None, low=1, high=POSITIONS)
     """Positions of a block (blocks, blocks_random), at most its keys; unset: the run's
     routing.block.
     """
-    steps: int = option(50, low=1)
+    steps: int = option(50, low=1, high=10**9)
     """Training batches that centroids and thresholds are fitted to, the model frozen."""
 
 
@@ -143,9 +144,9 @@ class PretrainedOptions:
     """Tokens of a window (N), of the model's tokenizer."""
     windows: int = option(4, low=1, high=10_000)
     """Windows scored, evenly from the second half of the text."""
-    window: int = option(64, low=1)
+    window: int = option(64, low=1, high=POSITIONS)
     """Last keys that every head reads, its own position's included."""
-    sinks: int = option(4, low=0)
+    sinks: int = option(4, low=0, high=POSITIONS)
     """First keys that every head reads."""
     selection: str = "exact,probed,causal,blocks,lsh,random"
     """Selections of further keys, separated by commas: exact, probed, causal, nearest, topk,
@@ -163,15 +164,15 @@ class PretrainedOptions:
     """
     dense_layers: str = "0"
     """First layers that stay dense; 0,3 tries both."""
-    clusters: int | None = option(None, low=1)
+    clusters: int | None = option(None, low=1, high=POSITIONS)
     """Clusters of a head; unset: 128 for probed, else length / keys."""
-    candidates: int | None = option(None, low=1)
+    candidates: int | None = option(None, low=1, high=POSITIONS)
     """Keys that probed compares with a query at least; unset: four times its keys."""
-    block: int = option(16, low=1)
+    block: int = option(16, low=1, high=POSITIONS)
     """Positions of a block (blocks, blocks_random), at most its keys."""
-    rounds: int = option(4, low=1)
+    rounds: int = option(4, low=1, high=1_000)
     """Hash rounds (lsh)."""
-    buckets: int = option(32, low=2)
+    buckets: int = option(32, low=2, high=POSITIONS)
     """Hash values of a round (lsh), an even number."""
     fit: str | None = None
     """Text file that centroids are fitted to; unset: the first half of the text."""

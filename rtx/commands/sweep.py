@@ -19,7 +19,7 @@ from rtx.colour import with_state
 from rtx.errors import UserError, printable
 from rtx.progress import clock
 from rtx.runs.folder import METRICS, outputs_root, shown
-from rtx.runs.records import MetricsRow, StatusRecord, read_rows
+from rtx.runs.records import MetricsRow, StatusRecord, last_rows
 from rtx.runs.status import SAMPLED, bits_of, read_status, state_of
 from rtx.runs.study import read_sweeps
 from rtx.tables import aligned, room_for, shortened
@@ -162,8 +162,7 @@ def standing(folder: Path, title: str) -> Standing:
 
 def last_train_row(folder: Path) -> MetricsRow | None:
     """Return the last row with the bits and seconds of training steps."""
-    rows = read_rows(MetricsRow, folder / METRICS, problems=[])
-    for row in reversed(rows):
+    for row in reversed(last_rows(MetricsRow, folder / METRICS)):
         bits = row.get("train/bits") or 0
         seconds = row.get("train/seconds") or 0
         if row.step > 0 and bits > 0 and seconds > 0:

@@ -100,19 +100,19 @@ def disk_error(error: OSError, root: Path) -> Exception | None:
 
 
 @contextlib.contextmanager
-def load_errors(place: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise UserError, in one line, where `place` cannot be loaded.
+def load_errors(place: str) -> Iterator[None]:
+    """Raise UserError, in one line, where `place` cannot be loaded, whatever the reason.
 
-    These are errors of `datasets` and of the types `kinds`; those of the disk that is written are
-    raised as they are.
+    Errors of the disk that is written (`disk_error`), and a lack of memory, are raised as they are.
     """
-    from datasets.exceptions import DatasetsError
-
     try:
         yield
-    except (ValueError, RuntimeError, FileNotFoundError, DatasetsError, *kinds) as error:
+    except (UserError, RunFailed, MemoryError):
+        raise
+    # The readers of each format, and the packages that they need, raise errors of their own.
+    except Exception as error:
         cause = error.__cause__ or error
-        if getattr(cause, "errno", None):
+        if isinstance(cause, OSError) and disk_error(cause, Path(place)):
             raise
         reason = reason_of(cause)[:LONGEST_REASON]
         raise UserError(f"{place}: cannot be loaded: {reason}") from error
@@ -246,7 +246,7 @@ def table_rows(paths: Sequence[Path], wanted: Sequence[str], cache: Path) -> dat
     cache.mkdir(parents=True, exist_ok=True)
     column = column_of(paths, wanted)
     copy = tempfile.NamedTemporaryFile(dir=cache, suffix=".arrow", delete=False)  # noqa: SIM115
-    with load_errors(str(paths[0].parent), OSError), copy as file:
+    with load_errors(str(paths[0].parent)), copy as file:
         schema = pa.schema([parquet.read_schema(paths[0]).field(column)])
         with pa.ipc.new_stream(file, schema) as stream:
             for path in paths:

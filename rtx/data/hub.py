@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtx.data.download import INSTEAD, unreachable
 from rtx.data.files import SPLIT_NAMES, file_sha256, identity_of, load_errors, reason_of, walk
+from rtx.data.hub_files import (
+    SETTINGS,
+    refuse_foreign_files,
+    refuse_foreign_format,
+    refuse_foreign_names,
+)
 from rtx.data.sets import Report, Source, column_text
 from rtx.disk import read_file, replace_file
 from rtx.errors import RunFailed, UserError
@@ -108,9 +114,11 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     path = data.path or ""
     folder = Path(path).expanduser()
     is_local = folder.is_dir()
+    files: list[Path] = []
     identity: list[Any] = [path, data.subset, data.column, data.revision]
     if is_local:
-        identity += identity_of(walk(folder, leave_out=root))
+        files = walk(folder, leave_out=root)
+        identity += identity_of(files + [path for path in [folder / SETTINGS] if path.is_file()])
     elif path.count("/") != 1 or folder.exists():
         expected = "a folder, or owner/name of a data set of the hub"
         actual = "a file" if folder.exists() else "neither"
@@ -119,20 +127,40 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     place: dict[str, Any] = {"place": origin, "column": data.column}
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        import datasets
-
         cache = work / "cache"
-        options: dict[str, Any] = {"path": str(folder)}
         if not is_local:
             place["revision"] = commit_of(path, data.revision, cache / "revision")
-            options = {"path": path, "revision": place["revision"]}
-        with load_errors(f"data.path={path}"):
-            splits = datasets.load_dataset(
-                name=data.subset, cache_dir=str(cache / "hub"), **options
-            )
-        return hub_rows(splits, split, data)
+        revision = place.get("revision")
+        return hub_rows(load_splits(data, revision, files, cache / "hub"), split, data)
 
     return Source("hub", identity, place, load, read=with_newline)
+
+
+def load_splits(
+    data: DataConfig, revision: str | None, files: Iterable[Path], cache: Path
+) -> datasets.DatasetDict:
+    """Return the splits of data.path: of the hub at a commit `revision`, else of a folder.
+
+    UserError where they cannot be loaded, or a folder would read other files than `files`.
+    """
+    import datasets
+
+    place = f"data.path={data.path}"
+    folder = Path(data.path or "").expanduser()
+    path = str(folder) if revision is None else str(data.path)
+    with load_errors(place):
+        if revision is None:
+            refuse_foreign_names(place, folder)
+        builder = datasets.load_dataset_builder(
+            path, name=data.subset, revision=revision, cache_dir=str(cache)
+        )
+        refuse_foreign_format(place, builder)
+        if revision is None:
+            refuse_foreign_files(place, builder, files)
+        builder.download_and_prepare()
+        splits = builder.as_dataset()
+        assert isinstance(splits, datasets.DatasetDict)
+        return splits
 
 
 def commit_of(repository: str, revision: str | None, record: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
+DEEP = re.compile(";16[BLN]$")
+"""Ends Pillow's names of arrangements with 16 bits a channel; BMP has 16 bits a pixel, `BGR;16`."""
 COLUMNS = ("img", "image", "png")
 HELD_KEY = b"rtx: the training images that are held out"
 EVERY = 20
@@ -97,6 +100,8 @@ class Pixels:
         problems = []
         if image.mode not in MODES:
             problems.append(f"mode {image.mode}")
+        if has_deep_channels(image):
+            problems.append("16 bits a channel")
         if image.format in ("JPEG", "WEBP") and not self.lossy:
             problems.append("a lossy one")
         if image.size != (self.width, self.height) and not self.scaled:
@@ -107,6 +112,21 @@ class Pixels:
         expected = f"a {kind} of {self.height} x {self.width} (height x width) and 8 bits a channel"
         advice = "convert it, leave it out, or scale all images: data.size=<side>"
         raise UserError(f"{name}: expected {expected}, found {', '.join(problems)}; {advice}")
+
+
+def has_deep_channels(image: Any) -> bool:
+    """Return whether the file of an image has more than 8 bits a channel.
+
+    Pillow gives such an image mode RGB or RGBA and cuts its values. Before it reads them, it has
+    the arrangement of the file, such as `RGB;16B`, and of a PPM the largest value.
+    """
+    for _, _, _, facts in image.tile:
+        for fact in facts if isinstance(facts, tuple) else (facts,):
+            if isinstance(fact, str) and DEEP.search(fact):
+                return True
+            if image.format == "PPM" and isinstance(fact, int) and fact > 255:
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import numpy as np
 
 from rtx.data.files import disk_size, file_sha256, text_sha256
 from rtx.data.sampler import ContiguousStreams, Sampler, ShuffledWindows
+from rtx.data.store_record import check_store_record
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import read_file, replace_file
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
@@ -254,6 +255,7 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
         store = store_of_record(folder, record, options)
         if verify:
             check_checksums(folder, record, options)
+            check_ids(store, options)
     except (OSError, RuntimeError, *DAMAGED) as error:
         raise open_failure(folder, options, "what its record says", error) from error
     if verify:
@@ -269,12 +271,10 @@ def store_of_record(folder: Path, record: dict[str, Any], options: str) -> Token
         path = folder / f"{name}.bin"
         check_size(path, facts["units"] * dtype.itemsize, options)
         splits[name] = np.memmap(path, dtype, mode="r")
-    # A part of the fingerprint becomes part of file names.
-    bytes.fromhex(record["fingerprint"])
     image = None
     if record["image"]:
         height, width = record["image"]
-        image = (int(height), int(width))
+        image = (height, width)
     return TokenStore(
         name=record["name"],
         folder=folder,
@@ -306,6 +306,17 @@ def check_checksums(folder: Path, record: dict[str, Any], options: str) -> None:
             actual = file_sha256(path)
             if actual != sha256:
                 raise DamagedStore(options, path, f"sha256 {sha256}", actual)
+
+
+def check_ids(store: TokenStore, options: str) -> None:
+    """Raise DamagedStore where a split has a token id that is not in the vocabulary."""
+    for name, tokens in store.splits.items():
+        if len(tokens) == 0 or np.iinfo(tokens.dtype).max < store.vocabulary:
+            continue
+        largest = int(tokens.max())
+        if largest >= store.vocabulary:
+            path = store.folder / f"{name}.bin"
+            raise DamagedStore(options, path, f"ids below {store.vocabulary:,}", f"{largest:,}")
 
 
 def is_verified(folder: Path) -> bool:
@@ -354,6 +365,7 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
         record = json.loads(read_file(folder / RECORD))
         if (record["format"], record["sha256"]) != (FORMAT, record_sha256(record)):
             raise ValueError("by its format or sha256")
+        check_store_record(record)
     except (OSError, *DAMAGED) as error:
         expected = f"a record of format {FORMAT} with its own sha256"
         raise open_failure(folder / RECORD, options, expected, error) from error

@@ -41,10 +41,14 @@ from rtx.runs.study import (
     read_study,
     read_sweeps,
 )
-from rtx.settings.identity import digests
+from rtx.settings.identity import digest, digests
 from rtx.settings.run_config import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
 
+SCORES = ("valid/bits", "valid/final_bits")
+"""Metrics of a curve of validations."""
+TRAINED = ("train/train_seconds", "valid/train_seconds", "valid/final_train_seconds")
+"""Metrics that count the seconds of optimizer steps."""
 NOT_STARTED = "not started"
 """The state of a run that a sweep has yet to begin."""
 
@@ -151,7 +155,12 @@ class Cell:
     @property
     def command(self) -> str:
         """Return the command that began it, with `rtx` for whatever program it was."""
-        words = shlex.split(self.environment.command) if self.environment else []
+        command = self.environment.command if self.environment else ""
+        try:
+            words = shlex.split(command)
+        except ValueError:
+            # A quote without its end: no rtx wrote that.
+            words = command.split()
         return shlex.join(["rtx", *words[1:]]) if words else ""
 
 
@@ -207,8 +216,9 @@ def add_folder(folder: Path, collection: Collection) -> None:
     collection.steps += read_steps(folder, collection.problems)
     collection.pretrained += read_pretrained(folder, collection.problems)
     runs = run_folders(folder)
+    added = {cell.folder for cell in collection.cells}
     for run in runs:
-        if all(cell.folder != run for cell in collection.cells):
+        if run not in added:
             line = read_run(run, collection.problems)
             collection.cells.append(cell_of(line, run, collection.problems))
     # A run alone is no sweep.
@@ -230,10 +240,11 @@ def add_sweeps(root: Path, rows: Sequence[SweepRow], collection: Collection) -> 
 
 def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
     """Return a run from its records; `problems` gets a line for each that is damaged."""
-    config = config_of(line.config, folder, problems)
+    values = recorded_values(line.config, folder, problems)
+    config = with_defaults(values)
     state = state_of(line.status)
     reason = printable(line.status.reason or "") if line.status else ""
-    problems += suspicions(line, folder)
+    problems += suspicions(line.resumes, values, folder)
     if not config or line.status is None or line.environment is None:
         return Cell(folder, config, state, reason)
     rows = latest_rows(line.metrics)
@@ -263,14 +274,20 @@ def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
     )
 
 
-def config_of(text: str, folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Return a run's values by dotted keys; a key that is newer than the run has its default."""
+def recorded_values(text: str, folder: Path, problems: list[str]) -> dict[str, Any]:
+    """Return the values in a run's config.yaml by dotted keys, {} where it cannot be read."""
     try:
-        values = values_of(text)
+        return values_of(text)
     except (ValueError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
         path = folder / RUN_CONFIG
         problems.append(f"{path}: cannot be read ({why}); listed without configuration")
+        return {}
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's values; a key that is newer than the run has its default."""
+    if not values:
         return {}
     defaults = {key: known.default for key, known in all_fields().items()}
     return {**defaults, **values}
@@ -286,21 +303,21 @@ def decided(config: Mapping[str, Any], environment: EnvironmentRecord) -> dict[s
     return {"hardware.precision": precision, "hardware.compile": compiled}
 
 
-def suspicions(line: StudyLine, folder: Path) -> list[str]:
-    """Return a line for each thing that makes a run other than it seems."""
+def suspicions(resumes: Sequence[ResumeRow], values: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return a line for each thing that makes a run other than it seems.
+
+    `values`: those in its config.yaml.
+    """
     keys: list[str] = []
-    for row in line.resumes:
+    for row in resumes:
         keys += row.changed
     if keys:
         changed = ", ".join(dict.fromkeys(keys))
         return [f"{shown(folder)}: resumed with other values of {changed}"]
-    if not re.fullmatch("[0-9a-f]{12}", folder.name):
+    if not values or not re.fullmatch("[0-9a-f]{12}", folder.name):
         return []
-    try:
-        values = values_of(line.config)
-    except (ValueError, yaml.YAMLError):
-        return []
-    if folder.name in digests(values) or has_short_path(values):
+    # The former names are computed only for the few runs that need them.
+    if folder.name == digest(values) or folder.name in digests(values) or has_short_path(values):
         return []
     other = "its name is the hash of another"
     return [f"{shown(folder)}: its configuration changed under the sweep; {other}"]
@@ -326,12 +343,13 @@ def validations(rows: Sequence[MetricsRow]) -> tuple[dict[int, float], dict[int,
     curve = {}
     trained = {}
     for row in rows:
-        for name in ("valid/bits", "valid/final_bits"):
-            bits = row.get(name)
+        metrics = row.metrics
+        for name in SCORES:
+            bits = metrics.get(name)
             if bits is not None:
                 curve[row.step] = bits
-        for name in ("train/train_seconds", "valid/train_seconds", "valid/final_train_seconds"):
-            seconds = row.get(name)
+        for name in TRAINED:
+            seconds = metrics.get(name)
             if seconds is not None:
                 trained[row.step] = seconds
     return curve, trained

@@ -144,7 +144,10 @@ def rows_by_protocol(cells: Sequence[Cell]) -> list[ProtocolRows]:
 
     A run without a score is in the first table with its data, or else in the first one.
     """
-    scores_by_cell = [scores_of(cell, cells) for cell in cells]
+    replaced = {}
+    for fingerprint in {cell.fingerprint for cell in cells}:
+        replaced[fingerprint] = have_plain_evaluation(fingerprint, cells)
+    scores_by_cell = [scores_of(cell, replaced[cell.fingerprint]) for cell in cells]
     trained_lengths = {cell.final.protocol.length for cell in cells if cell.final}
     order = protocol_order(scores_by_cell, trained_lengths)
     tables: dict[Protocol | None, dict[RowKey, Row]] = {one: {} for one in order or [None]}
@@ -199,14 +202,14 @@ def protocol_without_score(cell: Cell, order: Sequence[Protocol]) -> Protocol | 
     return order[0] if order else None
 
 
-def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
+def scores_of(cell: Cell, is_replaced: bool) -> list[Score]:
     """Return the scores of a run: its closing validation, and the last evaluation by each protocol.
 
-    The closing validation is left out if some plain evaluation takes its place in all of `cells`
-    on the same data.
+    The closing validation is left out if `is_replaced`: a plain evaluation takes its place in all
+    runs on the same data.
     """
     scores = list(cell.scores)
-    if cell.final is not None and not have_plain_evaluation(cell.fingerprint, cells):
+    if cell.final is not None and not is_replaced:
         scores.insert(0, cell.final)
     by_protocol = {score.protocol: score for score in scores}
     return list(by_protocol.values())

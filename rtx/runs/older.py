@@ -31,7 +31,9 @@ def metrics_row(row: Any) -> Any:
 
 def kind_of(metrics: Mapping[str, Any]) -> str:
     """Return the kind of a row by the names of its metrics: `train`, `valid` or `final`."""
-    if any(name.startswith("valid/final_") for name in metrics):
+    names = "\n".join(metrics)
+    # Reports read millions of rows, and one search is faster than a loop over the names.
+    if names.startswith("valid/final_") or "\nvalid/final_" in names:
         return "final"
     first = next(iter(metrics), "")
     return first.partition("/")[0]

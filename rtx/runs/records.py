@@ -11,9 +11,12 @@ runs.
 Records of earlier versions have other keys: `older.py` maps them.
 """
 
+import contextlib
 import datetime
+import functools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,13 +32,21 @@ from pydantic import (
     model_validator,
 )
 
-from rtx.disk import read_file
+from rtx.disk import open_regular
 from rtx.errors import plural
 from rtx.runs import older
 
 Kind = TypeVar("Kind", bound=BaseModel)
+LARGEST_BYTES = 2**26
+"""The largest file, and the longest line of a file of rows, that is read as a record."""
+TAIL_BYTES = 2**16
+"""What `last_rows` reads: hundreds of rows of metrics."""
+LARGEST_STUDY_LINE = 2**30
+"""The longest line of a study file, which has all records of a run."""
 Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | None
 """A number of a record. Larger integers would overflow in numpy and pandas."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number of steps, units, windows or the like."""
 ANALYSES = ("divergence", "patterns", "context", "coverage")
 TAGS = ("score", "older", *(f"{name} analysis" for name in ANALYSES))
 """Names of the versions of a closing score, and of the kinds of analyses, in paths of fields."""
@@ -74,9 +85,9 @@ class Protocol(Record):
     unit: str
     data: str
     fingerprint: str
-    length: int
-    stride: int
-    windows: int | None = None
+    length: Count
+    stride: Count
+    windows: Count | None = None
     ablate: str = "none"
     stamps: tuple[str, ...] = ()
 
@@ -143,10 +154,10 @@ class Measures(Record):
 
     accuracy: Number = None
     chance: Number = None
-    accuracy_by_distance: dict[str, tuple[float, int]] = {}
-    accuracy_by_depth: dict[str, tuple[float, int]] = {}
-    accuracy_by_hops: dict[str, tuple[float, int]] = {}
-    accuracy_by_pairs: dict[str, tuple[float, int]] = {}
+    accuracy_by_distance: dict[str, tuple[float, Count]] = {}
+    accuracy_by_depth: dict[str, tuple[float, Count]] = {}
+    accuracy_by_hops: dict[str, tuple[float, Count]] = {}
+    accuracy_by_pairs: dict[str, tuple[float, Count]] = {}
     bits_far_repeated: Number = None
     far_repeated: Number = None
     bits_per_byte: Number = None
@@ -166,8 +177,8 @@ class ScoreRecord(Measures):
 
     protocol: Protocol
     bits: FiniteFloat
-    units: int
-    windows: int | None = None
+    units: Count
+    windows: Count | None = None
     nats: Number = None
     standard_error: Number = None
     sees_future: bool = False
@@ -197,8 +208,8 @@ class OlderFinal(Measures):
 
     bits: FiniteFloat
     unit: str = "unit"
-    units: int = 0
-    windows: int | None = None
+    units: Count = 0
+    windows: Count | None = None
 
     @property
     def sample(self) -> int | None:
@@ -230,8 +241,8 @@ class BestRecord(Record):
     """The best validation of a run so far; scores of other windows are not compared."""
 
     bits: FiniteFloat
-    step: int = 0
-    windows: int | None = None
+    step: Count = 0
+    windows: Count | None = None
 
     @property
     def sample(self) -> int | None:
@@ -243,9 +254,9 @@ class StatusRecord(Record):
 
     state: State
     reason: str | None = None
-    step: int = 0
-    steps: int | None = None
-    saved: int | None = None
+    step: Count = 0
+    steps: Count | None = None
+    saved: Count | None = None
     seconds: FiniteFloat = 0.0
     mfu: Number = None
     best: BestRecord | None = None
@@ -256,10 +267,13 @@ class StatusRecord(Record):
 
     @model_validator(mode="after")
     def check_running(self) -> "StatusRecord":
-        """Raise ValueError for a running state without process, host or heartbeat."""
-        if self.state == "running":
-            if self.pid is None or self.host is None:
-                raise ValueError("a running process needs pid and host")
+        """Raise ValueError for a running state without process, host or heartbeat.
+
+        Runs are ordered by their heartbeats, so that one that is no time is refused in any state.
+        """
+        if self.state == "running" and (self.pid is None or self.host is None):
+            raise ValueError("a running process needs pid and host")
+        if self.state == "running" or self.heartbeat:
             time_of(self.heartbeat)
         return self
 
@@ -278,11 +292,11 @@ class EnvironmentRecord(Record):
     python: str = ""
     versions: dict[str, str | None]
     git: dict[str, str | None] = {}
-    threads: int | None = None
+    threads: Count | None = None
     gpu: str | None = None
     hardware: dict[str, Any] = {}
     data: DataRecord
-    parameters: int | None = None
+    parameters: Count | None = None
     extensions: dict[str, str] = {}
 
 
@@ -294,7 +308,7 @@ class ResumeRow(Record):
     changed: dict[str, Any] = {}
     host: str | None = None
     gpu: str | None = None
-    threads: int | None = None
+    threads: Count | None = None
 
 
 class MetricsRow(Record):
@@ -306,7 +320,7 @@ class MetricsRow(Record):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Number]
 
-    step: int
+    step: Count
     time: str = ""
 
     @model_validator(mode="before")
@@ -319,7 +333,7 @@ class MetricsRow(Record):
         """Numbers by name; None: not finite."""
         return self.__pydantic_extra__
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """`train`, `valid`, or `final` for the closing validation."""
         return older.kind_of(self.metrics)
@@ -333,7 +347,7 @@ class CheckpointRecord(Record):
     """Which weights were scored: best, last or previous, and after how many steps."""
 
     name: str
-    step: int
+    step: Count
 
 
 class EvaluationRecord(ScoreRecord):
@@ -347,9 +361,9 @@ class EvaluationRecord(ScoreRecord):
     own_data: bool
     precision: str = ""
     read_as: str = "whole"
-    trained_length: int | None = None
-    seed: int | None = None
-    split_units: int | None = None
+    trained_length: Count | None = None
+    seed: Count | None = None
+    split_units: Count | None = None
     memory: tuple[str, ...] = ()
     seconds: Number = None
     time: str = ""
@@ -367,7 +381,7 @@ class MovesRow(Record):
     more than the tolerance. The logits have the layer "".
     """
 
-    layer: int | str
+    layer: Count | str
     heads: str
     largest: float
     moved: float
@@ -380,7 +394,7 @@ class ModeAudit(Record):
     """
 
     sees_future: bool
-    arises_in: list[tuple[int | str, str]]
+    arises_in: list[tuple[Count | str, str]]
     repeat: float
     rows: list[MovesRow]
 
@@ -388,9 +402,9 @@ class ModeAudit(Record):
 class ChangesRecord(Record):
     """What moves when all units behind prefixes of these lengths change."""
 
-    sequences: int
-    length: int
-    prefixes: list[int]
+    sequences: Count
+    length: Count
+    prefixes: list[Count]
     tolerance: float
     teacher_forced: ModeAudit = Field(alias="teacher-forced")
     streaming: ModeAudit
@@ -402,7 +416,7 @@ class ChoiceRow(Record):
     `gradient`: its norm; None: nothing trains the choice, or the norm is not finite.
     """
 
-    layer: int
+    layer: Count
     heads: str
     trained_by: str
     gradient: float | None = None
@@ -422,9 +436,9 @@ class PriceRecord(Record):
 
     unit: str
     split: str
-    windows: int
-    positions: list[list[int]]
-    length: int
+    windows: Count
+    positions: list[list[Count]]
+    length: Count
     precision: str
     data: DataRecord
     bits: dict[str, float]
@@ -443,7 +457,7 @@ class AuditRecord(Record):
 
     run: str
     checkpoint: CheckpointRecord
-    seed: int
+    seed: Count
     time: str
     changes: ChangesRecord
     choices: list[ChoiceRow]
@@ -462,15 +476,15 @@ class KindRow(Record):
 class DivergenceRow(KindRow):
     """The divergence in a layer. `share`: of the positions at which both heads read something."""
 
-    layer: int
+    layer: Count
     share: float | None = None
 
 
 class PositionRow(Record):
     """The bits of the positions `first` to `last` of windows, with their standard error."""
 
-    first: int
-    last: int
+    first: Count
+    last: Count
     bits: float
     error: float | None = None
 
@@ -478,7 +492,7 @@ class PositionRow(Record):
 class GainRow(Record):
     """The bits of units with `context` other ones before them, and what a whole window gains."""
 
-    context: tuple[int, int]
+    context: tuple[Count, Count]
     bits: float
     error: float | None = None
     gain: float
@@ -491,13 +505,13 @@ class HeadRow(Record):
     None: it reads nothing. `rtx.analysis.attention_weights.summary` says what they are.
     """
 
-    layer: int
-    head: int
+    layer: Count
+    head: Count
     pattern: str
     reads_share: float
     keys: float | None = None
     distance: float | None = None
-    farthest: int | None = None
+    farthest: Count | None = None
     self_weight: float | None = None
 
 
@@ -530,7 +544,7 @@ class AnalysisRecord(Record):
     what: str
     checkpoint: CheckpointRecord
     data: DataRecord
-    length: int | None = None
+    length: Count | None = None
     analyze: dict[str, Any] = {}
     time: str = ""
     layers: list[DivergenceRow] = []
@@ -554,8 +568,8 @@ class PatternsRecord(AnalysisRecord):
     """By `rtx analyze patterns`: what the heads of a layer read in the units from `start` on."""
 
     what: Literal["patterns"]
-    start: int | None = None
-    units: int | None = None
+    start: Count | None = None
+    units: Count | None = None
     heads: list[HeadRow] = []
 
 
@@ -566,7 +580,7 @@ class ContextRecord(AnalysisRecord):
     unit: str = ""
     positions: list[PositionRow] = Field()
     gains: list[GainRow] = []
-    windows: int | None = None
+    windows: Count | None = None
     protocol: Protocol | None = None
 
 
@@ -577,9 +591,9 @@ class CoverageRecord(AnalysisRecord):
     """
 
     what: Literal["coverage"]
-    window: int
-    keys: int
-    block: int
+    window: Count
+    keys: Count
+    block: Count
     beyond: dict[str, float | None]
     rows: list[SelectionRow]
 
@@ -592,6 +606,8 @@ def tag_of_analysis(record: Any) -> str:
 
 class AnalysisFile(RootModel[Any]):
     """A file of analysis/, read by the class of its analysis."""
+
+    model_config = ConfigDict(defer_build=True, ser_json_inf_nan="constants")
 
     root: Annotated[
         Annotated[DivergenceRecord, Tag("divergence analysis")]
@@ -616,7 +632,7 @@ class StepsRow(Record):
     config: dict[str, Any]
     ms_turns: list[Annotated[float, Field(gt=0)]]
     reason: str | None = None
-    parameters: int | None = None
+    parameters: Count | None = None
 
 
 class BenchRecord(Record):
@@ -624,8 +640,8 @@ class BenchRecord(Record):
 
     model_config = ConfigDict(extra="allow")
 
-    per_turn: int
-    warmup: int
+    per_turn: Count
+    warmup: Count
 
 
 class StepsRecord(Record):
@@ -645,37 +661,72 @@ class StepsRecord(Record):
 def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | None:
     """Return the record in a file; None, with a line added to `problems`, if it is unreadable."""
     try:
-        return kind.model_validate_json(read_file(path))
+        with open_regular(path) as file:
+            content = file.read(LARGEST_BYTES + 1)
     except FileNotFoundError:
         problems.append(f"{path}: missing")
+        return None
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
+        return None
+    if len(content) > LARGEST_BYTES:
+        problems.append(f"{path}: is larger than {LARGEST_BYTES:,} bytes, and not read")
+        return None
+    try:
+        return kind.model_validate_json(content)
     except ValidationError as error:
         problems.append(f"{path}: {fault_of(error)}")
     return None
 
 
 def read_rows(kind: type[Kind], path: Path, problems: list[str]) -> list[Kind]:
-    """Return the records of a file with one a line; broken lines are left out, and counted.
+    """Return the records of a file with one a line, see `each_row`."""
+    return list(each_row(kind, path, problems))
+
+
+def each_row(kind: type[Kind], path: Path, problems: list[str]) -> Iterator[Kind]:
+    """Yield the records of a file with one a line; broken lines are left out, and counted.
 
     The last line of a run that was killed may lack its end. A file that is missing has no lines.
+    Nothing behind a line that is too long is read.
     """
-    lines: Sequence[bytes] = ()
+    longest = LARGEST_STUDY_LINE if kind is StudyLine else LARGEST_BYTES
+    first_fault = ""
+    faults = 0
+    number = 0
     try:
-        lines = read_file(path).splitlines()
+        with open_regular(path) as file:
+            while line := file.readline(longest + 1):
+                number += 1
+                if len(line) > longest:
+                    problems.append(f"{path}: line {number} is longer than {longest:,} bytes")
+                    break
+                try:
+                    yield kind.model_validate_json(line)
+                except ValidationError as error:
+                    faults += 1
+                    first_fault = first_fault or f"line {number}: {fault_of(error)}"
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
-    rows = []
-    faults = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(kind.model_validate_json(line))
-        except ValidationError as error:
-            faults.append(f"line {number}: {fault_of(error)}")
     if faults:
-        problems.append(f"{path}: {plural(len(faults), 'broken row')} left out ({faults[0]})")
+        problems.append(f"{path}: {plural(faults, 'broken row')} left out ({first_fault})")
+
+
+def last_rows(kind: type[Kind], path: Path) -> list[Kind]:
+    """Return the records in the last TAIL_BYTES of a file with one a line; broken lines are left
+    out.
+    """
+    content = b""
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        content = file.read(TAIL_BYTES)
+    rows = []
+    for line in content.splitlines():
+        with contextlib.suppress(ValidationError):
+            rows.append(kind.model_validate_json(line))
     return rows
 
 

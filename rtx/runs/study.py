@@ -22,6 +22,7 @@ from rtx.runs.records import (
     StatusRecord,
     StepsRecord,
     SweepRow,
+    each_row,
     read_record,
     read_rows,
 )
@@ -29,6 +30,8 @@ from rtx.runs.status import read_status
 from rtx.settings.run_config import RUN_CONFIG
 
 STUDY_SUFFIX = ".jsonl"
+MOST_ROWS = 2**16
+"""Rows of a kind that are kept of a run's metrics; with trainer.log_every=10 of 655,360 steps."""
 
 
 class StudyLine(Record):
@@ -68,11 +71,49 @@ def read_run(folder: Path, problems: list[str]) -> StudyLine:
         config=config,
         status=read_status(folder, problems),
         environment=read_record(EnvironmentRecord, folder / ENVIRONMENT, problems),
-        metrics=read_rows(MetricsRow, folder / METRICS, problems),
+        metrics=thinned(each_row(MetricsRow, folder / METRICS, problems)),
         resumes=read_rows(ResumeRow, folder / RESUMES, problems),
         evaluations=read_all(EvaluationRecord, folder, "eval/*.json", problems),
         analyses=read_all(AnalysisFile, folder, "analysis/*.json", problems),
     )
+
+
+def thinned(rows: Iterable[MetricsRow]) -> list[MetricsRow]:
+    """Return rows of metrics: all, or of a kind with more than MOST_ROWS one in 2, 4, 8, ...
+
+    The last row of each kind is always among them.
+    """
+    kinds: dict[str, ThinnedKind] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, ThinnedKind()).add(row)
+    chosen = []
+    for kind in kinds.values():
+        chosen += kind.rows()
+    return chosen
+
+
+class ThinnedKind:
+    """At most MOST_ROWS rows of a kind, evenly from those that were added, and the last one."""
+
+    def __init__(self) -> None:
+        self.chosen: list[MetricsRow] = []
+        self.every = 1
+        self.added = 0
+        self.last: MetricsRow | None = None
+
+    def add(self, row: MetricsRow) -> None:
+        self.last = row
+        if self.added % self.every == 0:
+            self.chosen.append(row)
+        self.added += 1
+        if len(self.chosen) > MOST_ROWS:
+            self.chosen = self.chosen[::2]
+            self.every *= 2
+
+    def rows(self) -> list[MetricsRow]:
+        if self.last is None or self.chosen[-1] is self.last:
+            return self.chosen
+        return [*self.chosen, self.last]
 
 
 def read_all(kind: type[Kind], folder: Path, pattern: str, problems: list[str]) -> list[Kind]:

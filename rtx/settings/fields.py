@@ -28,6 +28,14 @@ TRUTH = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
+POSITIONS = 2**30
+"""The highest value of a key that counts positions, keys or clusters of a sequence."""
+WINDOWS = 2**40
+"""The highest number of windows of a split."""
+STEPS = 10**12
+"""The highest number of optimizer steps: 30 years at a thousand a second."""
+LARGEST = 1e30
+"""The highest value of a key that arithmetic in float32 multiplies with."""
 LARGEST_EXACT = 2**53
 """The largest number up to which a float represents every integer."""
 

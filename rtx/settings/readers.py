@@ -1,5 +1,6 @@
 """Which keys a run reads, by the values of other keys: a key without effect is refused."""
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,12 +18,35 @@ def unread(values: Mapping[str, Any]) -> dict[str, str]:
 
     `values` are those of a configuration by dotted keys. Those of an older run may lack some.
     """
-    zero_counts = [count for count in COUNTS if values.get(count) == 0]
+    choices = [(key, written(values[key])) for key in deciding_keys() if key in values]
+    return dict(reasons_unread(tuple(values), tuple(choices)))
+
+
+@functools.cache
+def deciding_keys() -> tuple[str, ...]:
+    """Return the keys whose values decide which other keys a run reads."""
+    keys = dict.fromkeys(COUNTS)
+    for field in all_fields().values():
+        keys |= dict.fromkeys(field.read_with)
+    return tuple(keys)
+
+
+@functools.lru_cache(maxsize=1024)
+def reasons_unread(
+    names: tuple[str, ...], choices: tuple[tuple[str, str], ...]
+) -> Mapping[str, str]:
+    """Return those of the keys `names` that a run does not read, each with the reason.
+
+    `choices`: the values of `deciding_keys`, as texts. Most runs of a report have the same ones.
+    """
+    texts = dict(choices)
+    fields = all_fields()
+    zero_counts = [count for count in COUNTS if texts.get(count) == "0"]
     reasons = {}
-    for name, field in all_fields().items():
-        if name not in values:
+    for name in fields:
+        if name not in names:
             continue
-        reason = reason_unread(field, values)
+        reason = reason_unread(fields[name], texts)
         if name.startswith("routing.") and name not in zero_counts:
             for count in zero_counts:
                 reason = f"{count}=0"
@@ -31,20 +55,20 @@ def unread(values: Mapping[str, Any]) -> dict[str, str]:
     return reasons
 
 
-def reason_unread(field: Field, values: Mapping[str, Any]) -> str:
+def reason_unread(field: Field, texts: Mapping[str, str]) -> str:
     """Return which value of another key leaves a key unread, or ""."""
     for other, readers in field.read_with.items():
-        if other in values and not has_reader(all_fields()[other], values[other], readers):
-            return f"{other}={written(values[other])}; it is for {', '.join(readers)}"
+        if other in texts and not has_reader(all_fields()[other], texts[other], readers):
+            return f"{other}={texts[other]}; it is for {', '.join(readers)}"
     return ""
 
 
-def has_reader(field: Field, value: Any, readers: Collection[str]) -> bool:
-    """Whether a value, or one of its parts joined by +, is among the readers.
+def has_reader(field: Field, text: str, readers: Collection[str]) -> bool:
+    """Whether the text of a value, or one of its parts joined by +, is among the readers.
 
     It is unknown which keys a pattern or data set of an extension reads: it counts as a reader.
     """
-    for part in written(value).split("+"):
+    for part in text.split("+"):
         is_of_extension = field.extensible and part not in BUILT_IN
         if part in readers or is_of_extension:
             return True

@@ -34,7 +34,17 @@ from rtx.settings.effects import (
     ROUNDING,
     SCHEDULE,
 )
-from rtx.settings.fields import Field, Since, fields_of, key, unknown
+from rtx.settings.fields import (
+    LARGEST,
+    POSITIONS,
+    STEPS,
+    WINDOWS,
+    Field,
+    Since,
+    fields_of,
+    key,
+    unknown,
+)
 from rtx.settings.names import BASES, REGISTERED, SELECTIONS, add_installed
 from rtx.settings.presets import CACHES, option_words
 
@@ -101,7 +111,7 @@ class DataConfig:
     revision: str | None = key(None, read_with=IF_HUB)
     """Commit or tag of the hub (data=hub); unset: the newest; the run's record has the commit that
     was read."""
-    length: int = key(1024, low=2, high=2**30)
+    length: int = key(1024, low=2, high=POSITIONS)
     """Sequence length N in tokens; an image is one sequence, so image sets fix it to height x width
     x 3."""
     documents: bool = key(False, read_with={"data.name": TEXTS}, since=Since("0.5.0", False))
@@ -125,7 +135,7 @@ class DataConfig:
     (tokenizer=pretrained)."""
     vocabulary: int = key(32_768, low=300, high=1_000_000, read_with=IF_SUBWORDS)
     """Subwords to train (tokenizer=sentencepiece)."""
-    tokenizer_sample: int = key(100_000_000, low=1_000, read_with=IF_SUBWORDS)
+    tokenizer_sample: int = key(100_000_000, low=1_000, high=2**40, read_with=IF_SUBWORDS)
     """Bytes of the training split that subwords are trained on, taken evenly from it
     (tokenizer=sentencepiece)."""
     newlines: Literal["keep", "drop"] = key("keep", read_with={"data.name": ("enwik8",)})
@@ -133,7 +143,7 @@ class DataConfig:
     does."""
     size: int | None = key(None, low=1, high=1024, read_with={"data.name": tuple(IMAGE_SETS)})
     """Scale images to this height and width; a result on them is marked as such."""
-    held_out: int = key(5_000, low=0, read_with={"data.name": HELD_OUT})
+    held_out: int = key(5_000, low=0, high=2**30, read_with={"data.name": HELD_OUT})
     """Training images held out as split valid (image sets); 0: the published test images serve as
     valid, too."""
     verify: Literal["once", "always", "never"] = key("once", changes=NOTHING)
@@ -152,11 +162,12 @@ class DataConfig:
     """Different values; chance is one over their number (sets made on the fly)."""
     fillers: int = key(16, low=1, high=10_000, read_with=IF_MADE)
     """Different tokens that the filler is drawn from (sets made on the fly)."""
-    sequences: int = key(256, low=1, read_with=IF_MADE)
+    sequences: int = key(256, low=1, high=2**20, read_with=IF_MADE)
     """Sequences of each held-out split (sets made on the fly)."""
     distance: int = key(
         0,
         low=0,
+        high=POSITIONS,
         read_with={"data.name": ("mqar", "copy", "induction", "masked", *LONG_CONTEXT)},
         since=Since("0.2.0", 0),
     )
@@ -204,21 +215,24 @@ class RoutingConfig:
     keys: Literal["shared", "separate", "tied", "projected"] = "shared"
     """Keys: the queries; others, chosen apart (separate); such by W_Q (tied); clustered by W_R (q +
     k) (projected)."""
-    heads: int = key(4, low=0)
+    heads: int = key(4, low=0, high=2**20)
     """Routing heads in each routing layer; the other heads use the base pattern."""
-    layers: int = key(2, low=0)
+    layers: int = key(2, low=0, high=10_000)
     """Routing layers, counted from the top of the model."""
-    window: int = key(256, low=1)
+    window: int = key(256, low=1, high=POSITIONS)
     """Attention window W: keys per query and cluster at the most."""
     candidates: int | None = key(
         None,
         low=1,
+        high=POSITIONS,
         read_with={"routing.selection": ("probed",)},
         since=Since("0.4.0", None),
     )
     """Keys for which a query probes clusters, to read the W best; unset: W, all of them read
     (selection=probed)."""
-    clusters: int | None = key(None, low=1, read_with={"routing.selection": (*CLUSTERED, "probed")})
+    clusters: int | None = key(
+        None, low=1, high=POSITIONS, read_with={"routing.selection": (*CLUSTERED, "probed")}
+    )
     """Clusters C of each routing head; unset: ceil(N / W)."""
     logit_scale: Literal["sqrt_d", "none", "unit"] = "sqrt_d"
     """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as
@@ -249,17 +263,19 @@ class RoutingConfig:
     (selection=causal)."""
     init: Literal["random", "data"] = key("random", read_with=IF_CENTROIDS)
     """Centroids start as random directions, or as queries of the first training sequence."""
-    commitment: float = key(0.0, low=0.0, read_with=IF_CENTROIDS)
+    commitment: float = key(0.0, low=0.0, high=LARGEST, read_with=IF_CENTROIDS)
     """Weight of the loss that pulls queries to their centroid (both released codes: 1e-4; the
     paper: none)."""
-    block: int = key(16, low=1, read_with={"routing.selection": ("blocks", "blocks_random")})
+    block: int = key(
+        16, low=1, high=POSITIONS, read_with={"routing.selection": ("blocks", "blocks_random")}
+    )
     """Positions of a block (selection=blocks and blocks_random)."""
     compressed: bool = key(False, read_with={"routing.selection": ("blocks",)})
     """Attend over the means of blocks, too, joined by gates: gradients train the choice
     (selection=blocks)."""
-    warmup: int = key(0, low=0, read_with={"routing.selection": ("indexer",)})
+    warmup: int = key(0, low=0, high=STEPS, read_with={"routing.selection": ("indexer",)})
     """Optimizer steps for which heads of selection=indexer read everything."""
-    key_shift: int = key(0, low=0)
+    key_shift: int = key(0, low=0, high=POSITIONS)
     """Positions by which keys apart from queries look back: 1 lets a head match "the token before
     was A"."""
     key_conv: int = key(1, low=1, high=64)
@@ -267,7 +283,7 @@ class RoutingConfig:
     rotary: bool = key(True, read_with={"model.positions": ("rotary",)}, since=Since("0.2.0", True))
     """Whether model.positions=rotary turns routing heads, too; false: they attend by content alone,
     at any distance."""
-    key_loss: float = key(0.0, low=0.0, since=Since("0.2.0", 0.0))
+    key_loss: float = key(0.0, low=0.0, high=LARGEST, since=Since("0.2.0", 0.0))
     """Weight of the loss that pulls the separate matrices of queries and keys together (the paper's
     first)."""
 
@@ -297,7 +313,7 @@ class ModelConfig:
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh
     two to one."""
     # Read whatever the heads: the score of a text counts a repeat as far by it.
-    window: int = key(256, low=1)
+    window: int = key(256, low=1, high=POSITIONS)
     """Keys that a local head sees, its own position included."""
     attend_self: bool = key(
         True,
@@ -306,14 +322,16 @@ class ModelConfig:
     )
     """Whether heads that choose by position may always read their own; false: only where there is
     no other key."""
-    stride: int = key(128, low=1, read_with={"model.base": SPARSE})
+    stride: int = key(128, low=1, high=POSITIONS, read_with={"model.base": SPARSE})
     """Stride of strided heads, block of fixed heads (Sparse Transformer)."""
-    summary: int = key(8, low=1, read_with={"model.base": ("fixed", "fixed_summary")})
+    summary: int = key(
+        8, low=1, high=POSITIONS, read_with={"model.base": ("fixed", "fixed_summary")}
+    )
     """Columns of every earlier block that a fixed head reads (Sparse Transformer)."""
     memory: int = key(
         0,
         low=0,
-        high=2**30,
+        high=POSITIONS,
         read_with=IF_RECURRENT,
         since=Since("0.2.0", 0),
     )
@@ -322,7 +340,7 @@ class ModelConfig:
     compressed: int = key(
         0,
         low=0,
-        high=2**30,
+        high=POSITIONS,
         read_with=IF_RECURRENT,
         since=Since("0.2.0", 0),
     )
@@ -350,12 +368,15 @@ class ModelConfig:
     rotary_base: float = key(
         10_000.0,
         above=1.0,
+        high=LARGEST,
         read_with={"model.positions": ("rotary",)},
         since=Since("0.4.0", 10_000.0),
     )
     """Base of rotary angles: the slowest pair of columns turns by about one radian in as many
     positions."""
-    clamp: int | None = key(None, low=1, read_with=IF_XL, since=Since("0.2.0", None))
+    clamp: int | None = key(
+        None, low=1, high=POSITIONS, read_with=IF_XL, since=Since("0.2.0", None)
+    )
     """Largest distance that positions=xl tells apart; unset: any."""
     tie_biases: bool = key(True, read_with=IF_XL, since=Since("0.2.0", True))
     """Whether all layers share the biases u and v of positions=xl, as Transformer-XL's PyTorch code
@@ -363,7 +384,7 @@ class ModelConfig:
     axes: str | None = key(None, read_with={"model.positions": ("axial",)})
     """Sizes of the axes of positions=axial, slowest first, such as 32x32x3; their product is
     data.length."""
-    max_distance: int = key(256, low=1, high=2**30, read_with={"model.positions": ("shaw",)})
+    max_distance: int = key(256, low=1, high=POSITIONS, read_with={"model.positions": ("shaw",)})
     """Largest distance that positions=shaw tells apart."""
     norm: Literal["pre", "post"] = "pre"
     """Norm before each sub-layer, or after its residual sum."""
@@ -411,9 +432,9 @@ class ModelConfig:
     """Hash rounds of base=lsh; a head reads the keys of all of them."""
     hash_buckets: int | None = key(None, low=2, high=2**30, read_with=IF_LSH)
     """Buckets of each round of base=lsh, an even number; unset: about 2 N / model.window."""
-    span_ramp: int = key(32, low=1, read_with=IF_SPAN)
+    span_ramp: int = key(32, low=1, high=POSITIONS, read_with=IF_SPAN)
     """Positions over which a span of base=adaptive_span fades out."""
-    span_cost: float = key(0.0, low=0.0, read_with=IF_SPAN)
+    span_cost: float = key(0.0, low=0.0, high=LARGEST, read_with=IF_SPAN)
     """Weight of each layer's mean span in the loss (base=adaptive_span; released code: 5e-7)."""
     init: Literal["fan_in", "depth_scaled"] = "fan_in"
     """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many
@@ -437,7 +458,7 @@ class OptimizerConfig:
     name: Literal["adam", "adamw", "adafactor", "muon"] = "adam"
     """Optimizer: adam (the paper's), adamw (decoupled weight decay), adafactor (the paper's for
     PG-19), muon (with adamw)."""
-    lr: float = key(2e-4, above=0.0)
+    lr: float = key(2e-4, above=0.0, high=LARGEST)
     """Peak learning rate."""
     beta1: float = key(0.9, low=0.0, high=0.9999, read_with=IF_ADAM)
     """Decay of the first moment (adam, adamw, and muon for what adamw updates)."""
@@ -451,16 +472,16 @@ class OptimizerConfig:
         since=Since("0.4.0", 0.95),
     )
     """Momentum of the matrices that muon updates."""
-    weight_decay: float = key(0.0, low=0.0)
+    weight_decay: float = key(0.0, low=0.0, high=LARGEST)
     """Weight decay of linear layers and of an untied output matrix; biases, norms and tables have
     none."""
     schedule: Literal["rsqrt", "cosine", "constant"] = "rsqrt"
     """After the warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at
     trainer.steps, or flat."""
-    warmup: int = key(4000, low=0)
+    warmup: int = key(4000, low=0, high=STEPS)
     """Steps of linear warm-up."""
     # trainer.steps, which follows it, is the number that a run trains.
-    steps: int = key(200_000, low=1, changes=NOTHING)
+    steps: int = key(200_000, low=1, high=STEPS, changes=NOTHING)
     """Steps that this optimizer's preset is made for; trainer.steps follows it unless set."""
 
 
@@ -473,10 +494,10 @@ class HardwareConfig:
     )
     """auto: a GPU if there is one; ddp: a process per device; fsdp: weights and optimizer shared
     out, too."""
-    devices: int | None = key(None, low=1, changes=ROUNDING)
+    devices: int | None = key(None, low=1, high=1024, changes=ROUNDING)
     """Processes on each machine; unset: one, or with ddp and fsdp those that a launcher started,
     else all GPUs."""
-    nodes: int = key(1, low=1, changes=ROUNDING)
+    nodes: int = key(1, low=1, high=2**16, changes=ROUNDING)
     """Machines that share the run."""
     # More than rounding: bf16-true trains another model than fp32. A resume may still change it,
     # for a run that goes on elsewhere, and says so.
@@ -540,41 +561,41 @@ class LoggerConfig:
 class TrainerConfig:
     """The training loop, counted in optimizer steps."""
 
-    steps: int = key(200_000, low=1, changes=CONTINUATION)
+    steps: int = key(200_000, low=1, high=STEPS, changes=CONTINUATION)
     """Optimizer steps to train; unset: optimizer.steps."""
-    max_minutes: float | None = key(None, above=0.0, changes=CONTINUATION)
+    max_minutes: float | None = key(None, above=0.0, high=1e9, changes=CONTINUATION)
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
     batch_size: int = key(8, low=1, high=2**20)
     """Sequences per optimizer step, over all devices and micro-batches."""
     # No new cell: `auto` is decided by this machine's memory, and again when memory runs out.
-    micro_batch_size: int | Literal["auto"] = key("auto", low=1, changes=COST)
+    micro_batch_size: int | Literal["auto"] = key("auto", low=1, high=2**20, changes=COST)
     """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx
     plan."""
-    clip: float = key(1.0, low=0.0)
+    clip: float = key(1.0, low=0.0, high=LARGEST)
     """Largest norm of the whole gradient; 0: no clipping."""
-    val_every: int = key(250, low=1, changes=SCHEDULE)
+    val_every: int = key(250, low=1, high=STEPS, changes=SCHEDULE)
     """Steps between validations; the last step is always validated."""
-    val_windows: int | None = key(64, low=1, changes=SCHEDULE)
+    val_windows: int | None = key(64, low=1, high=WINDOWS, changes=SCHEDULE)
     """Windows scored in a validation during training (the same ones every time); unset: the whole
     split."""
     # One row of a report, as with `val_windows`: a score says its protocol, stride and windows
     # included, and a table has scores of one protocol.
-    val_stride: int | None = key(None, low=1, changes=SCHEDULE)
+    val_stride: int | None = key(None, low=1, high=POSITIONS, changes=SCHEDULE)
     """Tokens by which the windows of a validation advance; unset: N. Smaller gives every token more
     context."""
     # No new cell: the score says how many windows it is of, and `auto` goes by the time.
-    final_windows: int | Literal["auto"] | None = key("auto", low=1, changes=COST)
+    final_windows: int | Literal["auto"] | None = key("auto", low=1, high=WINDOWS, changes=COST)
     """Windows of the closing score; auto: all, or a sample in a tenth of the training time (or 30
     s); null: all."""
-    checkpoint_every: int = key(250, low=1, changes=COST)
+    checkpoint_every: int = key(250, low=1, high=STEPS, changes=COST)
     """Steps between checkpoints; one is also written at the end and on a signal."""
     # A new cell, for the curve in metrics.jsonl is a result of a cell.
-    log_every: int = key(10, low=1, changes=SCHEDULE)
+    log_every: int = key(10, low=1, high=STEPS, changes=SCHEDULE)
     """Steps between rows in metrics.jsonl."""
     profile: int | None = key(None, low=1, high=1000, changes=NOTHING)
     """Steps to record with torch.profiler, after the first few, in the run's trace.json.gz (for
     Perfetto)."""
-    overfit_batches: int | None = key(None, low=1, since=Since("0.4.0", None))
+    overfit_batches: int | None = key(None, low=1, high=STEPS, since=Since("0.4.0", None))
     """Train on the batches of this many first steps alone, again and again; unset: on all."""
 
 

@@ -22,7 +22,7 @@ from rtx.disk import open_no_link, read_file, write_json
 from rtx.errors import UserError
 from rtx.progress import say as say_line
 from rtx.runs.folder import shown
-from rtx.runs.records import MetricsRow, finite, read_rows
+from rtx.runs.records import MetricsRow, each_row, finite
 from rtx.runs.status import utc_now
 from rtx.settings.requirements import wandb_mode
 from rtx.settings.schema import Config
@@ -100,7 +100,7 @@ def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[st
     validates_again = is_over or step % config.trainer.val_every == 0
     repeated = {"valid": validates_again, "final": is_over}
     rows: dict[tuple[int, str], MetricsRow] = {}
-    for row in read_rows(MetricsRow, path, problems=[]):
+    for row in each_row(MetricsRow, path, problems=[]):
         rows[row.step, row.kind] = row
     for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
         if at < step or (at == step and not repeated.get(kind)):

@@ -1,5 +1,6 @@
 """CIFAR-10, ImageNet 64 x 64 and users' images: the same pixels from every form of files."""
 
+import struct
 import tarfile
 import zlib
 from pathlib import Path
@@ -189,6 +190,27 @@ def test_other_kinds_of_images_become_rgb():
         ).max()
         <= 1
     )
+
+
+def deep_png(values: np.ndarray, kind: int) -> bytes:
+    """Return a PNG of 16 bits a channel; `kind` is the PNG specification's colour type."""
+    height, width, _ = values.shape
+    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    content = b"\x89PNG\r\n\x1a\n"
+    for name, part in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        checksum = struct.pack(">I", zlib.crc32(name + part))
+        content += struct.pack(">I", len(part)) + name + part + checksum
+    return content
+
+
+def test_images_of_16_bits_a_channel_are_refused_and_not_cut():
+    values = 999 * np.arange(64).reshape(4, 4, 4)
+    files = [deep_png(values[..., :c], kind) for kind, c in ((0, 1), (2, 3), (4, 2), (6, 4))]
+    files.append(b"P6 4 4 65535\n" + values[..., :3].astype(">u2").tobytes())
+    for content in files:
+        with pytest.raises(UserError, match=r"found .*16 bits a channel; convert"):
+            Pixels(4, 4).decode(content, "deep")
 
 
 BIG = {"train": random_images(6, 64, 64, 3), "valid": random_images(3, 64, 64, 4)}

@@ -329,7 +329,7 @@ def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_prep
     tmp_path, root, monkeypatch
 ):
     asked: list[str | None] = []
-    real = datasets.load_dataset
+    real = datasets.load_dataset_builder
 
     def load(path: str, name: str | None, revision: str | None, cache_dir: str) -> object:
         asked.append(revision)
@@ -337,7 +337,7 @@ def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_prep
         return real(str(tmp_path / "set"), cache_dir=cache_dir)
 
     write_table(tmp_path / "set" / "train.parquet", text=LINES)
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
     monkeypatch.setattr(
         huggingface_hub, "dataset_info", lambda name, revision: SimpleNamespace(sha="c" * 40)
     )
@@ -345,7 +345,9 @@ def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_prep
     store = opened(root, "hub", "some/set", subset="small")
     assert asked == ["c" * 40] * 3, "every split is of one commit"
     assert store.describe()["source"]["revision"] == "c" * 40
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("it was fetched again"))
+    monkeypatch.setattr(
+        datasets, "load_dataset_builder", lambda *_: pytest.fail("it was fetched again")
+    )
     assert opened(root, "hub", "some/set", subset="small").fingerprint == store.fingerprint
 
 

@@ -1,0 +1,135 @@
+"""Records by strangers: odd types, huge numbers, deep nesting, endless files and lines."""
+
+import copy
+import json
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import DataObject
+from pydantic import BaseModel
+
+from rtx.report.run_records import Cell
+from rtx.runs import records, study
+from rtx.runs.folder import last_active
+from rtx.runs.records import (
+    EnvironmentRecord,
+    MetricsRow,
+    StatusRecord,
+    each_row,
+    last_rows,
+    read_record,
+    read_rows,
+)
+from rtx.runs.status import read_status, state_of
+from tests.runs.test_records import DATA, RECORDS
+
+DEEP: list[Any] = []
+for _ in range(150):
+    DEEP = [DEEP]
+ODD = st.one_of(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    st.sampled_from(
+        [10**400, -(10**30), 2**63, -1, 1e308, math.inf, math.nan, "\ud800", "9" * 999]
+    ),
+    st.sampled_from([[], {}, [[]], {"a": None}, [{}], {"": {}}, DEEP]),
+)
+
+
+def places(content: Any) -> list[tuple[Any, Any]]:
+    """Return every container in nested values with each of its keys."""
+    found = []
+    keys = range(len(content)) if isinstance(content, list) else list(content)
+    for key in keys:
+        found.append((content, key))
+        if isinstance(content[key], dict | list):
+            found += places(content[key])
+    return found
+
+
+@pytest.mark.parametrize("kind, content", RECORDS, ids=lambda part: getattr(part, "__name__", ""))
+@given(data=st.data())
+@settings(
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_a_record_with_odd_values_is_named_or_can_be_written_and_read_again(
+    tmp_path: Path, kind: type[BaseModel], content: dict[str, Any], data: DataObject
+) -> None:
+    changed = copy.deepcopy(content)
+    for _ in range(data.draw(st.integers(1, 2))):
+        container, key = data.draw(st.sampled_from(places(changed)))
+        container[key] = copy.deepcopy(data.draw(ODD))
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(changed))
+    problems: list[str] = []
+    record = read_record(kind, path, problems)
+    if record is None:
+        (line,) = problems
+        assert line.startswith(f"{path}: ") and "\n" not in line and "pydantic" not in line
+        return
+    assert problems == []
+    written = record.model_dump_json(exclude_unset=True)
+    assert kind.model_validate_json(written).model_dump_json(exclude_unset=True) == written
+
+
+@pytest.mark.parametrize("heartbeat", [5, None, ["2026"], "soon", "2026-01-31T12:00:00", True])
+def test_a_heartbeat_that_is_no_time_counts_as_no_status(tmp_path: Path, heartbeat: Any) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "done", "heartbeat": heartbeat}))
+    problems: list[str] = []
+    status = read_status(tmp_path, problems)
+    assert status is None and len(problems) == 1
+    assert state_of(status) == "unknown" and last_active(tmp_path) == ""
+
+
+def test_a_file_without_end_is_refused_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status.json"
+    with open(path, "wb") as file:
+        file.truncate(3 * 10**9)
+    problems: list[str] = []
+    tracemalloc.start()
+    assert read_record(StatusRecord, path, problems) is None
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * records.LARGEST_BYTES
+    tracemalloc.stop()
+    assert problems == [f"{path}: is larger than 67,108,864 bytes, and not read"]
+    monkeypatch.setattr(records, "LARGEST_BYTES", 1000)
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text(f'{{"step": 1}}\n{{"step": 2, "x": {"1" * 2000}}}\n{{"step": 3}}\n')
+    assert [row.step for row in read_rows(MetricsRow, rows, problems)] == [1]
+    assert problems[1:] == [f"{rows}: line 2 is longer than 1,000 bytes"]
+
+
+def test_rows_are_read_one_by_one_and_thinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = []
+    for step in range(1, 20_001):
+        kind = "valid" if step % 10 == 0 else "train"
+        lines.append(json.dumps({"step": step, f"{kind}/bits": 3.0}))
+    path.write_text("\n".join(lines))
+    assert len(study.thinned(each_row(MetricsRow, path, []))) == 20_000
+    monkeypatch.setattr(study, "MOST_ROWS", 1_000)
+    tracemalloc.start()
+    rows = study.thinned(each_row(MetricsRow, path, []))
+    assert tracemalloc.get_traced_memory()[1] < 5e6, "the file is 0.7 MB, its rows 30 MB"
+    tracemalloc.stop()
+    counts = {kind: sum(row.kind == kind for row in rows) for kind in ("train", "valid")}
+    assert all(500 <= count <= 1_001 for count in counts.values())
+    assert {19_999, 20_000} <= {row.step for row in rows}
+    assert [row.step for row in last_rows(MetricsRow, path)][-2:] == [19_999, 20_000]
+    assert last_rows(MetricsRow, tmp_path / "none.jsonl") == []
+
+
+def test_a_command_with_a_quote_that_does_not_end_is_shown() -> None:
+    record = EnvironmentRecord.model_validate({"versions": {}, "data": DATA, "command": "rtx t 'x"})
+    assert Cell(Path("run"), environment=record).command == "rtx t ''\"'\"'x'"
