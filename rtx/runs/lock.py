@@ -59,7 +59,7 @@ def refuse_busy(folder: Path) -> None:
 def busy(folder: Path, status: StatusRecord | None) -> str:
     """Return the message for a folder that is in use."""
     user = "another process"
-    if status and status.pid:
+    if status and seems_running(status):
         user = f"process {status.pid} on {status.host}"
     return f"{folder} is in use by {user}; wait for it, or stop it first"
 

@@ -40,6 +40,7 @@ from rtx.hf.loading import (
     read_config,
 )
 from rtx.machine import memory_bytes
+from rtx.paths import expand_path
 from rtx.progress import clock, progress_bar, say
 from rtx.report import drawing
 from rtx.runs.folder import outputs_root, save, unwritable
@@ -287,7 +288,7 @@ def fitted_windows(
         span = (0, text_length(store) // 2)
     else:
         source = f"fit={options.fit}"
-        content = Path(options.fit).expanduser().read_bytes()
+        content = expand_path(options.fit, "fit").read_bytes()
         read = bytes_reader(content)
         span = (0, len(content))
     texts = spread_texts(read, span, options.fit_windows, options.length)
