@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
-from rtx.machine import out_of_memory
+from rtx.machine import out_of_memory, system_reason
 from rtx.processes import check_launch, started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
@@ -43,6 +43,7 @@ SHORT_FLAGS = {"-c": "--cfg", "-cd": "--config-dir"}
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
     open_streams()
+    sys.unraisablehook = note_ignored
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal cannot encode is printed as "?", and raises no error.
         sys.stdout.reconfigure(errors="replace")
@@ -60,6 +61,12 @@ def entry() -> None:
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(number, lambda *_: os._exit(code))
     sys.exit(code)
+
+
+def note_ignored(ignored: "sys.UnraisableHookArgs") -> None:
+    """Print a line on an error that nothing can handle, such as one of torch's in a destructor."""
+    line = f"note: ignored: {shorten(repr(ignored.exc_value))} in {shorten(repr(ignored.object))}"
+    print(line, file=sys.stderr)
 
 
 class Lossy(io.FileIO):
@@ -147,16 +154,6 @@ def unexpected(error: Exception, words: Sequence[str]) -> int:
         return complain(system_reason(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
     traceback.print_exc()
     return 1
-
-
-def system_reason(error: OSError) -> str:
-    """Return what the operating system has refused, for a message."""
-    if isinstance(error, BlockingIOError) and error.filename is None:
-        # fork failed.
-        return f"cannot start another process (see ulimit -u): {error.strerror}"
-    if error.filename is None:
-        return f"the system reports: {error.strerror}"
-    return f"{shorten(os.fsdecode(error.filename))}: {error.strerror}"
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -232,8 +232,8 @@ def test_what_the_system_refuses_is_told_in_a_line(
     with monkeypatch.context() as patch:
         patch.setattr("os.fork", refusing(errno.EAGAIN))
         said = workshop.command(*train, "hardware.workers=1", run=tmp_path / "run", code=1)
-        reason = "Resource temporarily unavailable"
-        assert reason in said.splitlines()[-1]
+        reason = "another process cannot be started (see ulimit -u): Resource temporarily"
+        assert said.splitlines()[-1].startswith(f"rtx: {reason}")
         assert run_state(tmp_path / "run") == "failed"
     with monkeypatch.context() as patch:
         patch.setattr("rtx.disk.os.fsync", refusing(errno.EIO))

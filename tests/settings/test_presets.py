@@ -92,8 +92,8 @@ def test_a_preset_may_refer_to_keys_and_the_command_line_to_the_environment(
     monkeypatch.setenv("RTX_SECRET", "5")
     (folder / "model" / "wide.yaml").write_text("layers: &n 2\nwindow: ${data.length}\n")
     forget()
-    config = compose(["model=wide", "data.length=64", "trainer.steps=${oc.env:RTX_SECRET}"])
-    assert (config.model.layers, config.model.window, config.trainer.steps) == (2, 64, 5)
+    config = compose(["model=wide", "data.length=512", "trainer.steps=${oc.env:RTX_SECRET}"])
+    assert (config.model.layers, config.model.window, config.trainer.steps) == (2, 512, 5)
 
 
 def test_help_names_a_preset_that_is_not_utf_8(
