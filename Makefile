@@ -10,6 +10,7 @@ QUICK := tests/test_style.py tests/test_tables.py tests/test_config.py tests/set
 # Options of the campaigns.
 MINUTES ?= 20
 KILLS ?= 100
+CASES ?= 100
 # `make lock UPGRADE=--upgrade` takes newer releases; else versions stay where they can.
 UPGRADE ?=
 # Versions and hashes of what is installed: "Locked versions" in .github/CONTRIBUTING.md.
@@ -58,8 +59,9 @@ presets: $(VENV)/.installed-dev ## every preset with all commands, made small (a
 fuzz: $(VENV)/.installed-dev ## fuzz what rtx reads, MINUTES=20 for each reader
 	$(VENV)/bin/python -m tests.campaigns.fuzz --minutes $(MINUTES)
 
-faults: $(VENV)/.installed-dev ## kill real runs at random moments, KILLS=100 times
+faults: $(VENV)/.installed-dev ## real runs: KILLS=100 kills, then CASES=100 system calls that fail
 	$(VENV)/bin/python -m tests.campaigns.faults --kills $(KILLS)
+	$(VENV)/bin/python -m tests.campaigns.injected --cases $(CASES)
 
 docs: $(VENV)/.installed-docs ## build the pages of docs/ as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict

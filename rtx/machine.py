@@ -69,6 +69,16 @@ def out_of_memory(error: BaseException) -> str:
     return f"{OUT_OF_MEMORY}: {shorten(reason, 200) or type(error).__name__}"
 
 
+def system_reason(error: OSError) -> str:
+    """Return what the operating system has refused, for a message."""
+    if isinstance(error, BlockingIOError) and error.filename is None:
+        # fork failed.
+        return f"another process cannot be started (see ulimit -u): {error.strerror}"
+    if error.filename is None:
+        return f"the system reports: {error.strerror}"
+    return f"{shorten(os.fsdecode(error.filename))}: {error.strerror}"
+
+
 def means_too_little_memory(error: BaseException) -> bool:
     """Return whether an error of Python, torch or the system means too little memory."""
     # By its name, since torch is not imported here.

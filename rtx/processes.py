@@ -6,6 +6,8 @@ Other processes, and launchers, say so in environment variables. No torch.
 import os
 from typing import NamedTuple
 
+from rtx.errors import UserError, shorten
+
 PARENT_VARIABLE = "RTX_PARENT"
 """Process id of a run's first process, set for the other processes of that run."""
 SWEEP_VARIABLE = "RTX_SWEEP"
@@ -29,19 +31,41 @@ class Launch(NamedTuple):
 
 
 def launch() -> Launch:
-    """Return how this process was started, by the variables that launchers set."""
+    """Return how this process was started, by the variables that launchers set.
+
+    UserError for variables of a launcher that are incomplete or no numbers.
+    """
     variables = os.environ
     if "TORCHELASTIC_RUN_ID" in variables:
-        world = int(variables["WORLD_SIZE"])
-        nodes = world // int(variables["LOCAL_WORLD_SIZE"])
-        return Launch("torchrun", int(variables["RANK"]), world, nodes)
-    is_step = "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables
-    tasks = int(variables.get("SLURM_NTASKS", 1))
-    if is_step and tasks > 1:
-        nodes = int(variables.get("SLURM_NNODES", 1))
-        return Launch("srun", int(variables["SLURM_PROCID"]), tasks, nodes)
-    rank = int(variables["LOCAL_RANK"]) if started_by_another() else 0
+        world = number_in("WORLD_SIZE")
+        nodes = world // max(1, number_in("LOCAL_WORLD_SIZE"))
+        return Launch("torchrun", number_in("RANK"), world, nodes)
+    if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
+        tasks = number_in("SLURM_NTASKS", "1")
+        if tasks > 1:
+            nodes = number_in("SLURM_NNODES", "1")
+            return Launch("srun", number_in("SLURM_PROCID"), tasks, nodes)
+    rank = number_in("LOCAL_RANK") if started_by_another() else 0
     return Launch("rtx", rank, 1, 1)
+
+
+def number_in(variable: str, default: str = "") -> int:
+    """Return the number in a variable of a launcher; `UserError` where it holds none."""
+    text = os.environ.get(variable, default)
+    if not (text.isascii() and text.isdecimal()):
+        problem = "is no number, as torchrun and srun set it"
+        raise UserError(f"{variable}={shorten(text)}: {problem}; unset what is left over of them")
+    return int(text)
+
+
+def check_launch() -> None:
+    """Raise `UserError` for variables that say wrongly who has started this process."""
+    launch()
+    parent = os.environ.get(SWEEP_VARIABLE, "")
+    if parent in ("", str(os.getppid())) or started_by_another():
+        return
+    problem = "no process of this number has started this one"
+    raise UserError(f"{SWEEP_VARIABLE}={shorten(parent)}: {problem}; unset {SWEEP_VARIABLE}")
 
 
 def started_by_another() -> bool:

@@ -18,11 +18,11 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
-from rtx.machine import out_of_memory
-from rtx.processes import started_by_another
+from rtx.machine import out_of_memory, system_reason
+from rtx.processes import check_launch, started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
 from rtx.version import __version__
@@ -42,6 +42,8 @@ SHORT_FLAGS = {"-c": "--cfg", "-cd": "--config-dir"}
 
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
+    open_streams()
+    sys.unraisablehook = note_ignored
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal cannot encode is printed as "?", and raises no error.
         sys.stdout.reconfigure(errors="replace")
@@ -59,6 +61,41 @@ def entry() -> None:
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(number, lambda *_: os._exit(code))
     sys.exit(code)
+
+
+def note_ignored(ignored: "sys.UnraisableHookArgs") -> None:
+    """Print a line on an error that nothing can handle, such as one of torch's in a destructor."""
+    line = f"note: ignored: {shorten(repr(ignored.exc_value))} in {shorten(repr(ignored.object))}"
+    print(line, file=sys.stderr)
+
+
+class Lossy(io.FileIO):
+    """A stream for messages: what cannot be written is lost, and raises no error."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def open_streams() -> None:
+    """Open os.devnull in place of standard streams that are closed, and make stderr lossy.
+
+    A daemon may have closed them. Otherwise the next file that is opened would get the number of
+    one, and what is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It gets the lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is None:
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    encoding = sys.stderr.encoding if sys.stderr else None
+    messages = io.BufferedWriter(Lossy(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(messages, encoding, "backslashreplace", line_buffering=True)
 
 
 def handle_signals(words: list[str]) -> None:
@@ -109,11 +146,12 @@ def unexpected(error: Exception, words: Sequence[str]) -> int:
     """Print an error that is neither `UserError` nor `RunFailed`, and return its exit code."""
     if isinstance(error, BrokenPipeError) and reader_is_gone():
         return 0 if only_prints(words) else 1
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return complain(f"{shorten(str(error.filename))}: {error.strerror}", 2)
     reason = out_of_memory(error)
     if reason:
         return complain(reason, 1)
+    if isinstance(error, OSError) and error.errno is not None:
+        # A name on the command line is too long, or the system fails: its disk, its limits.
+        return complain(system_reason(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
     traceback.print_exc()
     return 1
 
@@ -139,6 +177,7 @@ def dispatch(arguments: list[str]) -> int:
         raise UserError(
             f"unknown command {word!r}{near or '; the commands are ' + ', '.join(WORDS)}"
         )
+    refuse_lost_folder()
     flags, words = split_flags(word, arguments[1:])
     if flags & {*HELP_FLAGS}:
         print(help.command_page(word, words))
@@ -150,6 +189,15 @@ def dispatch(arguments: list[str]) -> int:
     return run_command(command, words, preview="--cfg" in flags)
 
 
+def refuse_lost_folder() -> None:
+    """Raise `UserError` if the current folder is gone, since paths are relative to it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        problem = f"the current folder cannot be found ({error.strerror})"
+        raise UserError(f"{problem}; change to one that exists: cd") from error
+
+
 def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
     """Read and check the words after a command, then import it and run it.
 
@@ -158,6 +206,8 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
     """
     from rtx.cli.request import read_request, startable, with_configuration
 
+    if command.loads_torch:
+        check_launch()
     request = read_request(command, words)
     word = command.name.split()[0]
     if command.prefix == "sweep.":
@@ -246,7 +296,7 @@ def complain(message: str, code: int) -> int:
 
     The middle of a line is left out where a value makes it endless.
     """
-    sys.stdout.flush()
+    flush_or_discard()
     for line in message.splitlines():
         if len(line) > LONGEST_LINE:
             line = f"{line[:LINE_END]} ... {line[-LINE_END:]}"
@@ -274,5 +324,18 @@ def reader_is_gone() -> bool:
     poller.register(sys.stdout.fileno(), 0)
     if not poller.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard_stdout()
     return True
+
+
+def flush_or_discard() -> None:
+    """Write what stdout holds; if that fails, stdout becomes os.devnull."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Let stdout be os.devnull, so that Python does not try again to write when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rtx.cli.options import (
@@ -17,6 +16,7 @@ from rtx.cli.options import (
 )
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError
+from rtx.paths import expand_path
 from rtx.settings.data_sets import MADE, SETS
 from rtx.settings.derived import full_group
 from rtx.settings.schema import SPREAD, Config
@@ -131,7 +131,7 @@ def check_pretrained(config: Config, options: PretrainedOptions) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise UserError("rtx analyze pretrained needs transformers: pip install 'rtx[hf]'")
     fit = options.fit
-    if fit is not None and not Path(fit).expanduser().is_file():
+    if fit is not None and not expand_path(fit, "fit").is_file():
         raise UserError(f"fit={fit}: no such file")
     check_source(config.data, data_root())
 

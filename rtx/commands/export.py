@@ -9,6 +9,7 @@ from rtx.cli.request import Request
 from rtx.data.tokenizers import Tokenizer
 from rtx.disk import MARK
 from rtx.errors import UserError
+from rtx.paths import expand_path
 from rtx.report.run_records import collect
 from rtx.report.summary import card
 from rtx.runs.folder import is_export, shown
@@ -37,7 +38,7 @@ def main(request: Request) -> int:
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
     default = "hf" if for_transformers else "export"
-    output = Path(options.output or folder / default).expanduser()
+    output = expand_path(options.output, "output") if options.output else folder / default
     refuse_other_files(output)
     files = files_of(request, checkpoint)
     if for_transformers:

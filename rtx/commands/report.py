@@ -8,6 +8,7 @@ from pathlib import Path
 from rtx.cli.request import Request
 from rtx.colour import BOLD, painted
 from rtx.errors import RunFailed, UserError, plural, printable
+from rtx.paths import expand_path
 from rtx.report.contents import Report, build
 from rtx.report.formats import write
 from rtx.report.paper import paper_tables
@@ -37,7 +38,7 @@ def main(request: Request) -> int:
         check_has_records(run)
     title = f"rtx report: {', '.join(map(shown, runs))}"
     report = build(collect(runs), title)
-    folder = Path(output or default_folder(runs)).expanduser()
+    folder = expand_path(output, "output") if output else default_folder(runs)
     try:
         files = write(report, folder)
     except OSError as error:

@@ -35,7 +35,7 @@ from rtx.evaluation.measures import (
 )
 from rtx.evaluation.protocol import further_lines, protocol_of, score_record
 from rtx.machine import OUT_OF_MEMORY, out_of_memory
-from rtx.processes import started_by_another
+from rtx.processes import check_launch, started_by_another
 from rtx.progress import say, warn
 from rtx.report.summary import closing_lines, routing_lines
 from rtx.runs.environment import code_commit
@@ -83,6 +83,7 @@ def call(overrides: Sequence[str]) -> Path:
     The caller's process does not end, and its signal handlers are put back. Raises `UserError` for
     wrong overrides, `RunFailed` for a run that fails, loses a process or is stopped.
     """
+    check_launch()
     checked = check_overrides(overrides)
     refuse_sweep(checked)
     config, folder, state = place_of(with_absolute_path(compose_checked(checked)))
@@ -277,6 +278,7 @@ def train(session: Session) -> None:
     model = build_model(config, session.store.vocabulary, first_sequence)
     if session.status:
         parameters = model.count_parameters()
+        session.status.begin()
         record_beginning(session, parameters, changed)
         for line in opening_lines(session, parameters):
             say(line)

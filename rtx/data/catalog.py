@@ -29,6 +29,7 @@ from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
 from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
+from rtx.paths import expand_path, refuse_other_bytes
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
 from rtx.settings.presets import preset
@@ -42,9 +43,10 @@ STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
 def data_root() -> Path:
     """Return the folder of all stores: RTX_DATA, or `data` in the current folder.
 
-    UserError where it is a file, or a link to nothing.
+    UserError where it is a file, a link to nothing, or a name that is not UTF-8.
     """
-    root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
+    root = expand_path(os.environ.get("RTX_DATA") or "data", "RTX_DATA")
+    refuse_other_bytes("RTX_DATA", str(root))
     is_there = root.exists() or root.is_symlink()
     if is_there and not root.is_dir():
         advice = "set RTX_DATA to a folder that you may write"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rtx.data.sets import SPLITS
 from rtx.disk import is_full, open_regular
 from rtx.errors import RunFailed, UserError, nearest
+from rtx.paths import expand_path
 
 if TYPE_CHECKING:
     import datasets
@@ -161,7 +162,7 @@ def files_of(path: str, leave_out: Path) -> list[Path]:
 
     UserError where there are none.
     """
-    place = Path(path).expanduser()
+    place = expand_path(path, "data.path")
     if place.is_dir():
         files = walk(place, leave_out=leave_out)
     elif place.exists():

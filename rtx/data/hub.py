@@ -18,6 +18,7 @@ from rtx.data.hub_files import (
 from rtx.data.sets import Report, Source, column_text
 from rtx.disk import read_file, replace_file
 from rtx.errors import RunFailed, UserError
+from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     each.
     """
     path = data.path or ""
-    folder = Path(path).expanduser()
+    folder = expand_path(path, "data.path")
     is_local = folder.is_dir()
     files: list[Path] = []
     identity: list[Any] = [path, data.subset, data.column, data.revision]

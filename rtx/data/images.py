@@ -23,6 +23,7 @@ from rtx.data.origins import Files, Origin, origin_of, row_count
 from rtx.data.sampler import permuted
 from rtx.data.sets import FACTS, SPLITS, Report, Source
 from rtx.errors import UserError
+from rtx.paths import expand_path
 from rtx.settings.data_sets import SETS
 from rtx.settings.schema import DataConfig
 
@@ -292,7 +293,7 @@ def own_images(data: DataConfig, root: Path, report: Report) -> Source:
 
     The splits are its folders train, valid and test, else see `cut`.
     """
-    folder = Path(data.path or "").expanduser()
+    folder = expand_path(data.path or "", "data.path")
     files = walk(folder, leave_out=root)
     files = [path for path in files if path.suffix.lower() in SUFFIXES]
     paths = folder_splits(folder, files) or cut(files)

@@ -23,6 +23,7 @@ from rtx.data.files import Pieces, identity_of, reason_of, rows_of, walk
 from rtx.data.sets import FACTS, Report, Source
 from rtx.disk import open_regular
 from rtx.errors import UserError
+from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
 
     UserError where data.path is neither a tarball nor a folder with FOLDERS.
     """
-    local = Path(data.path).expanduser() if data.path is not None else None
+    local = expand_path(data.path, "data.path") if data.path is not None else None
     inputs = inputs_of(local) if local is not None else []
     if local is None or is_published(local):
         identity: list[Any] = [KERNEL.sha256]

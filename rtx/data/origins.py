@@ -14,6 +14,7 @@ from rtx.data.files import identity_of, tables_of
 from rtx.data.hub import hub_files
 from rtx.data.sets import Report
 from rtx.errors import UserError
+from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
 
 Files = dict[str, list[Path]]
@@ -81,7 +82,7 @@ def local_files(path: str, forms: Forms, tables: str | None = None) -> Files:
     They are those of the first form of which all files are there, else parquet files in the folder,
     or below it in `tables`. UserError where there are none.
     """
-    place = Path(path).expanduser()
+    place = expand_path(path, "data.path")
     folder = place.parent if place.is_file() else place
     for form in forms:
         files = {split: visible(folder, pattern) for split, pattern in form.items()}

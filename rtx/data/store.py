@@ -26,6 +26,7 @@ from rtx.data.store_record import check_store_record
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import read_file, replace_file
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
+from rtx.paths import cache_folder
 from rtx.settings.schema import Config, DataConfig
 
 if TYPE_CHECKING:
@@ -341,9 +342,9 @@ def write_note(folder: Path) -> None:
 
 def note_path(folder: Path) -> Path:
     """Return where the note on a verified store is: in the store if it is writable, else cached."""
-    if os.access(folder, os.W_OK):
+    cache = cache_folder()
+    if cache is None or os.access(folder, os.W_OK):
         return folder / ".verified"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "rtx" / "verified" / text_sha256(str(folder.resolve()))
 
 

@@ -15,6 +15,7 @@ from rtx.data.files import Pieces, files_of, identity_of, rows_of, table_rows, w
 from rtx.data.origins import local_files, origin_of, row_count
 from rtx.data.sets import FACTS, WORDS, Report, Source, column_text
 from rtx.errors import UserError
+from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def own_files(data: DataConfig, root: Path, report: Report) -> Source:
     if data.name == "stdlib":
         paths = library_files()
     else:
-        folder = Path(data.path or "").expanduser()
+        folder = expand_path(data.path or "", "data.path")
         split_files = own_splits(folder) if data.path else []
         paths = split_files or files_of(data.path or "", root)
     identity = identity_of(paths)

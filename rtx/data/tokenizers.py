@@ -20,6 +20,7 @@ import numpy as np
 from rtx.data.sets import Report
 from rtx.disk import read_file, replace_file, write_json
 from rtx.errors import UserError, shorten
+from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
 
 RECORD = "tokenizer.json"
@@ -345,7 +346,7 @@ def read_pretrained(path: str) -> PretrainedTokenizer:
         UserError: there is none, or rtx does not read it.
     """
     where = f"data.tokenizer_path={path}"
-    file = Path(path).expanduser()
+    file = expand_path(path, "data.tokenizer_path")
     if file.is_dir():
         file = file / "tokenizer.json"
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from rtx.errors import UserError, shorten
+from rtx.paths import expand_path
 
 GGUF = ".gguf"
 WEIGHTS = "*.safetensors"
@@ -48,7 +48,7 @@ def origin_of(name: str) -> Origin:
     Raises:
         UserError: a folder or file that has no weights that rtx reads.
     """
-    path = Path(name).expanduser()
+    path = expand_path(name, "model")
     if path.suffix == GGUF:
         if not path.is_file():
             raise UserError(f"model={name}: no such file")

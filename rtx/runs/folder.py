@@ -11,6 +11,7 @@ from typing import Any
 
 from rtx.disk import replace_file, write_json
 from rtx.errors import RunFailed, UserError, nearest, plural, printable, shorten
+from rtx.paths import expand_path
 from rtx.runs.status import STATUS, read_status
 from rtx.settings.run_config import RUN_CONFIG
 
@@ -28,13 +29,14 @@ EXPORT_FACTS = "export.json"
 
 def outputs_root() -> Path:
     """Return the folder of all runs: RTX_OUTPUTS, or outputs/ in the current folder."""
-    return Path(os.environ.get("RTX_OUTPUTS") or "outputs").expanduser().absolute()
+    name = os.environ.get("RTX_OUTPUTS") or "outputs"
+    return expand_path(name, "RTX_OUTPUTS").absolute()
 
 
 def requested_folder() -> Path | None:
     """Return the folder that RTX_RUN names, None where it is not set."""
     name = os.environ.get("RTX_RUN")
-    return Path(name).expanduser().absolute() if name else None
+    return expand_path(name, "RTX_RUN").absolute() if name else None
 
 
 def new_run_folder(name: str) -> Path:
@@ -155,7 +157,11 @@ def no_single_run(folder: Path, matches: list[Path], all_runs: list[Path]) -> st
 
 def shown(folder: Path) -> str:
     """Return a folder as the user would type it."""
-    short = os.path.relpath(folder)
+    try:
+        short = os.path.relpath(folder)
+    except FileNotFoundError:
+        # The current folder was deleted.
+        short = str(folder)
     if short.startswith(".."):
         short = str(folder)
     elif short.startswith("-"):

@@ -10,7 +10,7 @@ from typing import IO
 
 from rtx.disk import is_full, open_no_link, remove_leftovers
 from rtx.errors import RunFailed, UserError
-from rtx.machine import out_of_memory
+from rtx.machine import out_of_memory, system_reason
 from rtx.processes import launch
 from rtx.runs.folder import unwritable
 from rtx.runs.records import StatusRecord
@@ -59,7 +59,7 @@ def refuse_busy(folder: Path) -> None:
 def busy(folder: Path, status: StatusRecord | None) -> str:
     """Return the message for a folder that is in use."""
     user = "another process"
-    if status and status.pid:
+    if status and seems_running(status):
         user = f"process {status.pid} on {status.host}"
     return f"{folder} is in use by {user}; wait for it, or stop it first"
 
@@ -107,7 +107,9 @@ def refuse_disk_or_memory(folder: Path, error: BaseException) -> None:
     if reason:
         raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
     if isinstance(error, OSError):
-        problem = f"{folder} cannot be worked in"
+        problem = f"{folder} cannot be worked in: {error}"
         if is_full(error):
-            problem = f"the disk of {folder} is full"
-        raise RunFailed(f"{problem}: {error}") from error
+            problem = f"the disk of {folder} is full: {error}"
+        elif isinstance(error, BlockingIOError):
+            problem = system_reason(error)
+        raise RunFailed(problem) from error

@@ -32,7 +32,10 @@ class Status:
     """The status.json of a run that this process works on.
 
     The training thread writes it, and a thread that renews the heartbeat. `before` is the status
-    that the run had before this process, None for a new run.
+    that the run had before this process, None for a new run. An earlier status stays in the file
+    until `begin` is called: the run may yet be refused.
+
+    Raises OSError where a new run's status cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,9 +54,20 @@ class Status:
             heartbeat=utc_now(),
         )
         self.guard = threading.RLock()
+        self.begun = False
         self.ended = threading.Event()
-        self.write()
-        threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
+        if self.before is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Write that the run is running, and go on writing heartbeats; a second call does nothing.
+
+        Raises OSError where the status cannot be written: what it says would be wrong from now on.
+        """
+        if not self.begun:
+            replace_status(self.path, self.record.to_json())
+            self.begun = True
+            threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
 
     def update(self, *, write: bool = False, **fields: Any) -> None:
         """Change fields; they reach the disk with the next heartbeat, or at once."""
@@ -63,16 +77,10 @@ class Status:
             self.write()
 
     def write(self) -> None:
-        """Write the status now: a new file that is renamed or, on a full disk, in place."""
-        with self.guard:
+        """Write the status now; nothing happens where the system refuses."""
+        with self.guard, contextlib.suppress(OSError):
             self.record = changed(self.record, heartbeat=utc_now())
-            content = self.record.to_json()
-            try:
-                write_json(self.path, content, durable=False)
-            except OSError:
-                with contextlib.suppress(OSError), open_no_link(self.path, "r+b") as file:
-                    file.write(json.dumps(content).encode() + b"\n")
-                    file.truncate()
+            replace_status(self.path, self.record.to_json())
 
     def end(self, state: str, reason: str | None = None) -> None:
         """Write the last status of this process; only the first call counts."""
@@ -82,14 +90,33 @@ class Status:
 
     def restore(self) -> None:
         """Write the status that the run had before, unless this process has ended it."""
-        if self.before and not self.ended.is_set():
-            self.ended.set()
-            write_json(self.path, self.before.to_json())
+        if self.before is None or self.ended.is_set():
+            return
+        self.ended.set()
+        if self.begun:
+            with self.guard, contextlib.suppress(OSError):
+                replace_status(self.path, self.before.to_json())
 
     def beat(self) -> None:
         """Write a heartbeat every `BEAT_SECONDS` until the run has ended."""
         while not self.ended.wait(BEAT_SECONDS):
             self.write()
+
+
+def replace_status(path: Path, content: Any) -> None:
+    """Write a status to a new file that is renamed or, on a full disk, in place.
+
+    Raises OSError where neither can be done.
+    """
+    try:
+        write_json(path, content, durable=False)
+    except OSError as error:
+        try:
+            with open_no_link(path, "r+b") as file:
+                file.write(json.dumps(content).encode() + b"\n")
+                file.truncate()
+        except OSError:
+            raise error from None
 
 
 def changed(status: StatusRecord, **fields: Any) -> StatusRecord:

@@ -25,7 +25,8 @@ from rtx.settings.derived import image_side, reads_self
 from rtx.settings.extensions import recorded
 from rtx.settings.fields import unquoted
 from rtx.settings.overrides import Override, check_overrides
-from rtx.settings.presets import CACHES, CONFIG_DIRS, conf_dir, options, preset
+from rtx.settings.preset_files import load_preset
+from rtx.settings.presets import CACHES, CONFIG_DIRS, conf_dir, options, preset, read_text
 from rtx.settings.rules import check_data, resolve
 from rtx.settings.schema import (
     GROUPS,
@@ -143,7 +144,7 @@ def lineage(experiment: str) -> list[str]:
         return []
     names = [experiment]
     with user_errors(f"{path}: "):
-        node = OmegaConf.load(path)
+        node = load_preset(path)
     defaults = node.get("defaults", []) if isinstance(node, DictConfig) else []
     for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":
@@ -172,9 +173,9 @@ def name_in_preset(model: str) -> str:
     if path is None:
         return model
     # Hydra's directive in the first line: the file sets keys of all groups.
-    is_global = "@package _global_" in path.read_text("utf-8").partition("\n")[0]
+    is_global = "@package _global_" in read_text(path).partition("\n")[0]
     key = "model.name" if is_global else "name"
-    return OmegaConf.select(OmegaConf.load(path), key) or model
+    return OmegaConf.select(load_preset(path), key) or model
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,7 +213,8 @@ def search_path() -> list[str]:
     urls = []
     for folder in CONFIG_DIRS:
         escaped = str(folder).replace("'", r"\'")
-        urls.append(f"'file://{escaped}'")
+        # `hydra_plugins.rtx_presets` reads them.
+        urls.append(f"'rtx://{escaped}'")
     return [f"hydra.searchpath=[{','.join(urls)}]"]
 
 
@@ -225,7 +227,7 @@ def preset_routing(config: Config) -> dict[str, Any]:
     path = preset("routing", config.routing.selection)
     if path is None:
         return {}
-    in_file = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    in_file = cast(dict[str, Any], OmegaConf.to_container(load_preset(path)))
     rules = {key: value for key, value in in_file.items() if key not in ROUTING_SIZES}
     sizes = {size: getattr(config.routing, size) for size in ROUTING_SIZES}
     routing = RoutingConfig(**{**rules, **sizes})

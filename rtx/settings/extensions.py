@@ -19,6 +19,7 @@ from typing import Any
 
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
+from rtx.paths import expand_path
 from rtx.processes import started_by_another
 from rtx.settings.data_sets import SETS, DataSet
 from rtx.settings.fields import unknown
@@ -95,7 +96,7 @@ def registered(name: str, problem: str) -> str:
 
 def add_config_dir(path: str) -> None:
     """Add a folder of presets, in which `model/mine.yaml` is model=mine."""
-    folder = Path(path).expanduser().absolute()
+    folder = expand_path(path, "--config-dir").absolute()
     if not path or not any(folder.glob("*/*.yaml")):
         problem = "holds no preset, a file such as model/mine.yaml"
         raise UserError(f"--config-dir {shorten(path)}: {problem}")
@@ -134,7 +135,7 @@ def split_part(part: str) -> tuple[str, str]:
 
 def find(source: str, text: str) -> Extension:
     """Return the code that a part of `text` names, without running it."""
-    path = Path(source).expanduser().absolute()
+    path = expand_path(source, "extensions").absolute()
     is_file = source.endswith(".py")
     if not is_file:
         path = module_path(source, text)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rtx.errors import UserError, shorten
+from rtx.paths import refuse_other_bytes
 from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, unknown, unquoted
 from rtx.settings.hydra_words import (
@@ -130,6 +131,8 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
     and range.
     """
     triples = split_words(words)
+    for _, key, text in triples:
+        refuse_other_bytes(shorten(key), text)
     # Extensions first: what they register is a value of other keys.
     extensions = run_extensions(triples)
     fields = settings()

@@ -4,6 +4,9 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from rtx.disk import read_file
+from rtx.errors import UserError
+
 CONFIG_DIRS: list[Path] = []
 """Folders with presets of the user, as `--config-dir` names them."""
 CACHES: list[Callable[[], None]] = []
@@ -72,7 +75,7 @@ def about(group: str, option: str) -> str:
     if path is None:
         return "of an extension"
     parts: list[str] = []
-    for line in path.read_text("utf-8").splitlines():
+    for line in read_text(path).splitlines():
         # Hydra's directive is no description.
         if line.startswith("# @"):
             continue
@@ -81,6 +84,17 @@ def about(group: str, option: str) -> str:
             break
         parts.append(line.removeprefix("#").strip())
     return " ".join(parts)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a preset's file; `UserError` where it cannot be read or is not UTF-8."""
+    try:
+        return read_file(path).decode()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: is not UTF-8") from error
 
 
 def preset(group: str, option: str) -> Path | None:

@@ -5,13 +5,13 @@ pydantic is imported by this module, so it is imported only for runs with `model
 
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rtx.disk import read_file
 from rtx.errors import UserError, refuse, shorten, written
+from rtx.paths import expand_path
 from rtx.settings.schema import TEXTS, Config, all_fields, flat, to_dict, with_values
 
 CONFIG_FILE = "config.json"
@@ -76,7 +76,7 @@ def read_llama(start: str) -> LlamaFile:
     Raises:
         UserError: the folder has none, or its model is not one that rtx's decoder can be.
     """
-    path = Path(start).expanduser() / CONFIG_FILE
+    path = expand_path(start, "model.start") / CONFIG_FILE
     try:
         content = json.loads(read_file(path))
         file = LlamaFile.model_validate(content)
@@ -135,7 +135,7 @@ def with_start(config: Config, keys: Collection[str]) -> Config:
         if key not in keys:
             filled[key] = value
     if "model.name" not in keys:
-        filled["model.name"] = Path(start).expanduser().resolve().name
+        filled["model.name"] = expand_path(start, "model.start").resolve().name
     return with_values(config, filled)
 
 

@@ -181,7 +181,8 @@ def has_lists_of_batch(config: Config) -> bool:
 def prepare_torch(config: Config, hardware: Hardware) -> None:
     """Set threads, matrix arithmetic and determinism; to be called before any tensor is made.
 
-    Raises `UserError` where hardware.compile=true and there is no compiler.
+    Raises `UserError` where there is no compiler for hardware.compile=true, or no kernel for
+    hardware.attention=native.
     """
     import torch
 
@@ -194,6 +195,8 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         torch.use_deterministic_algorithms(True)
     if config.hardware.compile is True:
         refuse_without_compiler(hardware)
+    if config.hardware.attention == "native" and not hardware.on_gpu:
+        refuse_without_kernel()
 
 
 def set_threads(config: HardwareConfig, hardware: Hardware) -> None:
@@ -219,6 +222,15 @@ def refuse_without_compiler(hardware: Hardware) -> None:
     if not hardware.on_gpu and not has_compiler():
         needs = "a C++ compiler (g++, clang++ or CXX); there is none on the PATH"
         raise UserError(f"hardware.compile=true needs {needs}")
+
+
+def refuse_without_kernel() -> None:
+    """Raise `UserError` where the attention kernel for CPUs can neither be loaded nor compiled."""
+    from rtx.attention.engine import compiler
+
+    reason = compiler.problem()
+    if reason:
+        raise UserError(f"hardware.attention=native: {reason}; take hardware.attention=auto")
 
 
 def has_gpu_compiler() -> bool:

@@ -16,6 +16,7 @@ from rtx.disk import read_file
 from rtx.errors import UserError, shorten
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
+from rtx.paths import expand_path
 from rtx.settings.pretrained import read_llama
 
 INDEX = "model.safetensors.index.json"
@@ -70,7 +71,7 @@ class Weights:
 
 def weight_files(start: str) -> list[Path]:
     """Return the files of a model's weights; UserError where there are none."""
-    folder = Path(start).expanduser()
+    folder = expand_path(start, "model.start")
     names = [WHOLE]
     index = folder / INDEX
     if index.is_file():

@@ -153,12 +153,19 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
     return server.stdout.readline()
 
 
-@pytest.fixture(scope="session")
-def forker() -> Iterator[subprocess.Popen[str]]:
+@contextlib.contextmanager
+def forking_server() -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that has imported torch and Lightning, and forks runs."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True
     ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[subprocess.Popen[str]]:
+    with forking_server() as server:
         yield server
 
 

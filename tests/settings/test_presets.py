@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rtx.cli.main import main
 from rtx.errors import UserError
 from rtx.settings.compose import compose
 from rtx.settings.extensions import add_config_dir
@@ -51,3 +52,53 @@ def test_a_model_beside_an_experiment_with_another_one_is_refused(folder: Path) 
     forget()
     config = compose(["model=named", "experiment=smoke"])
     assert (config.model.layers, config.model.name) == (5, "named")
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+"""A list of 2^40 letters."""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layers: ${oc.env:RTX_SECRET}\n", "line 1: ${oc.env:RTX_SECRET}: a preset may refer to"),
+        ('layers: "\\x24{oc.env:RTX_SECRET}"\n', "line 1: ${oc.env:RTX_SECRET}: a preset may"),
+        ("layers: ${${name}.env:RTX_SECRET}\n", "a preset may refer to keys alone"),
+        ("defaults:\n  - ${oc.env:RTX_SECRET}\n", "line 2: ${oc.env:RTX_SECRET}: a preset may"),
+        (BOMB, "its aliases expand to more than 10,000 values"),
+        ("layers: &a [*a]\n", "line 1: *a is nothing before it"),
+        ("layers: [\n", "not valid YAML"),
+        ("# caf\udce9\nlayers: 3\n", "line 1: is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("group", ["model", "experiment", "routing"])
+def test_a_preset_is_plain_values(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv("RTX_SECRET", "3")
+    file = folder / group / "wrong.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    forget()
+    with pytest.raises(UserError) as caught:
+        compose([f"{group}=wrong"])
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_preset_may_refer_to_keys_and_the_command_line_to_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RTX_SECRET", "5")
+    (folder / "model" / "wide.yaml").write_text("layers: &n 2\nwindow: ${data.length}\n")
+    forget()
+    config = compose(["model=wide", "data.length=512", "trainer.steps=${oc.env:RTX_SECRET}"])
+    assert (config.model.layers, config.model.window, config.trainer.steps) == (2, 512, 5)
+
+
+def test_help_names_a_preset_that_is_not_utf_8(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model" / "wrong.yaml").write_bytes(b"# caf\xe9\n")
+    assert main(["train", "--help", "--config-dir", str(folder)]) == 2
+    assert f"rtx: {folder}/model/wrong.yaml, line 1: is not UTF-8" in capsys.readouterr().err

@@ -6,7 +6,6 @@ Shapes: N tokens of a window, B windows.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from rtx.data.store import Store
 from rtx.errors import UserError
+from rtx.paths import expand_path
 
 SPLITS = ("train", "valid", "test")
 """The text of a data set is that of its splits, in this order."""
@@ -63,7 +63,7 @@ def windows_of_file(path: str, tokenizer: Any, size: WindowSize) -> Tensor:
     Raises:
         UserError: the text is too short.
     """
-    content = Path(path).expanduser().read_bytes()
+    content = expand_path(path, "fit").read_bytes()
     texts = spread_texts(bytes_reader(content), 0, len(content), size)
     return first_tokens(texts, tokenizer, size.length, f"fit={path}")
 

@@ -1,12 +1,20 @@
-"""Compile the C++ kernels at their first use, and keep the result in the user's cache folder."""
+"""Compile the C++ kernels at their first use, and keep the result in the user's cache folder.
+
+A compiled copy is code. It is loaded only if this user alone can have written it: neither the file,
+nor its folder, nor a folder above may be writable by other users (`refuse_shared`). So nobody can
+exchange the file between this check and its use.
+"""
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -38,28 +46,102 @@ FLAGS = [
 ]
 
 
-@functools.cache
+COMPILE_SECONDS = 120.0
+"""Seconds after which a compiler that has not ended is stopped."""
+FUNCTIONS = ("rtx_attend", "rtx_select", "rtx_probe")
+"""The functions that a compiled copy must have."""
+
+
 def library() -> ctypes.CDLL | None:
     """Return the kernels; they are compiled if no cached copy can be loaded.
 
-    If that fails, a line is printed on stderr, and the result is None.
+    If that fails, one line is printed on stderr, and the result is None.
+    """
+    kernels, reason = load_once()
+    if kernels is None:
+        print_once(f"no attention kernel, torch's operations are used: {reason}")
+    return kernels
+
+
+def problem() -> str:
+    """Return why there are no kernels, "" if there are; it may compile them."""
+    return load_once()[1]
+
+
+@functools.cache
+def print_once(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@functools.cache
+def load_once() -> tuple[ctypes.CDLL | None, str]:
+    """Return the kernels and "", or None and the reason why there are none."""
+    try:
+        return load(), ""
+    except (OSError, RuntimeError) as error:
+        return None, printable(str(error))
+
+
+def load() -> ctypes.CDLL:
+    """Load the cached copy, or compile the kernels and load them.
+
+    They are compiled for this process alone if there is no folder for a copy.
+
+    Raises:
+        OSError, RuntimeError: they cannot be compiled or loaded.
     """
     try:
-        path = place()
-        with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid():
-                return ctypes.CDLL(str(path))
-        return compiled(path)
-    except Exception as error:
-        words = str(getattr(error, "stderr", None) or error).split()
-        print("no attention kernel, torch's serve:", " ".join(words)[:200], file=sys.stderr)
-        return None
+        folder = cache_folder()
+    except (OSError, RuntimeError) as error:
+        print_once(printable(f"the compiled attention kernel is not kept: {error}"))
+        return compiled()
+    path = folder / copy_name()
+    return cached(path) or compiled(path)
 
 
-def place() -> Path:
-    """Return the path of the compiled copy in the user's cache.
+def cache_folder() -> Path:
+    """Return the folder of compiled copies, which is made if need be.
 
-    Its name has a hash of everything that the copy depends on: sources, flags, compiler and machine
+    Raises:
+        OSError: it cannot be made, or other users may write there.
+        RuntimeError: the user has no home folder.
+    """
+    # A path that is not absolute is invalid by the XDG specification.
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    caches = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    folder = caches / "rtx" / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (folder, folder.resolve()):
+        refuse_shared(path, is_entry=True)
+        for parent in path.parents:
+            refuse_shared(parent, is_entry=False)
+    return folder
+
+
+def refuse_shared(path: Path, *, is_entry: bool) -> None:
+    """Raise PermissionError if another user than root may change what a path leads to.
+
+    Args:
+        is_entry: the path is the file or folder to be used, which this user must own. Otherwise it
+            is a folder above: root may own it, and a sticky one, such as /tmp, may be writable.
+    """
+    info = path.lstat()
+    others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_link = stat.S_ISLNK(info.st_mode)
+    is_sticky = info.st_mode & stat.S_ISVTX
+    if not is_entry and (is_link or is_sticky):
+        # The mode of a link means nothing.
+        others_write = 0
+    owners = {os.getuid()} if is_entry else {os.getuid(), 0}
+    if others_write or info.st_uid not in owners:
+        advice = "set XDG_CACHE_HOME to a folder where they may not"
+        raise PermissionError(f"other users may write to {path}; {advice}")
+
+
+def copy_name() -> str:
+    """Return the name of the compiled copy.
+
+    It has a hash of everything that the copy depends on: sources, flags, compiler and machine
     (several machines may share a home folder).
     """
     sources = [path.read_text() for path in SOURCES]
@@ -69,22 +151,45 @@ def place() -> Path:
         lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
         words = ("flags", "features", "model name", "cpu part")
         made_of += str(sorted({line for line in lines if line.startswith(words)}))
-    digest = hashlib.sha256(made_of.encode()).hexdigest()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "rtx" / f"attention-{digest[:16]}.so"
+    digest = hashlib.sha256(made_of.encode(errors="surrogateescape")).hexdigest()
+    return f"attention-{digest[:16]}.so"
 
 
-def compiled(path: Path) -> ctypes.CDLL:
+def cached(path: Path) -> ctypes.CDLL | None:
+    """Return the kernels from a compiled copy; None if there is none that can be used."""
+    with contextlib.suppress(OSError):
+        refuse_shared(path, is_entry=True)
+        if stat.S_ISREG(path.lstat().st_mode):
+            return opened(path)
+    return None
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """Return the kernels in a file; OSError if it is no library or lacks one of them."""
+    kernels = ctypes.CDLL(str(path))
+    for name in FUNCTIONS:
+        if not hasattr(kernels, name):
+            raise OSError(errno.ENOEXEC, f"lacks {name}", str(path))
+    return kernels
+
+
+def compiled(path: Path | None = None) -> ctypes.CDLL:
     """Compile the kernels, copy them to a path in the cache if it can be written, and load them."""
     command = compiler_command()
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="rtx-") as folder:
-        made = Path(folder, path.name)
-        command += [*FLAGS, str(SOURCES[0]), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        made = Path(folder, "attention.so")
+        run_compiler([*command, *FLAGS, str(SOURCES[0]), "-o", str(made)])
+        if path is None:
+            return opened(made)
         with contextlib.suppress(OSError):
-            made = into_cache(made, path)
-        return ctypes.CDLL(str(made))
+            into_cache(made, path)
+        try:
+            # Not from the cache: dlopen would return a former copy that it has loaded from there.
+            return opened(made)
+        except OSError:
+            # The folder for temporary files may forbid programs.
+            return opened(path)
 
 
 def compiler_command() -> list[str]:
@@ -96,15 +201,48 @@ def compiler_command() -> list[str]:
     raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
 
 
-def into_cache(made: Path, path: Path) -> Path:
-    """Copy a file to a path in the cache and return that.
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler, at most `COMPILE_SECONDS`; RuntimeError with its messages if it fails.
+
+    Its messages go to a file: a pipe would stay open as long as a process that it has started.
+    """
+    with tempfile.TemporaryFile() as messages:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=messages,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            code = process.wait(COMPILE_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            limit = f"has not ended after {COMPILE_SECONDS:g} s"
+            raise RuntimeError(f"{command[0]} {limit}") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code:
+            messages.seek(0)
+            said = messages.read(2000).decode(errors="replace")
+            raise RuntimeError(f"{command[0]} ended with {code}: {said}")
+
+
+def into_cache(made: Path, path: Path) -> None:
+    """Copy a file to a path in the cache.
 
     Other processes find the whole file there or none, because the last step is a rename.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.chmod(0o700)  # fails where it is somebody else's
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:
         copy = Path(shutil.copy(made, beside))
+        copy.chmod(0o700)
         with copy.open("rb+") as file:
             os.fsync(file.fileno())
-        return copy.replace(path)
+        copy.replace(path)
+
+
+def printable(text: str) -> str:
+    """Return text on one line of at most 300 characters, without control characters."""
+    line = " ".join(text.split())[:300]
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in line)
