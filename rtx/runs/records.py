@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -36,13 +36,11 @@ from rtx.disk import open_regular
 from rtx.errors import plural
 from rtx.runs import older
 
-Kind = TypeVar("Kind", bound=BaseModel)
+Kind = TypeVar("Kind", bound="Record")
 LARGEST_BYTES = 2**26
 """The largest file, and the longest line of a file of rows, that is read as a record."""
 TAIL_BYTES = 2**16
 """What `last_rows` reads: hundreds of rows of metrics."""
-LARGEST_STUDY_LINE = 2**30
-"""The longest line of a study file, which has all records of a run."""
 Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | None
 """A number of a record. Larger integers would overflow in numpy and pandas."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -59,6 +57,9 @@ State = Literal["running", "done", "failed", "preempted", "interrupted"]
 
 class Record(BaseModel):
     """A record; unknown keys are left out, unless a class allows them."""
+
+    longest_line: ClassVar[int] = LARGEST_BYTES
+    """The longest line that is read as such a record, in bytes."""
 
     model_config = ConfigDict(
         extra="ignore", defer_build=True, ser_json_inf_nan="constants", serialize_by_alias=True
@@ -690,7 +691,7 @@ def each_row(kind: type[Kind], path: Path, problems: list[str]) -> Iterator[Kind
     The last line of a run that was killed may lack its end. A file that is missing has no lines.
     Nothing behind a line that is too long is read.
     """
-    longest = LARGEST_STUDY_LINE if kind is StudyLine else LARGEST_BYTES
+    longest = kind.longest_line
     first_fault = ""
     faults = 0
     number = 0

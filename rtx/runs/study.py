@@ -5,6 +5,7 @@ Reports read both. Nothing here imports torch.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -41,6 +42,8 @@ class StudyLine(Record):
 
     `run`: the name of its folder; `config`: the text of its config.yaml.
     """
+
+    longest_line: ClassVar[int] = 2**30
 
     run: str | None = None
     config: str = ""
