@@ -264,7 +264,7 @@ def saved_by_tiles(part: Part) -> Saved:
 
     They save gathered queries, keys and values, masks, and outputs by member in float32.
     """
-    query_GQ, key_GK = windows.tiles(part.ranges)
+    query_GQ, key_GK = windows.tiles_of(part.ranges)
     queries = query_GQ.numel()
     keys = key_GK.numel()
     keys_of_a_tile = key_GK.shape[1]

@@ -36,7 +36,8 @@ from rtx.disk import open_regular
 from rtx.errors import plural
 from rtx.runs import older
 
-Kind = TypeVar("Kind", bound="Record")
+Kind = TypeVar("Kind", bound=BaseModel)
+RowKind = TypeVar("RowKind", bound="Record")
 LARGEST_BYTES = 2**26
 """The largest file, and the longest line of a file of rows, that is read as a record."""
 TAIL_BYTES = 2**16
@@ -680,12 +681,12 @@ def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | Non
     return None
 
 
-def read_rows(kind: type[Kind], path: Path, problems: list[str]) -> list[Kind]:
+def read_rows(kind: type[RowKind], path: Path, problems: list[str]) -> list[RowKind]:
     """Return the records of a file with one a line, see `each_row`."""
     return list(each_row(kind, path, problems))
 
 
-def each_row(kind: type[Kind], path: Path, problems: list[str]) -> Iterator[Kind]:
+def each_row(kind: type[RowKind], path: Path, problems: list[str]) -> Iterator[RowKind]:
     """Yield the records of a file with one a line; broken lines are left out, and counted.
 
     The last line of a run that was killed may lack its end. A file that is missing has no lines.

@@ -126,7 +126,7 @@ class Field:
         bounds = {"at least": self.low, "greater than": self.above, "at most": self.high}
         for words, bound in bounds.items():
             if math.isfinite(bound):
-                parts.append(f"{words} {bound:.12g}")
+                parts.append(f"{words} {written_bound(bound)}")
         if self.optional:
             parts.append("or null")
         return ", ".join(parts)
@@ -294,3 +294,10 @@ def unknown(word: str, known: Iterable[str]) -> str:
     candidates.sort(key=lambda name: name.rpartition(".")[0] != section)
     hint = f" (did you mean {candidates[0]!r}?)" if candidates else "; --help lists them"
     return f"unknown key {shorten(word)!r}{hint}"
+
+
+def written_bound(bound: float) -> str:
+    """Return a bound as text: 64, 0.5, 1,000,000,000,000 or 1e+30."""
+    if abs(bound) >= 10_000 and abs(bound) <= LARGEST_EXACT:
+        return f"{bound:,.0f}"
+    return f"{bound:.12g}"

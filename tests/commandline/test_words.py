@@ -111,7 +111,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train 'trainer={steps: 3}'", "trainer={steps: 3}: must be one of debug, overfit"),
         (
             "train trainer.steps=abc",
-            "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;",
+            "trainer.steps=abc: must be an integer, at least 1, at most 1,000,000,000,000 (",
         ),
         ("train trainer.steps=٤", "trainer.steps=٤: must be an integer"),
         ("train trainer.steps=1e300", "trainer.steps=1e300: must be an integer"),

@@ -128,7 +128,7 @@ def test_the_harness_scores_chooses_and_writes_as_rtx(workshop: Workshop, tmp_pa
 
     def nats_of(question: str, choice: str) -> float:
         asked = encode_text(ours.tokenizer, question)
-        tokens_1N = encode_text(ours.tokenizer, question + choice)[None].long()
+        tokens_1N = torch.from_numpy(encode_text(ours.tokenizer, question + choice))[None]
         with torch.no_grad():
             nats_1N, _ = ours.model.loss(tokens_1N, streaming=True)
         return float(nats_1N[0, len(asked) :].sum())

@@ -58,7 +58,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     derandomize=True,
     database=None,
     deadline=None,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_a_record_with_odd_values_is_named_or_can_be_written_and_read_again(
     tmp_path: Path, kind: type[BaseModel], content: dict[str, Any], data: DataObject
@@ -101,7 +101,7 @@ def test_a_file_without_end_is_refused_by_its_size(
     assert tracemalloc.get_traced_memory()[1] < 2.5 * records.LARGEST_BYTES
     tracemalloc.stop()
     assert problems == [f"{path}: is larger than 67,108,864 bytes, and not read"]
-    monkeypatch.setattr(records, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(MetricsRow, "longest_line", 1000)
     rows = tmp_path / "metrics.jsonl"
     rows.write_text(f'{{"step": 1}}\n{{"step": 2, "x": {"1" * 2000}}}\n{{"step": 3}}\n')
     assert [row.step for row in read_rows(MetricsRow, rows, problems)] == [1]
