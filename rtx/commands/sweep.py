@@ -162,7 +162,7 @@ def standing(folder: Path, title: str) -> Standing:
 
 def last_train_row(folder: Path) -> MetricsRow | None:
     """Return the last row with the bits and seconds of training steps."""
-    rows = read_rows(MetricsRow, folder / METRICS, problems=[])
+    rows = read_rows(MetricsRow, folder, METRICS, problems=[])
     for row in reversed(rows):
         bits = row.get("train/bits") or 0
         seconds = row.get("train/seconds") or 0

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shlex
-import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rtx.data.store import (
 )
 from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
-from rtx.disk import refuse_link
+from rtx.disk import make_folder, remove_file, remove_tree, status_inside
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
@@ -163,7 +163,7 @@ def prepare_data(
     folder = store_folder(data, root, source)
     options = options_of(data)
     with disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         with locked(folder, options, report):
             reason = reason_to_build(folder, options)
             if reason:
@@ -242,8 +242,12 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    path = folder.with_name(f".{folder.name}.lock")
-    refuse_link(path)
+    root = folder.parent
+    path = root / f".{folder.name}.lock"
+    status = status_inside(root, path.name)
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: is no regular file; remove it, then again")
+    # by path: filelock follows no link, either
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=0)
@@ -254,7 +258,7 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
         yield
     finally:
         # A waiting process notices that the file is gone, and creates another one.
-        path.unlink(missing_ok=True)
+        remove_file(root, path.name)
         lock.release()
 
 
@@ -290,21 +294,27 @@ def store_note(folder: Path) -> str:
 def remove_store(root: Path, name: str, report: Report = print) -> None:
     """Remove the store `name`, as `rtx data list` prints it, and its unfinished preparation."""
     plain = name.removeprefix(".").removesuffix(".work")
-    paths = stored_paths(root, plain)
-    for path in paths:
-        refuse_link(path)
-    if not paths:
+    names = stored_names(root, plain)
+    if not names:
         near = nearest(plain, [path.name for path in root.glob("*-*")])
         raise UserError(f"{name}: no store of this name in {root}{near}; rtx data list names them")
     with disk_errors(root), locked(root / plain, plain, report):
-        for path in paths:
-            report(f"{path}: removed, {disk_size(path)}")
-            shutil.rmtree(path)
+        for stored in names:
+            size = disk_size(root / stored)
+            remove_tree(root, stored)
+            report(f"{root / stored}: removed, {size}")
 
 
-def stored_paths(root: Path, name: str) -> list[Path]:
-    """Return the folders of a store and its unfinished preparation that exist, links included."""
+def stored_names(root: Path, name: str) -> list[str]:
+    """Return the names of a store and its unfinished preparation that exist.
+
+    UserError where one of them is a link.
+    """
     if not STORE_NAME.fullmatch(name):
         return []
-    candidates = (root / name, root / f".{name}.work")
-    return [path for path in candidates if path.is_dir() or path.is_symlink()]
+    stored = []
+    for candidate in (name, f".{name}.work"):
+        status = status_inside(root, candidate)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            stored.append(candidate)
+    return stored

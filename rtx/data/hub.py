@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rtx.data.download import INSTEAD, unreachable
 from rtx.data.files import SPLIT_NAMES, file_sha256, identity_of, load_errors, reason_of, walk
 from rtx.data.sets import Report, Source, column_text
-from rtx.disk import read_file, replace_file
+from rtx.disk import is_file_inside, read_inside, write_inside
 from rtx.errors import RunFailed, UserError
 from rtx.settings.schema import DataConfig
 
@@ -124,7 +124,7 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
         cache = work / "cache"
         options: dict[str, Any] = {"path": str(folder)}
         if not is_local:
-            place["revision"] = commit_of(path, data.revision, cache / "revision")
+            place["revision"] = commit_of(path, data.revision, work)
             options = {"path": path, "revision": place["revision"]}
         with load_errors(f"data.path={path}"):
             splits = datasets.load_dataset(
@@ -135,21 +135,23 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     return Source("hub", identity, place, load, read=with_newline)
 
 
-def commit_of(repository: str, revision: str | None, record: Path) -> str:
-    """Return the commit of a preparation, which `record` has from its beginning on.
+def commit_of(repository: str, revision: str | None, work: Path) -> str:
+    """Return the commit of a preparation, which its work folder has from its beginning on.
 
     It is that of `revision`, or the newest. RunFailed without a network.
     """
     from huggingface_hub import constants, dataset_info
 
+    root = work.parent
+    record = f"{work.name}/cache/revision"
     try:
-        if not record.exists():
+        if not is_file_inside(root, record):
             problem = unreachable(constants.ENDPOINT)
             if problem:
                 raise ConnectionError(problem)
             commit = str(dataset_info(repository, revision=revision).sha)
-            replace_file(record, lambda file: file.write(commit.encode()))
-        return read_file(record).decode()
+            write_inside(root, record, commit.encode())
+        return read_inside(root, record, LONGEST_REASON).decode()
     # The hub's client raises errors of its HTTP library, which need not be OSError.
     except Exception as error:
         reason = f"cannot be fetched: {reason_of(error)[:LONGEST_REASON]}; {INSTEAD}"

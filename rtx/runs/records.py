@@ -14,7 +14,7 @@ import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -28,11 +28,13 @@ from pydantic import (
     model_validator,
 )
 
-from rtx.disk import read_file
-from rtx.errors import plural
+from rtx.disk import Name, read_inside
+from rtx.errors import UserError, plural
 from rtx.runs import older
 
-Kind = TypeVar("Kind", bound=BaseModel)
+Kind = TypeVar("Kind", bound="Record | AnalysisFile")
+LARGEST_ROWS = 1 << 30
+"""The most bytes of a file with a record on each line."""
 Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | None
 """A number of a record. Larger integers would overflow in numpy and pandas."""
 ANALYSES = ("divergence", "patterns", "context", "coverage")
@@ -51,6 +53,8 @@ class Record(BaseModel):
     model_config = ConfigDict(
         extra="ignore", defer_build=True, ser_json_inf_nan="constants", serialize_by_alias=True
     )
+    most_bytes: ClassVar[int] = 1 << 20
+    """The most bytes of a file with one such record."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values, without keys that were never set, or are None."""
@@ -592,6 +596,8 @@ def tag_of_analysis(record: Any) -> str:
 class AnalysisFile(RootModel[Any]):
     """A file of analysis/, read by the class of its analysis."""
 
+    most_bytes: ClassVar[int] = 1 << 26
+
     root: Annotated[
         Annotated[DivergenceRecord, Tag("divergence analysis")]
         | Annotated[PatternsRecord, Tag("patterns analysis")]
@@ -631,6 +637,7 @@ class StepsRecord(Record):
     """bench/steps-*.json: training steps of several configurations, timed in turn."""
 
     model_config = ConfigDict(extra="allow")
+    most_bytes: ClassVar[int] = 1 << 26
 
     what: Literal["training steps in turn"] = TIMED_STEPS
     bench: BenchRecord
@@ -659,31 +666,42 @@ class StudyLine(Record):
     steps: StepsRecord | None = None
 
 
-def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | None:
+def read_record(kind: type[Kind], folder: Path, name: Name, problems: list[str]) -> Kind | None:
     """Return the record in a file; None, with a line added to `problems`, if it is unreadable."""
+    path = folder / name
     try:
-        return kind.model_validate_json(read_file(path))
+        return kind.model_validate_json(read_inside(folder, name, kind.most_bytes))
     except FileNotFoundError:
         problems.append(f"{path}: missing")
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
     except ValidationError as error:
         problems.append(f"{path}: {fault_of(error)}")
+    except UserError as error:
+        problems.append(str(error))
     return None
 
 
-def read_rows(kind: type[Kind], path: Path, problems: list[str]) -> list[Kind]:
+def read_rows(kind: type[Kind], folder: Path, name: Name, problems: list[str]) -> list[Kind]:
     """Return the records of a file with one a line; broken lines are left out, and counted.
 
     The last line of a run that was killed may lack its end. A file that is missing has no lines.
     """
+    path = folder / name
     lines: Sequence[bytes] = ()
     try:
-        lines = read_file(path).splitlines()
+        lines = read_inside(folder, name, LARGEST_ROWS).splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
+    except UserError as error:
+        problems.append(str(error))
+    return parsed(kind, lines, path, problems)
+
+
+def parsed(kind: type[Kind], lines: Sequence[bytes], path: Path, problems: list[str]) -> list[Kind]:
+    """Return the records in the lines of a file, see `read_rows`."""
     rows = []
     faults = []
     for number, line in enumerate(lines, 1):

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rtx.disk import read_file
+from rtx.disk import read_named
 from rtx.errors import UserError, shorten
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -75,7 +75,7 @@ def weight_files(start: str) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted({*json.loads(read_file(index))["weight_map"].values()})
+            names = sorted({*json.loads(read_named(index))["weight_map"].values()})
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UserError(f"model.start={start}: {INDEX} is damaged") from error
     files = []

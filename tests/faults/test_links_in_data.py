@@ -16,7 +16,7 @@ from tests.helpers.bad_servers import CONTENT, serving, whole
 from tests.helpers.disturbances import asked, deadline
 from tests.helpers.small_runs import SIZES, Workshop
 
-NO_FOLDER = "is a link, behind which rtx makes and deletes nothing; remove it, then again"
+REFUSED = "is a link, and rtx follows none below"
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ def test_a_link_in_place_of_the_work_folder_is_refused(
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(victim / place)
     code, said = asked(workshop, "data", "prepare", *words)
-    assert code == 2 and f"rtx: {link}: {NO_FOLDER}\n" in said
+    assert code == 2 and f"rtx: {link}: {REFUSED} {workshop.data}; " in said
     assert content(victim) == before and link.is_symlink() and not store.exists()
     code, said = asked(workshop, "train", workshop.text, *SIZES, run=victim.parent / "run")
-    assert code == 2 and NO_FOLDER in said and content(victim) == before
+    assert code == 2 and REFUSED in said and content(victim) == before
 
 
 def test_a_store_behind_a_link_is_read_but_neither_rebuilt_nor_removed(
@@ -103,7 +103,7 @@ def test_a_store_behind_a_link_is_read_but_neither_rebuilt_nor_removed(
     before = content(disk)
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
         code, said = asked(workshop, *command)
-        assert code == 2 and f"rtx: {store}: {NO_FOLDER}\n" in said
+        assert code == 2 and f"rtx: {store}: {REFUSED} {workshop.data}; " in said
         assert content(disk) == before and store.is_symlink()
 
 
@@ -116,7 +116,7 @@ def test_a_link_that_leads_nowhere_is_no_store(
     store.symlink_to(store.with_name("nowhere"))
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
         code, said = asked(workshop, *command)
-        assert code == 2 and f"rtx: {store}: {NO_FOLDER}\n" in said
+        assert code == 2 and f"rtx: {store}: {REFUSED} {workshop.data}; " in said
     assert not store.exists()
 
 
@@ -129,7 +129,7 @@ def test_a_link_in_place_of_the_lock_of_a_store_is_refused(
     lock.symlink_to(foreign)
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
         code, said = asked(workshop, *command)
-        assert code == 2 and f"rtx: {lock}: {NO_FOLDER}\n" in said
+        assert code == 2 and f"rtx: {lock}: {REFUSED} {workshop.data}; " in said
     assert foreign.read_text() == "mine" and lock.is_symlink()
 
 
@@ -186,7 +186,7 @@ def test_what_is_no_partial_download_is_neither_emptied_nor_waited_for(
         foreign.write_text("mine")
     with serving() as server:
         server.answers = [whole]
-        told = r"file.zip.part: is a link, or no regular file; remove it"
+        told = r"file.zip.part: is (a link, and rtx follows none|no regular file; remove it)"
         with deadline(), pytest.raises(UserError, match=told):
             download(server.remote, part.parent, print)
     assert not foreign.exists() or foreign.read_text() == "mine"
@@ -202,7 +202,7 @@ def test_downloads_behind_a_link_are_taken_but_none_is_written_there(
     folder.symlink_to(disk)
     with serving() as server:
         server.answers = [whole]
-        with pytest.raises(UserError, match=f"{folder}: {NO_FOLDER}"):
+        with pytest.raises(UserError, match=f"{folder}: {REFUSED}"):
             download(server.remote, folder, print)
         assert not [*disk.iterdir()]
         (disk / "file.zip").write_bytes(CONTENT)

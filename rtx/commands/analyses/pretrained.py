@@ -29,6 +29,7 @@ from rtx.cli.request import Request
 from rtx.commands.analyses.common import Result
 from rtx.data.catalog import data_root, open_data
 from rtx.data.store import Store
+from rtx.disk import make_folder, read_named
 from rtx.errors import UserError, listed, nearest, plural
 from rtx.hf.choice import NAMES, PER, ROTARY, Choice
 from rtx.hf.loading import (
@@ -287,7 +288,7 @@ def fitted_windows(
         span = (0, text_length(store) // 2)
     else:
         source = f"fit={options.fit}"
-        content = Path(options.fit).expanduser().read_bytes()
+        content = read_named(Path(options.fit).expanduser())
         read = bytes_reader(content)
         span = (0, len(content))
     texts = spread_texts(read, span, options.fit_windows, options.length)
@@ -585,7 +586,7 @@ def result_folder(origin: Origin) -> Path:
     model_path = Path(origin.gguf or origin.name)
     folder = outputs_root() / "pretrained" / model_path.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
     return folder
@@ -596,7 +597,7 @@ def write_result(result: Result, request: Request, store: Store, folder: Path) -
     options = dataclasses.asdict(request.options)
     settings_hash = short_hash({"analyze": options, "data": store.fingerprint})
     file_name = f"{store.name}-N{request.options.length}-{settings_hash}"
-    save(folder / f"{file_name}.png", draw(result))
+    save(folder, f"{file_name}.png", draw(result))
     record = {
         "what": "pretrained",
         **result,
@@ -604,7 +605,7 @@ def write_result(result: Result, request: Request, store: Store, folder: Path) -
         "data": store.describe(),
         "time": utc_now(),
     }
-    save(folder / f"{file_name}.json", record)
+    save(folder, f"{file_name}.json", record)
 
 
 def draw(result: Result) -> bytes:
