@@ -274,5 +274,6 @@ def reader_is_gone() -> bool:
     poller.register(sys.stdout.fileno(), 0)
     if not poller.poll(0):
         return False
+    # by path: the system's null device
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True

@@ -27,7 +27,7 @@ from rtx.data.store import (
 )
 from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
-from rtx.disk import make_folder, remove_file, remove_tree, status_inside
+from rtx.disk import make_folder, read_named, remove_file, remove_tree, status_inside
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
@@ -116,7 +116,7 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
 def options_of(data: DataConfig) -> str:
     """Return the command-line options of a store, for messages: what differs from conf/data."""
     path = preset("data", data.name)
-    defaults = yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults
+    defaults = yaml.safe_load(read_named(path)) if path else SETS[data.name].defaults
     default = DataConfig(**(defaults or {}))
     hidden = {"name", "verify", "processes", "documents"}
     if data.tokenizer != "sentencepiece":

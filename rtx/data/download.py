@@ -165,6 +165,7 @@ def receive(remote: Remote, part: Path) -> str:
     try:
         request = urllib.request.Request(remote.url, headers=headers)
         opener = urllib.request.build_opener(SameScheme)
+        # by path: an address
         with opener.open(request, timeout=SILENCE) as response, open_part(part) as file:
             copy_response(remote, response, file)
     except urllib.error.HTTPError as error:
@@ -226,6 +227,7 @@ def unreachable(address: str) -> str | None:
             # `urlopen` would use the proxies that were set when it was first called.
             opener = urllib.request.build_opener()
             with contextlib.suppress(urllib.error.HTTPError):
+                # by path: an address
                 opener.open(request, timeout=ANSWER_WITHIN).close()
             reasons.append(None)
         except Exception as error:

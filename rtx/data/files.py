@@ -221,7 +221,8 @@ def check_table(table: Path) -> None:
     from pyarrow import parquet
 
     try:
-        parquet.read_schema(table)
+        with open_named(table) as file:
+            parquet.read_schema(file)
     except (pa.ArrowException, OSError) as error:
         actual = reason_of(error)
         raise UserError(f"{table}: expected a whole parquet file, found {actual}") from error

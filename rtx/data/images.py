@@ -117,6 +117,7 @@ def open_image(content: bytes | None, name: str) -> Iterator[Any]:
 
     try:
         file = open_named(Path(name)) if content is None else io.BytesIO(content)
+        # by path: an open file
         with file, Image.open(file, formats=FORMATS) as image:
             yield image
     except UserError:
@@ -254,6 +255,7 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
     """
     batch = "test_batch" if split == "test" else "data_batch"
     contents: dict[str, bytes] = {}
+    # by path: an open file
     with open_named(archive) as file, tarfile.open(fileobj=file, mode="r|gz") as members:
         for entry in members:
             if batch in entry.name:

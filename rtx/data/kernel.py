@@ -268,6 +268,7 @@ class CheckedHeader(tarfile.TarInfo):
 def streamed(stream: IO[bytes]) -> tarfile.TarFile:
     """Return a tar archive that is read from its beginning to its end, without seeking."""
     whole = cast(Any, WholeStream(stream))
+    # by path: an open stream
     return tarfile.open(fileobj=whole, mode="r|", bufsize=1 << 20, tarinfo=CheckedHeader)
 
 

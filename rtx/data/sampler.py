@@ -209,7 +209,7 @@ class TokenArray:
         else:
             path = Path(self.path)
             with open_inside(path.parent, path.name) as file:
-                # by path: it is an open file
+                # by path: an open file
                 self.tokens = np.asarray(np.memmap(file, state["dtype"], mode="r"))
 
 

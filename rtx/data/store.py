@@ -183,7 +183,7 @@ class TokenStore(Store):
         units = len(self.split(name))
         try:
             with open_inside(self.folder, path.name) as file:
-                # by path: it is an open file
+                # by path: an open file
                 offsets = np.load(file, allow_pickle=False)
         except (OSError, ValueError, *DAMAGED) as error:
             raise open_failure(path, f"data={self.name}", "starts of documents", error) from error
@@ -281,7 +281,7 @@ def store_of_record(folder: Path, record: dict[str, Any], options: str) -> Token
     for name, facts in record["splits"].items():
         with open_inside(folder, f"{name}.bin") as file:
             check_size(file, facts["units"] * dtype.itemsize, options)
-            # by path: it is an open file
+            # by path: an open file
             splits[name] = np.memmap(file, dtype, mode="r")
     # A part of the fingerprint becomes part of file names.
     bytes.fromhex(record["fingerprint"])

@@ -145,6 +145,7 @@ def open_member(path: Path, member: str) -> Iterator[IO[bytes]]:
         if path.suffix != ".zip":
             yield file
             return
+        # by path: an open file
         with zipfile.ZipFile(file) as archive, archive.open(member) as stream:
             yield stream
 

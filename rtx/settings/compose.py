@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rtx.disk import read_named
 from rtx.errors import UserError
 from rtx.processes import SWEEP_VARIABLE
 from rtx.settings.data_sets import SETS
@@ -172,7 +173,7 @@ def name_in_preset(model: str) -> str:
     if path is None:
         return model
     # Hydra's directive in the first line: the file sets keys of all groups.
-    is_global = "@package _global_" in path.read_text("utf-8").partition("\n")[0]
+    is_global = "@package _global_" in read_named(path).decode().partition("\n")[0]
     key = "model.name" if is_global else "name"
     return OmegaConf.select(OmegaConf.load(path), key) or model
 

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from rtx.disk import read_named
+
 CONFIG_DIRS: list[Path] = []
 """Folders with presets of the user, as `--config-dir` names them."""
 CACHES: list[Callable[[], None]] = []
@@ -72,7 +74,7 @@ def about(group: str, option: str) -> str:
     if path is None:
         return "of an extension"
     parts: list[str] = []
-    for line in path.read_text("utf-8").splitlines():
+    for line in read_named(path).decode().splitlines():
         # Hydra's directive is no description.
         if line.startswith("# @"):
             continue

@@ -98,7 +98,7 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
             size = file.seek(0, os.SEEK_END)
             pickled = pickled_bytes(path, file, size)
             file.seek(0)
-            # by path: it is an open file
+            # by path: an open file
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     # torch's reader has asserts, and raises errors of many kinds.
     except Exception as error:
@@ -122,6 +122,7 @@ def pickled_bytes(path: Path, file: BinaryIO, size: int) -> int:
 
     torch.save compresses nothing. A compressed file could be a thousand times as large in memory.
     """
+    # by path: an open file
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     if sum(entry.file_size for entry in entries) > size:

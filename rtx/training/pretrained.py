@@ -42,6 +42,7 @@ class Weights:
         """The file of each tensor that was not read yet."""
         for path in weight_files(start):
             try:
+                # by path: the user's folder; in the hub's cache its files are links
                 with safe_open(path, framework="pt") as file:
                     self.files.update(dict.fromkeys(file.keys(), path))
             except (OSError, SafetensorError) as error:
@@ -56,6 +57,7 @@ class Weights:
         if path is None:
             raise self.error(f"its *.safetensors have no {name}")
         try:
+            # by path: the user's folder; in the hub's cache its files are links
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
         except (OSError, SafetensorError) as error:

@@ -66,6 +66,7 @@ class Profile(Callback):
             return
         self.profiler = None
         try:
+            # by path: a new folder of this process
             with tempfile.TemporaryDirectory() as folder:
                 made = Path(folder) / TRACE
                 profiler.export_chrome_trace(str(made))
