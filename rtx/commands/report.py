@@ -14,7 +14,7 @@ from rtx.report.formats import write
 from rtx.report.paper import paper_tables
 from rtx.report.paper_views import list_of_tables, printed_view
 from rtx.report.run_records import Cell, collect
-from rtx.runs.folder import last_active, outputs_root, run_folders, shown
+from rtx.runs.folder import last_active, outputs_root, refuse_unreadable, run_folders, shown
 from rtx.runs.study import is_study, steps_files
 from rtx.tables import aligned, table_text
 from rtx.terminal import terminal_width
@@ -57,6 +57,7 @@ def check_has_records(place: Path) -> None:
         return
     if not place.is_dir():
         raise UserError(f"{place}: no such folder")
+    refuse_unreadable(place)
     hint = "(rtx report alone prints the paper's tables)"
     raise UserError(f"{place}: holds no run; a run has a config.yaml {hint}")
 

@@ -27,7 +27,7 @@ from rtx.data.store import (
 )
 from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
-from rtx.disk import make_folder, read_named, remove_file, remove_tree, status_inside
+from rtx.disk import make_folder, names_inside, read_named, remove_file, remove_tree, status_inside
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
@@ -42,13 +42,18 @@ STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
 def data_root() -> Path:
     """Return the folder of all stores: RTX_DATA, or `data` in the current folder.
 
-    UserError where it is a file, or a link to nothing.
+    UserError where it is a file, or a link to nothing, or may not be read.
     """
     root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
     is_there = root.exists() or root.is_symlink()
     if is_there and not root.is_dir():
         advice = "set RTX_DATA to a folder that you may write"
         raise UserError(f"RTX_DATA={root}: is not a folder; {advice}")
+    try:
+        names_inside(root)
+    except OSError as error:
+        advice = "set RTX_DATA to a folder that you may read"
+        raise UserError(f"RTX_DATA={root}: {error.strerror}; {advice}") from error
     return root
 
 

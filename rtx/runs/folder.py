@@ -101,8 +101,20 @@ def run_folders(folder: Path) -> list[Path]:
     return runs
 
 
+def refuse_unreadable(folder: Path) -> None:
+    """Raise `UserError` for a folder that may not be read: it would seem to be empty."""
+    try:
+        names_inside(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+
+
 def runs_below(folder: Path) -> list[Path]:
-    """Return the runs of `run_folders`, the last active one first."""
+    """Return the runs of `run_folders`, the last active one first.
+
+    `UserError` for a folder that may not be read.
+    """
+    refuse_unreadable(folder)
     return sorted(run_folders(folder), key=last_active, reverse=True)
 
 

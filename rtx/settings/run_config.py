@@ -105,7 +105,9 @@ def load_run_config(run: str | Path) -> Config:
     """
     folder = Path(run)
     path = folder / RUN_CONFIG
-    if not is_file_inside(folder, RUN_CONFIG):
+    with user_errors():
+        is_run = is_file_inside(folder, RUN_CONFIG)
+    if not is_run:
         problem = "has no config.yaml" if folder.is_dir() else "no such folder"
         raise UserError(f"{run}: {problem}; a run is a folder such as outputs/<name>/<run>")
     with user_errors(f"{path}: "):
