@@ -203,12 +203,6 @@ def names_inside(folder: Path, name: Name = ITSELF, pattern: str = "*") -> list[
         return []
 
 
-def is_named(file: BinaryIO, folder: Path, name: Name) -> bool:
-    """Return whether an open file still has its name: it may be removed, or another one made."""
-    status = status_inside(folder, name)
-    return status is not None and os.path.samestat(status, os.fstat(file.fileno()))
-
-
 def append(folder: Path, name: Name, content: bytes) -> None:
     """Append to a file below a folder, which may be missing."""
     with open_inside(folder, name, "a") as file:
@@ -286,17 +280,6 @@ def make_folder(folder: Path, name: Name = ITSELF) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with opened(folder, parts, make=True) as place:
         return place.path
-
-
-def make_plain_folder(folder: Path, name: Name) -> Path:
-    """Make a folder without links for a library that opens files by their paths; return its path.
-
-    A link that comes later is not seen.
-    """
-    path = make_folder(folder, name)
-    for entry in names_inside(folder, name):
-        status_inside(folder, PurePosixPath(name, entry))
-    return path
 
 
 def remove_file(folder: Path, name: Name) -> None:

@@ -12,9 +12,7 @@ from rtx.disk import (
     LinkRefused,
     append,
     is_file_inside,
-    is_named,
     make_folder,
-    make_plain_folder,
     names_inside,
     open_inside,
     read_inside,
@@ -128,8 +126,6 @@ def test_a_link_is_replaced_or_removed_without_what_it_leads_to(folder: Path, vi
     link.unlink()
     (folder / "tree").mkdir()
     (folder / "tree" / "link").symlink_to(victim)
-    with pytest.raises(LinkRefused, match="tree/link: is a link"):
-        make_plain_folder(folder, "tree")
     remove_tree(folder, "tree")
     assert not [*folder.iterdir()]
 
@@ -197,15 +193,6 @@ def test_a_file_keeps_its_former_name_where_it_is_told_so(folder: Path) -> None:
     (folder / f".last.1{disk.MARK}").write_text("of a killed process")
     remove_leftovers(folder)
     assert names_inside(folder) == ["last", "previous"]
-
-
-def test_a_file_that_lost_its_name_is_known(folder: Path) -> None:
-    with open_inside(folder, "lock", "a+") as file:
-        assert is_named(file, folder, "lock")
-        remove_file(folder, "lock")
-        assert not is_named(file, folder, "lock")
-        (folder / "lock").touch()
-        assert not is_named(file, folder, "lock")
 
 
 def test_what_is_missing_is_no_error_where_none_is_needed(folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from rtx.disk import is_full, is_named, make_folder, open_inside, remove_leftovers
+from rtx.disk import is_full, make_folder, open_inside, remove_leftovers, status_inside
 from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory
 from rtx.processes import launch
@@ -41,7 +41,8 @@ def lock(folder: Path) -> BinaryIO:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
         # Another process may have removed and made it between the two calls above.
-        if is_named(file, folder, LOCK):
+        named = status_inside(folder, LOCK)
+        if named is not None and os.path.samestat(named, os.fstat(file.fileno())):
             return file
         file.close()
 

@@ -21,12 +21,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from rtx.disk import (
     is_file_inside,
     make_folder,
-    make_plain_folder,
     names_inside,
     open_inside,
     read_inside,
     read_named,
     read_open,
+    status_inside,
     write_json,
 )
 from rtx.errors import UserError
@@ -101,6 +101,16 @@ def logging_to(
             stack.push(lambda kind, *_: wandb.finish(exit_code=int(kind is not None)))
             loggers.append(wandb)
         yield loggers
+
+
+def make_plain_folder(run: Path, name: str) -> None:
+    """Make a folder in a run for a logger that opens files by their paths.
+
+    `UserError` where a link is in it; one that comes later is not seen.
+    """
+    make_folder(run, name)
+    for entry in names_inside(run, name):
+        status_inside(run, f"{name}/{entry}")
 
 
 def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
