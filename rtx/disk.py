@@ -28,8 +28,7 @@ ITSELF = "."
 """The name of a folder below itself."""
 MOST_BYTES = 1 << 30
 """The most bytes of a file that is read whole, where its reader names no limit."""
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-OPEN_FILE = os.O_NONBLOCK | os.O_CLOEXEC
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 Name = str | PurePath
 """A relative path below a folder, with slashes."""
 
@@ -148,14 +147,14 @@ def open_inside(folder: Path, name: Name, mode: str = "r") -> BinaryIO:
     """Open a file below a folder: to read it (r, r+), append to it (a, a+) or create it (x+)."""
     with beside(folder, name) as (place, last):
         path = place.path / last
-        return regular(path, mode, lambda _, flags: place.open(last, flags | OPEN_FILE))
+        return regular(path, mode, lambda _, flags: place.open(last, flags | os.O_NONBLOCK))
 
 
 def open_named(path: Path) -> BinaryIO:
     """Open a file that the user has named, also by a link, to read it."""
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "Not the name of a file", str(path))
-    return regular(path, "r", lambda name, flags: os.open(name, flags | OPEN_FILE))
+    return regular(path, "r", lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def read_open(file: BinaryIO, largest: int) -> bytes:

@@ -1,6 +1,7 @@
 """The stores of data sets by name: open (and prepare on demand), verify, list and remove."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -243,7 +244,7 @@ def vocabulary_size(data: DataConfig) -> int:
 def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     """Let one process at a time work on the store at `folder`.
 
-    Other than the lock of a run, this one waits, and works on file systems without flock.
+    Other than the lock of a run, this one waits. UserError on a file system that refuses locks.
     """
     from filelock import FileLock, Timeout
 
@@ -259,6 +260,11 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     except Timeout:
         report(f"{options}: waiting for another process, which is preparing it")
         lock.acquire()
+    except OSError as error:
+        if error.errno != errno.ENOLCK:
+            raise
+        advice = "set RTX_DATA to a folder on a disk with locks"
+        raise UserError(f"{path}: {error.strerror}; {advice}") from error
     try:
         yield
     finally:

@@ -3,6 +3,8 @@
 Nothing behind them is touched, and nobody waits for them.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -131,6 +133,24 @@ def test_a_link_in_place_of_the_lock_of_a_store_is_refused(
         code, said = asked(workshop, *command)
         assert code == 2 and f"rtx: {lock}: {REFUSED} {workshop.data}; " in said
     assert foreign.read_text() == "mine" and lock.is_symlink()
+
+
+def test_what_is_no_lock_of_a_store_is_told(
+    workshop: Workshop, store: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = store.with_name(f".{store.name}.lock")
+    for make in (os.mkfifo, os.mkdir):
+        make(lock)
+        code, said = asked(workshop, "data", "prepare", *words)
+        assert code == 2 and f"rtx: {lock}: is no regular file; remove it, then again\n" in said
+        lock.rename(lock.with_suffix(f".{make.__name__}"))
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    code, said = asked(workshop, "data", "prepare", *words)
+    assert code == 2 and "; set RTX_DATA to a folder on a disk with locks\n" in said
 
 
 def endless(path: Path) -> None:
