@@ -56,7 +56,7 @@ def main(request: Request) -> int:
     write_export(root, checkpoint, files, name)
     output = root / name
     paths = sorted(output.iterdir())
-    size = sum(path.stat().st_size for path in paths) / 1e6
+    size = sum(path.lstat().st_size for path in paths) / 1e6
     names = ", ".join(path.name for path in paths)
     print(f"{shown(output)}: {names} ({size:,.1f} MB)")
     print(f"next: rtx eval {shown(output)} split=test")

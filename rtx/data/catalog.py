@@ -46,11 +46,11 @@ def data_root() -> Path:
     UserError where it is a file, or a link to nothing, or may not be read.
     """
     root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
-    is_there = root.exists() or root.is_symlink()
-    if is_there and not root.is_dir():
-        advice = "set RTX_DATA to a folder that you may write"
-        raise UserError(f"RTX_DATA={root}: is not a folder; {advice}")
     try:
+        is_there = root.exists() or root.is_symlink()
+        if is_there and not root.is_dir():
+            advice = "set RTX_DATA to a folder that you may write"
+            raise UserError(f"RTX_DATA={root}: is not a folder; {advice}")
         names_inside(root)
     except OSError as error:
         advice = "set RTX_DATA to a folder that you may read"

@@ -18,6 +18,8 @@ from rtx.runs.records import StatusRecord
 from rtx.runs.signals import Stopped, state_after
 from rtx.runs.status import Status, read_status, seems_running
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a file system that has no locks."""
 LESS_MEMORY = (
     "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
 )
@@ -34,11 +36,12 @@ def lock(folder: Path) -> BinaryIO:
         file = open_inside(folder, LOCK, "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             file.close()
             raise UserError(busy(folder, read_status(folder))) from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            if error.errno not in WITHOUT_LOCKS:
+                file.close()
                 raise
         # Another process may have removed and made it between the two calls above.
         named = status_inside(folder, LOCK)
