@@ -53,7 +53,7 @@ def main(request: Request) -> int:
         is_ours = former is None or other in former
         if is_ours and other not in files:
             remove_file(root, f"{name}/{other}")
-    write_export(root, checkpoint, files, name)
+    write_export(root, checkpoint, files, name, former or ())
     output = root / name
     paths = sorted(output.iterdir())
     size = sum(path.lstat().st_size for path in paths) / 1e6

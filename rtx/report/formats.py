@@ -42,40 +42,44 @@ def write(report: Report, folder: Path, name: str = ITSELF) -> list[Path]:
     for plot in report.plots:
         contents[f"{plot.name}.png"] = plot.png
     files = [RECORD, *contents]
-    refuse_other_files(files, folder, name)
+    former = former_files(folder, name)
+    refuse_other_files(files, folder, name, files if former is None else former)
     make_folder(folder, name)
     # Written first, so that the files of a report that is cut short are known.
-    record = as_json(report, files).encode("utf-8", "replace")
+    every_file = dict.fromkeys([*files, *(former or ())])
+    record = as_json(report, [*every_file]).encode("utf-8", "replace")
     for file, content in {RECORD: record, **contents}.items():
         write_inside(folder, f"{name}/{file}", content, durable=False)
     return [folder / name / file for file in files]
 
 
-def refuse_other_files(files: Sequence[str], folder: Path, name: str) -> None:
-    """Raise UserError where one of these files exists that no earlier report has written."""
-    record = former_record(folder, name)
-    former: Any = ()
-    if record.get("program") == PROGRAM:
-        former = record.get("files")
-    elif record.keys() == OLDER_KEYS:
-        former = files
+def refuse_other_files(
+    files: Sequence[str], folder: Path, name: str, former: Sequence[str]
+) -> None:
+    """Raise UserError where one of these files exists and is none of `former`."""
     for file in files:
         is_there = status_inside(folder, f"{name}/{file}") is not None
-        is_ours = isinstance(former, list | tuple) and file in former
-        if is_there and not is_ours:
+        if is_there and file not in former:
             other = f"holds a {file} that rtx report did not write"
             raise UserError(f"output={folder / name}: {other}; name another folder")
 
 
-def former_record(folder: Path, name: str) -> dict[str, Any]:
-    """Return the report.json of an earlier report, empty where there is none."""
+def former_files(folder: Path, name: str) -> list[str] | None:
+    """Return the names of what earlier reports have written; None: an older one does not say."""
     try:
         record = json.loads(read_inside(folder, f"{name}/{RECORD}", LARGEST_REPORT))
     except LinkRefused:
         raise
     except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+        return []
+    if not isinstance(record, dict):
+        return []
+    if record.keys() == OLDER_KEYS:
+        return None
+    files = record.get("files")
+    if record.get("program") != PROGRAM or not isinstance(files, list):
+        return []
+    return [str(file) for file in files]
 
 
 def save_plots(folders: Iterable[Path]) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,24 @@ KEPT = ("step", "config", "data", "file")
 
 
 def write_export(
-    folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes], name: str = ITSELF
+    folder: Path,
+    checkpoint: Checkpoint,
+    files: Mapping[str, bytes],
+    name: str = ITSELF,
+    former: Sequence[str] = (),
 ) -> None:
     """Write a model and `files`, by their names, into a folder; `RunFailed` where that fails.
 
     Args:
         folder: a folder that the user has named.
         name: the export's name below it.
+        former: the names of what earlier exports have written there.
     """
     tensors = {name: tensor.clone() for name, tensor in checkpoint["model"].items()}
     weights = safetensors.torch.save(tensors)
     facts: dict[str, Any] = {"sha256": hashlib.sha256(weights).hexdigest()}
     facts |= {key: checkpoint[key] for key in KEPT}
-    facts["files"] = names_of(files)
+    facts["files"] = [*dict.fromkeys([*names_of(files), *former])]
     try:
         make_folder(folder, name)
         remove_leftovers(folder, name)
@@ -64,7 +69,7 @@ def names_of(files: Mapping[str, bytes]) -> list[str]:
 
 
 def former_files(folder: Path, name: str) -> list[str] | None:
-    """Return the names of what an earlier export has written; None: it does not say.
+    """Return the names of what earlier exports have written; None: an older one does not say.
 
     Raises `UserError` for a folder that has files, but no export.
     """
@@ -86,7 +91,7 @@ def former_files(folder: Path, name: str) -> list[str] | None:
         other = f"holds an {EXPORT_FACTS} that rtx export did not write"
         raise UserError(f"{place}: {other}; {instead}")
     former = facts.get("files")
-    return former if isinstance(former, list) else None
+    return [str(file) for file in former] if isinstance(former, list) else None
 
 
 def read_export(folder: Path) -> Checkpoint:
