@@ -200,7 +200,7 @@ def finish(
     key = short_hash(
         {"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12
     )
-    save(folder / "bench" / f"steps-{key}.json", record)
+    save(folder, f"bench/steps-{key}.json", record)
 
 
 def entry() -> int:

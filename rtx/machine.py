@@ -41,6 +41,7 @@ def memory_bytes() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # There may be no container, or one without a limit, whose file says "max".
     with contextlib.suppress(OSError, ValueError):
+        # by path: a file of the kernel
         memory = min(memory, int(CONTAINER_LIMIT.read_text()))
     return memory
 
@@ -96,6 +97,7 @@ def system_kills() -> int:
     0 where the system does not say.
     """
     with contextlib.suppress(OSError):
+        # by path: a file of the kernel
         lines = Path("/proc/vmstat").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return 0

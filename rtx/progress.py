@@ -44,6 +44,7 @@ class Printer(logging.Handler):
             sys.stdout.flush()
         except OSError:
             with contextlib.suppress(OSError, ValueError):
+                # by path: the system's null device
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

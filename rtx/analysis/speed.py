@@ -19,6 +19,7 @@ ARITHMETIC = {"bf16": "bf16", "bf16-true": "bf16", "tf32": "tf32", "fp32": "fp32
 
 @functools.cache
 def rates() -> dict[str, Any]:
+    # by path: installed with rtx
     return json.loads(RATES.read_text())
 
 

@@ -90,8 +90,10 @@ def open_streams() -> None:
             os.fstat(number)
         except OSError:
             # It gets the lowest number that is free, which is this one.
+            # by path: the system's null device
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is None:
+        # by path: a descriptor that is open
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     encoding = sys.stderr.encoding if sys.stderr else None
     messages = io.BufferedWriter(Lossy(2, "w", closefd=False))
@@ -338,4 +340,5 @@ def flush_or_discard() -> None:
 
 def discard_stdout() -> None:
     """Let stdout be os.devnull, so that Python does not try again to write when it ends."""
+    # by path: the system's null device
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -45,7 +45,7 @@ def main(request: Request) -> int:
     file_name += f"-{short_hash({**settings, 'data': store.fingerprint})}"
     files = []
     if picture:
-        files.append(save(folder / "analysis" / f"{file_name}.png", picture))
+        files.append(save(folder, f"analysis/{file_name}.png", picture))
     record = AnalysisFile.model_validate(
         {
             "what": name,
@@ -56,6 +56,6 @@ def main(request: Request) -> int:
             "time": utc_now(),
         }
     ).root
-    files.append(save(folder / "analysis" / f"{file_name}.json", record.to_json_with_none()))
+    files.append(save(folder, f"analysis/{file_name}.json", record.to_json_with_none()))
     add_to_wandb(folder, name, {}, files, checkpoint["step"])
     return 0

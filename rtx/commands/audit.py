@@ -59,7 +59,7 @@ def main(request: Request) -> int:
             choices=choices,
             price=paid,
         )
-        path = save(folder / "audit.json", record.to_json_with_none())
+        path = save(folder, "audit.json", record.to_json_with_none())
         figures: dict[str, float] = {
             f"audit/sees_future/{TEACHER_FORCED}": changes.teacher_forced.sees_future,
             f"audit/sees_future/{STREAMING}": changes.streaming.sees_future,

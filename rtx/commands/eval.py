@@ -174,7 +174,7 @@ def keep(folder: Path, record: EvaluationRecord) -> None:
     width = terminal_width() if sys.stdout.isatty() else 10_000
     lines = [*score_lines(record), *textwrap.wrap(record.line(), width)]
     print(printable("\n".join(lines)))
-    path = save(folder / "eval" / f"{file_name(record)}.json", record.to_json())
+    path = save(folder, f"eval/{file_name(record)}.json", record.to_json())
     add_to_wandb(folder, "eval", logged(record), [path], record.checkpoint.step)
 
 

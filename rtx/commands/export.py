@@ -1,13 +1,13 @@
 """`rtx export RUN [overrides]`: a run's model as safetensors, with its configuration and a card."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from rtx.cli.request import Request
 from rtx.data.tokenizers import Tokenizer
-from rtx.disk import MARK
+from rtx.disk import ITSELF, remove_file, status_inside
 from rtx.errors import UserError
 from rtx.paths import expand_path
 from rtx.report.run_records import collect
@@ -17,7 +17,7 @@ from rtx.settings.extensions import copies
 from rtx.settings.run_config import RUN_CONFIG, to_yaml
 from rtx.settings.schema import to_dict
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
-from rtx.training.export import write_export
+from rtx.training.export import former_files, names_of, write_export
 from rtx.training.hf_export import HF_FILES, hf_files
 from rtx.training.inference import load_run, run_config, run_tokenizer
 
@@ -37,38 +37,45 @@ def main(request: Request) -> int:
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
-    default = "hf" if for_transformers else "export"
-    output = expand_path(options.output, "output") if options.output else folder / default
-    refuse_other_files(output)
+    root = folder
+    name = "hf" if for_transformers else "export"
+    if options.output:
+        root = expand_path(options.output, "output")
+        name = ITSELF
+    former = former_files(root, name)
     files = files_of(request, checkpoint)
     if for_transformers:
         run = load_run(folder, run_config(folder), options.checkpoint, CPU, say=lambda line: None)
         # The names of tensors in an older checkpoint may be others.
         checkpoint["model"] = run.model.state_dict()
         files |= hf_files(config, run.model, tokenizer_of(request, checkpoint))
-    remove_hf_files(output, files)
-    write_export(output, checkpoint, files)
+    refuse_other_files(root, name, names_of(files), former)
+    for other in HF_FILES:
+        is_ours = former is None or other in former
+        if is_ours and other not in files:
+            remove_file(root, f"{name}/{other}")
+    write_export(root, checkpoint, files, name, former or ())
+    output = root / name
     paths = sorted(output.iterdir())
-    size = sum(path.stat().st_size for path in paths) / 1e6
+    size = sum(path.lstat().st_size for path in paths) / 1e6
     names = ", ".join(path.name for path in paths)
     print(f"{shown(output)}: {names} ({size:,.1f} MB)")
     print(f"next: rtx eval {shown(output)} split=test")
     return 0
 
 
-def remove_hf_files(output: Path, files: Mapping[str, bytes]) -> None:
-    """Remove what an earlier export for `transformers` wrote and this one does not write."""
-    for name in HF_FILES:
-        if name not in files:
-            (output / name).unlink(missing_ok=True)
+def refuse_other_files(
+    root: Path, name: str, files: Sequence[str], former: Sequence[str] | None
+) -> None:
+    """Raise `UserError` where one of these files exists that no earlier export has written.
 
-
-def refuse_other_files(output: Path) -> None:
-    """Raise `UserError` where a folder has files that are of no export."""
-    others = output.is_file() or any(path.suffix != MARK for path in output.glob("*"))
-    if others and not is_export(output):
-        instead = "name a new or an empty folder"
-        raise UserError(f"output={output}: is a file, or holds other files; {instead}")
+    `former`: what that has written; None: any of them.
+    """
+    for file in files:
+        is_there = status_inside(root, f"{name}/{file}") is not None
+        if is_there and former is not None and file not in former:
+            other = f"holds a {file} that rtx export did not write"
+            raise UserError(f"output={root / name}: {other}; name a new or an empty folder")
 
 
 def files_of(request: Request, checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rtx.cli.request import Request
 from rtx.colour import BOLD, painted
+from rtx.disk import ITSELF
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.paths import expand_path
 from rtx.report.contents import Report, build
@@ -14,7 +15,7 @@ from rtx.report.formats import write
 from rtx.report.paper import paper_tables
 from rtx.report.paper_views import list_of_tables, printed_view
 from rtx.report.run_records import Cell, collect
-from rtx.runs.folder import last_active, outputs_root, run_folders, shown
+from rtx.runs.folder import last_active, outputs_root, refuse_unreadable, run_folders, shown
 from rtx.runs.pretrained_record import pretrained_files
 from rtx.runs.study import is_study, steps_files
 from rtx.tables import aligned, table_text
@@ -38,12 +39,15 @@ def main(request: Request) -> int:
         check_has_records(run)
     title = f"rtx report: {', '.join(map(shown, runs))}"
     report = build(collect(runs), title)
-    folder = expand_path(output, "output") if output else default_folder(runs)
+    folder, name = default_place(runs)
+    if output:
+        folder = expand_path(output, "output")
+        name = ITSELF
     try:
-        files = write(report, folder)
+        files = write(report, folder, name)
     except OSError as error:
         reason = f"{error.strerror}; output=<folder> names another"
-        raise RunFailed(f"cannot write to {folder}: {reason}") from error
+        raise RunFailed(f"cannot write to {folder / name}: {reason}") from error
     print("\n".join([*report_lines(report, width), "", *map(shown, files)]))
     send_to_wandb(runs, files)
     return 0
@@ -55,19 +59,20 @@ def check_has_records(place: Path) -> None:
         return
     if not place.is_dir():
         raise UserError(f"{place}: no such folder")
+    refuse_unreadable(place)
     hint = "(rtx report alone prints the paper's tables)"
     raise UserError(f"{place}: holds no run; a run has a config.yaml {hint}")
 
 
-def default_folder(runs: Sequence[Path]) -> Path:
-    """Return the folder of a report that names none: beside its first run.
+def default_place(runs: Sequence[Path]) -> tuple[Path, str]:
+    """Return where a report is that names no folder: the folder of its first run, a name below it.
 
     A report of several runs has the names of the others in its own.
     """
     first = runs[0]
     root = first.with_suffix("") if is_study(first) else first
     others = "".join(f"-{run.absolute().name}" for run in runs[1:])
-    return root / f"report{others[:LONGEST_NAME]}"
+    return root, f"report{others[:LONGEST_NAME]}"
 
 
 def report_lines(report: Report, width: int) -> list[str]:

@@ -71,7 +71,7 @@ def row_of(run: Path, root: Path, differs: str) -> list[str]:
 
 def overrides_of(run: Path) -> list[str]:
     """Return the overrides of the command that began a run."""
-    record = read_record(CommandRecord, run / ENVIRONMENT, problems=[])
+    record = read_record(CommandRecord, run, ENVIRONMENT, problems=[])
     if record is None:
         return []
     return [word for word in record.command.split() if "=" in word]

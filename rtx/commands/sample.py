@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from rtx.cli.options import SampleOptions
 from rtx.cli.request import Request
 from rtx.data.images import png
 from rtx.data.tokenizers import encode_text
+from rtx.disk import status_inside
 from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
 from rtx.runs.folder import save
@@ -128,12 +128,12 @@ def draw(
 
 def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
     """Save a text (with its prompt) or a PNG under a name of its own, and print its path."""
-    begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
+    begin = f"samples/step{run.checkpoint['step']}-seed{seed}"
     for number in itertools.count(1):
-        path = Path(f"{begin}-{number}.{kind}")
-        if not path.exists():
+        name = f"{begin}-{number}.{kind}"
+        if status_inside(run.folder, name) is None:
             break
-    save(path, content)
+    save(run.folder, name, content)
 
 
 def tell(line: object) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rtx.cli.request import Request
 from rtx.colour import with_state
+from rtx.disk import is_file_inside
 from rtx.errors import UserError, printable
 from rtx.progress import clock
 from rtx.runs.folder import METRICS, outputs_root, shown
@@ -76,7 +77,7 @@ def board(root: Path, width: int = 80) -> tuple[Group, bool]:
     `width` is that of the terminal in columns.
     """
     path = root / "sweeps.jsonl"
-    if not path.is_file():
+    if not is_file_inside(root, path.name):
         raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
     sweeps = read_sweeps(root, problems=[])
     if not sweeps:
@@ -162,7 +163,7 @@ def standing(folder: Path, title: str) -> Standing:
 
 def last_train_row(folder: Path) -> MetricsRow | None:
     """Return the last row with the bits and seconds of training steps."""
-    for row in reversed(last_rows(MetricsRow, folder / METRICS)):
+    for row in reversed(last_rows(MetricsRow, folder, METRICS)):
         bits = row.get("train/bits") or 0
         seconds = row.get("train/seconds") or 0
         if row.step > 0 and bits > 0 and seconds > 0:

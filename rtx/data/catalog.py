@@ -1,11 +1,12 @@
 """The stores of data sets by name: open (and prepare on demand), verify, list and remove."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shlex
-import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rtx.data.store import (
 )
 from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
-from rtx.disk import refuse_link
+from rtx.disk import make_folder, names_inside, read_named, remove_file, remove_tree, status_inside
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.paths import expand_path, refuse_other_bytes
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
@@ -43,14 +44,19 @@ STORE_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
 def data_root() -> Path:
     """Return the folder of all stores: RTX_DATA, or `data` in the current folder.
 
-    UserError where it is a file, a link to nothing, or a name that is not UTF-8.
+    UserError where it is a file, a link to nothing, a name that is not UTF-8, or may not be read.
     """
     root = expand_path(os.environ.get("RTX_DATA") or "data", "RTX_DATA")
     refuse_other_bytes("RTX_DATA", str(root))
-    is_there = root.exists() or root.is_symlink()
-    if is_there and not root.is_dir():
-        advice = "set RTX_DATA to a folder that you may write"
-        raise UserError(f"RTX_DATA={root}: is not a folder; {advice}")
+    try:
+        is_there = root.exists() or root.is_symlink()
+        if is_there and not root.is_dir():
+            advice = "set RTX_DATA to a folder that you may write"
+            raise UserError(f"RTX_DATA={root}: is not a folder; {advice}")
+        names_inside(root)
+    except OSError as error:
+        advice = "set RTX_DATA to a folder that you may read"
+        raise UserError(f"RTX_DATA={root}: {error.strerror}; {advice}") from error
     return root
 
 
@@ -118,7 +124,7 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
 def options_of(data: DataConfig) -> str:
     """Return the command-line options of a store, for messages: what differs from conf/data."""
     path = preset("data", data.name)
-    defaults = yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults
+    defaults = yaml.safe_load(read_named(path)) if path else SETS[data.name].defaults
     default = DataConfig(**(defaults or {}))
     hidden = {"name", "verify", "processes", "documents"}
     if data.tokenizer != "sentencepiece":
@@ -165,7 +171,7 @@ def prepare_data(
     folder = store_folder(data, root, source)
     options = options_of(data)
     with disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         with locked(folder, options, report):
             reason = reason_to_build(folder, options)
             if reason:
@@ -240,23 +246,32 @@ def vocabulary_size(data: DataConfig) -> int:
 def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     """Let one process at a time work on the store at `folder`.
 
-    Other than the lock of a run, this one waits, and works on file systems without flock.
+    Other than the lock of a run, this one waits. UserError on a file system that refuses locks.
     """
     from filelock import FileLock, Timeout
 
-    path = folder.with_name(f".{folder.name}.lock")
-    refuse_link(path)
+    root = folder.parent
+    path = root / f".{folder.name}.lock"
+    status = status_inside(root, path.name)
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: is no regular file; remove it, then again")
+    # by path: filelock follows no link, either
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         report(f"{options}: waiting for another process, which is preparing it")
         lock.acquire()
+    except OSError as error:
+        if error.errno != errno.ENOLCK:
+            raise
+        advice = "set RTX_DATA to a folder on a disk with locks"
+        raise UserError(f"{path}: {error.strerror}; {advice}") from error
     try:
         yield
     finally:
         # A waiting process notices that the file is gone, and creates another one.
-        path.unlink(missing_ok=True)
+        remove_file(root, path.name)
         lock.release()
 
 
@@ -292,21 +307,27 @@ def store_note(folder: Path) -> str:
 def remove_store(root: Path, name: str, report: Report = print) -> None:
     """Remove the store `name`, as `rtx data list` prints it, and its unfinished preparation."""
     plain = name.removeprefix(".").removesuffix(".work")
-    paths = stored_paths(root, plain)
-    for path in paths:
-        refuse_link(path)
-    if not paths:
+    names = stored_names(root, plain)
+    if not names:
         near = nearest(plain, [path.name for path in root.glob("*-*")])
         raise UserError(f"{name}: no store of this name in {root}{near}; rtx data list names them")
     with disk_errors(root), locked(root / plain, plain, report):
-        for path in paths:
-            report(f"{path}: removed, {disk_size(path)}")
-            shutil.rmtree(path)
+        for stored in names:
+            size = disk_size(root / stored)
+            remove_tree(root, stored)
+            report(f"{root / stored}: removed, {size}")
 
 
-def stored_paths(root: Path, name: str) -> list[Path]:
-    """Return the folders of a store and its unfinished preparation that exist, links included."""
+def stored_names(root: Path, name: str) -> list[str]:
+    """Return the names of a store and its unfinished preparation that exist.
+
+    UserError where one of them is a link.
+    """
     if not STORE_NAME.fullmatch(name):
         return []
-    candidates = (root / name, root / f".{name}.work")
-    return [path for path in candidates if path.is_dir() or path.is_symlink()]
+    stored = []
+    for candidate in (name, f".{name}.work"):
+        status = status_inside(root, candidate)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            stored.append(candidate)
+    return stored

@@ -19,9 +19,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from rtx.data.files import disk_errors, file_sha256, reason_of
+from rtx.data.files import disk_errors, file_sha256, reason_of, sha256_of
 from rtx.data.sets import Report
-from rtx.disk import is_full, open_regular, refuse_link
+from rtx.disk import (
+    is_full,
+    make_folder,
+    open_inside,
+    remove_file,
+    rename_inside,
+    status_inside,
+)
 from rtx.errors import RunFailed, UserError
 from rtx.progress import progress_bar
 from rtx.version import __version__
@@ -85,28 +92,41 @@ def download(remote: Remote, folder: Path, report: Report) -> Path:
     with disk_errors(folder):
         if remote.matches(target):
             return target
-        refuse_link(folder)
+        status_inside(*in_root(part))
         report(f"fetching {remote.url} ({remote.size:,} bytes)")
         problem = unreachable(remote.url)
         if problem:
             raise remote.failure(f"cannot be fetched: {problem}")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent, folder.name)
         open_part(part).close()
         receive_all(remote, part, report)
-        if not remote.matches(part):
-            actual = file_sha256(part)
-            part.unlink()
+        with open_inside(*in_root(part)) as file:
+            actual = sha256_of(file)
+        if actual != remote.sha256:
+            remove_file(*in_root(part))
             raise remote.failure(f"expected sha256 {remote.sha256}, found {actual}")
-        return part.replace(target)
+        rename_inside(*in_root(part), remote.name)
+        return target
+
+
+def in_root(part: Path) -> tuple[Path, str]:
+    """Return the folder of all data, and the name of a partial download below that."""
+    return part.parent.parent, f"{part.parent.name}/{part.name}"
+
+
+def size_of(part: Path) -> int:
+    """Return the bytes of a partial download; 0 where there is none."""
+    status = status_inside(*in_root(part))
+    return status.st_size if status else 0
 
 
 def receive_all(remote: Remote, part: Path, report: Report) -> None:
     """Append to `part` until it has the size of `remote`, over as many connections as it takes."""
     failures = 0
-    while part.stat().st_size < remote.size:
-        size_before = part.stat().st_size
+    while size_of(part) < remote.size:
+        size_before = size_of(part)
         problem = receive(remote, part)
-        size = part.stat().st_size
+        size = size_of(part)
         if size > size_before:
             failures = 0
         else:
@@ -126,11 +146,11 @@ def open_part(part: Path) -> BinaryIO:
     UserError for a link, a pipe or a folder.
     """
     try:
-        return open_regular(part, "ab", follow=False)
+        return open_inside(*in_root(part), "a")
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
+        if error.errno not in (errno.EINVAL, errno.EISDIR):
             raise
-        raise UserError(f"{part}: is a link, or no regular file; remove it, then again") from error
+        raise UserError(f"{part}: is no regular file; remove it, then again") from error
 
 
 def receive(remote: Remote, part: Path) -> str:
@@ -138,13 +158,14 @@ def receive(remote: Remote, part: Path) -> str:
 
     Return why it ended early, or "". Raises as `download` for what a later attempt cannot mend.
     """
-    size = part.stat().st_size
+    size = size_of(part)
     headers = {**AGENT, "Accept-Encoding": "identity"}
     if size:
         headers["Range"] = f"bytes={size}-"
     try:
         request = urllib.request.Request(remote.url, headers=headers)
         opener = urllib.request.build_opener(SameScheme)
+        # by path: an address
         with opener.open(request, timeout=SILENCE) as response, open_part(part) as file:
             copy_response(remote, response, file)
     except urllib.error.HTTPError as error:
@@ -157,7 +178,7 @@ def receive(remote: Remote, part: Path) -> str:
         if is_of_disk:
             raise
         return reason_of(error)
-    if part.stat().st_size < remote.size:
+    if size_of(part) < remote.size:
         return "the connection ended early"
     return ""
 
@@ -206,6 +227,7 @@ def unreachable(address: str) -> str | None:
             # `urlopen` would use the proxies that were set when it was first called.
             opener = urllib.request.build_opener()
             with contextlib.suppress(urllib.error.HTTPError):
+                # by path: an address
                 opener.open(request, timeout=ANSWER_WITHIN).close()
             reasons.append(None)
         except Exception as error:

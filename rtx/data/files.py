@@ -11,10 +11,10 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from rtx.data.sets import SPLITS
-from rtx.disk import is_full, open_regular
+from rtx.disk import is_full, make_folder, open_named
 from rtx.errors import RunFailed, UserError, nearest
 from rtx.paths import expand_path
 
@@ -42,9 +42,14 @@ def reason_of(error: object) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal; OSError for what is no regular file."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    """Return the sha256 of a file that the user or a library has named; OSError as it is opened."""
+    with open_named(path) as file:
+        return sha256_of(file)
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Return the sha256 of an open file in hexadecimal."""
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def text_sha256(text: str) -> str:
@@ -217,7 +222,8 @@ def check_table(table: Path) -> None:
     from pyarrow import parquet
 
     try:
-        parquet.read_schema(table)
+        with open_named(table) as file:
+            parquet.read_schema(file)
     except (pa.ArrowException, OSError) as error:
         actual = reason_of(error)
         raise UserError(f"{table}: expected a whole parquet file, found {actual}") from error
@@ -244,8 +250,9 @@ def table_rows(paths: Sequence[Path], wanted: Sequence[str], cache: Path) -> dat
     import pyarrow as pa
     from pyarrow import parquet
 
-    cache.mkdir(parents=True, exist_ok=True)
+    make_cache(cache)
     column = column_of(paths, wanted)
+    # by path: the name is a new one
     copy = tempfile.NamedTemporaryFile(dir=cache, suffix=".arrow", delete=False)  # noqa: SIM115
     with load_errors(str(paths[0].parent)), copy as file:
         schema = pa.schema([parquet.read_schema(paths[0]).field(column)])
@@ -257,6 +264,12 @@ def table_rows(paths: Sequence[Path], wanted: Sequence[str], cache: Path) -> dat
     return datasets.Dataset.from_file(copy.name)
 
 
+def make_cache(cache: Path) -> None:
+    """Make `cache/<split>` of a work folder, for a library that opens files by their paths."""
+    root = cache.parents[2]
+    make_folder(root, cache.relative_to(root))
+
+
 def rows_of(pieces: Pieces, cache: Path) -> datasets.Dataset:
     """Return pieces of documents as rows of exact bytes."""
     import datasets
@@ -264,7 +277,7 @@ def rows_of(pieces: Pieces, cache: Path) -> datasets.Dataset:
     kinds = datasets.Features(
         {"text": datasets.Value("large_binary"), "first": datasets.Value("bool")}
     )
-    cache.mkdir(parents=True, exist_ok=True)
+    make_cache(cache)
 
     def rows() -> Iterator[dict[str, bytes | bool]]:
         for text, is_first in pieces:

@@ -16,7 +16,7 @@ from rtx.data.hub_files import (
     refuse_foreign_names,
 )
 from rtx.data.sets import Report, Source, column_text
-from rtx.disk import read_file, replace_file
+from rtx.disk import is_file_inside, read_inside, write_inside
 from rtx.errors import RunFailed, UserError
 from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
@@ -130,7 +130,7 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     def load(split: str, work: Path) -> datasets.Dataset:
         cache = work / "cache"
         if not is_local:
-            place["revision"] = commit_of(path, data.revision, cache / "revision")
+            place["revision"] = commit_of(path, data.revision, work)
         revision = place.get("revision")
         return hub_rows(load_splits(data, revision, files, cache / "hub"), split, data)
 
@@ -147,7 +147,7 @@ def load_splits(
     import datasets
 
     place = f"data.path={data.path}"
-    folder = Path(data.path or "").expanduser()
+    folder = expand_path(data.path or "", "data.path")
     path = str(folder) if revision is None else str(data.path)
     with load_errors(place):
         if revision is None:
@@ -164,21 +164,23 @@ def load_splits(
         return splits
 
 
-def commit_of(repository: str, revision: str | None, record: Path) -> str:
-    """Return the commit of a preparation, which `record` has from its beginning on.
+def commit_of(repository: str, revision: str | None, work: Path) -> str:
+    """Return the commit of a preparation, which its work folder has from its beginning on.
 
     It is that of `revision`, or the newest. RunFailed without a network.
     """
     from huggingface_hub import constants, dataset_info
 
+    root = work.parent
+    record = f"{work.name}/cache/revision"
     try:
-        if not record.exists():
+        if not is_file_inside(root, record):
             problem = unreachable(constants.ENDPOINT)
             if problem:
                 raise ConnectionError(problem)
             commit = str(dataset_info(repository, revision=revision).sha)
-            replace_file(record, lambda file: file.write(commit.encode()))
-        return read_file(record).decode()
+            write_inside(root, record, commit.encode())
+        return read_inside(root, record, LONGEST_REASON).decode()
     # The hub's client raises errors of its HTTP library, which need not be OSError.
     except Exception as error:
         reason = f"cannot be fetched: {reason_of(error)[:LONGEST_REASON]}; {INSTEAD}"

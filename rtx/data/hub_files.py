@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rtx.disk import read_file
+from rtx.disk import read_named
 from rtx.errors import UserError, shorten
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def refuse_foreign_names(place: str, folder: Path) -> None:
     if (folder / CARD).is_file():
         configurations.append(DatasetCard.load(folder / CARD).data.get("configs"))
     if (folder / SETTINGS).is_file():
-        settings = yaml.safe_load(read_file(folder / SETTINGS))
+        settings = yaml.safe_load(read_named(folder / SETTINGS))
         if isinstance(settings, dict):
             configurations.append(settings.get("configs"))
     for name in file_names(configurations):

@@ -22,6 +22,7 @@ from rtx.data.files import column_of, identity_of, table_rows, walk
 from rtx.data.origins import Files, Origin, origin_of, row_count
 from rtx.data.sampler import permuted
 from rtx.data.sets import FACTS, SPLITS, Report, Source
+from rtx.disk import open_named
 from rtx.errors import UserError
 from rtx.paths import expand_path
 from rtx.settings.data_sets import SETS
@@ -136,8 +137,9 @@ def open_image(content: bytes | None, name: str) -> Iterator[Any]:
     from PIL import Image
 
     try:
-        file = name if content is None else io.BytesIO(content)
-        with Image.open(file, formats=FORMATS) as image:
+        file = open_named(Path(name)) if content is None else io.BytesIO(content)
+        # by path: an open file
+        with file, Image.open(file, formats=FORMATS) as image:
             yield image
     except UserError:
         raise
@@ -274,7 +276,8 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
     """
     batch = "test_batch" if split == "test" else "data_batch"
     contents: dict[str, bytes] = {}
-    with tarfile.open(archive, "r|gz") as members:
+    # by path: an open file
+    with open_named(archive) as file, tarfile.open(fileobj=file, mode="r|gz") as members:
         for entry in members:
             if batch in entry.name:
                 contents[entry.name] = members.extractfile(entry).read()  # type: ignore[union-attr]

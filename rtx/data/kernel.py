@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from rtx.data.download import Remote, download
 from rtx.data.files import Pieces, identity_of, reason_of, rows_of, walk
 from rtx.data.sets import FACTS, Report, Source
-from rtx.disk import open_regular
+from rtx.disk import open_named, read_named
 from rtx.errors import UserError
 from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
@@ -162,7 +162,7 @@ def is_read(name: str) -> bool:
 def folder_files(folder: Path, paths: list[Path]) -> Files:
     """Return the contents of files of an unpacked folder; UserError for more than MOST_BYTES."""
     check_size(folder, sum(path.stat().st_size for path in paths))
-    return {name_below(folder, path): path.read_bytes() for path in paths}
+    return {name_below(folder, path): read_named(path) for path in paths}
 
 
 def tarball_files(path: Path) -> Files:
@@ -222,7 +222,7 @@ def uncompressed(path: Path) -> Iterator[IO[bytes]]:
 
     Reading raises EOFError where compressed data end before their end mark.
     """
-    with open_regular(path) as file:
+    with open_named(path) as file:
         opener = COMPRESSED.get(path.suffix)
         if opener is None:
             yield file
@@ -269,6 +269,7 @@ class CheckedHeader(tarfile.TarInfo):
 def streamed(stream: IO[bytes]) -> tarfile.TarFile:
     """Return a tar archive that is read from its beginning to its end, without seeking."""
     whole = cast(Any, WholeStream(stream))
+    # by path: an open stream
     return tarfile.open(fileobj=whole, mode="r|", bufsize=1 << 20, tarinfo=CheckedHeader)
 
 

@@ -11,8 +11,8 @@ import ctypes
 import hashlib
 import json
 import os
-import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -21,11 +21,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from rtx.data.files import disk_errors, file_sha256, text_sha256
+from rtx.data.files import disk_errors, sha256_of, text_sha256
 from rtx.data.sets import SPLITS, Report, Source
-from rtx.data.store import FORMAT, RECORD, record_sha256
+from rtx.data.store import FORMAT, LARGEST_RECORD, RECORD, record_sha256
 from rtx.data.tokenizers import Tokenizer, learned
-from rtx.disk import read_file, refuse_link, replace_file, write_json
+from rtx.disk import (
+    is_file_inside,
+    make_folder,
+    names_inside,
+    open_inside,
+    read_inside,
+    remove_file,
+    remove_tree,
+    rename_inside,
+    replace_inside,
+    status_inside,
+    write_json,
+)
 from rtx.errors import UserError
 from rtx.machine import cores
 from rtx.settings.schema import DataConfig
@@ -56,27 +68,34 @@ def build_store(
     is a link.
     """
     work = folder.with_name(f".{folder.name}.work")
-    check_folders(folder, work)
+    root = folder.parent
+    check_folders(root, folder.name, work.name)
     try:
-        with disk_errors(folder.parent):
-            if not (work / RECORD).exists():
+        with disk_errors(root):
+            if not is_file_inside(*in_root(work, RECORD)):
                 write_store(work, source, data, options, report)
-            shutil.rmtree(work / "cache", ignore_errors=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(work, folder)
+            remove_tree(*in_root(work, "cache"), ignore_errors=True)
+            remove_tree(root, folder.name, ignore_errors=True)
+            rename_inside(root, work.name, folder.name)
     except UserError:
-        shutil.rmtree(work, ignore_errors=True)
+        remove_tree(root, work.name, ignore_errors=True)
         raise
 
 
-def check_folders(folder: Path, work: Path) -> None:
+def check_folders(root: Path, name: str, work: str) -> None:
     """Raise UserError where a store or its work folder is no folder or has links."""
-    for path in (folder, work):
-        refuse_link(path)
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{path}: is no folder; remove it, then again")
-    for path in (*work.glob("*"), *work.glob("cache/*")):
-        refuse_link(path)
+    for folder in (name, work):
+        status = status_inside(root, folder)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            raise UserError(f"{root / folder}: is no folder; remove it, then again")
+    for inner in (work, f"{work}/cache"):
+        for entry in names_inside(root, inner):
+            status_inside(root, f"{inner}/{entry}")
+
+
+def in_root(work: Path, name: str) -> tuple[Path, str]:
+    """Return the folder of all stores, and the name below it of what is in a work folder."""
+    return work.parent, f"{work.name}/{name}"
 
 
 def write_store(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
@@ -85,36 +104,38 @@ def write_store(work: Path, source: Source, data: DataConfig, options: str, repo
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    clear_cache(work / "cache")
+    clear_cache(work)
     rows = Rows(source, work)
     tokenizer = Tokenizer("dim" if source.image else "byte")
     if data.tokenizer != "bytes":
         tokenizer = learned(data, rows.training_texts(), work, options, report)
     splits = {}
     for split in SPLITS:
-        finished = work / "cache" / f"{split}.json"
-        if not finished.is_file():
+        root, finished = in_root(work, f"cache/{split}.json")
+        if not is_file_inside(root, finished):
             facts = prepare_split(split, rows, tokenizer, data.processes, options, report)
-            write_json(finished, facts)
-            remove_cache(work / "cache", split)
-        splits[split] = json.loads(read_file(finished))
+            write_json(root, finished, facts)
+            remove_cache(work, split)
+        splits[split] = json.loads(read_inside(root, finished, LARGEST_RECORD))
     write_record(work, source, tokenizer, options, splits)
 
 
-def clear_cache(cache: Path) -> None:
+def clear_cache(work: Path) -> None:
     """Remove what an interrupted preparation was reading, which is read again."""
-    cache.mkdir(parents=True, exist_ok=True)
-    for leftover in cache.glob("tmp*"):
-        leftover.unlink()
+    root, cache = in_root(work, "cache")
+    make_folder(root, cache)
+    for leftover in names_inside(root, cache, "tmp*"):
+        remove_file(root, f"{cache}/{leftover}")
     for name in (*SPLITS, "tables"):
-        shutil.rmtree(cache / name, ignore_errors=True)
+        remove_tree(root, f"{cache}/{name}", ignore_errors=True)
 
 
-def remove_cache(cache: Path, split: str) -> None:
+def remove_cache(work: Path, split: str) -> None:
     """Remove what was cached for a split that is finished."""
-    for path in cache.glob(f"{split}*.arrow"):
-        path.unlink()
-    shutil.rmtree(cache / split, ignore_errors=True)
+    root, cache = in_root(work, "cache")
+    for name in names_inside(root, cache, f"{split}*.arrow"):
+        remove_file(root, f"{cache}/{name}")
+    remove_tree(root, f"{cache}/{split}", ignore_errors=True)
 
 
 class Rows:
@@ -154,7 +175,7 @@ def prepare_split(
     report(f"{options}: split {split}, {size}")
     cache = rows.work / "cache" / f"{split}.arrow"
     encoded = encode(taken, tokenizer, rows.source, processes, cache)
-    return write_split(encoded, rows.work / split, tokenizer, options)
+    return write_split(encoded, rows.work, split, tokenizer, options)
 
 
 def write_record(
@@ -186,7 +207,7 @@ def write_record(
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     record["sha256"] = record_sha256(record)
-    write_json(work / RECORD, record)
+    write_json(*in_root(work, RECORD), record)
 
 
 def batch_rows(rows: datasets.Dataset) -> int:
@@ -258,18 +279,19 @@ def encode_rows(table: pa.Table, tokenizer: Tokenizer, source: Source) -> pa.Tab
 
 def write_split(
     encoded: datasets.Dataset,
-    path: Path,
+    work: Path,
+    split: str,
     tokenizer: Tokenizer,
     options: str,
 ) -> dict[str, Any]:
-    """Write `<path>.bin`, the ids of all rows, and for text `<path>.starts.npy`.
+    """Write `<split>.bin`, the ids of all rows, and for text `<split>.starts.npy`.
 
     The latter has where documents start, and the number of tokens. Return sizes and checksums.
     """
-    lengths, sha256 = write_ids(encoded, path.with_suffix(".bin"))
+    lengths, sha256 = write_ids(encoded, *in_root(work, f"{split}.bin"))
     ends = np.cumsum(lengths)
     if not len(ends) or not ends[-1]:
-        expected = f"expected at least one token in split {path.name}, found none"
+        expected = f"expected at least one token in split {split}, found none"
         raise UserError(f"{options}: {expected}; give more")
     sizes = np.asarray(encoded.data.column("bytes"))
     words = np.asarray(encoded.data.column("words"))
@@ -277,10 +299,11 @@ def write_split(
     starts = (ends - lengths)[is_first & (sizes > 0)]
     checksums = {"bin": sha256}
     if tokenizer.unit != "dim":
-        table = path.with_suffix(".starts.npy")
+        root, table = in_root(work, f"{split}.starts.npy")
         offsets = np.append(starts, ends[-1])
-        replace_file(table, lambda file: np.save(file, offsets, allow_pickle=False))
-        checksums["starts.npy"] = file_sha256(table)
+        replace_inside(root, table, lambda file: np.save(file, offsets, allow_pickle=False))
+        with open_inside(root, table) as file:
+            checksums["starts.npy"] = sha256_of(file)
     return {
         "units": int(ends[-1]),
         "bytes": int(sizes.sum()),
@@ -290,7 +313,7 @@ def write_split(
     }
 
 
-def write_ids(encoded: datasets.Dataset, path: Path) -> tuple[np.ndarray, str]:
+def write_ids(encoded: datasets.Dataset, root: Path, name: str) -> tuple[np.ndarray, str]:
     """Write the ids of all rows; return the number of ids of each row `[rows]`, and the sha256."""
     digest = hashlib.sha256()
     lengths = [np.zeros(0, np.int64)]
@@ -303,5 +326,5 @@ def write_ids(encoded: datasets.Dataset, path: Path) -> tuple[np.ndarray, str]:
             digest.update(ids.data)
             lengths.append(np.diff(chunk.offsets))
 
-    replace_file(path, write)
+    replace_inside(root, name, write)
     return np.concatenate(lengths), digest.hexdigest()

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from hashlib import blake2b
+from pathlib import Path
 from struct import pack
 from typing import Any, Protocol
 
 import numpy as np
+
+from rtx.disk import open_inside
 
 ROUNDS = 6
 """Rounds of the Feistel network; a round's number is the purpose of its draws."""
@@ -204,8 +207,10 @@ class TokenArray:
         if self.path is None:
             self.tokens = state["tokens"]
         else:
-            file = np.memmap(self.path, state["dtype"], mode="r")
-            self.tokens = np.asarray(file)
+            path = Path(self.path)
+            with open_inside(path.parent, path.name) as file:
+                # by path: an open file
+                self.tokens = np.asarray(np.memmap(file, state["dtype"], mode="r"))
 
 
 def permuted(index: int, size: int, key: bytes) -> int:

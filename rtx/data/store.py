@@ -11,20 +11,25 @@ import contextlib
 import errno
 import json
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from rtx.data.files import disk_size, file_sha256, text_sha256
+from rtx.data.files import disk_size, sha256_of, text_sha256
 from rtx.data.sampler import ContiguousStreams, Sampler, ShuffledWindows
 from rtx.data.store_record import check_store_record
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
-from rtx.disk import read_file, replace_file
+from rtx.disk import (
+    LinkRefused,
+    make_folder,
+    open_inside,
+    read_inside,
+    write_inside,
+)
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
 from rtx.paths import cache_folder
 from rtx.settings.schema import Config, DataConfig
@@ -35,6 +40,12 @@ if TYPE_CHECKING:
 FORMAT = 3
 """Version of what is written for the same settings; raise it whenever that changes."""
 RECORD = "store.json"
+LARGEST_RECORD = 1 << 24
+"""The most bytes of the record."""
+HEADER_BYTES = 1 << 12
+"""More than the header of an array in a file has."""
+LARGEST_NOTE = 1 << 16
+"""The most bytes of the note on a verified store."""
 
 
 class FoundAnswers(NamedTuple):
@@ -173,7 +184,9 @@ class TokenStore(Store):
         path = self.folder / f"{name}.starts.npy"
         units = len(self.split(name))
         try:
-            offsets = np.load(path, allow_pickle=False)
+            with open_inside(self.folder, path.name) as file:
+                # by path: an open file
+                offsets = np.load(file, allow_pickle=False)
         except (OSError, ValueError, *DAMAGED) as error:
             raise open_failure(path, f"data={self.name}", "starts of documents", error) from error
         is_ascending = offsets.ndim == 1 and bool((np.diff(offsets) > 0).all())
@@ -269,9 +282,12 @@ def store_of_record(folder: Path, record: dict[str, Any], options: str) -> Token
     dtype = np.dtype(record["dtype"])
     splits = {}
     for name, facts in record["splits"].items():
-        path = folder / f"{name}.bin"
-        check_size(path, facts["units"] * dtype.itemsize, options)
-        splits[name] = np.memmap(path, dtype, mode="r")
+        with open_inside(folder, f"{name}.bin") as file:
+            check_size(file, facts["units"] * dtype.itemsize, options)
+            # by path: an open file
+            splits[name] = np.memmap(file, dtype, mode="r")
+    # A part of the fingerprint becomes part of file names.
+    bytes.fromhex(record["fingerprint"])
     image = None
     if record["image"]:
         height, width = record["image"]
@@ -290,23 +306,30 @@ def store_of_record(folder: Path, record: dict[str, Any], options: str) -> Token
     )
 
 
-def check_size(path: Path, size: int, options: str) -> None:
-    """Raise DamagedStore where a file of a store has another size, or is no regular file."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise DamagedStore(options, path, f"{size:,} bytes", "no regular file")
-    if status.st_size != size:
-        raise DamagedStore(options, path, f"{size:,} bytes", f"{status.st_size:,}")
+def check_size(file: BinaryIO, size: int, options: str) -> None:
+    """Raise DamagedStore where a file of a store has another size."""
+    actual = os.fstat(file.fileno()).st_size
+    if actual != size:
+        raise DamagedStore(options, file.name, f"{size:,} bytes", f"{actual:,}")
+
+
+def check_not_longer(file: BinaryIO, units: int, options: str) -> None:
+    """Raise DamagedStore where a file has more bytes than the ids or the starts of all units."""
+    most = HEADER_BYTES + 8 * (units + 1)
+    actual = os.fstat(file.fileno()).st_size
+    if actual > most:
+        raise DamagedStore(options, file.name, f"at most {most:,} bytes", f"{actual:,}")
 
 
 def check_checksums(folder: Path, record: dict[str, Any], options: str) -> None:
     """Raise DamagedStore where a file of a split differs from its recorded sha256."""
     for name, facts in record["splits"].items():
         for kind, sha256 in facts["sha256"].items():
-            path = folder / f"{name}.{kind}"
-            actual = file_sha256(path)
+            with open_inside(folder, f"{name}.{kind}") as file:
+                check_not_longer(file, facts["units"], options)
+                actual = sha256_of(file)
             if actual != sha256:
-                raise DamagedStore(options, path, f"sha256 {sha256}", actual)
+                raise DamagedStore(options, file.name, f"sha256 {sha256}", actual)
 
 
 def check_ids(store: TokenStore, options: str) -> None:
@@ -325,35 +348,36 @@ def is_verified(folder: Path) -> bool:
 
     A note that is a link or no regular file counts as none.
     """
-    path = note_path(folder)
-    with contextlib.suppress(OSError):
-        return not path.is_symlink() and read_file(path) == note_of(folder)
+    with contextlib.suppress(OSError, LinkRefused):
+        return read_inside(*note_place(folder), LARGEST_NOTE) == note_of(folder)
     return False
 
 
 def write_note(folder: Path) -> None:
     """Record that every byte of a store was compared; nothing happens where that is impossible."""
-    path = note_path(folder)
     note = note_of(folder)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(note), durable=False)
+    with contextlib.suppress(OSError, LinkRefused):
+        place, name = note_place(folder)
+        make_folder(place, PurePosixPath(name).parent)
+        write_inside(place, name, note, durable=False)
 
 
-def note_path(folder: Path) -> Path:
-    """Return where the note on a verified store is: in the store if it is writable, else cached."""
+def note_place(folder: Path) -> tuple[Path, str]:
+    """Return where the note on a verified store is: in the store if it is writable, else cached.
+
+    That is a folder, and the note's name below it.
+    """
     cache = cache_folder()
     if cache is None or os.access(folder, os.W_OK):
-        return folder / ".verified"
-    return cache / "rtx" / "verified" / text_sha256(str(folder.resolve()))
+        return folder, ".verified"
+    return cache, f"rtx/verified/{text_sha256(str(folder.resolve()))}"
 
 
 def note_of(folder: Path) -> bytes:
     """Return sizes, times and inodes of a store's files as JSON; no copy has the same."""
     values = {}
     for path in sorted(folder.glob("[!.]*")):
-        # The target of a link may not exist.
-        status = path.stat(follow_symlinks=path.exists())
+        status = path.lstat()
         values[path.name] = [status.st_size, status.st_mtime_ns, status.st_ino]
     return json.dumps(values).encode()
 
@@ -363,7 +387,7 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
     if not folder.exists():
         raise UserError(f"{folder}: not prepared; to prepare it: rtx data prepare {options}")
     try:
-        record = json.loads(read_file(folder / RECORD))
+        record = json.loads(read_inside(folder, RECORD, LARGEST_RECORD))
         if (record["format"], record["sha256"]) != (FORMAT, record_sha256(record)):
             raise ValueError("by its format or sha256")
         check_store_record(record)
@@ -384,6 +408,8 @@ def open_failure(path: Path, options: str, expected: str, error: Exception) -> E
 
     It is DamagedStore, unless the operating system refuses to read a file that may be whole.
     """
+    if isinstance(error, LinkRefused):
+        return DamagedStore(options, error.path, "a file that can be read", "a link")
     if isinstance(error, UserError):
         return error
     if not isinstance(error, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sysconfig
 import zipfile
@@ -14,6 +15,7 @@ from rtx.data.download import Remote, download
 from rtx.data.files import Pieces, files_of, identity_of, rows_of, table_rows, walk
 from rtx.data.origins import local_files, origin_of, row_count
 from rtx.data.sets import FACTS, WORDS, Report, Source, column_text
+from rtx.disk import open_named, read_named
 from rtx.errors import UserError
 from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
@@ -122,7 +124,7 @@ def byte_range(paths: Sequence[Path], sizes: Sequence[int], start: int, stop: in
         first = max(0, start - offset)
         last = min(stop - offset, size)
         if first < size and last > 0:
-            with open(path, "rb") as stream:
+            with open_named(path) as stream:
                 yield from line_pieces(stream, first, last)
         offset += size
 
@@ -137,11 +139,16 @@ def line_pieces(stream: IO[bytes], start: int, stop: int) -> Pieces:
         at += len(piece)
 
 
-def open_member(path: Path, member: str) -> IO[bytes]:
+@contextlib.contextmanager
+def open_member(path: Path, member: str) -> Iterator[IO[bytes]]:
     """Open a file, or one member of a zip archive, which is never extracted."""
-    if path.suffix == ".zip":
-        return zipfile.ZipFile(path).open(member)
-    return open(path, "rb")
+    with open_named(path) as file:
+        if path.suffix != ".zip":
+            yield file
+            return
+        # by path: an open file
+        with zipfile.ZipFile(file) as archive, archive.open(member) as stream:
+            yield stream
 
 
 def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
@@ -266,4 +273,4 @@ def pg19(data: DataConfig, root: Path, report: Report) -> Source:
 def books_of(paths: Sequence[Path]) -> Pieces:
     """Yield books, each a document."""
     for path in paths:
-        yield path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True
+        yield read_named(path).replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True

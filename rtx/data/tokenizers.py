@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 
 from rtx.data.sets import Report
-from rtx.disk import read_file, replace_file, write_json
+from rtx.disk import is_file_inside, read_inside, read_named, write_inside, write_json
 from rtx.errors import UserError, shorten
 from rtx.paths import expand_path
 from rtx.settings.schema import DataConfig
 
 RECORD = "tokenizer.json"
+LARGEST_RECORD = 1 << 20
+LARGEST_MODEL = 1 << 28
+"""The most bytes of the record and of the file of a tokenizer."""
 EOS = b"<eos>"
 UNK = b"<unk>"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
@@ -350,7 +353,7 @@ def read_pretrained(path: str) -> PretrainedTokenizer:
     if file.is_dir():
         file = file / "tokenizer.json"
     try:
-        content = read_file(file)
+        content = read_named(file, LARGEST_MODEL)
         numbers = [*byte_level_model(content).get_vocab().values()]
         settings = {"vocabulary": max(numbers) + 1}
         return PretrainedTokenizer(content, settings)
@@ -499,9 +502,11 @@ def learned(
 
     One of a model that exists is copied there.
     """
+    root = folder.parent
+    record = f"{folder.name}/{RECORD}"
     # A missing or unfinished record means that there is none.
     with contextlib.suppress(OSError, ValueError):
-        return load_tokenizer(json.loads(read_file(folder / RECORD)), folder)
+        return load_tokenizer(json.loads(read_inside(root, record, LARGEST_RECORD)), folder)
     if data.tokenizer == "pretrained":
         assert data.tokenizer_path is not None
         tokenizer: Tokenizer = read_pretrained(data.tokenizer_path)
@@ -509,22 +514,26 @@ def learned(
         tokenizer = learn_words(texts, options, report)
     else:
         tokenizer = learn_subwords(texts, data.vocabulary, data.tokenizer_sample, options, report)
-    replace_file(folder / tokenizer.file, lambda file: file.write(tokenizer.content))
-    write_json(folder / RECORD, tokenizer.describe())
+    write_inside(root, f"{folder.name}/{tokenizer.file}", tokenizer.content)
+    write_json(root, record, tokenizer.describe())
     return tokenizer
 
 
-def load_tokenizer(described: dict[str, Any], folder: Path) -> Tokenizer:
+def load_tokenizer(described: dict[str, Any], folder: Path, *, follow: bool = False) -> Tokenizer:
     """Return the tokenizer whose `describe` returned `described`.
 
-    ValueError where `folder` lacks its file.
+    ValueError where `folder` lacks its file. `follow`: that may be a link, as in the hub's cache.
     """
     name = described["name"]
     if name == "bytes":
         return Tokenizer(described["unit"])
     kind = KINDS[name]
     path = folder / kind.file
-    content = read_file(path) if path.is_file() else b""
+    content = b""
+    if follow and path.is_file():
+        content = read_named(path, LARGEST_MODEL)
+    elif is_file_inside(folder, kind.file):
+        content = read_inside(folder, kind.file, LARGEST_MODEL)
     actual = hashlib.sha256(content).hexdigest()
     if actual != described["sha256"]:
         expected = f"the {name} tokenizer with sha256 {described['sha256']}"

@@ -1,28 +1,39 @@
 """The files of a report: a page, Markdown, LaTeX, CSV, JSON, and its plots."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.disk import replace_file
+from rtx.disk import ITSELF, LinkRefused, make_folder, read_inside, status_inside, write_inside
 from rtx.errors import UserError
 from rtx.report.contents import Report, build
 from rtx.report.run_records import collect
 from rtx.report.templates import filled
 from rtx.runs.folder import shown
 
+PROGRAM = "rtx report"
+"""What a report.json says it was written by."""
+OLDER_KEYS = {"title", "headline", "lines", "noise", "problems", "tables", "commands"}
+"""The keys of a report.json of an earlier version, which says neither program nor files."""
+RECORD = "report.json"
+LARGEST_REPORT = 1 << 28
+"""The most bytes of it."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """At the start of a text that a spreadsheet would compute."""
 
 
-def write(report: Report, output: Path) -> list[Path]:
+def write(report: Report, folder: Path, name: str = ITSELF) -> list[Path]:
     """Write a report in every format and return the paths.
 
-    UserError in a folder that has one of these files, but no report.
+    UserError, before anything is written, where one of the files is there already and no earlier
+    report wrote it.
+
+    Args:
+        folder: a folder that the user has named.
+        name: the report's name below it.
     """
     contents = {
-        "report.json": as_json(report).encode("utf-8", "replace"),
         "report.html": html(report).encode("utf-8", "replace"),
         "report.md": markdown(report).encode("utf-8", "replace"),
         "report.csv": comma_separated(report).encode("utf-8", "replace"),
@@ -30,25 +41,45 @@ def write(report: Report, output: Path) -> list[Path]:
     }
     for plot in report.plots:
         contents[f"{plot.name}.png"] = plot.png
-    if not (output / "report.json").exists():
-        refuse_other_files(contents, output)
-    output.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        write_file(output / name, content)
-    return [output / name for name in contents]
+    files = [RECORD, *contents]
+    former = former_files(folder, name)
+    refuse_other_files(files, folder, name, files if former is None else former)
+    make_folder(folder, name)
+    # Written first, so that the files of a report that is cut short are known.
+    every_file = dict.fromkeys([*files, *(former or ())])
+    record = as_json(report, [*every_file]).encode("utf-8", "replace")
+    for file, content in {RECORD: record, **contents}.items():
+        write_inside(folder, f"{name}/{file}", content, durable=False)
+    return [folder / name / file for file in files]
 
 
-def refuse_other_files(names: Iterable[str], output: Path) -> None:
-    """Raise UserError if a folder has a file of one of these names."""
-    for name in names:
-        if (output / name).exists():
-            other = f"holds a {name} that rtx report did not write"
-            raise UserError(f"output={output}: {other}; name another folder")
+def refuse_other_files(
+    files: Sequence[str], folder: Path, name: str, former: Sequence[str]
+) -> None:
+    """Raise UserError where one of these files exists and is none of `former`."""
+    for file in files:
+        is_there = status_inside(folder, f"{name}/{file}") is not None
+        if is_there and file not in former:
+            other = f"holds a {file} that rtx report did not write"
+            raise UserError(f"output={folder / name}: {other}; name another folder")
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, or leave it as it was."""
-    replace_file(path, lambda file: file.write(content), durable=False)
+def former_files(folder: Path, name: str) -> list[str] | None:
+    """Return the names of what earlier reports have written; None: an older one does not say."""
+    try:
+        record = json.loads(read_inside(folder, f"{name}/{RECORD}", LARGEST_REPORT))
+    except LinkRefused:
+        raise
+    except (OSError, ValueError, RecursionError):
+        return []
+    if not isinstance(record, dict):
+        return []
+    if record.keys() == OLDER_KEYS:
+        return None
+    files = record.get("files")
+    if record.get("program") != PROGRAM or not isinstance(files, list):
+        return []
+    return [str(file) for file in files]
 
 
 def save_plots(folders: Iterable[Path]) -> str:
@@ -63,7 +94,7 @@ def save_plots(folders: Iterable[Path]) -> str:
             continue
         path = folder / f"{plots[0].name}.png"
         try:
-            write_file(path, plots[0].png)
+            write_inside(folder, path.name, plots[0].png, durable=False)
             lines.append(shown(path))
         except OSError as error:
             lines.append(f"no plot: {path}: {error.strerror}")
@@ -103,8 +134,11 @@ def no_formula(value: Any) -> Any:
     return value
 
 
-def as_json(report: Report) -> str:
-    """Return tables and commands as JSON; numbers are not rounded."""
+def as_json(report: Report, files: Sequence[str] = ()) -> str:
+    """Return tables and commands as JSON; numbers are not rounded.
+
+    `files`: the names of all files of the report.
+    """
     tables = []
     for table in report.every_table():
         tables.append(
@@ -116,6 +150,8 @@ def as_json(report: Report) -> str:
             }
         )
     content = {
+        "program": PROGRAM,
+        "files": list(files),
         "title": report.title,
         "headline": report.headline,
         "lines": report.lines,

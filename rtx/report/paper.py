@@ -358,6 +358,7 @@ def has_shares_of(config: Config, row: PaperRow) -> bool:
 @functools.cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """Return the tables in their order."""
+    # by path: installed with rtx
     content = json.loads((Path(__file__).parent / "tables.json").read_text(encoding="utf-8"))
     return tuple(table_from(table, content["every_table"]) for table in content["tables"])
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rtx.disk import open_no_link, write_json
+from rtx.disk import append, is_file_inside, write_json
 from rtx.runs.folder import ENVIRONMENT, RESUMES
 from rtx.runs.records import EnvironmentRecord, ResumeRow, read_record
 from rtx.runs.resumption import Differences
@@ -49,18 +49,16 @@ def record_start(
         changed: the keys that have other values than before; None: the run begins.
         anew: whether to replace environment.json.
     """
-    path = folder / ENVIRONMENT
     now = EnvironmentRecord.model_validate(environment(facts))
-    if anew or not path.exists():
-        write_json(path, now.model_dump(exclude_unset=True))
+    if anew or not is_file_inside(folder, ENVIRONMENT):
+        write_json(folder, ENVIRONMENT, now.model_dump(exclude_unset=True))
     if changed is None:
         return []
     row = ResumeRow(**now.model_dump(exclude_unset=True), changed=changed)
-    with open_no_link(folder / RESUMES, "a") as file:
-        file.write(f"{row.model_dump_json(exclude_unset=True)}\n")
-    began = read_record(EnvironmentRecord, path, problems=[])
+    append(folder, RESUMES, f"{row.model_dump_json(exclude_unset=True)}\n".encode())
+    began = read_record(EnvironmentRecord, folder, ENVIRONMENT, problems=[])
     if began is None:
-        return [f"{path}, which does not say on what the run began"]
+        return [f"{folder / ENVIRONMENT}, which does not say on what the run began"]
     old = exact_facts(began)
     new = exact_facts(now)
     differing = [name for name in EXACT if old[name] != new[name]]

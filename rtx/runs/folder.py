@@ -6,10 +6,10 @@ import os
 import secrets
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rtx.disk import replace_file, write_json
+from rtx.disk import make_folder, names_inside, status_inside, write_inside, write_json
 from rtx.errors import RunFailed, UserError, nearest, plural, printable, shorten
 from rtx.paths import expand_path
 from rtx.runs.status import STATUS, read_status
@@ -23,6 +23,18 @@ RESUMES = "resumes.jsonl"
 SWEEPS = "sweeps.jsonl"
 FILES_OF_A_RUN = (RUN_CONFIG, STATUS, ENVIRONMENT, METRICS)
 """A folder is a run if it has at least one of them."""
+FOLDERS_OF_A_RUN = (
+    "checkpoints",
+    "samples",
+    "eval",
+    "analysis",
+    "report",
+    "wandb",
+    "tensorboard",
+    "csv",
+)
+LOCK = "lock"
+OTHERS_OF_A_RUN = (RESUMES, LOCK, "output.log", "audit.json", "wandb.json")
 EXPORT_FACTS = "export.json"
 """In the folder of an exported model: from which run and checkpoint it is."""
 
@@ -45,7 +57,7 @@ def new_run_folder(name: str) -> Path:
     if folder is None:
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         folder = outputs_root() / name / f"{stamp}-{secrets.token_hex(4)}"
-    if any((folder / "checkpoints").glob("*.ckpt")):
+    if names_inside(folder, "checkpoints", "*.ckpt"):
         problem = "holds checkpoints but no config.yaml"
         raise UserError(f"RTX_RUN={folder} {problem}: take them out, or name another folder")
     return folder
@@ -61,6 +73,15 @@ def unwritable(folder: Path, error: OSError) -> str:
 def is_export(folder: Path) -> bool:
     """Return whether a folder is an exported model."""
     return (folder / EXPORT_FACTS).is_file()
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise `UserError` if what rtx reads or writes in a run or an export is a link.
+
+    Whatever opens it refuses that, too; this comes before any work.
+    """
+    for name in (*FILES_OF_A_RUN, *OTHERS_OF_A_RUN, *FOLDERS_OF_A_RUN, EXPORT_FACTS):
+        status_inside(folder, name)
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -82,8 +103,20 @@ def run_folders(folder: Path) -> list[Path]:
     return runs
 
 
+def refuse_unreadable(folder: Path) -> None:
+    """Raise `UserError` for a folder that may not be read: it would seem to be empty."""
+    try:
+        names_inside(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+
+
 def runs_below(folder: Path) -> list[Path]:
-    """Return the runs of `run_folders`, the last active one first."""
+    """Return the runs of `run_folders`, the last active one first.
+
+    `UserError` for a folder that may not be read.
+    """
+    refuse_unreadable(folder)
     return sorted(run_folders(folder), key=last_active, reverse=True)
 
 
@@ -170,17 +203,18 @@ def shown(folder: Path) -> str:
     return printable(shlex.quote(short))
 
 
-def save(path: Path, content: bytes | Mapping[str, Any]) -> Path:
-    """Write a result of a run, print its path, and return it; a mapping is written as JSON.
+def save(folder: Path, name: str, content: bytes | Mapping[str, Any]) -> Path:
+    """Write a result into the folder of a run, print its path, and return it.
 
-    `RunFailed` where it cannot be written.
+    A mapping is written as JSON. `RunFailed` where the result cannot be written.
     """
+    path = folder / name
     try:
-        path.parent.mkdir(exist_ok=True)
+        make_folder(folder, PurePosixPath(name).parent)
         if isinstance(content, bytes):
-            replace_file(path, lambda file: file.write(content))
+            write_inside(folder, name, content)
         else:
-            write_json(path, content)
+            write_json(folder, name, content)
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error
     print(printable(str(path)))

@@ -1,59 +1,64 @@
 """The lock of a run's folder, and the status of the run from its start to its end."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
-from rtx.disk import is_full, open_no_link, remove_leftovers
+from rtx.disk import is_full, make_folder, open_inside, remove_leftovers, status_inside
 from rtx.errors import RunFailed, UserError
 from rtx.machine import out_of_memory, system_reason
 from rtx.processes import launch
-from rtx.runs.folder import unwritable
+from rtx.runs.folder import LOCK, refuse_links, unwritable
 from rtx.runs.records import StatusRecord
 from rtx.runs.signals import Stopped, state_after
 from rtx.runs.status import Status, read_status, seems_running
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a file system that has no locks."""
 LESS_MEMORY = (
     "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
 )
 
 
-def lock(file: IO[bytes], folder: Path) -> None:
-    """Keep two runs out of one folder until the file is closed or the process ends.
+def lock(folder: Path) -> BinaryIO:
+    """Keep two runs out of one folder until the returned file is closed or the process ends.
 
     `UserError` where another process has the lock. The lock is fcntl's: children do not inherit it.
     """
-    status = read_status(folder)
-    is_busy = False
-    if status is not None and status.host != socket.gethostname():
-        is_busy = seems_running(status)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        is_busy = True
-    except OSError:
-        # Some file systems have no locks.
-        pass
-    if is_busy:
-        raise UserError(busy(folder, read_status(folder)))
+    while True:
+        # A lock tells nothing where its file was removed, and some file systems have no locks.
+        refuse_busy(folder)
+        file = open_inside(folder, LOCK, "a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            raise UserError(busy(folder, read_status(folder))) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                file.close()
+                raise
+        # Another process may have removed and made it between the two calls above.
+        named = status_inside(folder, LOCK)
+        if named is not None and os.path.samestat(named, os.fstat(file.fileno())):
+            return file
+        file.close()
 
 
 def refuse_busy(folder: Path) -> None:
-    """Raise `UserError` early for a run that another process works on; `working_in` locks it."""
+    """Raise `UserError` for a run that another process works on, by its status."""
     status = read_status(folder)
-    rank = launch().rank
     # The first process of a run has the lock for all of them.
-    if rank > 0 or status is None or not seems_running(status):
+    if launch().rank > 0 or status is None:
         return
-    # A process that opens and closes the file of its own lock loses the lock.
-    if status.pid == os.getpid():
-        return
-    with contextlib.suppress(OSError), open_no_link(folder / "lock", "r+b") as file:
-        lock(file, folder)
+    is_ours = (status.pid, status.host) == (os.getpid(), socket.gethostname())
+    if seems_running(status) and not is_ours:
+        raise UserError(busy(folder, status))
 
 
 def busy(folder: Path, status: StatusRecord | None) -> str:
@@ -73,11 +78,12 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
     """
     with contextlib.ExitStack() as stack:
         try:
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open_no_link(folder / "lock", "a+b"))
-            lock(file, folder)
+            make_folder(folder)
+            refuse_links(folder)
+            make_folder(folder, "checkpoints")
+            stack.enter_context(lock(folder))
             remove_leftovers(folder)
-            remove_leftovers(folder / "checkpoints")
+            remove_leftovers(folder, "checkpoints")
             begin()
             status = Status(folder)
         except OSError as error:

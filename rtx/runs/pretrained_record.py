@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 
@@ -112,6 +112,8 @@ class PretrainedRecord(Record):
         parameters, memory: the model's, and the bytes that were counted before loading.
         seconds: the duration of the measurement.
     """
+
+    most_bytes: ClassVar[int] = 1 << 26
 
     what: Literal["pretrained"]
     dense: DenseRow

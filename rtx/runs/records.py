@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -32,16 +32,15 @@ from pydantic import (
     model_validator,
 )
 
-from rtx.disk import open_regular
-from rtx.errors import plural
+from rtx.disk import Name, open_inside, read_inside
+from rtx.errors import UserError, plural
 from rtx.runs import older
 
-Kind = TypeVar("Kind", bound=BaseModel)
-RowKind = TypeVar("RowKind", bound="Record")
-LARGEST_BYTES = 2**26
-"""The largest file, and the longest line of a file of rows, that is read as a record."""
+Kind = TypeVar("Kind", bound="Record | AnalysisFile")
 TAIL_BYTES = 2**16
 """What `last_rows` reads: hundreds of rows of metrics."""
+LARGEST_ROWS = 1 << 30
+"""The most bytes of a run's metrics that are read whole."""
 Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | None
 """A number of a record. Larger integers would overflow in numpy and pandas."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -59,12 +58,11 @@ State = Literal["running", "done", "failed", "preempted", "interrupted"]
 class Record(BaseModel):
     """A record; unknown keys are left out, unless a class allows them."""
 
-    longest_line: ClassVar[int] = LARGEST_BYTES
-    """The longest line that is read as such a record, in bytes."""
-
     model_config = ConfigDict(
         extra="ignore", defer_build=True, ser_json_inf_nan="constants", serialize_by_alias=True
     )
+    most_bytes: ClassVar[int] = 1 << 20
+    """The most bytes of a file with one such record, or of a line with one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values, without keys that were never set, or are None."""
@@ -610,6 +608,7 @@ class AnalysisFile(RootModel[Any]):
     """A file of analysis/, read by the class of its analysis."""
 
     model_config = ConfigDict(defer_build=True, ser_json_inf_nan="constants")
+    most_bytes: ClassVar[int] = 1 << 26
 
     root: Annotated[
         Annotated[DivergenceRecord, Tag("divergence analysis")]
@@ -650,6 +649,7 @@ class StepsRecord(Record):
     """bench/steps-*.json: training steps of several configurations, timed in turn."""
 
     model_config = ConfigDict(extra="allow")
+    most_bytes: ClassVar[int] = 1 << 26
 
     what: Literal["training steps in turn"] = TIMED_STEPS
     bench: BenchRecord
@@ -660,68 +660,71 @@ class StepsRecord(Record):
     rows: list[StepsRow]
 
 
-def read_record(kind: type[Kind], path: Path, problems: list[str]) -> Kind | None:
+def read_record(kind: type[Kind], folder: Path, name: Name, problems: list[str]) -> Kind | None:
     """Return the record in a file; None, with a line added to `problems`, if it is unreadable."""
+    path = folder / name
     try:
-        with open_regular(path) as file:
-            content = file.read(LARGEST_BYTES + 1)
+        return kind.model_validate_json(read_inside(folder, name, kind.most_bytes))
     except FileNotFoundError:
         problems.append(f"{path}: missing")
-        return None
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
-        return None
-    if len(content) > LARGEST_BYTES:
-        problems.append(f"{path}: is larger than {LARGEST_BYTES:,} bytes, and not read")
-        return None
-    try:
-        return kind.model_validate_json(content)
     except ValidationError as error:
         problems.append(f"{path}: {fault_of(error)}")
+    except UserError as error:
+        problems.append(str(error))
     return None
 
 
-def read_rows(kind: type[RowKind], path: Path, problems: list[str]) -> list[RowKind]:
+def read_rows(kind: type[Kind], folder: Path, name: Name, problems: list[str]) -> list[Kind]:
     """Return the records of a file with one a line, see `each_row`."""
-    return list(each_row(kind, path, problems))
+    return list(each_row(kind, folder, name, problems))
 
 
-def each_row(kind: type[RowKind], path: Path, problems: list[str]) -> Iterator[RowKind]:
+def each_row(kind: type[Kind], folder: Path, name: Name, problems: list[str]) -> Iterator[Kind]:
     """Yield the records of a file with one a line; broken lines are left out, and counted.
 
     The last line of a run that was killed may lack its end. A file that is missing has no lines.
     Nothing behind a line that is too long is read.
     """
-    longest = kind.longest_line
-    first_fault = ""
-    faults = 0
-    number = 0
     try:
-        with open_regular(path) as file:
-            while line := file.readline(longest + 1):
-                number += 1
-                if len(line) > longest:
-                    problems.append(f"{path}: line {number} is longer than {longest:,} bytes")
-                    break
-                try:
-                    yield kind.model_validate_json(line)
-                except ValidationError as error:
-                    faults += 1
-                    first_fault = first_fault or f"line {number}: {fault_of(error)}"
+        with open_inside(folder, name) as file:
+            yield from parsed(kind, file, problems)
     except FileNotFoundError:
         return
     except OSError as error:
-        problems.append(f"{path}: cannot be read ({error.strerror})")
+        problems.append(f"{folder / name}: cannot be read ({error.strerror})")
+    except UserError as error:
+        problems.append(str(error))
+
+
+def parsed(kind: type[Kind], file: BinaryIO, problems: list[str]) -> Iterator[Kind]:
+    """Yield the records in the lines of an open file, see `each_row`."""
+    path = file.name
+    longest = kind.most_bytes
+    number = 0
+    faults = 0
+    first_fault = ""
+    while line := file.readline(longest + 1):
+        number += 1
+        if len(line) > longest:
+            problems.append(f"{path}: line {number} is longer than {longest:,} bytes")
+            break
+        try:
+            yield kind.model_validate_json(line)
+        except ValidationError as error:
+            faults += 1
+            first_fault = first_fault or f"line {number}: {fault_of(error)}"
     if faults:
         problems.append(f"{path}: {plural(faults, 'broken row')} left out ({first_fault})")
 
 
-def last_rows(kind: type[Kind], path: Path) -> list[Kind]:
+def last_rows(kind: type[Kind], folder: Path, name: Name) -> list[Kind]:
     """Return the records in the last TAIL_BYTES of a file with one a line; broken lines are left
     out.
     """
     content = b""
-    with contextlib.suppress(OSError), open_regular(path) as file:
+    with contextlib.suppress(OSError, UserError), open_inside(folder, name) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         content = file.read(TAIL_BYTES)

@@ -11,10 +11,11 @@ import json
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtx.disk import open_no_link, write_json
+from rtx.disk import make_folder, open_inside, write_json
 
 if TYPE_CHECKING:
     from rtx.runs.records import StatusRecord
@@ -24,6 +25,10 @@ BEAT_SECONDS = 15.0
 """Seconds between two heartbeats."""
 SILENCE_SECONDS = 120.0
 """Seconds without a heartbeat after which a run on another machine counts as killed."""
+CLOCK_SECONDS = 1.0
+"""Seconds by which two readings of the time that a process began may differ."""
+STARTED_FIELD = 19
+"""Place of the clock ticks at which a process began, in /proc/<number>/stat after its name."""
 SAMPLED = "~ before bits: of a sample of the validation windows"
 """The explanation of the mark of `bits_of`, below a table."""
 
@@ -41,7 +46,7 @@ class Status:
     def __init__(self, folder: Path) -> None:
         from rtx.runs.records import StatusRecord
 
-        self.path = folder / STATUS
+        self.folder = folder
         self.before = read_status(folder)
         former = self.before or StatusRecord(state="done")
         self.record = StatusRecord(
@@ -65,7 +70,7 @@ class Status:
         Raises OSError where the status cannot be written: what it says would be wrong from now on.
         """
         if not self.begun:
-            replace_status(self.path, self.record.to_json())
+            replace_status(self.folder, self.record.to_json())
             self.begun = True
             threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
 
@@ -80,7 +85,7 @@ class Status:
         """Write the status now; nothing happens where the system refuses."""
         with self.guard, contextlib.suppress(OSError):
             self.record = changed(self.record, heartbeat=utc_now())
-            replace_status(self.path, self.record.to_json())
+            replace_status(self.folder, self.record.to_json())
 
     def end(self, state: str, reason: str | None = None) -> None:
         """Write the last status of this process; only the first call counts."""
@@ -95,7 +100,7 @@ class Status:
         self.ended.set()
         if self.begun:
             with self.guard, contextlib.suppress(OSError):
-                replace_status(self.path, self.before.to_json())
+                replace_status(self.folder, self.before.to_json())
 
     def beat(self) -> None:
         """Write a heartbeat every `BEAT_SECONDS` until the run has ended."""
@@ -103,16 +108,16 @@ class Status:
             self.write()
 
 
-def replace_status(path: Path, content: Any) -> None:
+def replace_status(folder: Path, content: Any) -> None:
     """Write a status to a new file that is renamed or, on a full disk, in place.
 
     Raises OSError where neither can be done.
     """
     try:
-        write_json(path, content, durable=False)
+        write_json(folder, STATUS, content, durable=False)
     except OSError as error:
         try:
-            with open_no_link(path, "r+b") as file:
+            with open_inside(folder, STATUS, "r+") as file:
                 file.write(json.dumps(content).encode() + b"\n")
                 file.truncate()
         except OSError:
@@ -129,7 +134,7 @@ def read_status(folder: Path, problems: list[str] | None = None) -> StatusRecord
     """Return the status of a run; None, with a line added to `problems`, if it cannot be read."""
     from rtx.runs.records import StatusRecord, read_record
 
-    return read_record(StatusRecord, folder / STATUS, [] if problems is None else problems)
+    return read_record(StatusRecord, folder, STATUS, [] if problems is None else problems)
 
 
 def bits_of(status: StatusRecord | None) -> str:
@@ -172,24 +177,42 @@ def seems_running(status: StatusRecord) -> bool:
     """
     if status.state != "running":
         return False
-    if status.host == socket.gethostname() and not has_process(status.pid or 0):
+    last = datetime.datetime.fromisoformat(status.heartbeat)
+    if status.host == socket.gethostname() and not has_process(status.pid or 0, last):
         return False
-    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(
-        status.heartbeat
-    )
+    silence = datetime.datetime.now(datetime.UTC) - last
     return abs(silence.total_seconds()) < SILENCE_SECONDS
 
 
-def has_process(number: int) -> bool:
-    """Return whether a process exists on this machine."""
+def has_process(number: int, at: datetime.datetime) -> bool:
+    """Return whether a process exists on this machine that existed at a time.
+
+    A process that began later has the number of one that is gone.
+    """
     try:
         os.kill(number, 0)
     except PermissionError:
         # It belongs to another user.
-        return True
+        pass
     except OSError:
         return False
-    return True
+    return not began_after(number, at)
+
+
+def began_after(number: int, at: datetime.datetime) -> bool:
+    """Return whether a process began after a time, or is only left for its exit code to be read.
+
+    False where the system does not tell.
+    """
+    try:
+        # by path: a file of the kernel
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[STARTED_FIELD]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, ValueError, IndexError, AttributeError):
+        return False
+    since = datetime.datetime.now(datetime.UTC) - at
+    return fields[0] in ("Z", "X") or 0 <= age < since.total_seconds() - CLOCK_SECONDS
 
 
 def close(folder: Path, state: str, reason: str) -> None:
@@ -199,9 +222,9 @@ def close(folder: Path, state: str, reason: str) -> None:
     """
     from rtx.runs.records import StatusRecord
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     status = read_status(folder) or StatusRecord(state="failed")
-    write_json(folder / STATUS, changed(status, state=state, reason=reason).to_json())
+    write_json(folder, STATUS, changed(status, state=state, reason=reason).to_json())
 
 
 def utc_now() -> str:

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rtx.disk import read_file, replace_file
+from rtx.disk import names_inside, open_named, read_inside, write_inside
+from rtx.errors import UserError
 from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
 from rtx.runs.pretrained_record import PretrainedRecord, pretrained_files
 from rtx.runs.records import (
@@ -24,11 +25,12 @@ from rtx.runs.records import (
     StepsRecord,
     SweepRow,
     each_row,
+    parsed,
     read_record,
     read_rows,
 )
 from rtx.runs.status import read_status
-from rtx.settings.run_config import RUN_CONFIG
+from rtx.settings.run_config import LARGEST_CONFIG, RUN_CONFIG
 
 STUDY_SUFFIX = ".jsonl"
 MOST_ROWS = 2**16
@@ -43,7 +45,7 @@ class StudyLine(Record):
     `run`: the name of its folder; `config`: the text of its config.yaml.
     """
 
-    longest_line: ClassVar[int] = 2**30
+    most_bytes: ClassVar[int] = 1 << 30
 
     run: str | None = None
     config: str = ""
@@ -66,18 +68,21 @@ def is_study(place: Path) -> bool:
 def read_run(folder: Path, problems: list[str]) -> StudyLine:
     """Return the records of a run; `problems` gets a line for each that cannot be read."""
     try:
-        config = read_file(folder / RUN_CONFIG).decode()
+        config = read_inside(folder, RUN_CONFIG, LARGEST_CONFIG).decode()
     except (OSError, UnicodeDecodeError):
+        config = ""
+    except UserError as error:
+        problems.append(str(error))
         config = ""
     return StudyLine(
         run=folder.name,
         config=config,
         status=read_status(folder, problems),
-        environment=read_record(EnvironmentRecord, folder / ENVIRONMENT, problems),
-        metrics=thinned(each_row(MetricsRow, folder / METRICS, problems)),
-        resumes=read_rows(ResumeRow, folder / RESUMES, problems),
-        evaluations=read_all(EvaluationRecord, folder, "eval/*.json", problems),
-        analyses=read_all(AnalysisFile, folder, "analysis/*.json", problems),
+        environment=read_record(EnvironmentRecord, folder, ENVIRONMENT, problems),
+        metrics=thinned(each_row(MetricsRow, folder, METRICS, problems)),
+        resumes=read_rows(ResumeRow, folder, RESUMES, problems),
+        evaluations=read_all(EvaluationRecord, folder, "eval", problems),
+        analyses=read_all(AnalysisFile, folder, "analysis", problems),
     )
 
 
@@ -119,11 +124,16 @@ class ThinnedKind:
         return [*self.chosen, self.last]
 
 
-def read_all(kind: type[Kind], folder: Path, pattern: str, problems: list[str]) -> list[Kind]:
-    """Return the records of the files of a pattern, in order of their names."""
+def read_all(kind: type[Kind], folder: Path, inner: str, problems: list[str]) -> list[Kind]:
+    """Return the records of the *.json of a folder in the folder of a run, in order of names."""
+    try:
+        names = names_inside(folder, inner, "*.json")
+    except (OSError, UserError) as error:
+        problems.append(str(error))
+        return []
     records = []
-    for path in sorted(folder.glob(pattern)):
-        record = read_record(kind, path, problems)
+    for name in names:
+        record = read_record(kind, folder, f"{inner}/{name}", problems)
         if record is not None:
             records.append(record)
     return records
@@ -131,7 +141,7 @@ def read_all(kind: type[Kind], folder: Path, pattern: str, problems: list[str]) 
 
 def read_sweeps(folder: Path, problems: list[str]) -> list[SweepRow]:
     """Return the sweeps of a folder, the oldest first."""
-    return read_rows(SweepRow, folder / SWEEPS, problems)
+    return read_rows(SweepRow, folder, SWEEPS, problems)
 
 
 def steps_files(folder: Path) -> list[Path]:
@@ -144,7 +154,8 @@ def read_steps(folder: Path, problems: list[str]) -> list[StepsRecord]:
     """Return the records of timed steps in a folder, or in a folder of it."""
     records = []
     for path in steps_files(folder):
-        record = read_record(StepsRecord, path, problems)
+        place = path.parents[1]
+        record = read_record(StepsRecord, place, path.relative_to(place), problems)
         if record is not None:
             records.append(record)
     return records
@@ -154,7 +165,7 @@ def read_pretrained(folder: Path, problems: list[str]) -> list[PretrainedRecord]
     """Return the records of pretrained models in a folder, the oldest first."""
     records = []
     for path in pretrained_files(folder):
-        record = read_record(PretrainedRecord, path, problems)
+        record = read_record(PretrainedRecord, path.parent, path.name, problems)
         if record is not None:
             records.append(record)
     return sorted(records, key=lambda record: record.time)
@@ -162,10 +173,15 @@ def read_pretrained(folder: Path, problems: list[str]) -> list[PretrainedRecord]
 
 def read_study(path: Path, problems: list[str]) -> list[StudyLine]:
     """Return the lines of a study file."""
-    return read_rows(StudyLine, path, problems)
+    try:
+        with open_named(path) as file:
+            return list(parsed(StudyLine, file, problems))
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror})")
+        return []
 
 
 def write_study(path: Path, lines: Iterable[StudyLine]) -> None:
     """Replace a study file."""
     text = "".join(f"{line.model_dump_json(exclude_defaults=True)}\n" for line in lines)
-    replace_file(path, lambda file: file.write(text.encode()))
+    write_inside(path.parent, path.name, text.encode())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.disk import read_file
+from rtx.disk import read_named
 from rtx.errors import UserError, shorten
 from rtx.paths import expand_path
 from rtx.processes import started_by_another
@@ -29,6 +29,8 @@ from rtx.settings.schema import all_fields
 
 PART = re.compile(r"(?P<source>.*?)(?:@(?P<sha256>[0-9a-f]{64}))?")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+LARGEST_CODE = 1 << 24
+"""The most bytes of an extension."""
 USAGE = "name a Python file, my.py, a module, my.module, or several, one.py:other.py"
 
 
@@ -140,7 +142,7 @@ def find(source: str, text: str) -> Extension:
     if not is_file:
         path = module_path(source, text)
     try:
-        content = read_file(path)
+        content = read_named(path, LARGEST_CODE)
     except OSError as error:
         raise UserError(f"extensions: {path}: {error.strerror}") from error
     return Extension(path.name if is_file else source, path, content, is_file)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from rtx.disk import read_file
+from rtx.disk import read_named
 from rtx.errors import UserError
 
 CONFIG_DIRS: list[Path] = []
@@ -89,7 +89,7 @@ def about(group: str, option: str) -> str:
 def read_text(path: Path) -> str:
     """Return the text of a preset's file; `UserError` where it cannot be read or is not UTF-8."""
     try:
-        return read_file(path).decode()
+        return read_named(path).decode()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rtx.disk import read_file
+from rtx.disk import read_named
 from rtx.errors import UserError, refuse, shorten, written
 from rtx.paths import expand_path
 from rtx.settings.schema import TEXTS, Config, all_fields, flat, to_dict, with_values
 
 CONFIG_FILE = "config.json"
+LARGEST_CONFIG = 1 << 20
+"""The most bytes of it."""
 KEPT_KEYS: dict[str, Any] = {
     "routing.keys": "separate",
     "routing.key_shift": 0,
@@ -78,7 +80,7 @@ def read_llama(start: str) -> LlamaFile:
     """
     path = expand_path(start, "model.start") / CONFIG_FILE
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(read_named(path, LARGEST_CONFIG))
         file = LlamaFile.model_validate(content)
     except ValidationError as error:
         lines = [f"model.start={start}: {problem}" for problem in problems_of(error)]

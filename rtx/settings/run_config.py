@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from rtx.disk import read_file
+from rtx.disk import is_file_inside, read_inside
 from rtx.errors import UserError, shorten
 from rtx.settings.compose import compose_unresolved, user_errors, value_of
 from rtx.settings.extensions import refuse_unloaded
@@ -17,6 +17,8 @@ from rtx.settings.rules import resolve
 from rtx.settings.schema import GROUPS, SPREAD, Config, all_fields, to_config, to_dict, with_values
 
 RUN_CONFIG = "config.yaml"
+LARGEST_CONFIG = 1 << 20
+"""The most bytes of a config.yaml."""
 FORMER_LOGGERS = {
     "auto": {"logger.wandb": True},
     "online": {"logger.wandb": True, "logger.mode": "online"},
@@ -35,9 +37,9 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted keys, see `values_of`; OSError as read."""
-    return values_of(read_file(path).decode())
+def read_values(run: Path) -> dict[str, Any]:
+    """Return the values in a run's config.yaml by dotted keys, see `values_of`; OSError as read."""
+    return values_of(read_inside(run, RUN_CONFIG, LARGEST_CONFIG).decode())
 
 
 def values_of(content: str) -> dict[str, Any]:
@@ -101,12 +103,15 @@ def load_run_config(run: str | Path) -> Config:
 
     Raises UserError if it is missing or damaged, or if the run needs code that is not loaded.
     """
-    path = Path(run) / RUN_CONFIG
-    if not path.is_file():
-        problem = "has no config.yaml" if Path(run).is_dir() else "no such folder"
+    folder = Path(run)
+    path = folder / RUN_CONFIG
+    with user_errors():
+        is_run = is_file_inside(folder, RUN_CONFIG)
+    if not is_run:
+        problem = "has no config.yaml" if folder.is_dir() else "no such folder"
         raise UserError(f"{run}: {problem}; a run is a folder such as outputs/<name>/<run>")
     with user_errors(f"{path}: "):
-        values = read_values(path)
+        values = read_values(folder)
         if values.get("extensions") is not None:
             refuse_unloaded(values["extensions"])
         return resolve(to_config(values))

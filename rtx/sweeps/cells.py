@@ -154,17 +154,17 @@ def folder_of(config: Config) -> Path:
     if (parent / name).exists():
         return parent / name
     for former_name in former_names:
-        path = parent / former_name / RUN_CONFIG
+        former = parent / former_name
         # An earlier version gave one hash to cells that are two now.
-        if path.exists() and digest(values_in(path)) == name:
-            return path.parent
+        if (former / RUN_CONFIG).exists() and digest(values_in(former)) == name:
+            return former
     return parent / name
 
 
-def values_in(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml; UserError if it is damaged."""
-    with user_errors(f"{path}: "):
-        return read_values(path)
+def values_in(run: Path) -> dict[str, Any]:
+    """Return the values in a run's config.yaml; UserError if it is damaged."""
+    with user_errors(f"{run / RUN_CONFIG}: "):
+        return read_values(run)
 
 
 def joined(first: Cell, second: Cell) -> Cell:

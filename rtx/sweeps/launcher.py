@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rtx.disk import open_no_link
+from rtx.disk import make_folder, open_inside
 from rtx.errors import UserError, printable
 from rtx.machine import cores, system_kills
 from rtx.processes import SWEEP_VARIABLE
@@ -85,7 +85,7 @@ def start(
     environment["PYTHONUNBUFFERED"] = "1"
     environment[SWEEP_VARIABLE] = str(os.getpid())
     environment["RTX_RUN"] = str(folder)
-    with open_no_link(folder / OUTPUT, "ab") as output:
+    with open_inside(folder, OUTPUT, "a") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rtx", "train", *words],
             env=environment,
@@ -169,12 +169,12 @@ class Launcher:
         """Start a cell, print its output if it runs alone, and return how it ended."""
         status = read_status(cell.folder)
         kills = system_kills()
-        cell.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(cell.folder)
         lines = WholeLines()
         printed = ""
         code = None
         # Opened for appending, so that reading begins at the end of earlier output.
-        with open_no_link(cell.folder / OUTPUT, "ab+") as output:
+        with open_inside(cell.folder, OUTPUT, "a+") as output:
             process = self.begin(cell, place)
             self.running.add(process)
             while code is None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.disk import open_no_link
+from rtx.disk import append
 from rtx.errors import UserError
 from rtx.sweeps.cells import Cell
 from rtx.sweeps.launcher import OUTPUT, Starter, start
@@ -114,8 +114,7 @@ class Job:
             return None
         log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()
         last = log[-1] if log else "it left no word"
-        with open_no_link(self.folder / OUTPUT, "a") as output:
-            output.write(f"rtx: its job ended: {last}\n")
+        append(self.folder, OUTPUT, f"rtx: its job ended: {last}\n".encode())
         return NO_CODE
 
     def send_signal(self, number: int, /) -> None:

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, flag_override
 
 from rtx.data.catalog import check_source, data_root
-from rtx.disk import open_no_link
+from rtx.disk import append, make_folder
 from rtx.errors import RunFailed, UserError, nearest, plural, refuse, shorten
 from rtx.progress import say
 from rtx.runs.folder import SWEEPS, outputs_root, shown, unwritable
@@ -194,7 +194,7 @@ def run_sweeper(config: DictConfig, task: Sweep) -> None:
             config.hydra.sweep.dir = str(folder)
         if not task.is_grid and not task.preview:
             # Such sweepers write their results there.
-            make_folder(folder)
+            make_sweep_folder(folder)
         with hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
@@ -207,10 +207,10 @@ def run_sweeper(config: DictConfig, task: Sweep) -> None:
         sweeper.sweep(arguments)
 
 
-def make_folder(folder: Path) -> None:
+def make_sweep_folder(folder: Path) -> None:
     """Make a folder of runs; `UserError` where that cannot be."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
 
@@ -375,10 +375,9 @@ def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
     for folder in folders:
         titles = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == folder}
         row = SweepRow(time=time, command=command, cells=titles)
-        make_folder(folder)
+        make_sweep_folder(folder)
         try:
-            with open_no_link(folder / SWEEPS, "a") as file:
-                file.write(f"{row.model_dump_json()}\n")
+            append(folder, SWEEPS, f"{row.model_dump_json()}\n".encode())
         except OSError as error:
             raise UserError(unwritable(folder, error)) from error
     return folders

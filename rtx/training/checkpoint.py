@@ -18,10 +18,10 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from rtx.disk import sync_folder, write_beside
+from rtx.disk import names_inside, open_inside, rename_inside, replace_inside
 from rtx.errors import DAMAGED, RunFailed, UserError, refuse, shorten
 from rtx.machine import out_of_memory
-from rtx.runs.checksum import COMMENT_BYTES, TAG, is_whole, resumable
+from rtx.runs.checksum import COMMENT_BYTES, TAG, in_run, is_whole, resumable
 from rtx.runs.resumption import differences
 from rtx.settings.identity import may_change
 
@@ -60,12 +60,10 @@ class CheckpointFiles(TorchCheckpointIO):
     ) -> None:
         """Replace a checkpoint; `RunFailed` where the disk is full: all files stay as they were."""
         path = Path(path)
+        folder, name = in_run(path)
+        former = "previous.ckpt" if path.name == "last.ckpt" else None
         try:
-            written = write_beside(path, lambda file: write_zip(file, checkpoint))
-            if path.name == "last.ckpt" and path.exists():
-                os.replace(path, path.with_name("previous.ckpt"))
-            os.replace(written, path)
-            sync_folder(path.parent)
+            replace_inside(folder, name, lambda file: write_zip(file, checkpoint), former=former)
         except OSError as error:
             raise RunFailed(f"cannot write {path}: {error.strerror}") from error
 
@@ -96,8 +94,12 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     content that this version of rtx does not write.
     """
     try:
-        pickled = pickled_bytes(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with open_inside(*in_run(path)) as file:
+            size = file.seek(0, os.SEEK_END)
+            pickled = pickled_bytes(path, file, size)
+            file.seek(0)
+            # by path: an open file
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     # torch's reader has asserts, and raises errors of many kinds.
     except Exception as error:
         if isinstance(error, UserError | OSError) or out_of_memory(error):
@@ -108,26 +110,27 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     # A crafted file may have a tensor as its version, whose comparison is no bool.
     if not isinstance(version, int) or version != FORMAT:
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
-    check_values(path, checkpoint, pickled)
+    check_values(path, checkpoint, pickled, size)
     check_layout(path, checkpoint)
     if facts_only:
         return {key: checkpoint[key] for key in FACTS}
     return checkpoint
 
 
-def pickled_bytes(path: Path) -> int:
+def pickled_bytes(path: Path, file: BinaryIO, size: int) -> int:
     """Return the bytes of the pickled part of a zip file; `UserError` for a compressed file.
 
     torch.save compresses nothing. A compressed file could be a thousand times as large in memory.
     """
-    with zipfile.ZipFile(path) as archive:
+    # by path: an open file
+    with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
-    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+    if sum(entry.file_size for entry in entries) > size:
         raise UserError(f"{path} is refused: it holds more than its size")
     return sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
 
 
-def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
+def check_values(path: Path, checkpoint: Checkpoint, most: int, room: int) -> None:
     """Raise `UserError` for values other than plain ones and dense tensors.
 
     A few references to references in a pickle can make more values than could ever be counted, so
@@ -135,8 +138,8 @@ def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
 
     Args:
         most: the number of values that the file may have; a pickle needs a byte for each.
+        room: the size of the file.
     """
-    room = path.stat().st_size
     for part, content in checkpoint.items():
         for value in leaves(content):
             most -= 1
@@ -267,7 +270,8 @@ def first_whole(
         if path.exists():
             tell_damaged(path, say, set_aside)
     folder = paths[0].parent
-    if any(path.exists() for path in (*paths, *folder.glob("*.damaged"))):
+    set_aside_before = names_inside(folder.parent, folder.name, "*.damaged")
+    if set_aside_before or any(path.exists() for path in paths):
         names = ", ".join(path.name for path in paths)
         raise RunFailed(f"{folder}: none of {names} is whole")
     return None
@@ -277,8 +281,9 @@ def tell_damaged(path: Path, say: Say, set_aside: bool) -> None:
     """Print that a checkpoint is damaged, and rename it if `set_aside`."""
     line = f"{path} is damaged (its checksum does not match)"
     if set_aside:
-        aside = path.rename(path.with_name(f"{path.name}.damaged"))
-        line += f"; set aside as {aside.name}"
+        aside = f"{path.name}.damaged"
+        rename_inside(*in_run(path), aside)
+        line += f"; set aside as {aside}"
     say(line)
 
 

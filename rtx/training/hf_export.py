@@ -83,6 +83,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 def code(name: str) -> bytes:
     """Return the content of a file in the folder of this one."""
+    # by path: installed with rtx
     return Path(__file__).with_name(name).read_bytes()
 
 

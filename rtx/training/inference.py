@@ -17,14 +17,14 @@ from rtx.data.store import Store
 from rtx.data.synthetic import is_same_task
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.data.windows import sample_windows, windows
-from rtx.disk import read_file
+from rtx.disk import LinkRefused, read_inside
 from rtx.errors import DAMAGED, RunFailed, UserError, written
 from rtx.evaluation.protocol import spans
 from rtx.evaluation.scores import Score, score_windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import progress_bar, say, warn
-from rtx.runs.folder import EXPORT_FACTS, is_export
+from rtx.runs.folder import EXPORT_FACTS, is_export, refuse_links
 from rtx.settings.derived import local_reach
 from rtx.settings.overrides import check_overrides
 from rtx.settings.requirements import precision_on
@@ -36,7 +36,7 @@ from rtx.training.checkpoint import (
     load_for_use,
     load_weights,
 )
-from rtx.training.export import KEPT, read_export
+from rtx.training.export import KEPT, LARGEST_FACTS, read_export
 from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.passes import WEIGHT_TYPES
 
@@ -131,6 +131,8 @@ def run_tokenizer(folder: Path, described: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer that a checkpoint describes; `RunFailed` where its file is another."""
     try:
         return load_tokenizer(described, folder)
+    except LinkRefused:
+        raise
     except (OSError, RuntimeError, *DAMAGED) as error:
         raise RunFailed(f"{folder}: its tokenizer cannot be read: {error}") from error
 
@@ -156,6 +158,7 @@ def load_run(
     say: Callable[[str], object] = say,
 ) -> LoadedRun:
     """As `load`; `vocabulary` is the size of the vocabulary of the data, None: the run's."""
+    refuse_links(folder)
     if is_export(folder):
         content = read_export(folder)
     else:
@@ -209,7 +212,7 @@ def stores_of(folder: Path | None, data: DataConfig) -> Path:
         return root
     record = EXPORT_FACTS if is_export(folder) else "environment.json"
     with contextlib.suppress(OSError, *DAMAGED):
-        recorded = Path(json.loads(read_file(folder / record))["data"]["folder"])
+        recorded = Path(json.loads(read_inside(folder, record, LARGEST_FACTS))["data"]["folder"])
         is_missing = recorded.exists() and not store_folder(data, root).exists()
         if is_missing and store_folder(data, recorded.parent) == recorded:
             return recorded.parent

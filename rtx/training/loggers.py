@@ -18,11 +18,21 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from rtx.disk import open_no_link, read_file, write_json
+from rtx.disk import (
+    is_file_inside,
+    make_folder,
+    names_inside,
+    open_inside,
+    read_inside,
+    read_named,
+    read_open,
+    status_inside,
+    write_json,
+)
 from rtx.errors import UserError
 from rtx.progress import say as say_line
-from rtx.runs.folder import shown
-from rtx.runs.records import MetricsRow, each_row, finite
+from rtx.runs.folder import METRICS, shown
+from rtx.runs.records import LARGEST_ROWS, MetricsRow, each_row, finite
 from rtx.runs.status import utc_now
 from rtx.settings.requirements import wandb_mode
 from rtx.settings.schema import Config
@@ -36,6 +46,9 @@ NOTHING_ADDED = "nothing is added there"
 """The ends of the line on an error of W&B: of a run, and of a later command."""
 QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 """Variables that wandb reads when it is first imported."""
+RECORD = "wandb.json"
+LARGEST_SETTINGS = 1 << 20
+"""The most bytes of it, and of a file with settings."""
 OF_RUN = ("project", "entity", "group", "name", "job_type", "tags")
 """Keys of wandb.json that are arguments of `wandb.init`."""
 Say = Callable[[str], object]
@@ -69,16 +82,17 @@ def logging_to(
         yield []
         return
     with (
-        contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics,
+        contextlib.closing(JsonlLogger(folder)) as metrics,
         contextlib.ExitStack() as stack,
     ):
         loggers: list[Logger] = [metrics]
         for name, make in LOCAL.items():
             if not getattr(config.logger, name):
                 continue
+            make_plain_folder(folder, name)
             local = make(folder)
             local.log_hyperparams(facts)
-            for values, at in rows_before(folder / "metrics.jsonl", step, config):
+            for values, at in rows_before(folder, step, config):
                 local.log_metrics(values, at)
             stack.push(partial(finalize, local))
             loggers.append(local)
@@ -89,18 +103,28 @@ def logging_to(
         yield loggers
 
 
+def make_plain_folder(run: Path, name: str) -> None:
+    """Make a folder in a run for a logger that opens files by their paths.
+
+    `UserError` where a link is in it; one that comes later is not seen.
+    """
+    make_folder(run, name)
+    for entry in names_inside(run, name):
+        status_inside(run, f"{name}/{entry}")
+
+
 def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
     """Finish one of Lightning's loggers; `kind` is the class of an exception, None without one."""
     logger.finalize("failed" if kind else "success")
 
 
-def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
+def rows_before(folder: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
     """Yield metrics and step of each earlier row that a resume at `step` does not write again."""
     is_over = step >= config.trainer.steps
     validates_again = is_over or step % config.trainer.val_every == 0
     repeated = {"valid": validates_again, "final": is_over}
     rows: dict[tuple[int, str], MetricsRow] = {}
-    for row in each_row(MetricsRow, path, problems=[]):
+    for row in each_row(MetricsRow, folder, METRICS, problems=[]):
         rows[row.step, row.kind] = row
     for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
         if at < step or (at == step and not repeated.get(kind)):
@@ -113,13 +137,15 @@ class JsonlLogger(Logger):
 
     name = version = "metrics"  # type: ignore[assignment]
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         try:
-            self.file = open_no_link(path, "a+b")
+            self.file = open_inside(folder, METRICS, "a+")
+            self.file.seek(0)
             # A killed run may have left an incomplete last line.
-            self.file.truncate(read_file(path).rfind(b"\n") + 1)
+            self.file.truncate(read_open(self.file, LARGEST_ROWS).rfind(b"\n") + 1)
         except OSError as error:
+            path = folder / METRICS
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -177,7 +203,7 @@ def quiet_mode() -> tuple[str, str]:
     for path in (Path(".wandb/settings"), Path("wandb/settings")):
         settings = configparser.ConfigParser(interpolation=None)
         with contextlib.suppress(OSError, ValueError, configparser.Error):
-            settings.read_string(read_file(path).decode())
+            settings.read_string(read_named(path, LARGEST_SETTINGS).decode())
         mode = settings.get("default", "mode", fallback="")
         if mode in ("offline", "disabled"):
             return mode, f"mode = {mode} in {path}"
@@ -210,10 +236,9 @@ class GuardedWandbLogger(WandbLogger):
                 raise ValueError("no key found (wandb login)")
         named = {**options, "id": run_id(folder)}
         record = {key: value for key, value in named.items() if key != "mode"}
-        write_json(folder / "wandb.json", record)
-        (folder / "wandb").mkdir(exist_ok=True)
+        write_json(folder, RECORD, record)
         # W&B stages the files of artifacts there.
-        os.environ["WANDB_DATA_DIR"] = str(folder / "wandb")
+        os.environ["WANDB_DATA_DIR"] = str(make_folder(folder, "wandb"))
         settings = wandb.Settings(
             console="off",
             disable_git=True,
@@ -273,9 +298,8 @@ class GuardedWandbLogger(WandbLogger):
 
 def run_id(folder: Path) -> str:
     """Return the id that W&B has for a run, or a new one."""
-    path = folder / "wandb.json"
-    if path.exists():
-        return json.loads(read_file(path))["id"]
+    if is_file_inside(folder, RECORD):
+        return json.loads(read_inside(folder, RECORD, LARGEST_SETTINGS))["id"]
     return secrets.token_hex(4)
 
 
@@ -339,18 +363,18 @@ def add_to_wandb(
     If `folder` has several runs, of which one was logged, they are added to a new run at W&B. A run
     that was logged offline gets them offline. An error is printed in a line.
     """
-    paths = [folder / "wandb.json", *sorted(folder.glob("*/wandb.json"))]
-    records = [path for path in paths if path.is_file()]
-    if not records:
+    folders = [path.parent for path in (folder / RECORD, *sorted(folder.glob(f"*/{RECORD}")))]
+    logged = [one for one in folders if (one / RECORD).is_file()]
+    if not logged:
         return
     os.environ |= QUIET
     try:
-        record = json.loads(read_file(records[0]))
+        record = json.loads(read_inside(logged[0], RECORD, LARGEST_SETTINGS))
         options = {key: record[key] for key in OF_RUN}
-        if records[0].parent != folder:
+        if logged[0] != folder:
             options |= {"name": f"{kind} on {folder.name}", "job_type": kind}
         mode, _ = quiet_mode()
-        mode = mode or mode_of(records[0].parent)
+        mode = mode or mode_of(logged[0])
         if mode != "disabled":
             options["mode"] = mode
             logger = GuardedWandbLogger(say_line, folder, options, NOTHING_ADDED)
@@ -363,7 +387,7 @@ def add_to_wandb(
 
 def mode_of(folder: Path) -> str:
     """Return the mode in which a run was logged to W&B."""
-    is_offline = any(folder.glob("wandb/offline-run-*"))
+    is_offline = bool(names_inside(folder, "wandb", "offline-run-*"))
     return "offline" if is_offline else "online"
 
 

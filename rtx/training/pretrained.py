@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rtx.disk import read_file
+from rtx.disk import read_named
 from rtx.errors import UserError, shorten
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -43,6 +43,7 @@ class Weights:
         """The file of each tensor that was not read yet."""
         for path in weight_files(start):
             try:
+                # by path: the user's folder; in the hub's cache its files are links
                 with safe_open(path, framework="pt") as file:
                     self.files.update(dict.fromkeys(file.keys(), path))
             except (OSError, SafetensorError) as error:
@@ -57,6 +58,7 @@ class Weights:
         if path is None:
             raise self.error(f"its *.safetensors have no {name}")
         try:
+            # by path: the user's folder; in the hub's cache its files are links
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -76,7 +78,7 @@ def weight_files(start: str) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted({*json.loads(read_file(index))["weight_map"].values()})
+            names = sorted({*json.loads(read_named(index))["weight_map"].values()})
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UserError(f"model.start={start}: {INDEX} is damaged") from error
     files = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.centroids import all_centroids
-from rtx.disk import replace_file
+from rtx.disk import is_file_inside, read_inside, rename_inside, write_inside
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.progress import say, warn
@@ -79,10 +79,11 @@ def check_start(session: Session, start: Checkpoint, changed: Differences) -> No
 
 def set_best_aside(session: Session) -> None:
     """Rename an existing best.ckpt: a run from the beginning would replace it."""
-    best = session.folder / "checkpoints" / "best.ckpt"
-    if best.exists():
-        aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
-        say(f"{best} is kept as {aside.name}")
+    best = "checkpoints/best.ckpt"
+    if is_file_inside(session.folder, best):
+        aside = f"best-{time.time_ns()}.ckpt"
+        rename_inside(session.folder, best, aside)
+        say(f"{session.folder / best} is kept as {aside}")
 
 
 def record_beginning(session: Session, parameters: int, changed: Differences | None) -> None:
@@ -102,8 +103,8 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
     tokenizer = session.store.tokenizer_file
     if tokenizer:
         # With this file `rtx sample` needs no data.
-        content = tokenizer.read_bytes()
-        replace_file(session.folder / tokenizer.name, lambda file: file.write(content))
+        content = read_inside(tokenizer.parent, tokenizer.name)
+        write_inside(session.folder, tokenizer.name, content)
 
 
 def extension_names(config: Config) -> dict[str, str]:
@@ -114,9 +115,8 @@ def extension_names(config: Config) -> dict[str, str]:
 def write_config(config: Config, folder: Path) -> None:
     """Write config.yaml, and copies of the extensions, into a run's folder."""
     for name, content in copies(config.extensions).items():
-        replace_file(folder / name, lambda file, content=content: file.write(content))
-    text = to_yaml(config).encode()
-    replace_file(folder / RUN_CONFIG, lambda file: file.write(text))
+        write_inside(folder, name, content)
+    write_inside(folder, RUN_CONFIG, to_yaml(config).encode())
 
 
 def build_model(

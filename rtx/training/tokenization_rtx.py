@@ -21,6 +21,7 @@ from rtx.data.tokenizers import (
     WordTokenizer,
     load_tokenizer,
 )
+from rtx.disk import read_named
 from rtx.training.hf_export import TOKENIZER_RECORD, tokenizer_files
 
 START = "<|start|>"
@@ -49,8 +50,8 @@ class RtxTokenizer(PreTrainedTokenizer):
         **others: Any,
     ) -> None:
         path = Path(record_file)
-        self.described = json.loads(path.read_text())
-        self.tokenizer = load_tokenizer(self.described, path.parent)
+        self.described = json.loads(read_named(path))
+        self.tokenizer = load_tokenizer(self.described, path.parent, follow=True)
         self.names = names_of(self.tokenizer)
         self.numbers = {name: number for number, name in enumerate(self.names)}
         start = AddedToken(START, special=True, normalized=False)
@@ -99,6 +100,7 @@ class RtxTokenizer(PreTrainedTokenizer):
         paths = []
         for name, content in tokenizer_files(self.tokenizer).items():
             path = Path(save_directory) / name
+            # by path: the caller of transformers names the folder
             path.write_bytes(content)
             paths.append(str(path))
         return tuple(paths)

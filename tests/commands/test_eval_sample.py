@@ -10,9 +10,8 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import torch
 from rtx import load
 from rtx.cli.main import main
 from rtx.data.tokenizers import encode_text
-from rtx.disk import replace_file
+from rtx.disk import write_inside
 from rtx.errors import RunFailed, UserError
 from rtx.runs.status import utc_now
 from rtx.training import export
@@ -270,7 +269,7 @@ def test_an_export_is_whole_or_told_and_alone(
 ) -> None:
     output = tmp_path / "half"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "replace_file", full_disk)
+        patch.setattr(export, "write_inside", full_disk)
         assert "No space left on device" in workshop.command(
             "export", str(run), f"output={output}", code=1
         )
@@ -286,11 +285,11 @@ def test_an_export_is_whole_or_told_and_alone(
     assert {path.name for path in tmp_path.iterdir()} == {"half", "letter.txt"}
 
 
-def full_disk(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def full_disk(folder: Path, name: str, content: bytes) -> None:
     """Replace a file, but fail as a write to a full disk does where it is the weights."""
-    if path.name == "model.safetensors":
+    if name.endswith("/model.safetensors"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    replace_file(path, write)
+    write_inside(folder, name, content)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "export.json", "config.yaml"])

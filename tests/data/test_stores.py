@@ -220,15 +220,15 @@ GONE = LocalEntryNotFoundError("503")
 def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(
     data, root, monkeypatch, error
 ):
-    real = preparation.replace_file
+    real = preparation.replace_inside
 
-    def failing(path, write):
-        if path.name == "test.bin":
+    def failing(folder, name, write):
+        if name.endswith("/test.bin"):
             raise error
-        real(path, write)
+        real(folder, name, write)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "replace_file", failing)
+        patch.setattr(preparation, "replace_inside", failing)
         with pytest.raises(
             (RunFailed, LocalEntryNotFoundError),
             match=r"no space left .*; free some, or set RTX_|503",

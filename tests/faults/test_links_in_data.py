@@ -3,6 +3,8 @@
 Nothing behind them is touched, and nobody waits for them.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from tests.helpers.bad_servers import CONTENT, serving, whole
 from tests.helpers.disturbances import asked, deadline
 from tests.helpers.small_runs import SIZES, Workshop
 
-NO_FOLDER = "is a link, behind which rtx makes and deletes nothing; remove it, then again"
+REFUSED = "is a link, and rtx follows none below"
 
 
 @pytest.fixture
@@ -85,10 +87,10 @@ def test_a_link_in_place_of_the_work_folder_is_refused(
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(victim / place)
     code, said = asked(workshop, "data", "prepare", *words)
-    assert code == 2 and f"rtx: {link}: {NO_FOLDER}\n" in said
+    assert code == 2 and f"rtx: {link}: {REFUSED} {workshop.data}; " in said
     assert content(victim) == before and link.is_symlink() and not store.exists()
     code, said = asked(workshop, "train", workshop.text, *SIZES, run=victim.parent / "run")
-    assert code == 2 and NO_FOLDER in said and content(victim) == before
+    assert code == 2 and REFUSED in said and content(victim) == before
 
 
 def test_a_store_behind_a_link_is_read_but_neither_rebuilt_nor_removed(
@@ -103,7 +105,7 @@ def test_a_store_behind_a_link_is_read_but_neither_rebuilt_nor_removed(
     before = content(disk)
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
         code, said = asked(workshop, *command)
-        assert code == 2 and f"rtx: {store}: {NO_FOLDER}\n" in said
+        assert code == 2 and f"rtx: {store}: {REFUSED} {workshop.data}; " in said
         assert content(disk) == before and store.is_symlink()
 
 
@@ -116,7 +118,7 @@ def test_a_link_that_leads_nowhere_is_no_store(
     store.symlink_to(store.with_name("nowhere"))
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
         code, said = asked(workshop, *command)
-        assert code == 2 and f"rtx: {store}: {NO_FOLDER}\n" in said
+        assert code == 2 and f"rtx: {store}: {REFUSED} {workshop.data}; " in said
     assert not store.exists()
 
 
@@ -129,8 +131,26 @@ def test_a_link_in_place_of_the_lock_of_a_store_is_refused(
     lock.symlink_to(foreign)
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
         code, said = asked(workshop, *command)
-        assert code == 2 and f"rtx: {lock}: {NO_FOLDER}\n" in said
+        assert code == 2 and f"rtx: {lock}: {REFUSED} {workshop.data}; " in said
     assert foreign.read_text() == "mine" and lock.is_symlink()
+
+
+def test_what_is_no_lock_of_a_store_is_told(
+    workshop: Workshop, store: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = store.with_name(f".{store.name}.lock")
+    for make in (os.mkfifo, os.mkdir):
+        make(lock)
+        code, said = asked(workshop, "data", "prepare", *words)
+        assert code == 2 and f"rtx: {lock}: is no regular file; remove it, then again\n" in said
+        lock.rename(lock.with_suffix(f".{make.__name__}"))
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    code, said = asked(workshop, "data", "prepare", *words)
+    assert code == 2 and "; set RTX_DATA to a folder on a disk with locks\n" in said
 
 
 def endless(path: Path) -> None:
@@ -146,7 +166,8 @@ def test_a_pipe_or_a_device_in_place_of_a_file_of_a_store_is_damage(
     make(store / name)
     code, said = asked(workshop, "data", "verify", *words)
     assert code == 2 and f"{store / name}: damaged: expected " in said
-    assert "egular file; to rebuild the store: " in said
+    actual = "a link" if make is endless else "Not a regular file"
+    assert f"found {actual}; to rebuild the store: " in said
     assert asked(workshop, "data", "prepare", *words)[0] == 0
     assert asked(workshop, "data", "verify", *words)[0] == 0
 
@@ -186,7 +207,7 @@ def test_what_is_no_partial_download_is_neither_emptied_nor_waited_for(
         foreign.write_text("mine")
     with serving() as server:
         server.answers = [whole]
-        told = r"file.zip.part: is a link, or no regular file; remove it"
+        told = r"file.zip.part: is (a link, and rtx follows none|no regular file; remove it)"
         with deadline(), pytest.raises(UserError, match=told):
             download(server.remote, part.parent, print)
     assert not foreign.exists() or foreign.read_text() == "mine"
@@ -202,7 +223,7 @@ def test_downloads_behind_a_link_are_taken_but_none_is_written_there(
     folder.symlink_to(disk)
     with serving() as server:
         server.answers = [whole]
-        with pytest.raises(UserError, match=f"{folder}: {NO_FOLDER}"):
+        with pytest.raises(UserError, match=f"{folder}: {REFUSED}"):
             download(server.remote, folder, print)
         assert not [*disk.iterdir()]
         (disk / "file.zip").write_bytes(CONTENT)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rtx.data.store import note_path
+from rtx.data.store import note_place
 from rtx.runs import status as run_status
 from rtx.runs.status import run_state
 from tests.helpers.small_runs import SIZES, Workshop, difference
@@ -119,7 +119,7 @@ def test_a_user_without_a_home_folder_trains(
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     # As of data that another user has prepared.
     monkeypatch.setattr("rtx.data.store.os.access", lambda *arguments: False)
-    assert note_path(workshop.data) == workshop.data / ".verified"
+    assert note_place(workshop.data) == (workshop.data, ".verified")
     assert difference(workshop.train("homeless"), run) == ""
 
 
@@ -212,7 +212,7 @@ def test_no_step_is_taken_whose_status_cannot_be_written(
 ) -> None:
     # As of a file that is immutable (chattr +i), also for root.
     monkeypatch.setattr(run_status, "write_json", refusing(errno.EPERM))
-    monkeypatch.setattr(run_status, "open_no_link", refusing(errno.EPERM))
+    monkeypatch.setattr(run_status, "open_inside", refusing(errno.EPERM))
     rows = (copy / "metrics.jsonl").read_bytes()
     said = workshop.command("resume", str(copy), "trainer.steps=14", code=1)
     assert said.splitlines()[-1].endswith("cannot be worked in: [Errno 1] Operation not permitted")

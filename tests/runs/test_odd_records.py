@@ -11,10 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import DataObject
-from pydantic import BaseModel
 
 from rtx.report.run_records import Cell
-from rtx.runs import records, study
+from rtx.runs import study
 from rtx.runs.folder import last_active
 from rtx.runs.records import (
     EnvironmentRecord,
@@ -61,7 +60,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_a_record_with_odd_values_is_named_or_can_be_written_and_read_again(
-    tmp_path: Path, kind: type[BaseModel], content: dict[str, Any], data: DataObject
+    tmp_path: Path, kind: type[Any], content: dict[str, Any], data: DataObject
 ) -> None:
     changed = copy.deepcopy(content)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -70,7 +69,7 @@ def test_a_record_with_odd_values_is_named_or_can_be_written_and_read_again(
     path = tmp_path / "record.json"
     path.write_text(json.dumps(changed))
     problems: list[str] = []
-    record = read_record(kind, path, problems)
+    record = read_record(kind, tmp_path, path.name, problems)
     if record is None:
         (line,) = problems
         assert line.startswith(f"{path}: ") and "\n" not in line and "pydantic" not in line
@@ -97,14 +96,15 @@ def test_a_file_without_end_is_refused_by_its_size(
         file.truncate(3 * 10**9)
     problems: list[str] = []
     tracemalloc.start()
-    assert read_record(StatusRecord, path, problems) is None
-    assert tracemalloc.get_traced_memory()[1] < 2.5 * records.LARGEST_BYTES
+    assert read_record(StatusRecord, tmp_path, path.name, problems) is None
+    assert tracemalloc.get_traced_memory()[1] < StatusRecord.most_bytes
     tracemalloc.stop()
-    assert problems == [f"{path}: is larger than 67,108,864 bytes, and not read"]
-    monkeypatch.setattr(MetricsRow, "longest_line", 1000)
+    fault = "3,000,000,000 bytes, more than the 1,048,576 that it may have"
+    assert problems == [f"{path}: cannot be read ({fault})"]
+    monkeypatch.setattr(MetricsRow, "most_bytes", 1000)
     rows = tmp_path / "metrics.jsonl"
     rows.write_text(f'{{"step": 1}}\n{{"step": 2, "x": {"1" * 2000}}}\n{{"step": 3}}\n')
-    assert [row.step for row in read_rows(MetricsRow, rows, problems)] == [1]
+    assert [row.step for row in read_rows(MetricsRow, tmp_path, rows.name, problems)] == [1]
     assert problems[1:] == [f"{rows}: line 2 is longer than 1,000 bytes"]
 
 
@@ -117,17 +117,17 @@ def test_rows_are_read_one_by_one_and_thinned(
         kind = "valid" if step % 10 == 0 else "train"
         lines.append(json.dumps({"step": step, f"{kind}/bits": 3.0}))
     path.write_text("\n".join(lines))
-    assert len(study.thinned(each_row(MetricsRow, path, []))) == 20_000
+    assert len(study.thinned(each_row(MetricsRow, tmp_path, path.name, []))) == 20_000
     monkeypatch.setattr(study, "MOST_ROWS", 1_000)
     tracemalloc.start()
-    rows = study.thinned(each_row(MetricsRow, path, []))
+    rows = study.thinned(each_row(MetricsRow, tmp_path, path.name, []))
     assert tracemalloc.get_traced_memory()[1] < 5e6, "the file is 0.7 MB, its rows 30 MB"
     tracemalloc.stop()
     counts = {kind: sum(row.kind == kind for row in rows) for kind in ("train", "valid")}
     assert all(500 <= count <= 1_001 for count in counts.values())
     assert {19_999, 20_000} <= {row.step for row in rows}
-    assert [row.step for row in last_rows(MetricsRow, path)][-2:] == [19_999, 20_000]
-    assert last_rows(MetricsRow, tmp_path / "none.jsonl") == []
+    assert [row.step for row in last_rows(MetricsRow, tmp_path, path.name)][-2:] == [19_999, 20_000]
+    assert last_rows(MetricsRow, tmp_path, "none.jsonl") == []
 
 
 def test_a_command_with_a_quote_that_does_not_end_is_shown() -> None:

@@ -191,12 +191,12 @@ DAMAGED: list[tuple[type[BaseModel], str, str]] = [
 
 @pytest.mark.parametrize("kind, text, problem", DAMAGED)
 def test_a_damaged_record_is_named_in_one_line(
-    kind: type[BaseModel], text: str, problem: str, tmp_path: Path
+    kind: type[Any], text: str, problem: str, tmp_path: Path
 ):
     path = tmp_path / "record.json"
     path.write_text(text)
     problems: list[str] = []
-    assert read_record(kind, path, problems) is None
+    assert read_record(kind, tmp_path, path.name, problems) is None
     (line,) = problems
     if problem != "protocol.split":
         assert line.startswith(f"{path}: {problem}")
@@ -205,8 +205,8 @@ def test_a_damaged_record_is_named_in_one_line(
 
 def test_a_record_that_cannot_be_opened_is_named(tmp_path: Path):
     problems: list[str] = []
-    assert read_record(StatusRecord, tmp_path / "status.json", problems) is None
-    assert read_record(StatusRecord, tmp_path, problems) is None
+    assert read_record(StatusRecord, tmp_path, "status.json", problems) is None
+    assert read_record(StatusRecord, tmp_path.parent, tmp_path.name, problems) is None
     assert problems[0] == f"{tmp_path / 'status.json'}: missing"
     assert problems[1].startswith(f"{tmp_path}: cannot be read (")
 
@@ -216,11 +216,11 @@ def test_broken_rows_are_counted_and_left_out(tmp_path: Path):
     rows = ['{"step": 1, "train/bits": 3.0}', '{"step": "x"}', '{"step": 3, "train/bi']
     path.write_text("\n".join(rows))
     problems: list[str] = []
-    read = read_rows(MetricsRow, path, problems)
+    read = read_rows(MetricsRow, tmp_path, path.name, problems)
     assert [row.get("train/bits") for row in read] == [3.0]
     (line,) = problems
     assert line.startswith(f"{path}: 2 broken rows left out (line 2: step is damaged: ")
-    assert read_rows(MetricsRow, tmp_path / "none.jsonl", problems) == [] and len(problems) == 1
+    assert read_rows(MetricsRow, tmp_path, "none.jsonl", problems) == [] and len(problems) == 1
 
 
 def test_older_rows_of_metrics_have_todays_names():

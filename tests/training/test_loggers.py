@@ -28,7 +28,7 @@ from tests.helpers.small_runs import SIZES, Workshop, after, read_metrics
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "train/bits": 8.0}\n{"step": 2, "tr')
-    logger = JsonlLogger(path)
+    logger = JsonlLogger(tmp_path)
     logger.log_metrics({"train/a": math.nan, "train/b/c": -math.inf, "train/c": 1.5}, 2)
     logger.close()
     first, second = (json.loads(line) for line in path.read_text().splitlines())

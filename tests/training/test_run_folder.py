@@ -135,10 +135,10 @@ def test_a_kill_between_the_two_renames_leaves_a_checkpoint(
     save_last(tmp_path, 1)
     real = os.replace
 
-    def killed(old: Path, new: Path) -> None:
-        if Path(new).name == "last.ckpt":
+    def killed(old: str, new: str, **folders: int) -> None:
+        if new == "last.ckpt":
             raise KeyboardInterrupt
-        real(old, new)
+        real(old, new, **folders)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", killed)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rtx.data.store import Store
+from rtx.disk import read_named
 from rtx.errors import UserError
 from rtx.paths import expand_path
 
@@ -63,7 +64,7 @@ def windows_of_file(path: str, tokenizer: Any, size: WindowSize) -> Tensor:
     Raises:
         UserError: the text is too short.
     """
-    content = expand_path(path, "fit").read_bytes()
+    content = read_named(expand_path(path, "fit"))
     texts = spread_texts(bytes_reader(content), 0, len(content), size)
     return first_tokens(texts, tokenizer, size.length, f"fit={path}")
 

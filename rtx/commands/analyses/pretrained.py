@@ -26,6 +26,7 @@ from rtx.cli.request import Request
 from rtx.commands.analyses.pretrained_choices import choices_of
 from rtx.data.catalog import data_root, open_data
 from rtx.data.store import Store
+from rtx.disk import make_folder
 from rtx.errors import UserError, plural
 from rtx.hf.choice import Choice
 from rtx.hf.loading import Origin, load_model, load_tokenizer, origin_of
@@ -147,7 +148,7 @@ def result_folder(origin: Origin) -> Path:
     model_path = Path(origin.gguf or origin.name)
     folder = outputs_root() / PRETRAINED / model_path.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
     return folder
@@ -158,6 +159,6 @@ def write_record(record: PretrainedRecord, folder: Path) -> None:
     settings_hash = short_hash({"analyze": record.analyze, "data": record.data.fingerprint})
     file_name = f"{record.data.name}-N{record.length}-{settings_hash}"
     (comparison,) = comparisons([record])
-    save(folder / f"{file_name}.png", loss_plot(file_name, "", lines_of(comparison)).png)
-    save(folder / f"{file_name}.json", record.to_json_with_none())
+    save(folder, f"{file_name}.png", loss_plot(file_name, "", lines_of(comparison)).png)
+    save(folder, f"{file_name}.json", record.to_json_with_none())
     print(f"next: rtx report {shown(folder)}")

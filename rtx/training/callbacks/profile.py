@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from rtx.disk import replace_file
+from rtx.disk import read_named, write_inside
 from rtx.errors import plural
 from rtx.runs.folder import shown
 
@@ -23,7 +23,7 @@ class Profile(Callback):
     """Records `steps` optimizer steps, or fewer if the run ends, and prints the trace's path."""
 
     def __init__(self, folder: Path, steps: int, say: Callable[[str], object]) -> None:
-        self.path = folder / TRACE
+        self.folder = folder
         self.steps = steps
         self.say = say
         self.profiler: profile | None = None
@@ -66,14 +66,14 @@ class Profile(Callback):
             return
         self.profiler = None
         try:
+            # by path: a new folder of this process
             with tempfile.TemporaryDirectory() as folder:
                 made = Path(folder) / TRACE
                 profiler.export_chrome_trace(str(made))
-                replace_file(self.path, lambda file: file.write(made.read_bytes()))
+                write_inside(self.folder, TRACE, read_named(made))
         except OSError as error:
             self.say(f"trainer.profile={self.steps}: no trace is written: {error}")
         else:
             steps = plural(recorded, "step")
-            self.say(
-                f"the trace of {steps} is {shown(self.path)}: https://ui.perfetto.dev opens it"
-            )
+            trace = shown(self.folder / TRACE)
+            self.say(f"the trace of {steps} is {trace}: https://ui.perfetto.dev opens it")
