@@ -141,12 +141,19 @@ class JsonlLogger(Logger):
         super().__init__()
         try:
             self.file = open_inside(folder, METRICS, "a+")
-            self.file.seek(0)
-            # A killed run may have left an incomplete last line.
-            self.file.truncate(read_open(self.file, LARGEST_ROWS).rfind(b"\n") + 1)
+            self.drop_incomplete_line()
         except OSError as error:
             path = folder / METRICS
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
+
+    def drop_incomplete_line(self) -> None:
+        """Cut off the last line where a killed run has not written its end; close on an error."""
+        try:
+            self.file.seek(0)
+            self.file.truncate(read_open(self.file, LARGEST_ROWS).rfind(b"\n") + 1)
+        except OSError:
+            self.file.close()
+            raise
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row; numbers that JSON does not have become null."""
