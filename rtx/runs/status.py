@@ -70,6 +70,7 @@ class Status:
         Raises OSError where the status cannot be written: what it says would be wrong from now on.
         """
         if not self.begun:
+            self.record = changed(self.record, heartbeat=utc_now())
             replace_status(self.folder, self.record.to_json())
             self.begun = True
             threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()

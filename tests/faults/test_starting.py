@@ -45,7 +45,7 @@ def script(words: str, streams: str, tmp_path: Path) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     ("words", "streams", "code", "said"),
     [
-        ("runs", "<&- >&-", 0, ""),
+        ("runs", "<&- >&-", 2, "rtx: "),
         ("train seed=x", ">&-", 2, "rtx: seed=x: must be an integer"),
         ("train seed=x", "<&- >&- 2>&-", 2, ""),
         ("train seed=x", "2>/dev/full", 2, ""),

@@ -64,7 +64,8 @@ def test_a_process_that_began_later_has_the_number_of_a_run_by_chance(
     before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=1)
     begin(tmp_path, sleeper.pid, before.isoformat())
     assert run_state(tmp_path) == "killed"
-    with working_in(tmp_path):
+    with working_in(tmp_path) as status:
+        status.begin()
         assert run_state(tmp_path) == "running"
 
 

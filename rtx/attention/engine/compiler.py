@@ -126,13 +126,19 @@ def refuse_shared(path: Path, *, is_entry: bool) -> None:
             is a folder above: root may own it, and a sticky one, such as /tmp, may be writable.
     """
     info = path.lstat()
-    others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    others_write = info.st_mode & stat.S_IWOTH
+    # By convention a group with the number of a user has no other member.
+    if info.st_gid != info.st_uid:
+        others_write |= info.st_mode & stat.S_IWGRP
     is_link = stat.S_ISLNK(info.st_mode)
-    is_sticky = info.st_mode & stat.S_ISVTX
-    if not is_entry and (is_link or is_sticky):
+    owners = {os.getuid()}
+    if is_entry:
+        others_write |= is_link
+    else:
+        owners.add(0)
         # The mode of a link means nothing.
-        others_write = 0
-    owners = {os.getuid()} if is_entry else {os.getuid(), 0}
+        if is_link or info.st_mode & stat.S_ISVTX:
+            others_write = 0
     if others_write or info.st_uid not in owners:
         advice = "set XDG_CACHE_HOME to a folder where they may not"
         raise PermissionError(f"other users may write to {path}; {advice}")
