@@ -11,7 +11,7 @@ from rtx.disk import ITSELF, remove_file, status_inside
 from rtx.errors import UserError
 from rtx.report.run_records import collect
 from rtx.report.summary import card
-from rtx.runs.folder import is_export, shown
+from rtx.runs.folder import is_export, refuse_links, shown
 from rtx.settings.extensions import copies
 from rtx.settings.run_config import RUN_CONFIG, to_yaml
 from rtx.settings.schema import to_dict
@@ -34,6 +34,7 @@ def main(request: Request) -> int:
     for_transformers = options.format == "hf"
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
+    refuse_links(folder)
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
     root = folder
