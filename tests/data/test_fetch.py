@@ -132,9 +132,8 @@ def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
 def test_a_full_disk_keeps_the_part_and_says_so(server, tmp_path, said, monkeypatch):
     server.answers = [ranged]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        )
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(os, "replace", Mock(side_effect=full))
         with pytest.raises(RunFailed, match="no space left to write"):
             download(server.remote, tmp_path, said.append)
     assert os.listdir(tmp_path) == ["file.zip.part"]

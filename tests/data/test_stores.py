@@ -142,7 +142,7 @@ def test_a_store_that_was_read_in_full_is_known_until_it_is_touched_or_copied(
     assert not is_verified(folder)
     opened(data, root)
     assert is_verified(folder)
-    monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("it was read"))
+    monkeypatch.setattr(store, "sha256_of", lambda file: pytest.fail("it was read"))
     opened(data, root)
     with pytest.raises(pytest.fail.Exception, match="it was read"):
         opened(data, root, verify="always")
@@ -156,7 +156,7 @@ def test_a_read_only_store_opens_and_is_read_in_full_once(data, root, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert not is_verified(folder)
     opened(data, root)
-    monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("it was read again"))
+    monkeypatch.setattr(store, "sha256_of", lambda file: pytest.fail("it was read again"))
     opened(data, root)
 
 
