@@ -35,6 +35,7 @@ from rtx.settings.schema import (
     DataConfig,
     RoutingConfig,
     all_fields,
+    flat,
     to_config,
     to_dict,
     with_values,
@@ -84,17 +85,29 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
     groups = composed(words)
     refuse_second_model(dict(word.split("=", 1) for word in words), groups.model.name)
     values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
-    node = OmegaConf.masked_copy(groups, [str(key) for key in groups if key != "hydra"])
     with user_errors():
-        for key, text in values.items():
-            OmegaConf.update(node, key, value_of(key, text))
-        plain = cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
-        config = to_config(plain)
+        config = to_config(with_references(words, values))
     if not SETS[config.data.name].image or "data.length" in values:
         return config
     # The size of the images decides N, whatever a preset of the model sets.
     side = image_side(config.data) or OWN_IMAGE_SIDE
     return with_values(config, {"data.length": 3 * side**2})
+
+
+def with_references(words: tuple[str, ...], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values for options of groups, with those of some keys, and references resolved.
+
+    A copy of the composed files takes longer than all else, and the cells of a sweep need one each.
+    So they share one, which gets its own values back.
+    """
+    node, former = changeable(words)
+    try:
+        for key, text in texts.items():
+            OmegaConf.update(node, key, value_of(key, text))
+        return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+    finally:
+        for key in texts:
+            OmegaConf.update(node, key, former[key])
 
 
 def value_of(key: str, text: str) -> Any:
@@ -204,6 +217,17 @@ def composed(words: tuple[str, ...]) -> DictConfig:
 
 
 CACHES.append(composed.cache_clear)
+
+
+@functools.lru_cache(maxsize=64)
+def changeable(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return a copy of `composed` without Hydra's part, and its values with their references."""
+    groups = composed(words)
+    node = OmegaConf.masked_copy(groups, [str(key) for key in groups if key != "hydra"])
+    return node, flat(cast(dict[str, Any], OmegaConf.to_container(node)))
+
+
+CACHES.append(changeable.cache_clear)
 
 
 def search_path() -> list[str]:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+
+# OmegaConf has no public name for it.
+from omegaconf._utils import get_omega_conf_dumper
 
 from rtx.disk import is_file_inside, read_inside
 from rtx.errors import UserError, shorten
@@ -33,8 +35,17 @@ LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 def to_yaml(config: Config) -> str:
-    """Return a configuration as YAML in the order of the schema: the text of config.yaml."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    """Return a configuration as YAML in the order of the schema: the text of config.yaml.
+
+    It is that of `OmegaConf.to_yaml`, which takes three times as long to make its own nodes first.
+    """
+    return yaml.dump(
+        to_dict(config),
+        default_flow_style=False,
+        allow_unicode=True,
+        sort_keys=False,
+        Dumper=get_omega_conf_dumper(),
+    )
 
 
 def read_values(run: Path) -> dict[str, Any]:

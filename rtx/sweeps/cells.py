@@ -3,8 +3,9 @@
 Hydra's BasicSweeper combines the listed values; each chosen experiment is a grid of its own.
 """
 
+import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,8 @@ DEFINING = (
     "routing.window",
 )
 """Groups and keys that define a row of a table; a sweep reports overrides that change one."""
+MOST_CELLS = 10_000
+"""The largest number of combinations of a grid."""
 NO_EXPERIMENT = Override("experiment", ("",))
 Job = Sequence[Override]
 """The overrides of one run, each with one value."""
@@ -65,8 +68,24 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
     return cells
 
 
+def refuse_many_cells(checked: Sequence[Override]) -> None:
+    """Raise `UserError` for a grid of more than MOST_CELLS combinations, without making any."""
+    cells = 0
+    for grid in grids(checked):
+        cells += math.prod(len(entry.values) for entry in grid)
+    if cells > MOST_CELLS:
+        axes = " ".join(f"{entry.key}: {len(entry.values):,}" for entry in checked if entry.sweeps)
+        counts = f" (values of {axes})" if axes else ""
+        several = "list fewer values, or make several sweeps of it"
+        raise UserError(f"{cells:,} cells{counts}: a sweep has at most {MOST_CELLS:,}; {several}")
+
+
 def grid_jobs(checked: Sequence[Override]) -> list[Job]:
-    """Return every combination of the listed values, experiment by experiment."""
+    """Return every combination of the listed values, experiment by experiment.
+
+    Raises `UserError` for more than MOST_CELLS.
+    """
+    refuse_many_cells(checked)
     # Hydra has no public name for its own sweeper, whose grid this is.
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -87,7 +106,12 @@ def jobs_of(words: Iterable[Iterable[str]]) -> list[Job]:
 
 
 def cells_of(
-    jobs: Iterable[Job], checked: Sequence[Override], *, first: int = 1, merge: bool = False
+    jobs: Iterable[Job],
+    checked: Sequence[Override],
+    *,
+    first: int = 1,
+    merge: bool = False,
+    report: Callable[[Cell], object] = lambda cell: None,
 ) -> dict[Path, Cell]:
     """Return the cells of jobs by their folders, composed and checked.
 
@@ -95,6 +119,7 @@ def cells_of(
         checked: the overrides of the command; their single values are no part of a title.
         first: number of the first cell.
         merge: whether a repeated job is allowed, as from a sweeper that draws values.
+        report: called with each cell as soon as it is composed.
 
     Raises:
         UserError: a cell is impossible, or two jobs make the same run.
@@ -112,6 +137,7 @@ def cells_of(
         cell = Cell(number, words_of(job), folder, config, title, (titled(varied),))
         if folder not in cells:
             cells[folder] = cell
+            report(cell)
         elif not merge:
             cells[folder] = joined(cells[folder], cell)
     return cells

@@ -270,12 +270,13 @@ class Sweep:
         """
         lists = [list(job) for job in words]
         jobs = jobs_of(lists)
+        if self.preview:
+            cells = cells_of(jobs, self.checked, report=print_configuration)
+            refuse_idle(list(cells.values()), self.checked)
+            return []
         cells = cells_of(jobs, self.checked, first=first + 1, merge=not self.is_grid)
         if self.is_grid:
             refuse_idle(list(cells.values()), self.checked)
-        if self.preview:
-            print_configurations(cells.values())
-            return []
         launcher = self.prepare(list(cells.values()), slurm)
         self.announce(list(cells.values()))
         outcomes = asyncio.run(launcher.launch())
@@ -358,11 +359,10 @@ class Sweep:
         say(closing_table(cells, [self.outcomes[cell.folder] for cell in cells]))
 
 
-def print_configurations(cells: Iterable[Cell]) -> None:
-    """Print the configuration of each cell as YAML."""
-    for cell in cells:
-        title = f"# cell {cell.number}: {shorten(cell.title)}"
-        print(f"---\n{title}\n{to_yaml(cell.config)}", end="")
+def print_configuration(cell: Cell) -> None:
+    """Print the configuration of a cell as YAML, at once: the next cells may take a while."""
+    title = f"# cell {cell.number}: {shorten(cell.title)}"
+    print(f"---\n{title}\n{to_yaml(cell.config)}", end="", flush=True)
 
 
 def record_sweep(cells: Sequence[Cell], command: str) -> list[Path]:
