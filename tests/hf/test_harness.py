@@ -83,7 +83,8 @@ def harness_samples(model: Path, tasks: Path) -> tuple[dict[str, Any], dict[str,
     command += ["--model_args", f"pretrained={model},trust_remote_code=True"]
     command += ["--tasks", "choose,roll,write", "--include_path", str(tasks)]
     command += ["--batch_size", "2", "--output_path", str(out), "--log_samples"]
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    # The harness may be in a folder that is in this process's path alone.
+    paths = [str(ROOT), *filter(None, sys.path)]
     environment = {
         **os.environ,
         "HF_HOME": str(tasks / "hf_home"),
