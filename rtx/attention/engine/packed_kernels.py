@@ -67,8 +67,8 @@ def members_of_program(members, N, SIZE: tl.constexpr, IN_ORDER: tl.constexpr):
     A group is one head of one sequence, b * H + h. With IN_ORDER no tile has members of two groups.
     Otherwise the last result has no meaning.
     """
-    tile = tl.program_id(0)
     offset_S = tl.arange(0, SIZE)
+    tile = tl.program_id(0)
     if IN_ORDER:
         tiles_of_sequence = tl.cdiv(N, SIZE)
         group = tile // tiles_of_sequence
@@ -114,10 +114,10 @@ def offsets_of_rows(strides, row_S, group, H, N, IN_ORDER: tl.constexpr):
     else:
         group_S = row_S // N
     b_S = group_S // H
-    h_S = group_S - b_S * H
-    n_S = row_S - group_S * N
     offset_S = b_S.to(tl.int64) * b_stride
+    h_S = group_S - b_S * H
     offset_S += h_S.to(tl.int64) * h_stride
+    n_S = row_S - group_S * N
     offset_S += n_S.to(tl.int64) * n_stride
     return offset_S
 
@@ -126,8 +126,9 @@ def offsets_of_rows(strides, row_S, group, H, N, IN_ORDER: tl.constexpr):
 def load_vectors(x, offset_S, valid_S, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Return the vectors of SIZE numbers that begin at offsets, padded by 0; 0 where not valid."""
     d = tl.arange(0, PADDED)
-    mask = valid_S[:, None] & (d < SIZE)[None, :]
-    return tl.load(x + offset_S[:, None] + d[None, :], mask, 0.0)
+    pointer_SD = x + offset_S[:, None] + d[None, :]
+    mask_SD = valid_S[:, None] & (d < SIZE)[None, :]
+    return tl.load(pointer_SD, mask_SD, 0.0)
 
 
 @triton.jit
@@ -138,12 +139,25 @@ def load_matrix_rows(x, index_S, valid_S, SIZE: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def store_matrix_rows(x, index_S, valid_S, y, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def store_matrix_rows(x, index_S, valid_S, y_SD, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Write y to rows of a contiguous matrix with SIZE columns."""
     d = tl.arange(0, PADDED)
     offset_S = index_S.to(tl.int64) * SIZE
-    mask = valid_S[:, None] & (d < SIZE)[None, :]
-    tl.store(x + offset_S[:, None] + d[None, :], y.to(x.dtype.element_ty), mask)
+    mask_SD = valid_S[:, None] & (d < SIZE)[None, :]
+    pointer_SD = x + offset_S[:, None] + d[None, :]
+    tl.store(pointer_SD, y_SD.to(x.dtype.element_ty), mask_SD)
+
+
+@triton.jit
+def as_column(number_S, row_S, valid_S):
+    """Return three vectors as columns [S, 1], which broadcast to a tile of pairs."""
+    return number_S[:, None], row_S[:, None], valid_S[:, None]
+
+
+@triton.jit
+def as_row(number_S, row_S, valid_S):
+    """Return three vectors as rows [1, S], which broadcast to a tile of pairs."""
+    return number_S[None, :], row_S[None, :], valid_S[None, :]
 
 
 @triton.jit
@@ -219,12 +233,10 @@ def add_to_softmax(logit2_QK, max_Q, sum_Q):
 
 
 @triton.jit
-def finish_softmax(max_Q, sum_Q):
-    """Return the divisor of outputs, and the log-sum: 1 and -inf where nothing is read."""
-    reads_Q = sum_Q != 0  # also if the sum is NaN: then the output is NaN
-    divisor_Q = tl.where(reads_Q, sum_Q, 1.0)
-    lse_Q = (max_Q + tl.log2(divisor_Q)) / LOG2E
-    return divisor_Q, tl.where(reads_Q, lse_Q, float("-inf"))
+def log_sum(max_Q, sum_Q, reads_Q):
+    """Return the natural log-sum of a softmax, see `add_to_softmax`; -inf where nothing is read."""
+    lse_Q = (max_Q + tl.log2(sum_Q)) / LOG2E
+    return tl.where(reads_Q, lse_Q, float("-inf"))
 
 
 @triton.jit
@@ -279,13 +291,19 @@ def weights_and_dlogits(logit2, lse2, f, dw, delta, DROPOUT: tl.constexpr):
 
 
 @triton.jit
+def first_entries(p_Q, last_distance):
+    """Return the number of each query member's entry of distance 0 in a table [P, T], int64."""
+    return p_Q.to(tl.int64)[:, None] * (last_distance + 1)
+
+
+@triton.jit
 def zero_end_sums(BQ: tl.constexpr):
     """Return the sums with which `store_by_distance` begins."""
     return tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32)
 
 
 @triton.jit
-def store_by_distance(table, p_Q1, x_QK, distance_QK, last_distance, end_sums):
+def store_by_distance(table, entry_Q1, x_QK, distance_QK, last_distance, end_sums):
     """Add up x by query member and distance: write the inner entries of a table [P, T].
 
     Of the keys at a distance between the ends, 0 and last_distance, a query member reads at most
@@ -295,29 +313,28 @@ def store_by_distance(table, p_Q1, x_QK, distance_QK, last_distance, end_sums):
     of a key of another list.
 
     Args:
+        entry_Q1: see `first_entries`.
         end_sums: the sums so far at distance 0 and at last_distance.
 
     Returns:
         end_sums with those of this tile.
     """
     nearest_Q, farthest_Q = end_sums
-    first_entry_Q1 = table + p_Q1.to(tl.int64) * (last_distance + 1)
-    is_inner_QK = (distance_QK > 0) & (distance_QK < last_distance)
-    x = x_QK.to(table.dtype.element_ty)
-    tl.store(first_entry_Q1 + distance_QK, x, (x_QK != 0.0) & is_inner_QK)
+    mask_QK = (x_QK != 0.0) & (distance_QK > 0) & (distance_QK < last_distance)
+    tl.store(table + entry_Q1 + distance_QK, x_QK.to(table.dtype.element_ty), mask_QK)
     nearest_Q += tl.sum(tl.where(distance_QK == 0, x_QK, 0.0), 1)
     farthest_Q += tl.sum(tl.where(distance_QK == last_distance, x_QK, 0.0), 1)
     return nearest_Q, farthest_Q
 
 
 @triton.jit
-def store_end_sums(table, p_Q1, valid_Q1, last_distance, end_sums):
+def store_end_sums(table, entry_Q1, valid_Q, last_distance, end_sums):
     """Write the last result of `store_by_distance`. With T = 1 both ends are the same entry."""
     nearest_Q, farthest_Q = end_sums
-    nearest = table + p_Q1.to(tl.int64) * (last_distance + 1)
-    tl.store(nearest, nearest_Q[:, None].to(table.dtype.element_ty), valid_Q1)
+    nearest = table + entry_Q1
+    tl.store(nearest, nearest_Q[:, None].to(table.dtype.element_ty), valid_Q[:, None])
     farthest = nearest + last_distance
-    tl.store(farthest, farthest_Q[:, None].to(table.dtype.element_ty), valid_Q1)
+    tl.store(farthest, farthest_Q[:, None].to(table.dtype.element_ty), valid_Q[:, None])
 
 
 @triton.jit
@@ -418,9 +435,6 @@ def attend_kernel(
     max_Q = tl.full([BQ], float("-inf"), tl.float32)
     sum_Q = tl.zeros([BQ], tl.float32)
     out_QE = tl.zeros([BQ, E_PADDED], tl.float32)
-    p_Q1 = p_Q[:, None]
-    row_Q1 = row_Q[:, None]
-    valid_Q1 = valid_Q[:, None]
 
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K, valid_K, row_K = members_of_iteration(first_m, end, key_row, BK, IN_ORDER)
@@ -428,11 +442,10 @@ def attend_kernel(
         k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
         v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, group, H, N, IN_ORDER)
         v_KE = load_vectors(v, v_offset_K, valid_K, E, E_PADDED)
-        m_1K = m_K[None, :]
-        row_1K = row_K[None, :]
-        valid_1K = valid_K[None, :]
 
         product_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
+        p_Q1, row_Q1, valid_Q1 = as_column(p_Q, row_Q, valid_Q)
+        m_1K, row_1K, valid_1K = as_row(m_K, row_K, valid_K)
         if KEYS_BY_DISTANCE:
             distance_QK = distance_of(row_Q1, row_1K, N, last_distance, IN_ORDER)
             product_QK += look_up(logit_table, row_Q1, distance_QK, last_distance)
@@ -442,12 +455,14 @@ def attend_kernel(
         w_QK, factor_Q, max_Q, sum_Q = add_to_softmax(logit2_QK, max_Q, sum_Q)
         if DROPOUT:
             w_QK *= dropout_factors(seed, p_Q1, m_1K, dropout, rescale)
+        w_QK = w_QK.to(v_KE.dtype)
         out_QE *= factor_Q[:, None]
-        out_QE = tl.dot(w_QK.to(v_KE.dtype), v_KE, out_QE, input_precision="ieee")
+        out_QE = tl.dot(w_QK, v_KE, out_QE, input_precision="ieee")
 
-    divisor_Q, lse_Q = finish_softmax(max_Q, sum_Q)
-    store_matrix_rows(out, p_Q, valid_Q, out_QE / divisor_Q[:, None], E, E_PADDED)
-    tl.store(lse + p_Q, lse_Q, valid_Q)
+    reads_Q = sum_Q != 0  # also if the sum is NaN: then the output is NaN
+    sum_Q = tl.where(reads_Q, sum_Q, 1.0)
+    store_matrix_rows(out, p_Q, valid_Q, out_QE / sum_Q[:, None], E, E_PADDED)
+    tl.store(lse + p_Q, log_sum(max_Q, sum_Q, reads_Q), valid_Q)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -513,19 +528,17 @@ def weigh_kernel(
     q_QD = load_vectors(q, offset_Q, valid_Q, D, D_PADDED)
     lse2_Q = load_lse2(lse, p_Q, valid_Q)
     holes = (hole_value, hole_low, hole_high)
-    p_Q1 = p_Q[:, None]
-    row_Q1 = row_Q[:, None]
-    valid_Q1 = valid_Q[:, None]
+    entry_Q1 = first_entries(p_Q, last_distance)
     weight_ends = zero_end_sums(BQ)
 
     for first_m in tl.range(begin, end, BK, num_stages=STAGES):
         m_K, valid_K, row_K = members_of_iteration(first_m, end, key_row, BK, IN_ORDER)
         k_offset_K = offsets_of_rows((k_b, k_h, k_n), row_K, group, H, N, IN_ORDER)
         k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
-        m_1K = m_K[None, :]
-        valid_1K = valid_K[None, :]
 
-        distance_QK = distance_of(row_Q1, row_K[None, :], N, last_distance, IN_ORDER)
+        p_Q1, row_Q1, valid_Q1 = as_column(p_Q, row_Q, valid_Q)
+        m_1K, row_1K, valid_1K = as_row(m_K, row_K, valid_K)
+        distance_QK = distance_of(row_Q1, row_1K, N, last_distance, IN_ORDER)
         product_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
         product_QK += look_up(logit_table, row_Q1, distance_QK, last_distance)
         logit2_QK = logits_in_range(product_QK, scale, m_1K, start_Q[:, None], stop_Q[:, None])
@@ -535,9 +548,9 @@ def weigh_kernel(
         if DROPOUT:
             w_QK *= dropout_factors(seed, p_Q1, m_1K, dropout, rescale)
         weight_ends = store_by_distance(
-            weight_table, p_Q1, w_QK, distance_QK, last_distance, weight_ends
+            weight_table, entry_Q1, w_QK, distance_QK, last_distance, weight_ends
         )
-    store_end_sums(weight_table, p_Q1, valid_Q1, last_distance, weight_ends)
+    store_end_sums(weight_table, entry_Q1, valid_Q, last_distance, weight_ends)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -623,10 +636,8 @@ def dq_kernel(
     tl.store(delta + p_Q, delta_Q, valid_Q)
     holes = (hole_value, hole_low, hole_high)
     dq_QD = tl.zeros([BQ, D_PADDED], tl.float32)
-    p_Q1 = p_Q[:, None]
-    row_Q1 = row_Q[:, None]
-    valid_Q1 = valid_Q[:, None]
     if KEYS_BY_DISTANCE:
+        entry_Q1 = first_entries(p_Q, last_distance)
         dlogit_ends = zero_end_sums(BQ)
         weight_ends = zero_end_sums(BQ)
 
@@ -636,12 +647,11 @@ def dq_kernel(
         k_KD = load_vectors(k, k_offset_K, valid_K, D, D_PADDED)
         v_offset_K = offsets_of_rows((v_b, v_h, v_n), row_K, group, H, N, IN_ORDER)
         v_KE = load_vectors(v, v_offset_K, valid_K, E, E_PADDED)
-        m_1K = m_K[None, :]
-        row_1K = row_K[None, :]
-        valid_1K = valid_K[None, :]
 
         product_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision="ieee")
         dw_QK = tl.dot(dout_QE, tl.trans(v_KE), input_precision="ieee")
+        p_Q1, row_Q1, valid_Q1 = as_column(p_Q, row_Q, valid_Q)
+        m_1K, row_1K, valid_1K = as_row(m_K, row_K, valid_K)
         if KEYS_BY_DISTANCE:
             distance_QK = distance_of(row_Q1, row_1K, N, last_distance, IN_ORDER)
             product_QK += look_up(logit_table, row_Q1, distance_QK, last_distance)
@@ -659,18 +669,18 @@ def dq_kernel(
         dq_QD = tl.dot(dlogit_QK.to(k_KD.dtype), k_KD, dq_QD, input_precision="ieee")
         if KEYS_BY_DISTANCE:
             dlogit_ends = store_by_distance(
-                dlogit_table, p_Q1, dlogit_QK * scale, distance_QK, last_distance, dlogit_ends
+                dlogit_table, entry_Q1, dlogit_QK * scale, distance_QK, last_distance, dlogit_ends
             )
         if VALUES_BY_DISTANCE:
             weight_ends = store_by_distance(
-                weight_table, p_Q1, wf_QK, distance_QK, last_distance, weight_ends
+                weight_table, entry_Q1, wf_QK, distance_QK, last_distance, weight_ends
             )
 
     store_matrix_rows(dq, p_Q, valid_Q, dq_QD * scale, D, D_PADDED)
     if KEYS_BY_DISTANCE:
-        store_end_sums(dlogit_table, p_Q1, valid_Q1, last_distance, dlogit_ends)
+        store_end_sums(dlogit_table, entry_Q1, valid_Q, last_distance, dlogit_ends)
     if VALUES_BY_DISTANCE:
-        store_end_sums(weight_table, p_Q1, valid_Q1, last_distance, weight_ends)
+        store_end_sums(weight_table, entry_Q1, valid_Q, last_distance, weight_ends)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -747,9 +757,6 @@ def dkv_kernel(
     holes = (hole_value, hole_low, hole_high)
     dk_KD = tl.zeros([BK, D_PADDED], tl.float32)
     dv_KE = tl.zeros([BK, E_PADDED], tl.float32)
-    m_K1 = m_K[:, None]
-    row_K1 = row_K[:, None]
-    valid_K1 = valid_K[:, None]
 
     for first_p in tl.range(begin, end, BQ, num_stages=STAGES):
         p_Q, valid_Q, row_Q = members_of_iteration(first_p, end, query_row, BQ, IN_ORDER)
@@ -760,12 +767,11 @@ def dkv_kernel(
         sum_index_Q = member_or_row(p_Q, row_Q, valid_Q, SUMS_BY_MEMBER)
         lse2_Q = load_lse2(lse, sum_index_Q, valid_Q)
         delta_Q = tl.load(delta + p_Q, valid_Q, 0.0)
-        p_1Q = p_Q[None, :]
-        row_1Q = row_Q[None, :]
-        valid_1Q = valid_Q[None, :]
 
         product_KQ = tl.dot(k_KD, tl.trans(q_QD), input_precision="ieee")
         dw_KQ = tl.dot(v_KE, tl.trans(dout_QE), input_precision="ieee")
+        p_1Q, row_1Q, valid_1Q = as_row(p_Q, row_Q, valid_Q)
+        m_K1, row_K1, valid_K1 = as_column(m_K, row_K, valid_K)
         if KEYS_BY_DISTANCE:
             distance_KQ = distance_of(row_1Q, row_K1, N, last_distance, IN_ORDER)
             product_KQ += look_up(logit_table, row_1Q, distance_KQ, last_distance)
@@ -904,8 +910,10 @@ def combine_kernel(
         x_SW = tl.load(x + entry_SW, mask_SW, 0.0).to(tl.float32)
         out_SW = out_SW * factor_S[:, None] + w_S1 * x_SW
 
-    divisor_S, lse_S = finish_softmax(max_S, sum_S)
+    reads_S = sum_S != 0  # also if the sum is NaN: then the output is NaN
+    sum_S = tl.where(reads_S, sum_S, 1.0)
+    lse_S = log_sum(max_S, sum_S, reads_S)
     tl.store(row_lse + row_S, lse_S, valid_S & (tl.program_id(1) == 0))
     entry_SW = matrix_entries(row_S, column_W, WIDTH)
     mask_SW = valid_S[:, None] & valid_W[None, :]
-    tl.store(out + entry_SW, (out_SW / divisor_S[:, None]).to(out.dtype.element_ty), mask_SW)
+    tl.store(out + entry_SW, (out_SW / sum_S[:, None]).to(out.dtype.element_ty), mask_SW)

@@ -732,9 +732,10 @@ def reader_kernel(
     )
 
     # If no key is `target` places after, all later queries of the list read the key.
+    later_member_n = member_n + target
     list_end_n = tl.load(key_bound + list_n + 1, valid_n, 0)
-    has_later_n = valid_n & (member_n + target < list_end_n)
-    later_row_n = tl.load(row_M + early_members + member_n + target, has_later_n, 0)
+    has_later_n = valid_n & (later_member_n < list_end_n)
+    later_row_n = tl.load(row_M + early_members + later_member_n, has_later_n, 0)
     later_n = tl.where(has_later_n, later_row_n - group * N, 0)
     high_n = queries_before(
         query_last, query_word, group, cluster_n, later_n, C, T, capacity, has_later_n, SELF
