@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compiler, "SOURCES", [source])
     monkeypatch.setattr(compiler, "FLAGS", ["-shared", "-fPIC"])
     return new_cache(tmp_path / "cache", monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_other_tests() -> Iterator[None]:
+    """Let tests of other files load the kernels anew, from the cache of before."""
+    yield
+    forget()
 
 
 def new_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
