@@ -108,7 +108,7 @@ def refuse_unreadable(folder: Path) -> None:
     try:
         names_inside(folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{shorten(str(folder), 300)}: cannot be read ({error.strerror})") from error
 
 
 def runs_below(folder: Path) -> list[Path]:

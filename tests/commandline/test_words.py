@@ -305,7 +305,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("data list data=text", f"rtx: rtx data list data=text: {DATA}\n"),
         (f"data list {'9' * 3000}", f"rtx: rtx data list {'9' * 83}...: {DATA}\n"),
         ("data remove", f"rtx: rtx data remove: {DATA}\n"),
-        (f"runs {'9' * 3000}", "999...: File name too long\n"),
+        (f"runs {'9' * 3000}", "...: cannot be read (File name too long)\n"),
         (
             f"train --cfg job data=recall data.path={'9' * 3000}",
             "999... has no effect with data.name=recall",
