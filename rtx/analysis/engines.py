@@ -105,7 +105,7 @@ def phrase_of(name: str, config: Config, layer: int, device: torch.device) -> st
         torch.manual_seed(0)
         pattern = make_pattern(name, 1, config, layer).eval()
         phrase = joined_phrases(pattern, config, device)
-        if isinstance(pattern, Indexer) and pattern.dense:
+        if isinstance(pattern, Indexer) and pattern.is_dense:
             pattern.set_steps(pattern.warmup)
             later = joined_phrases(pattern, config, device)
             return f"{phrase} in {pattern.warmup:,} steps, then {later}"
