@@ -37,6 +37,7 @@ from rtx.settings.effects import (
 )
 from rtx.settings.fields import (
     LARGEST,
+    LENGTH,
     POSITIONS,
     STEPS,
     WINDOWS,
@@ -112,7 +113,7 @@ class DataConfig:
     revision: str | None = key(None, read_with=IF_HUB)
     """Commit or tag of the hub (data=hub); unset: the newest; the run's record has the commit that
     was read."""
-    length: int = key(1024, low=2, high=POSITIONS)
+    length: int = key(1024, low=2, high=LENGTH)
     """Sequence length N in tokens; an image is one sequence, so image sets fix it to height x width
     x 3."""
     documents: bool = key(False, read_with={"data.name": TEXTS}, since=Since("0.5.0", False))
