@@ -12,11 +12,12 @@ from rtx.analysis.planned_device import devices, on_gpu
 from rtx.analysis.speed import expected_step, rates
 from rtx.cli.request import Request
 from rtx.data.catalog import vocabulary_size
-from rtx.errors import plural
+from rtx.errors import UserError, plural
 from rtx.evaluation.protocol import sees_future
 from rtx.report.summary import heads_phrase
+from rtx.settings.derived import clusters, routes
 from rtx.settings.requirements import precision_on
-from rtx.settings.schema import Config, flat, to_dict, with_values
+from rtx.settings.schema import CENTROIDS, Config, flat, to_dict, with_values
 from rtx.terminal import prose_width
 from rtx.training.hardware import device_memory
 
@@ -24,6 +25,7 @@ GIB = 2**30
 TERA = 1e12
 GPUS = (16, 24, 80)
 """Sizes of the GPUs that a plan is made for, in GiB."""
+MOST_COMPARISONS = 2**32
 LESS_MEMORY = (
     "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller "
     "data.length"
@@ -34,6 +36,7 @@ def main(request: Request) -> int:
     """Run `rtx plan <overrides>`."""
     config = request.config
     memory = request.options.memory
+    refuse_long_selection(config)
     vocabulary = vocabulary_size(config.data)
     world = devices(config)
     width = prose_width()
@@ -42,6 +45,20 @@ def main(request: Request) -> int:
     for line in lines:
         print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
+
+
+def refuse_long_selection(config: Config) -> None:
+    """Raise `UserError` where it would take minutes to select the keys of one sequence.
+
+    A plan selects them once, because the memory of a step depends on how many there are.
+    """
+    routing = config.routing
+    if not routes(config) or routing.selection not in CENTROIDS:
+        return
+    if config.data.length * clusters(config) > MOST_COMPARISONS:
+        sizes = f"data.length={config.data.length} with {plural(clusters(config), 'cluster')}"
+        rule = f"a plan compares at most {MOST_COMPARISONS:,} pairs of a position and a cluster"
+        raise UserError(f"{sizes}: {rule}; take fewer clusters (a larger routing.window)")
 
 
 def cost_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:

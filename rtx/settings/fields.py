@@ -28,6 +28,8 @@ TRUTH = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
+LENGTH = 2**24
+"""The longest sequence."""
 POSITIONS = 2**30
 """The highest value of a key that counts positions, keys or clusters of a sequence."""
 WINDOWS = 2**40

@@ -37,6 +37,7 @@ from rtx.settings.effects import (
 )
 from rtx.settings.fields import (
     LARGEST,
+    LENGTH,
     POSITIONS,
     STEPS,
     WINDOWS,
@@ -112,7 +113,7 @@ class DataConfig:
     revision: str | None = key(None, read_with=IF_HUB)
     """Commit or tag of the hub (data=hub); unset: the newest; the run's record has the commit that
     was read."""
-    length: int = key(1024, low=2, high=POSITIONS)
+    length: int = key(1024, low=2, high=LENGTH)
     """Sequence length N in tokens; an image is one sequence, so image sets fix it to height x width
     x 3."""
     documents: bool = key(False, read_with={"data.name": TEXTS}, since=Since("0.5.0", False))
@@ -218,7 +219,7 @@ class RoutingConfig:
     k) (projected)."""
     heads: int = key(4, low=0, high=2**20)
     """Routing heads in each routing layer; the other heads use the base pattern."""
-    layers: int = key(2, low=0, high=10_000)
+    layers: int = key(2, low=0, high=1024)
     """Routing layers, counted from the top of the model."""
     window: int = key(256, low=1, high=POSITIONS)
     """Attention window W: keys per query and cluster at the most."""
@@ -298,14 +299,14 @@ class ModelConfig:
     start: str | None = key(None, since=Since("0.5.0", None))
     """Folder of a Llama-type model (config.json, *.safetensors) to start from; it sets the keys
     that its weights need."""
-    layers: int = key(4, low=1, high=10_000)
+    layers: int = key(4, low=1, high=1024)
     """Decoder blocks."""
     heads: int = key(8, low=1, high=2**20)
     """Attention heads in each block."""
     kv_heads: int | None = key(None, low=1, high=2**20, since=Since("0.4.0", None))
     """Heads of keys and values in each block, each shared by heads / kv_heads query heads (grouped
     queries); unset: as many as heads."""
-    hidden: int = key(256, low=1, high=2**20)
+    hidden: int = key(256, low=1, high=2**16)
     """Width of the residual stream; a head has the size hidden / heads."""
     causal: bool = key(True, since=Since("0.5.0", True))
     """Whether a position reads earlier ones alone; false: both sides, an encoder that predicts
