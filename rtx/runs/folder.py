@@ -108,7 +108,8 @@ def refuse_unreadable(folder: Path) -> None:
     try:
         names_inside(folder)
     except OSError as error:
-        raise UserError(f"{shorten(str(folder), 300)}: cannot be read ({error.strerror})") from error
+        place = shorten(str(folder), 300)
+        raise UserError(f"{place}: cannot be read ({error.strerror})") from error
 
 
 def runs_below(folder: Path) -> list[Path]:
