@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 
 from rtx.errors import plural
-from rtx.runs.records import DataRecord, Record
+from rtx.runs.records import Count, DataRecord, Record
 
 PRETRAINED = "pretrained"
 """The folder of these records below the folder of runs, and what a record says it is."""
@@ -90,7 +90,7 @@ class SelectionCostRow(Record):
 
     label: str
     choice: ChoiceFields
-    k: int
+    k: Count
     above: FiniteFloat
     error: FiniteFloat | None = None
     above_of_windows: list[FiniteFloat]
@@ -120,8 +120,8 @@ class PretrainedRecord(Record):
     weight: WeightRow
     rows: list[SelectionCostRow] = Field(min_length=1)
     seconds: FiniteFloat
-    parameters: int
-    memory: int
+    parameters: Count
+    memory: Count
     precision: str
     analyze: dict[str, Any]
     data: DataRecord

@@ -20,8 +20,8 @@ for package in ("transformers", "lm_eval"):
 LENGTH = 192
 """Of the windows of the run, which the test split fits into."""
 QUESTIONS = (
-    {"question": "a bc ", "choices": ["cab", "dad", "e"], "answer": 1},
-    {"question": "abc abd ", "choices": ["abe", "b", "fff"], "answer": 0},
+    {"question": "a bc", "choices": ["cab", "dad", "e"], "answer": 1},
+    {"question": "abc abd", "choices": ["abe", "b", "fff"], "answer": 0},
     {"question": "f", "choices": ["ed", "ab cab", "c a"], "answer": 2},
 )
 CHOOSE = """
@@ -33,7 +33,7 @@ output_type: multiple_choice
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: answer
-target_delimiter: ""
+target_delimiter: " "
 metric_list:
   - metric: acc
 """
@@ -124,8 +124,8 @@ def test_the_harness_scores_chooses_and_writes_as_rtx(workshop: Workshop, tmp_pa
     assert of_split["units"] == len(tokens)
     ((rolled,),) = samples["roll"][0]["resps"]
     assert float(rolled) == pytest.approx(-of_split["nats"], rel=1e-6)
-    bits = scores["roll"]["bits_per_byte,none"]
-    assert bits == pytest.approx(of_split["bits_per_byte"], rel=1e-6)
+    assert of_split["unit"] == "byte"
+    assert scores["roll"]["bits_per_byte,none"] == pytest.approx(of_split["bits"], rel=1e-6)
 
     def nats_of(question: str, choice: str) -> float:
         asked = encode_text(ours.tokenizer, question)
@@ -137,7 +137,7 @@ def test_the_harness_scores_chooses_and_writes_as_rtx(workshop: Workshop, tmp_pa
     correct = []
     for line, sample in zip(QUESTIONS, samples["choose"], strict=True):
         likelihoods = [float(resps[0][0]) for resps in sample["resps"]]
-        expected = [-nats_of(line["question"], choice) for choice in line["choices"]]
+        expected = [-nats_of(line["question"], f" {choice}") for choice in line["choices"]]
         assert likelihoods == pytest.approx(expected, abs=1e-5)
         correct.append(max(range(3), key=expected.__getitem__) == line["answer"])
     assert scores["choose"]["acc,none"] == pytest.approx(sum(correct) / 3)
