@@ -60,6 +60,7 @@ def test_a_number_above_its_bound_is_refused_with_the_bound(
         "trainer.batch_size",
         "trainer.steps",
         "model.ffn_hidden",
+        "model.hidden",
     ],
 )
 def test_a_plan_at_a_bound_answers_or_refuses(name: str) -> None:
