@@ -432,7 +432,7 @@ class ModelConfig:
     (as published)."""
     hash_rounds: int = key(1, low=1, high=1_000, read_with=IF_LSH)
     """Hash rounds of base=lsh; a head reads the keys of all of them."""
-    hash_buckets: int | None = key(None, low=2, high=2**30, read_with=IF_LSH)
+    hash_buckets: int | None = key(None, low=2, high=2**20, read_with=IF_LSH)
     """Buckets of each round of base=lsh, an even number; unset: about 2 N / model.window."""
     span_ramp: int = key(32, low=1, high=POSITIONS, read_with=IF_SPAN)
     """Positions over which a span of base=adaptive_span fades out."""

@@ -59,18 +59,14 @@ def test_a_number_above_its_bound_is_refused_with_the_bound(
         "data.sequences",
         "trainer.batch_size",
         "trainer.steps",
-        "trainer.final_windows",
+        "model.ffn_hidden",
         "model.hidden",
-        "model.layers",
-        "model.hash_buckets",
     ],
 )
 def test_a_plan_at_a_bound_answers_or_refuses(name: str) -> None:
     words = [*SMALL, f"{name}={all_fields()[name].high:.0f}"]
     if name == "data.sequences":
         words.append("data=mqar")
-    if name == "model.hash_buckets":
-        words.append("model.base=lsh")
     with deadline():
         assert cli.main(["plan", *words]) in (0, 2)
 
