@@ -35,13 +35,17 @@ def test_the_sources_compile_without_warnings() -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of compiled copies, with small sources and an empty memory of earlier calls."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of compiled copies, with small sources and an empty memory of earlier calls.
+
+    The kernels of these sources compute nothing: later tests must load the real ones again.
+    """
     source = tmp_path / "small.cpp"
     source.write_text(SOURCE)
     monkeypatch.setattr(compiler, "SOURCES", [source])
     monkeypatch.setattr(compiler, "FLAGS", ["-shared", "-fPIC"])
-    return new_cache(tmp_path / "cache", monkeypatch)
+    yield new_cache(tmp_path / "cache", monkeypatch)
+    forget()
 
 
 @pytest.fixture(autouse=True)
