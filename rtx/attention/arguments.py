@@ -23,12 +23,12 @@ def check_call(
     v_BHND: Tensor,
     real_BN: Tensor | None,
     relative: RelativeTables | None,
-    queries: int = 1,
+    queries_of_key_head: int = 1,
 ) -> None:
     """Refuse tensors that are no valid arguments of `Pattern.forward`.
 
     Args:
-        queries: the number of query heads of each key-value head.
+        queries_of_key_head: the number of query heads of each key-value head.
     """
     if has_keys and k_BHND is None:
         raise ValueError("k_BHND=None: this pattern needs keys")
@@ -40,13 +40,13 @@ def check_call(
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
     check_tensor("v_BHND", v_BHND)
     B, H, N, D = q_BHND.shape
-    if H % queries:
-        allowed = f"a multiple of {queries}, the query heads of a key-value head"
+    if H % queries_of_key_head:
+        allowed = f"a multiple of {queries_of_key_head}, the query heads of a key-value head"
         raise ValueError(f"q_BHND has {H} heads: must have {allowed}")
     width = D
     if v_BHND.dim():
         width = v_BHND.shape[-1]
-    key_heads = H // queries
+    key_heads = H // queries_of_key_head
     check_shape("k_BHND", k_BHND, (B, key_heads, N, D), q_BHND, q_BHND.dtype)
     check_shape("v_BHND", v_BHND, (B, key_heads, N, width), q_BHND, q_BHND.dtype)
     check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)
@@ -225,17 +225,17 @@ def check_finite_call(
         check_finite_values("relative.bias_HM", relative.bias_HM)
 
 
-def check_finite_values(name: str, x: Tensor | None, counts: Tensor | None = None) -> None:
+def check_finite_values(name: str, x: Tensor | None, is_checked: Tensor | None = None) -> None:
     """Refuse NaN and infinity in a tensor; None passes.
 
     Args:
-        counts: true where values are checked; None: everywhere.
+        is_checked: true where values are checked; None: everywhere.
     """
     if x is None:
         return
     is_bad = ~x.isfinite()
-    if counts is not None:
-        is_bad = is_bad & counts
+    if is_checked is not None:
+        is_bad = is_bad & is_checked
     if bool(is_bad.any()):
         first = tuple(is_bad.nonzero()[0].tolist())
         bad = f"{int(is_bad.sum())} in all, the first at {first}"

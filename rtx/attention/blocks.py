@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, as_heads, queries, stored
+from rtx.attention.cache import Cache, as_heads, stored, unrotated_queries
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.grouped import expanded
 from rtx.attention.members import products
@@ -477,7 +477,7 @@ class BlockCache(GrowingCache):
         if self.pattern.gate_H2D is None:
             return out_BH1D
         assert self.choice_BHSE is not None and self.mean_v_BHGD is not None
-        q_BHQD = queries(qk)
+        q_BHQD = unrotated_queries(qk)
         B, H, Q, _ = q_BHQD.shape
         D = out_BH1D.shape[-1]
         out_BHQD = out_BH1D.reshape(B, H, Q, D)

@@ -4,10 +4,12 @@ A stream begins with a prompt, which `prefill` takes in one pass over all its po
 `decode` takes one position at a time. The caches of patterns with a window are bounded; those of
 patterns that may read any earlier position grow.
 
-Grouped queries (`rtx.attention.grouped`): H is the number of heads that choose keys, and G that of
-key-value heads. If each query head chooses, H is the number of query heads, and Q is 1. If query
-heads choose together, H is G, and each of these heads has the Q queries of its query heads, all at
-the newest position.
+Grouped queries (`rtx.attention.grouped`): keys and values are stored for G key-value heads. H heads
+choose keys, and each of them has Q queries at the newest position. Example: 8 query heads, of which
+4 share each of G = 2 key-value heads.
+
+    each query head chooses    H = 8, Q = 1: a head is a query head
+    they choose together       H = 2, Q = 4: a head is a key-value head
 
 Shapes: B streams, H heads that choose, G heads that are stored (key-value heads), N positions, S
 slots, K keys that a query reads, Q queries of a head, X = Q * B or B * H, D head size.
@@ -62,7 +64,8 @@ class RowCache(Cache):
     Args:
         terms: takes the head size, and returns the terms of logits besides queries and keys.
         ring: a fixed number of slots, which later positions overwrite; None: the cache grows.
-        copies: the number of successive heads of `qk` with the same keys, which are stored once.
+        copies: how many successive heads of `qk` have the same keys (`Pattern.key_copies`). These
+            are stored once.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class RowCache(Cache):
         return as_heads(out_BHQD)
 
 
-def queries(qk: QueriesKeys) -> Tensor:
+def unrotated_queries(qk: QueriesKeys) -> Tensor:
     """Return the queries of the newest position, before rotation, `[B, H, Q, D]`."""
     if qk.each_q_XHND is None:
         return qk.q_BHND
@@ -118,7 +121,7 @@ def queries(qk: QueriesKeys) -> Tensor:
 
 
 def rotated_queries(qk: QueriesKeys) -> Tensor:
-    """Return the rotated queries of the newest position, `[B, H, Q, D]`; see `queries`."""
+    """Return the rotated queries of the newest position, `[B, H, Q, D]`."""
     if qk.rotated_each_q_XHND is None:
         return qk.rotated_q_BHND
     return as_queries(qk.rotated_each_q_XHND, len(qk.q_BHND))
@@ -128,7 +131,7 @@ def as_queries(q_XH1D: Tensor, streams: int) -> Tensor:
     """Return query heads that choose together as queries of one head, `[B, H, Q, D]`.
 
     Args:
-        q_XH1D: the query heads as copies of the streams, see `grouped.apart`.
+        q_XH1D: the query heads as copies of the streams, see `grouped.heads_to_copies`.
         streams: B.
     """
     q_XHD = q_XH1D[:, :, 0]
@@ -204,9 +207,9 @@ def attend_step(
         )
     B, H, Q, _ = q_BHQD.shape
     _, G, K, _ = k_BGKD.shape
-    heads_of_key_head = H // max(1, G)
-    k_BHKD = expanded(k_BGKD, heads_of_key_head)
-    v_BHKD = expanded(v_BGKD, heads_of_key_head)
+    queries_of_key_head = H // max(1, G)
+    k_BHKD = expanded(k_BGKD, queries_of_key_head)
+    v_BHKD = expanded(v_BGKD, queries_of_key_head)
     if mask_BH1K is None:
         mask_BH1K = q_BHQD.new_ones(1, 1, 1, K, dtype=torch.bool)
     distance_XQK = None

@@ -8,8 +8,12 @@ has the query heads g I to g I + I - 1. A pattern chooses in one of two ways whi
              by the mean of their queries. A score that is a product with a key is then the mean of
              their scores.
 
-For the second way all sequences are copied I times: copy i has query head i of each key-value head,
-so that it has G heads, and all copies read by the same lists.
+For the second way all sequences are copied I times. Copy i has query head i of each key-value head,
+so a copy has G heads, and all copies read by the same lists. Copies follow one another: first all
+sequences with their first query heads, then all with their second ones.
+
+Example: H = 4, G = 2, so I = 2. Key-value head 0 has the query heads 0 and 1, and key-value head 1
+has 2 and 3. The first copy of each sequence has the query heads 0 and 2, the second one 1 and 3.
 
 Shapes: B sequences, H query heads, G key-value heads, I query heads of a key-value head, X = I * B
 copies of sequences, N positions, D head size, S slots of a cache, K keys that a query reads.
@@ -21,52 +25,52 @@ from torch import Tensor
 from rtx.attention.reads import Holes, IndexReads, MemberLists, QueriesKeys, RangeReads, Reads
 
 
-def expanded(x_BGND: Tensor, queries: int) -> Tensor:
+def expanded(x_BGND: Tensor, queries_of_key_head: int) -> Tensor:
     """Return keys or values once for each query head, `[B, H, N, D]`.
 
     Args:
-        queries: I.
+        queries_of_key_head: I.
     """
-    if queries == 1:
+    if queries_of_key_head == 1:
         return x_BGND
-    return x_BGND.repeat_interleave(queries, dim=1)
+    return x_BGND.repeat_interleave(queries_of_key_head, dim=1)
 
 
-def first_of_each(x_BHND: Tensor, queries: int) -> Tensor:
+def first_of_each(x_BHND: Tensor, queries_of_key_head: int) -> Tensor:
     """Return the vectors of the first query head of each key-value head, `[B, G, N, D]`.
 
     It undoes `expanded`.
     """
-    return x_BHND[:, ::queries]
+    return x_BHND[:, ::queries_of_key_head]
 
 
-def group_mean(q_BHND: Tensor, queries: int) -> Tensor:
+def group_mean(q_BHND: Tensor, queries_of_key_head: int) -> Tensor:
     """Return the mean of the queries that share a key-value head, `[B, G, N, D]`."""
-    if queries == 1:
+    if queries_of_key_head == 1:
         return q_BHND
-    q_BGIND = q_BHND.unflatten(1, (-1, queries))
+    q_BGIND = q_BHND.unflatten(1, (-1, queries_of_key_head))
     return q_BGIND.mean(2)
 
 
-def apart(q_BHND: Tensor, queries: int) -> Tensor:
-    """Return the query heads of each key-value head as copies of the sequences, `[X, G, N, D]`.
-
-    The first copy of all sequences comes first.
-    """
-    q_BGIND = q_BHND.unflatten(1, (-1, queries))
+def heads_to_copies(q_BHND: Tensor, copies: int) -> Tensor:
+    """Return the query heads as `copies` copies of all sequences, `[X, G, N, D]`."""
+    q_BGIND = q_BHND.unflatten(1, (-1, copies))
     q_IBGND = q_BGIND.permute(2, 0, 1, 3, 4)
     return q_IBGND.flatten(0, 1)
 
 
-def together(out_XGND: Tensor, queries: int) -> Tensor:
-    """Return the vectors of all query heads, `[B, H, N, D]`; it undoes `apart`."""
-    out_IBGND = out_XGND.unflatten(0, (queries, -1))
+def copies_to_heads(out_XGND: Tensor, copies: int) -> Tensor:
+    """Return the vectors of all query heads, `[B, H, N, D]`; it undoes `heads_to_copies`."""
+    out_IBGND = out_XGND.unflatten(0, (copies, -1))
     out_BGIND = out_IBGND.permute(1, 2, 0, 3, 4)
     return out_BGIND.flatten(1, 2)
 
 
 def repeated_inputs(qk: QueriesKeys, copies: int) -> QueriesKeys:
-    """Return the queries and keys by which sequences choose, in as many copies of all sequences."""
+    """Return the queries and keys by which sequences choose, for `copies` copies of all sequences.
+
+    `each_q_XHND` and `rotated_each_q_XHND` are None in the result.
+    """
     q_XGND = repeated_sequences(qk.q_BHND, copies)
     rotated_q_XGND = repeated_sequences(qk.rotated_q_BHND, copies)
     k_XGND = q_XGND
@@ -89,7 +93,7 @@ def repeated_inputs(qk: QueriesKeys, copies: int) -> QueriesKeys:
 
 
 def repeated_sequences(x_BGND: Tensor, copies: int) -> Tensor:
-    """Return as many copies of all sequences, `[X, G, N, D]`."""
+    """Return the vectors of `copies` copies of all sequences, `[X, G, N, D]`."""
     return x_BGND.repeat(copies, 1, 1, 1)
 
 
@@ -97,7 +101,8 @@ def for_attention(qk: QueriesKeys, copies: int) -> QueriesKeys:
     """Return the queries and keys by which all query heads attend, as X sequences.
 
     Args:
-        copies: how often to repeat the keys of `qk`: I, or 1 if they are of X sequences already.
+        copies: how often the keys of `qk` are repeated: I times, or once if they have been repeated
+            by `repeated_inputs`.
     """
     assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
     return QueriesKeys(
@@ -109,34 +114,34 @@ def for_attention(qk: QueriesKeys, copies: int) -> QueriesKeys:
     )
 
 
-def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
-    """Return which query reads which keys in as many copies of all sequences.
+def repeated_reads(part: Reads, copies: int, rows: int) -> Reads:
+    """Return which query reads which keys in `copies` copies of all sequences.
 
     Args:
         rows: the number of rows of one copy, B * G * N.
     """
     if isinstance(part, IndexReads):
-        copies = []
+        indexes = []
         is_row_RK = part.index_RK >= 0
-        for number in range(times):
-            first_row = number * rows
-            copies.append(part.index_RK + is_row_RK * first_row)
-        return part._replace(index_RK=torch.cat(copies))
-    queries = repeated_lists(part.query, times, rows)
+        for copy in range(copies):
+            first_row = copy * rows
+            indexes.append(part.index_RK + is_row_RK * first_row)
+        return part._replace(index_RK=torch.cat(indexes))
+    queries = repeated_lists(part.query, copies, rows)
     keys = queries
     if part.key is not part.query:
-        keys = repeated_lists(part.key, times, rows)
+        keys = repeated_lists(part.key, copies, rows)
     holes = part.holes
     if holes is not None:
         # Bounds and values are compared within a copy alone, so they stay as they are.
-        repeated_holes = [x.repeat(1, times) for x in holes]
+        repeated_holes = [x.repeat(1, copies) for x in holes]
         holes = Holes(*repeated_holes)
     members = len(part.key.row_M)
     return RangeReads(
         queries,
         keys,
-        shifted(part.start_P, times, members),
-        shifted(part.stop_P, times, members),
+        shifted(part.start_P, copies, members),
+        shifted(part.stop_P, copies, members),
         part.length,
         holes,
         part.most,
@@ -144,18 +149,21 @@ def repeated_reads(part: Reads, times: int, rows: int) -> Reads:
     )
 
 
-def repeated_lists(lists: MemberLists, times: int, rows: int) -> MemberLists:
-    """Return the lists of as many copies of all sequences; see `repeated_reads`."""
+def repeated_lists(lists: MemberLists, copies: int, rows: int) -> MemberLists:
+    """Return the lists of `copies` copies of all sequences; see `repeated_reads`."""
     return MemberLists(
-        row_M=shifted(lists.row_M, times, rows),
-        count_L=lists.count_L.repeat(times),
+        row_M=shifted(lists.row_M, copies, rows),
+        count_L=lists.count_L.repeat(copies),
     )
 
 
-def shifted(x_M: Tensor, times: int, step: int) -> Tensor:
-    """Return as many copies of numbers, each larger by `step` than the one before."""
-    copies = [x_M + number * step for number in range(times)]
-    return torch.cat(copies)
+def shifted(x_M: Tensor, copies: int, step: int) -> Tensor:
+    """Return `copies` copies of numbers, each larger by `step` than the one before.
+
+    Example: 1, 4 in three copies with a step of 10 are 1, 4, 11, 14, 21, 24.
+    """
+    shifted_copies = [x_M + copy * step for copy in range(copies)]
+    return torch.cat(shifted_copies)
 
 
 def vectors_in_slots(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
@@ -168,9 +176,9 @@ def vectors_in_slots(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
     H = slot_BHK1.shape[1]
     if H in (1, G):
         return x_BGSD.take_along_dim(slot_BHK1, 2)
-    queries = H // G
+    queries_of_key_head = H // G
     x_BG1SD = x_BGSD[:, :, None]
-    x_BGISD = x_BG1SD.expand(B, G, queries, S, D)
-    slot_BGIK1 = slot_BHK1.unflatten(1, (G, queries))
+    x_BGISD = x_BG1SD.expand(B, G, queries_of_key_head, S, D)
+    slot_BGIK1 = slot_BHK1.unflatten(1, (G, queries_of_key_head))
     x_BGIKD = x_BGISD.take_along_dim(slot_BGIK1, 3)
     return x_BGIKD.flatten(1, 2)

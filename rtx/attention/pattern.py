@@ -471,14 +471,17 @@ class Pattern(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, list[Reads] | None]:
         """Return the result of `choose_and_attend` for query heads that choose together.
 
-        They are attended as copies of the sequences (`rtx.attention.grouped`). The sequences choose
-        once, and their lists are repeated for the copies. But lists in static shapes end with
-        unused entries, and cannot be repeated: there the copies choose, all alike, and the third
-        result is None.
+        They are attended as copies of the sequences (`rtx.attention.grouped`). There are two ways
+        to get the lists of the copies:
+
+        - The sequences choose once, and their lists are repeated for the copies.
+        - Lists in static shapes end with unused entries, so they cannot be repeated. There each
+          copy chooses, all by the same queries and keys. The third result is then None.
         """
         copies_choose = is_static(qk.q_BHND, self.backend)
         copies = self.queries_of_key_head
         if copies_choose:
+            # The queries of each query head are of the copies already.
             qk = grouped.repeated_inputs(qk, copies)._replace(
                 each_q_XHND=qk.each_q_XHND,
                 rotated_each_q_XHND=qk.rotated_each_q_XHND,
@@ -489,11 +492,11 @@ class Pattern(nn.Module, ABC):
         v_XGND = v_BGND.repeat(copies, 1, 1, 1)
         if copies_choose:
             out_XGND = self.attend_parts(grouped.for_attention(qk, 1), v_XGND, parts, relative)
-            return grouped.together(out_XGND, copies), loss, None
+            return grouped.copies_to_heads(out_XGND, copies), loss, None
         rows = qk.q_BHND.shape[:3].numel()
         copied = [grouped.repeated_reads(part, copies, rows) for part in parts]
         out_XGND = self.attend_parts(grouped.for_attention(qk, copies), v_XGND, copied, relative)
-        return grouped.together(out_XGND, copies), loss, parts
+        return grouped.copies_to_heads(out_XGND, copies), loss, parts
 
     def inputs(
         self,
@@ -504,8 +507,9 @@ class Pattern(nn.Module, ABC):
     ) -> QueriesKeys:
         """Return the queries and keys of the positions from `first` on, prepared and rotated.
 
-        They have a head for each head that chooses. If query heads choose together, `q_BHND` has
-        the means by which they choose, and `each_q_XHND` the queries of all query heads.
+        If each query head chooses by itself, they have all query heads. If query heads choose
+        together, `q_BHND` has a head for each key-value head, with the means of its queries, and
+        `each_q_XHND` has the queries of all query heads.
         """
         if self.chooses_together:
             return self.inputs_together(q_BHND, k_BHND, rotate, first)
@@ -523,7 +527,7 @@ class Pattern(nn.Module, ABC):
         """Return the result of `inputs` for query heads that choose together."""
         mean_BGND = grouped.group_mean(q_BHND, self.queries_of_key_head)
         qk = self.inputs_of_heads(mean_BGND, k_BGND, rotate, first)
-        q_XGND = grouped.apart(q_BHND, self.queries_of_key_head)
+        q_XGND = grouped.heads_to_copies(q_BHND, self.queries_of_key_head)
         k_XGND = None
         if self.has_keys:
             # Only the queries are used here, but `prepare` needs some keys.

@@ -50,7 +50,7 @@ class QueriesKeys(NamedTuple):
     """`rotated_q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
     each_q_XHND: Tensor | None = None
-    """The queries of every query head, as `grouped.apart` returns them, if several query heads
+    """The queries of every query head, as `grouped.heads_to_copies` returns them, if query heads
     choose together (`rtx.attention.grouped`): `q_BHND` has their means. Otherwise None."""
     rotated_each_q_XHND: Tensor | None = None
     """The same after rotation."""
