@@ -13,7 +13,7 @@ There are three choices.
   0.2. The highest are 9 and 5. 4.9 counts as equal to 5 and comes earlier, so 9 and 4.9 are taken.
 - The cluster that scores a position highest (`highest`, `highest_clusters`): the first cluster
   whose score comes within its margin of the highest.
-- The best of scores that arrive one by one: `rtx.attention.members.PrefixTopK`.
+- The best of scores that arrive one by one: `rtx.attention.routing_topk.PrefixTopK`.
 
 NaN and infinity. To `best`, NaN is lower than every score. To `best_places` it is higher, as to
 `torch.topk`; selections by centroids replace it by -inf first. A position with a NaN among its
@@ -129,16 +129,17 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     if count >= N:
         place_N = torch.arange(N, device=score.device)
         return place_N.expand(score.shape)
-    # The count + 1 best, in any order.
+    # The count + 1 best, in any order. The lowest of them is the first that is left out, and the
+    # second lowest the last that is taken.
     candidates = score.topk(count + 1, dim=-1, sorted=False)
     candidate = candidates.indices
-    # The two lowest candidates: the first score that is left out, then the last one taken.
-    edge = candidates.values.topk(2, dim=-1, largest=False)
-    left_out, last = edge.values.split(1, dim=-1)
-    slot_left_out, slot_last = edge.indices.split(1, dim=-1)
+    lowest_two = candidates.values.topk(2, dim=-1, largest=False)
+    left_out, last = lowest_two.values.split(1, dim=-1)
+    slot_left_out, slot_last = lowest_two.indices.split(1, dim=-1)
     last_place = candidate.gather(-1, slot_last)
     last_margin = margin(last_place)
-    # The last candidate moves into the slot of the one left out.
+    # The candidate in the final slot takes the slot of the one left out, and the final slot is cut
+    # off.
     final_candidate = candidate[..., count:]
     candidate = candidate.scatter(-1, slot_left_out, final_candidate)
     place = candidate[..., :count]
