@@ -36,7 +36,13 @@ from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.recompute import recomputed
 from rtx.attention.ties import best, tie_margin
-from rtx.attention.top_keys import GrowingCache, TopKeys, last_readable, numbers_in, readable_count
+from rtx.attention.top_keys import (
+    GrowingCache,
+    TopKeys,
+    last_readable,
+    positions_in,
+    readable_count,
+)
 
 POSITION_FACTOR = 0x9E3779B1
 BLOCK_FACTOR = 0x85EBCA77
@@ -44,6 +50,7 @@ HEAD_FACTOR = 0xC2B2AE3D
 SEED_FACTOR = 0x27D4EB2F
 """Factors of the hash of `RandomBlocks`: the first four primes of xxHash32."""
 MIXING_FACTORS = (0x2C1B3C6D, 0x297A2D39)
+"""The factors of `mixed`: odd, so that no two numbers of 32 bits get the same product."""
 MASK_32 = 0xFFFFFFFF
 """The lowest 32 bits."""
 
@@ -129,14 +136,15 @@ class Blocks(TopKeys):
         self.heads = heads
         self.size = size
         self.block = block
-        self.count = self.window // block
+        self.chosen_blocks = self.window // block
+        """W // b, the most finished blocks that a query reads."""
         self.gate_H2D: nn.Parameter | None = None
         if compressed:
             zero_H2D = torch.zeros(heads, 2, size)
             self.gate_H2D = nn.Parameter(zero_H2D)
 
     def max_keys(self, length: int) -> int:
-        finished = min(self.count, length // self.block)
+        finished = min(self.chosen_blocks, length // self.block)
         blocks = finished + 1
         return blocks * self.block
 
@@ -200,13 +208,13 @@ class Blocks(TopKeys):
             numbers = (head, i, g)
             scores.append(self.score_by_rule(q_D, mean_D, numbers))
             margins.append(self.margin_by_rule(q_D, mean_D))
-        return best(scores, margins, self.count)
+        return best(scores, margins, self.chosen_blocks)
 
     def score_by_rule(self, q_D: Tensor, mean_D: Tensor, numbers: tuple[int, int, int]) -> float:
         """Return the score of a finished block for a query.
 
         Args:
-            numbers: of the head, the position of the query, and the block.
+            numbers: the number of the head, the position of the query, and the number of the block.
         """
         return float(q_D @ mean_D)
 
@@ -246,21 +254,22 @@ class Blocks(TopKeys):
             key_BHNE: the means of the blocks 0, 1, ....
         """
         B, H, _, _ = query_BHQE.shape
-        position_Q = numbers_in(positions, key_BHNE.device)
+        position_Q = positions_in(positions, key_BHNE.device)
         open_block_Q1 = position_Q[:, None] // self.block
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
-        block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.count)
+        block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.chosen_blocks)
         finished_BHQJb = self.positions_of_blocks(block_BHQJ)
         finished_BHQK = finished_BHQJb.flatten(-2)
         open_Q1b = self.positions_of_blocks(open_block_Q1)
         open_Qb = open_Q1b[:, 0]
         open_BHQb = open_Qb.expand(B, H, -1, -1)
         key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
-        # A query with at most `count` finished blocks reads all keys up to its position. Its
-        # `block_BHQJ` may contain open blocks, so they are not used.
+        # A query with at most `chosen_blocks` finished blocks chooses all of them, and `block_BHQJ`
+        # may contain open blocks as well. So its keys are set to the first K positions, among which
+        # are all up to its own.
         K = key_BHQK.shape[-1]
         number_K = torch.arange(K, device=key_BHQK.device)
-        has_few_blocks_Q1 = open_block_Q1 <= self.count
+        has_few_blocks_Q1 = open_block_Q1 <= self.chosen_blocks
         key_BHQK = torch.where(has_few_blocks_Q1, number_K, key_BHQK)
         last_Q = last_readable(position_Q, self.attend_self)
         is_unreadable_BHQK = key_BHQK > last_Q[:, None]
@@ -289,7 +298,7 @@ class Blocks(TopKeys):
         for positions in self.query_pieces(qk, blocks):
             q_BHQD = qk.q_BHND[:, :, positions].contiguous()
             out_BHQD = out_BHND[:, :, positions].contiguous()
-            position_Q = numbers_in(positions, q_BHQD.device)
+            position_Q = positions_in(positions, q_BHQD.device)
             gated_BHQD = recomputed(
                 self.gated,
                 q_BHQD,
@@ -346,8 +355,8 @@ class Blocks(TopKeys):
         column_N = torch.arange(length) % self.block
         read_of_open_block_N = column_N + 1
         pairs = int(read_of_open_block_N.sum())
-        chosen_blocks = finished_blocks(length, self.block, self.count)
-        pairs += self.block * chosen_blocks
+        chosen = finished_blocks(length, self.block, self.chosen_blocks)
+        pairs += self.block * chosen
         if self.gate_H2D is not None:
             pairs += finished_blocks(length, self.block, length)
         return float(pairs)
@@ -395,6 +404,7 @@ class RandomBlocks(Blocks):
         of_position_Q = position_Q * POSITION_FACTOR
         of_block_G = block_G * BLOCK_FACTOR
         of_head_H = head_H * HEAD_FACTOR
+        # Sums and products of int64 tensors keep the lowest 64 bits, as `as_int64` does.
         of_seed = as_int64(self.seed * SEED_FACTOR)
         number_QG = of_position_Q[:, None] + of_block_G
         number_HQG = number_QG + of_head_H[:, None, None] + of_seed
@@ -440,7 +450,10 @@ def as_int64(number: int) -> int:
 
 
 class BlockCache(GrowingCache):
-    """All keys and values so far, and the means of the keys and values of finished blocks."""
+    """All keys and values so far, and the means of the keys and values of finished blocks.
+
+    The means of keys are what the choice compares (`GrowingCache.choice_BHSE`).
+    """
 
     pattern: Blocks
     open_k_BHND: Tensor | None = None

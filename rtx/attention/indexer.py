@@ -31,7 +31,7 @@ from rtx.attention.pairs import triangle
 from rtx.attention.precision import widened
 from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
 from rtx.attention.recompute import recomputed
-from rtx.attention.top_keys import TopKeys, last_readable, numbers_in
+from rtx.attention.top_keys import TopKeys, last_readable, positions_in
 
 WIDTH = 16
 """E, unless an argument says otherwise."""
@@ -172,14 +172,14 @@ class Indexer(TopKeys):
         ]
         # For each query its scores and logits of all keys are in memory at once, and some copies of
         # those of the keys that it reads.
-        scores = 4 * N
+        numbers_of_query = 4 * N
         (part,) = parts
         if isinstance(part, IndexReads):
             index_BHNK = part.index_RK.unflatten(0, (B, H, N))
             inputs.append(index_BHNK)
             K = index_BHNK.shape[-1]
-            scores = 2 * N + 8 * K
-        pieces = self.query_pieces(qk, scores)
+            numbers_of_query = 2 * N + 8 * K
+        pieces = self.query_pieces(qk, numbers_of_query)
         positions_of_piece = pieces[0].stop
         query_BHNE = self.choice_queries(qk)
         queries = query_BHNE.split(positions_of_piece, dim=2)
@@ -212,7 +212,7 @@ class Indexer(TopKeys):
         score_BHQK = query_BHQE @ key_BHNE[:, :, :stop].mT
         product_BHQK = q_BHQD @ k_BHND[:, :, :stop].mT
         if index_BHNK is None:
-            position_Q = numbers_in(positions, device)
+            position_Q = positions_in(positions, device)
             last_Q = last_readable(position_Q, self.attend_self)
             position_K = torch.arange(stop, device=device)
             is_unread = position_K > last_Q[:, None]

@@ -149,10 +149,11 @@ class TopKeys(Pattern):
         first_row_BH11 = first_rows(B, H, N, device)
         shape = (B, H, N, most)
         index_BHNK = torch.full(shape, -1, device=device)
-        # An entry of the index is wider than a score, and several copies of it exist at once.
+        # For each query the scores of all keys are in memory, and several copies of its entries in
+        # the index, which are wider than scores.
         keys = key_BHNE.shape[2]
-        scores = keys + 8 * most
-        for positions in self.query_pieces(qk, scores):
+        numbers_of_query = keys + 8 * most
+        for positions in self.query_pieces(qk, numbers_of_query):
             query_BHQE = query_BHNE[:, :, positions].contiguous()
             chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions)
             row_BHQK = chosen_BHQK + first_row_BH11
@@ -163,15 +164,15 @@ class TopKeys(Pattern):
         index_RK = index_BHNK.flatten(0, 2)
         return [IndexReads(index_RK, N)]
 
-    def query_pieces(self, qk: QueriesKeys, scores: int) -> list[slice]:
-        """Return the positions of queries in pieces, so that few scores are in memory at once.
+    def query_pieces(self, qk: QueriesKeys, numbers_of_query: int) -> list[slice]:
+        """Return the positions of queries in pieces, so that few numbers are in memory at once.
 
         Args:
-            scores: the number of scores of each query of a head.
+            numbers_of_query: how many are in memory for each query of a head, such as its scores.
         """
         B, H, N, _ = qk.q_BHND.shape
         heads = B * H
-        return pieces(N, heads * scores)
+        return pieces(N, heads * numbers_of_query)
 
     def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
@@ -183,7 +184,7 @@ class TopKeys(Pattern):
         device = key_BHNE.device
         key_BHNE = key_BHNE[:, :, : positions.stop]
         N = key_BHNE.shape[2]
-        position_Q = numbers_in(positions, device)
+        position_Q = positions_in(positions, device)
         last_Q = last_readable(position_Q, self.attend_self)
         last_Q1 = last_Q[:, None]
         position_N = torch.arange(N, device=device)
@@ -243,7 +244,7 @@ def product_margins(query: Tensor, key: Tensor) -> Tensor:
     return tie_margin(query_norm, key_norm, wide)
 
 
-def numbers_in(positions: slice, device: torch.device) -> Tensor:
+def positions_in(positions: slice, device: torch.device) -> Tensor:
     """Return the positions of a slice as a tensor, `[Q]`."""
     return torch.arange(positions.start, positions.stop, device=device)
 
