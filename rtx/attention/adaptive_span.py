@@ -82,15 +82,16 @@ class AdaptiveSpan(ContiguousPattern):
         """
         if not self.share_H.is_cpu:
             return self.window
-        # There may be no heads: a span of 0 is added.
-        span_H1 = F.pad(self.spans(), (0, 1))
-        longest = float(span_H1.max())
+        # There may be no heads, so a span of 0 is added.
+        spans_and_zero = F.pad(self.spans(), (0, 1))
+        longest = float(spans_and_zero.max())
         reach = self.ramp + longest
         if reach < self.window:
             return math.ceil(reach)
         return self.window
 
     def form(self) -> tuple[int]:
+        """Return the reach: what is read depends on nothing else, besides shapes."""
         return (self.reach(),)
 
     def since(self, i: Tensor) -> Tensor:

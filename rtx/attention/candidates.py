@@ -35,7 +35,7 @@ def native_index(
     """Return the rows of each query's W best candidates, by the compiled kernel for CPUs.
 
     Args:
-        reach: how far queries probe.
+        reach: m, as `target`, and whether a query may read its own key.
         window: W, at most N.
     """
     index_RW = native.probe_best(
@@ -60,7 +60,7 @@ def candidate_index(
     """Return the rows of each query's W best candidates, by torch's operations.
 
     Args:
-        reach: how far queries probe.
+        reach: m, as `target`, and whether a query may read its own key.
         window: W, at most N.
         backend: of the pattern.
     """
@@ -100,8 +100,8 @@ def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
     is_probed_XNC = search.probed_XNC(target)
     order_XN = search.order_XN()
     # For each candidate its key, its logit and some int64 numbers are in memory.
-    numbers = X * most * (D + 8)
-    for queries in pieces(N, numbers):
+    numbers_of_position = X * most * (D + 8)
+    for queries in pieces(N, numbers_of_position):
         readable_XQC = search.readable_XNC[:, queries]
         is_probed_XQC = is_probed_XNC[:, queries]
         taken_XQC = readable_XQC.clamp(max=target) * is_probed_XQC
@@ -115,10 +115,15 @@ def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most:
 
     Where a query takes fewer than A, the last entries are N.
 
-    Example, that of `rtx.attention.probed`: the order is 0, 2, 4, 1, 5, 3. The query at 5 may read
-    all keys, so its stops are 3, 5 and 6. It takes 3 keys of a, none of b and 1 of c. Of its A
-    slots the first three are for a, and slot 3 is for c. That is the last slot of c, so it gets the
-    last of c's keys, at 6 - 1 = 5 in the order: position 3.
+    Example, that of `rtx.attention.probed`: the clusters a, b and c have the positions 0 2 4, 1 5
+    and 3, so the order is 0, 2, 4, 1, 5, 3. The query at position 5 may read all keys, so the stops
+    of the clusters are 3, 5 and 6. It takes 3 keys of a, none of b and 1 of c:
+
+        slot              0 1 2 3
+        cluster           a a a c
+        slots to its end  3 2 1 1
+        place in order    0 1 2 5      the stop of the cluster - slots to its end
+        position          0 2 4 3
 
     Args:
         order_XN: the positions, cluster after cluster.
@@ -134,11 +139,11 @@ def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most:
     is_none_XQA = slot_XQA >= end_XQC[..., -1:]
     cluster_XQA = torch.searchsorted(end_XQC, slot_XQA, right=True)
     cluster_XQA = cluster_XQA.clamp(max=C - 1)
-    from_end_XQA = end_XQC.gather(-1, cluster_XQA) - slot_XQA
-    number_XQA = stop_XQC.gather(-1, cluster_XQA) - from_end_XQA
+    to_end_XQA = end_XQC.gather(-1, cluster_XQA) - slot_XQA
+    place_XQA = stop_XQC.gather(-1, cluster_XQA) - to_end_XQA
     order_XQN = order_XN[:, None].expand(-1, Q, -1)
     last = max(0, N - 1)
-    position_XQA = order_XQN.gather(-1, number_XQA.clamp(0, last))
+    position_XQA = order_XQN.gather(-1, place_XQA.clamp(0, last))
     position_XQA = torch.where(is_none_XQA, N, position_XQA)
     return position_XQA.sort(dim=-1).values
 

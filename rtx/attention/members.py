@@ -195,6 +195,7 @@ def best_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     """
     X, C, N = score_XCN.shape
 
+    # `best_places` asks for the margin at some places; here it is that of the cluster at each.
     def margin(_: Tensor) -> Tensor:
         return margin_XC[..., None]
 

@@ -67,10 +67,10 @@ def on_device(part: Reads, device: torch.device) -> Reads:
     if isinstance(part, IndexReads):
         index_RK = part.index_RK.to(device)
         return part._replace(index_RK=index_RK)
-    query = packed_on_device(part.query, device)
+    query = lists_on_device(part.query, device)
     key = query
     if part.key is not part.query:
-        key = packed_on_device(part.key, device)
+        key = lists_on_device(part.key, device)
     holes = part.holes
     if holes is not None:
         holes_on_device = [x.to(device) for x in holes]
@@ -85,10 +85,10 @@ def on_device(part: Reads, device: torch.device) -> Reads:
     )
 
 
-def packed_on_device(packed: MemberLists, device: torch.device) -> MemberLists:
-    """Return the lists of rows on a device."""
-    row_M = packed.row_M.to(device)
-    count_L = packed.count_L.to(device)
+def lists_on_device(lists: MemberLists, device: torch.device) -> MemberLists:
+    """Return packed lists on a device."""
+    row_M = lists.row_M.to(device)
+    count_L = lists.count_L.to(device)
     return MemberLists(row_M, count_L)
 
 
