@@ -12,10 +12,10 @@ number is n:
 
 A cluster's threshold t moves so that the cluster gets `window` of `length` positions:
 
-    t <- t + threshold_rate (members / wanted - 1) deviation
+    t <- t + threshold_rate min(members / wanted - 1, MAX_EXCESS) deviation
 
 where wanted = positions * window / length, and deviation is the standard deviation of the scores of
-all positions with the centroid.
+all positions with the centroid, members or not.
 
 Example: window 256 of length 8,192, two sequences of 8,192 positions. A cluster is to have
 16,384 * 256 / 8,192 = 512 members in the batch. It has 768, and the standard deviation of its
@@ -76,19 +76,19 @@ class State(NamedTuple):
 class Statistics(NamedTuple):
     """The statistics of the forward passes of a step, in float64.
 
-    Those of a stack of layers have Y as their first dimension.
+    Those of a stack of layers have Y as their first dimension, which the names below leave out.
     """
 
     sum_HCD: Tensor
     """The sum of the vectors that each centroid moves towards, over all roles."""
     count_HC: Tensor
     """The number of these vectors."""
-    seen_2_3_HC: Tensor
-    """For each role and cluster: the number of members, the sum of all scores, and the sum of their
-    squares.
+    role_sums_2_3_HC: Tensor
+    """For each role (queries, keys) and cluster three sums: the number of members, the sum of the
+    scores of all positions, and the sum of the squares of these scores.
 
-    The sums are 0 if members are not selected by thresholds. Members may be other vectors than
-    those that the centroid moves towards.
+    The latter two are 0 if members are not selected by thresholds. Members may be other vectors
+    than those that the centroid moves towards.
     """
     positions: Tensor
     """The number of positions of all sequences."""
@@ -106,7 +106,7 @@ def statistics_in(total_Z: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
     return Statistics(
         sum_HCD=sums.unflatten(-1, (H, C, D)),
         count_HC=counts.unflatten(-1, (H, C)),
-        seen_2_3_HC=scores.unflatten(-1, (2, 3, H, C)),
+        role_sums_2_3_HC=scores.unflatten(-1, (2, 3, H, C)),
         positions=positions.view(layers),
         sequences=sequences.view(layers),
     )
@@ -156,15 +156,18 @@ def moved(rule: Rule, state: State, total_YZ: Tensor) -> State:
 
 def all_finite(statistics: Statistics) -> Tensor:
     """Return whether the sums of a head are all finite, `[Y, H]`."""
-    vectors_YHC = statistics.sum_HCD.isfinite().all(-1)
-    scores_Y2HC = statistics.seen_2_3_HC.isfinite().all(2)
-    scores_YHC = scores_Y2HC.all(1)
-    all_YHC = vectors_YHC & scores_YHC
+    are_vectors_finite_YHC = statistics.sum_HCD.isfinite().all(-1)
+    are_sums_finite_Y2HC = statistics.role_sums_2_3_HC.isfinite().all(2)
+    are_sums_finite_YHC = are_sums_finite_Y2HC.all(1)
+    all_YHC = are_vectors_finite_YHC & are_sums_finite_YHC
     return all_YHC.all(-1)
 
 
 def moved_centroids(rule: Rule, old_YHCD: Tensor, statistics: Statistics) -> Tensor:
-    """Return the centroids after a step, float64, undefined for layers without statistics."""
+    """Return the centroids after a step, float64.
+
+    Those of layers without statistics may be NaN (0 / 0 sequences); `moved` does not take them.
+    """
     if rule.update == SPLIT:
         return split_centroids(rule, old_YHCD, statistics)
     if rule.update == "sum":
@@ -261,29 +264,31 @@ def sources(count_YHC: Tensor) -> tuple[Tensor, Tensor]:
     return source_YHC, turn_YHC
 
 
-class ScoreMoments(NamedTuple):
-    """Mean and standard deviation of the scores in each cluster, and its size, float64."""
+class ScoreSummary(NamedTuple):
+    """The number of members of each cluster, and the distribution of scores, float64."""
 
     count_YVHC: Tensor
     """The number of members."""
     mean_YVHC: Tensor
+    """The mean of the scores of all positions with the centroid, members or not."""
     deviation_YVHC: Tensor
+    """Their standard deviation."""
     scored_YV: Tensor
     """Whether the layer has gathered any score."""
 
 
-def moments_of(statistics: Statistics, V: int) -> ScoreMoments:
-    """Return the moments of the scores of the first V roles."""
-    seen_YV3HC = statistics.seen_2_3_HC[:, :V]
-    count_YVHC, sum_YVHC, square_sum_YVHC = seen_YV3HC.unbind(2)
+def summary_of(statistics: Statistics, V: int) -> ScoreSummary:
+    """Return the summary of the first V roles."""
+    sums_YV3HC = statistics.role_sums_2_3_HC[:, :V]
+    count_YVHC, sum_YVHC, square_sum_YVHC = sums_YV3HC.unbind(2)
     positions_Y111 = statistics.positions[:, None, None, None]
     mean_YVHC = sum_YVHC / positions_Y111
     mean_square_YVHC = square_sum_YVHC / positions_Y111
     variance_YVHC = mean_square_YVHC - mean_YVHC.square()
     # Rounding may make a variance of 0 negative.
     variance_YVHC = variance_YVHC.clamp(min=0)
-    is_scored_YV2HC = seen_YV3HC[:, :, 1:] != 0
-    return ScoreMoments(
+    is_scored_YV2HC = sums_YV3HC[:, :, 1:] != 0
+    return ScoreSummary(
         count_YVHC=count_YVHC,
         mean_YVHC=mean_YVHC,
         deviation_YVHC=variance_YVHC.sqrt(),
@@ -302,7 +307,7 @@ def moved_thresholds(rule: Rule, state: State, statistics: Statistics, moves_YH:
         moves_YH: whether the thresholds of each head may change.
     """
     old_YVHC = state.threshold_YVHC
-    scores = moments_of(statistics, old_YVHC.shape[1])
+    scores = summary_of(statistics, old_YVHC.shape[1])
     positions_Y111 = statistics.positions[:, None, None, None]
     wanted_Y111 = rule.window * positions_Y111 / rule.length
     excess_YVHC = scores.count_YVHC / wanted_Y111 - 1

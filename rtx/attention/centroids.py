@@ -211,8 +211,10 @@ class Centroids(nn.Module):
             role: `QUERIES` or `KEYS`.
             member_count_L: the number of members of each list.
             sum_LD, count_L: the sums and numbers of the vectors that each centroid moves towards.
-            moment_2BHC: for each centroid the sum of all scores, and the sum of their squares.
-                None: members are not selected by thresholds, so they are not needed.
+                With update "members" these are the members that lists have room for.
+            moment_2BHC: for each centroid the sum of the scores of all positions, and the sum of
+                their squares. None: members are not selected by thresholds, so these sums are not
+                needed.
         """
         B, H, N, D = x_BHND.shape
         C = self.centroid_HCD.shape[1]
@@ -224,10 +226,10 @@ class Centroids(nn.Module):
         member_count_BHC = member_count_L.view(B, H, C)
         statistics.sum_HCD.add_(sum_BHCD.sum(0))
         statistics.count_HC.add_(count_BHC.sum(0))
-        seen_3HC = statistics.seen_2_3_HC[role]
-        seen_3HC[0].add_(member_count_BHC.sum(0))
+        sums_3HC = statistics.role_sums_2_3_HC[role]
+        sums_3HC[0].add_(member_count_BHC.sum(0))
         if moment_2BHC is not None:
-            seen_3HC[1:].add_(moment_2BHC.sum(1))
+            sums_3HC[1:].add_(moment_2BHC.sum(1))
         if role == QUERIES:
             statistics.positions.add_(B * N)
             statistics.sequences.add_(B)

@@ -87,7 +87,7 @@ def test_counts_come_to_the_window_and_no_cluster_stays_dead(
             int(pattern.last_members[0][0].row_M.bincount(minlength=pattern.last_members[1]).min())
             >= 1
         )
-        counts.append(pattern.centroids.statistics.seen_2_3_HC[0, 0] / 4)
+        counts.append(pattern.centroids.statistics.role_sums_2_3_HC[0, 0] / 4)
         after_step(pattern)
     late_SHC = torch.stack(counts[steps:])
     assert (counts[0] == 0).any() == (dead > 0) and late_SHC.min() > 0

@@ -348,7 +348,7 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
             found.append([*part.query, *store.statistics])
             score = products(centroid, x)
             moments = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))])
-            seen = store.statistics.seen_2_3_HC[0, 1:].float()
+            seen = store.statistics.role_sums_2_3_HC[0, 1:].float()
             if selection == "causal":
                 torch.testing.assert_close(seen, moments, rtol=1e-5, atol=1e-5, equal_nan=True)
             else:
