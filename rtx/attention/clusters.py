@@ -163,10 +163,16 @@ class ClusterPattern(Pattern):
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> Prepared:
         wide_q_BHND, narrow_q_BHND = normalise_twice(q_BHND, self.backend)
-        if k_BHND is None:
-            return Prepared(wide_q_BHND, wide_q_BHND, narrow_q_BHND, narrow_q_BHND)
-        wide_k_BHND, narrow_k_BHND = normalise_twice(k_BHND, self.backend)
-        return Prepared(wide_q_BHND, wide_k_BHND, narrow_q_BHND, narrow_k_BHND)
+        wide_k_BHND = wide_q_BHND
+        narrow_k_BHND = narrow_q_BHND
+        if k_BHND is not None:
+            wide_k_BHND, narrow_k_BHND = normalise_twice(k_BHND, self.backend)
+        return Prepared(
+            q_BHND=wide_q_BHND,
+            k_BHND=wide_k_BHND,
+            narrow_q_BHND=narrow_q_BHND,
+            narrow_k_BHND=narrow_k_BHND,
+        )
 
     @abstractmethod
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
@@ -221,7 +227,8 @@ class ClusterPattern(Pattern):
         """Return the keys of all clusters after a prompt; the cache keeps the last of each.
 
         Args:
-            parts: see `Cache.prefill`.
+            parts: see `Cache.prefill`. A subclass may take the keys from these.
+            cache: the empty cache, in which a subclass may store more.
         """
         _, keys = both_roles(self.lists(qk))
         return keys
@@ -384,8 +391,9 @@ class ClusterCache(Cache):
     def attend_lists(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Partial:
         """Return the outputs of the newest position in each of J lists, which `combine` merges.
 
-        With merge="mean" the log-sums are zero, so that all lists of a row have equal weight, and
-        every list has the sink. With "lse" the caller adds the sink, once for all lists of a row.
+        With merge="mean" each output is that of a softmax with the sink, if there is one. The
+        log-sums are then set to zero, so that all lists of a row have equal weight. With "lse"
+        outputs and log-sums are without the sink, which the caller adds once for each row.
 
         Args:
             q_BHQD: the queries of the position; those of one head read the same keys.

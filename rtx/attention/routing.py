@@ -21,7 +21,15 @@ one; `both_roles` unpacks them.
 The batch form processes whole sequences at once. It has two implementations. On a CPU, the lengths
 of lists depend on the scores (`select_dynamic`). On a GPU, all shapes are static (`select_static`),
 so that in training the CPU does not wait for the GPU. Static lists have a fixed capacity
-(capacity.py).
+(capacity.py). What calls what:
+
+    reads
+        clustered                   the vectors of each role
+        select                      the members of each role, `ClusterMembers`, by one of
+            select_dynamic              of the subclass: `dynamic_members`, `pack_clusters`
+            select_static               of the subclass: `static_members`, or its own kernel
+        reads_of                    which members read which
+            dynamic_reads               the ranges of dynamic lists; static ones have theirs already
 
 Names from other files that this one uses:
 
@@ -184,21 +192,21 @@ class Routing(ClusterPattern):
         Args:
             vectors: the vectors of each role, `[B, H, N, D]`.
             with_nearest: compute `ClusterMembers.nearest`, too (dynamic shapes only).
-            is_dynamic: in lists whose lengths depend on the scores, on a GPU, too.
+            is_dynamic: select by `select_dynamic` on a GPU, too.
         """
         members = []
         for role, x_BHND in enumerate(vectors):
             if is_static(x_BHND, self.backend) and not is_dynamic:
                 selected = self.select_static(x_BHND, role)
-                members.append(members_selected(selected))
+                members.append(as_cluster_members(selected))
             else:
                 members.append(self.select_dynamic(x_BHND, role, with_nearest))
         return members
 
     def needs_dynamic(self, qk: QueriesKeys) -> bool:
-        """Return whether selection in static shapes cannot make the ranges.
+        """Return whether lists must be dynamic, on a GPU, too.
 
-        It makes neither ranges within documents nor ranges of later keys.
+        Static ones have neither ranges within documents nor ranges of later keys.
         """
         return qk.documents is not None or not self.causal
 
@@ -444,8 +452,8 @@ def with_rows_of(lists: MemberLists, length: int, new_length: int) -> MemberList
     return MemberLists(row_M, lists.count_L)
 
 
-def members_selected(selected: Selected) -> ClusterMembers:
-    """Convert members that were selected in static shapes."""
+def as_cluster_members(selected: Selected) -> ClusterMembers:
+    """Return members that were selected in static shapes as `ClusterMembers`."""
     lists = MemberLists(
         row_M=selected.row_M,
         count_L=selected.bound_L1.diff(),

@@ -95,10 +95,6 @@ def members_with_next(
     return [*remaining, i]
 
 
-ARRIVALS = "arrivals"
-"""The key of the `Arrivals` of each role in `RangeReads.derived`, for the cache of a stream."""
-
-
 class TopK(Routing):
     """Algorithm 1: the members of a cluster are the W best positions of the whole sequence.
 
@@ -116,7 +112,8 @@ class TopK(Routing):
         10  if not left to right mask then    `causal=False`
         11    K_prod <- mu K^T                `keys="separate"`
         12  w <- n / k                        W, the window of the centroids
-        13  Q_idx <- top-k(Q_prod, w)         `select_dynamic`, `select_static`
+        13  Q_idx <- top-k(Q_prod, w)         the rule: `ties.best`; on tensors:
+                                              `ties.best_places`, or kernels of the same result
         14  Q_idx <- sort(Q_idx)              members are in order of position
         15  K_idx <- Q_idx                    one list for queries and keys
         16  if not left to right mask then    `causal=False`
@@ -237,7 +234,7 @@ class TopK(Routing):
         part = members_read(queries.lists, keys.lists, N, N, attend_self)
         position_P = positions(queries.lists, N)
         position_1P = position_P[None]
-        # A query does not read key member m if leaves_M[m] is at most the position of the query.
+        # A key member has been replaced if it leaves at the position of the query or before.
         holes = Holes(
             value_IM=keys.leaves_M[None],
             low_IP=torch.zeros_like(position_1P),
@@ -247,9 +244,9 @@ class TopK(Routing):
 
     @torch.no_grad()
     def arrivals(self, x_BHND: Tensor) -> Arrivals:
-        """Return the members of every prefix, for the vectors of one role.
+        """Return the arrivals of one role, from its vectors.
 
-        Position i reads the members j <= i that have not been replaced at i or before.
+        Position i reads the members j <= i that have not left at i or before.
         """
         B, H, N, _ = x_BHND.shape
         centroid_HCD = self.centroids.centroid_HCD
@@ -261,8 +258,9 @@ class TopK(Routing):
         most = piece_size(B * H * C)
         first = 0
         while first < N:
-            # A quarter of the prefix, but at least W. If scores are independent, about W / 4 of
-            # these positions exceed the bar.
+            # A piece is a quarter as long as the prefix before it, or W if that is more. If scores
+            # are independent, about W / 4 of its positions exceed the bar before the piece, so that
+            # `offer_positions` has few to offer.
             count = max(self.window, first // 4)
             count = min(count, most)
             stop = min(N, first + count)
@@ -345,8 +343,8 @@ class PrefixTopK:
         shape_LW = (lists, window)
         self.margin_L1 = margin_L[:, None]
         self.score_LW = margin_L.new_full(shape_LW, -math.inf)
-        # Empty slots have late positions, slot 0 the latest. So they are replaced first, in the
-        # order of their numbers.
+        # Empty slots have the score -inf and positions later than all others, slot 0 the latest.
+        # So they are replaced first, in the order of their numbers.
         slot_W = torch.arange(window, device=margin_L.device)
         position_W = EMPTY - slot_W
         self.position_LW = position_W.expand(shape_LW).clone()
@@ -400,10 +398,15 @@ class PrefixTopK:
         return MemberLists(row_M, is_filled_LW.sum(-1))
 
 
+ARRIVALS = "arrivals"
+"""The key of the `Arrivals` of each role in `RangeReads.derived`, for the cache of a stream."""
+
+
 class Arrivals(NamedTuple):
-    """The members of every prefix: the positions i that are among the best W of 0 to i."""
+    """Every position i that is among the best W of 0 to i, with the position at which it leaves."""
 
     lists: MemberLists
+    """These positions, in a list for each cluster."""
     leaves_M: Tensor
     """The position at which each member is replaced; N: never."""
     best: PrefixTopK
