@@ -50,7 +50,7 @@ from rtx.attention.reads import (
     first_rows,
     pack,
     ranges_between,
-    with_own_holes,
+    with_holes_at_self,
     without_self,
 )
 
@@ -89,7 +89,8 @@ class PositionLists(NamedTuple):
 
 
 RENAMED = {"spreads": "position_lists", "keeps": "cache_size"}
-"""Former names of optional methods. Without a check, a pattern with these would run, but slowly."""
+"""Former names of optional methods. A pattern of a user that still has one is refused: it would be
+ignored, and the pattern would run, but slowly."""
 
 
 class PositionPattern(Pattern):
@@ -191,9 +192,10 @@ class PositionPattern(Pattern):
         return float(count_pairs(parts))
 
     def form(self) -> Hashable | None:
-        """Return the options that `reads` depends on, besides shapes, as a key of the cache.
+        """Return the *form*: what the result of `reads` depends on besides shapes.
 
-        None: `reads` may depend on a tensor, so its result is not cached.
+        It is a part of the key by which results are cached. None: `reads` may depend on a tensor,
+        so its results are not cached.
         """
         if torch.compiler.is_compiling() and self.last_form is not None:
             return self.last_form
@@ -201,7 +203,10 @@ class PositionPattern(Pattern):
         return self.last_form
 
     def form_of_attributes(self) -> Hashable | None:
-        """Return the names and values of all attributes; None: an attribute is not `PLAIN`."""
+        """Return the names and values of all attributes as the form.
+
+        None if there are parameters or buffers, or if an attribute is not `PLAIN`.
+        """
         for name, _ in self.named_parameters():
             # Sinks change weights, and not what is read.
             if name != "sink_H":
@@ -239,7 +244,7 @@ class PositionPattern(Pattern):
             return parts
         if not self.causal:
             # Patterns that read later positions, too, have one part.
-            return [with_own_holes(part) for part in parts]
+            return [with_holes_at_self(part) for part in parts]
         return without_self(parts, B * H * N)
 
     @property
@@ -403,7 +408,8 @@ class ContiguousPattern(PositionPattern):
         device: torch.device,
     ) -> Sequence[Reads]:
         parts = super().make_reads(B, H, N, memory, device)
-        # The bounds below are numbers in tensors, which a CPU would have to wait for on a GPU.
+        # `most` and `window` are set for one part with causal ranges up to the query itself. They
+        # are numbers in tensors, for which a CPU would have to wait if the tensors were on a GPU.
         if device.type != "cpu" or not self.causal:
             return parts
         if not self.attend_self or len(parts) > 1 or memory >= N:

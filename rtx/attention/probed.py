@@ -223,7 +223,7 @@ class Probed(TopKeys):
         self.lost_members: Tensor
         """How many query members exceeded the capacity of lists, see capacity.py."""
         self.files: triton_probing.Files | None = None
-        """The inverted files that `gather` made in this pass; `reads` uses them."""
+        """The inverted files of this pass, from `gather` to `reads`, so that they are made once."""
 
     @property
     def reads_all(self) -> bool:
@@ -385,8 +385,9 @@ class Probed(TopKeys):
         """Return the largest number of query members of the lists of clusters together.
 
         That is `capacity_factor` times their number if clusters are of equal size, and no more than
-        there can be. A cluster then holds i / C keys at position i, so a query there probes m C / i
-        clusters, and one more because that is no whole number: on average 1 + m C / N log(N / m).
+        there can be. A cluster then holds i / C keys at position i, so a query there probes at most
+        1 + m C / i clusters: m C / i rounded up. The average over the positions from m to N is
+        about 1 + m C / N log(N / m).
 
         Args:
             heads: of all sequences.
@@ -404,8 +405,9 @@ class Probed(TopKeys):
     def excess_members(self, count_1: Tensor, capacity: int) -> int:
         """Return by how much to raise the capacity, so that the lists hold all query members.
 
-        In evaluation the CPU reads that number. In training it would have to wait for a GPU; so it
-        is 0, and members beyond the capacity are left out of their lists and counted (capacity.py).
+        In evaluation the CPU reads that number. In training it would have to wait for a GPU, so the
+        result is 0: members beyond the capacity are left out of their lists, and this function adds
+        their number to `lost_members` (capacity.py).
 
         Args:
             count_1: the number of query members.
@@ -439,6 +441,7 @@ class Probed(TopKeys):
         if self.uses_gpu_kernels(k_BHND):
             self.files = self.file_keys(k_BHND)
         keys = self.clustered_keys(k_BHND)
+        # There is one role, the number 0: that of keys, as queries are in no cluster.
         self.centroids.observe(
             QUERIES,
             k_BHND,

@@ -29,7 +29,7 @@ from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.triton_probing import Reach
 from rtx.attention.inverted_file import Search, early_count, searches
 from rtx.attention.once import cached_by_shape
-from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, order, pack
+from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, order_numbers, pack
 from rtx.attention.top_keys import last_readable
 
 
@@ -118,8 +118,9 @@ def triton_lists(
     )
 
 
-# Lists by torch's operations. A query member has the number list * N + position. Members in the
-# order of their numbers are in the order of lists, and within a list in the order of positions.
+# Lists by torch's operations. `number_P` and `number_M` are the numbers list * N + position of
+# members (`reads.order_numbers`). Members in the order of these numbers are in the order of lists,
+# and within a list in the order of positions.
 
 
 def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: Reach) -> RangeReads:
@@ -187,14 +188,14 @@ def probed_ranges(
     position_P = number_P % length
     last_P = last_readable(position_P, reach.attend_self)
     last_number_P = list_P * length + last_P
-    number_M = order(keys, length)
+    number_M = order_numbers(keys, length)
     stop_P = torch.searchsorted(number_M, last_number_P, right=True)
     first_of_list_L = keys.first_L()
     start_P = first_of_list_L[list_P].maximum(stop_P - reach.target)
     return start_P, stop_P
 
 
-class Members(NamedTuple):
+class ProbedMembers(NamedTuple):
     """The members of clusters' lists, with a capacity of P query members."""
 
     number_P: Tensor
@@ -212,7 +213,7 @@ def collect_members(
     k_BHND: Tensor,
     reach: Reach,
     capacity: int,
-) -> Members:
+) -> ProbedMembers:
     """Return the members of clusters' lists.
 
     Args:
@@ -234,7 +235,7 @@ def collect_members(
         clusters.append(search.cluster_XN)
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
-    return Members(
+    return ProbedMembers(
         number_P=number_P1[:capacity],
         count_L=torch.cat(counts),
         count_1=count_1,
@@ -242,8 +243,10 @@ def collect_members(
     )
 
 
-def lists_with_capacity(members: Members, clusters: int, length: int, reach: Reach) -> RangeReads:
-    """Return lists of fixed capacity, and what kernels read of them.
+def lists_with_capacity(
+    members: ProbedMembers, clusters: int, length: int, reach: Reach
+) -> RangeReads:
+    """Return lists of fixed capacity; `derived` has them as kernels read them.
 
     Query members after the last real one belong to no row. Their ranges are empty, and start after
     all keys, so that starts and stops never fall.

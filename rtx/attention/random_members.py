@@ -127,10 +127,10 @@ class Random(ClusterPattern):
     def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[RangeReads]:
         """Return the result of `reads` for B sequences of N positions without documents."""
         members = self.members(B, H, N, device)
-        ranges = members_read
+        make_ranges = members_read
         if not self.causal:
-            ranges = members_around
-        part = ranges(
+            make_ranges = members_around
+        part = make_ranges(
             queries=members,
             keys=members,
             length=N,

@@ -225,8 +225,8 @@ def sorted_by_list(list_XN: Tensor, lists_of_head: int) -> tuple[Tensor, Tensor]
     return row_M, first.diff()
 
 
-def order(members: MemberLists, length: int) -> Tensor:
-    """Return list * N + position of each member, `[M]`, which ascends from member to member."""
+def order_numbers(members: MemberLists, length: int) -> Tensor:
+    """Return list * N + position of each member, `[M]`; it ascends from member to member."""
     position_M = positions(members, length)
     return members.list_M() * length + position_M
 
@@ -257,8 +257,8 @@ def members_read(
         members = len(keys.row_M)
         stop_P = torch.arange(1, members + 1, device=keys.row_M.device)
     else:
-        key_order_M = order(keys, length)
-        query_order_P = order(queries, length)
+        key_order_M = order_numbers(keys, length)
+        query_order_P = order_numbers(queries, length)
         stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
     first_of_list_L = keys.first_L()
     first_of_list_P = first_of_list_L[queries.list_M()]
@@ -288,8 +288,8 @@ def members_around(
         length: N.
         attend_self: False: a query leaves out its own key, unless that is the only one.
     """
-    key_order_M = order(keys, length)
-    query_order_P = order(queries, length)
+    key_order_M = order_numbers(keys, length)
+    query_order_P = order_numbers(queries, length)
     list_P = queries.list_M()
     first_P = keys.first_L()[list_P]
     stop_of_list_P = first_P + keys.count_L[list_P]
@@ -302,11 +302,14 @@ def members_around(
     part = RangeReads(queries, keys, start_P, stop_P, length, most=most)
     if attend_self:
         return part
-    return with_own_holes(part)
+    return with_holes_at_self(part)
 
 
-def with_own_holes(part: RangeReads) -> RangeReads:
-    """Return ranges with a hole at the query's own key, unless a range has that key alone."""
+def with_holes_at_self(part: RangeReads) -> RangeReads:
+    """Return ranges in which no query reads its own key, unless a range has that key alone.
+
+    The value of a key member in the holes is its row, so a query excludes the row that it has.
+    """
     row_P = part.query.row_M
     has_others_P = part.stop_P - part.start_P > 1
     # If there are no others, the hole ends where it begins, and excludes nothing.
@@ -361,7 +364,7 @@ def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
     """
     assert part.holes is None
     N = part.length
-    key_order_M = order(part.key, N)
+    key_order_M = order_numbers(part.key, N)
     first_row_P = first_R[part.query.row_M]
     first_position_P = first_row_P % max(1, N)
     first_order_P = part.query.list_M() * N + first_position_P
@@ -370,9 +373,10 @@ def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
     stop_P = part.stop_P.maximum(start_P)
     members = len(key_order_M)
     if members:
-        # The key after the range is the query's own if that was left out.
+        # If a range is empty now, the query reads its own key. That is the one after the range, if
+        # `part` has left it out.
         next_P = stop_P.clamp(max=members - 1)
-        is_self_P = key_order_M[next_P] == order(part.query, N)
+        is_self_P = key_order_M[next_P] == order_numbers(part.query, N)
         is_empty_P = stop_P == start_P
         stop_P = stop_P + (is_self_P & is_empty_P).long()
     return RangeReads(
@@ -400,7 +404,7 @@ def ranges_between(
         length: N.
         since_N, until_N: `[N]`, or `[R]` for bounds that depend on the sequence.
     """
-    key_order_M = order(keys, length)
+    key_order_M = order_numbers(keys, length)
     first_order_P = queries.list_M() * length
     # The entry of each query member in the bounds: its position, or its row.
     entry_P = positions(queries, length)
