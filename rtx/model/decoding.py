@@ -23,7 +23,7 @@ class Decoder:
         self.model = model
         self.batch = batch
         self.position = 0
-        """The number of positions that the streams have read."""
+        """The number of positions that the streams have read: the start vector, then tokens."""
         self.streams = [attention.streams() for attention in model.attentions()]
         """The streams of each layer."""
         self.memory: Memory | None = None
@@ -98,12 +98,14 @@ class Decoder:
     def read_segments(self, tokens_BP: Tensor, memory: Memory) -> Tensor:
         """Read tokens with a model with compressed memory, and return the next logits, `[B, V]`.
 
-        Every call computes the tokens after the last whole segment again.
+        Whole segments are read once, and move into the memory. Every call computes the tokens after
+        the last whole segment again.
         """
         model = self.model
         tokens_BN = tokens_BP.to(model.device)
         self.position += tokens_BP.shape[1]
         if self.segment_BN is None:
+            # Position 0 has the start vector, and no token.
             self.position += 1
         else:
             tokens_BN = torch.cat([self.segment_BN, tokens_BN], dim=1)

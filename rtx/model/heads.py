@@ -187,9 +187,10 @@ class HeadGroup(nn.Module):
         before_BHSD: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the queries and keys that the pattern gets, and `before_BHSD` of the next call.
+        """Return the queries and keys that the pattern gets, and the last keys before the key mix.
 
-        With `key_source` "queries" (W_K = W_Q), a key is the mean of the queries that share it.
+        With `key_source` "queries" (W_K = W_Q), a key is the mean of the queries that share it. The
+        third result is None without a key mix. In a stream it is `before_BHSD` of the next call.
 
         Args:
             before_BHSD: the earlier keys that the key mix reads; None at position 0.
@@ -206,7 +207,8 @@ class HeadGroup(nn.Module):
         if self.key_mix is None:
             return q_BHND, k_BHND, None
         assert k_BHND is not None
-        return q_BHND, *self.key_mix(k_BHND, before_BHSD, documents)
+        mixed_BHND, last_BHSD = self.key_mix(k_BHND, before_BHSD, documents)
+        return q_BHND, mixed_BHND, last_BHSD
 
     def relative(self) -> RelativeTables | None:
         """Return the terms by distance for the pattern; None: there are none."""

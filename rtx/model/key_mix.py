@@ -44,6 +44,7 @@ class KeyMix(nn.Module):
         N = k_BHND.shape[2]
         if before_BHSD is None:
             before_BHSD = self.zeros_before(k_BHND)
+        # K = S + N keys. Those that a tap reads at N positions are N successive ones of them.
         longer_BHKD = torch.cat([before_BHSD, k_BHND], dim=2)
         last_BHSD = longer_BHKD[:, :, N:]
         first = self.width - 1

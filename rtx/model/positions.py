@@ -39,8 +39,10 @@ def rotate(x_BHND: Tensor, first: int = 0, base: float = ROTARY_BASE) -> Tensor:
 
 
 Angles = tuple[Tensor, Tensor]
-MAX_HELD = 4
-held_angles: dict[Hashable, Angles] = {}
+"""Cosines and signed sines, see `angles`."""
+MAX_CACHED = 4
+"""The largest number of cache entries; then a new entry replaces the oldest one."""
+cached_angles: dict[Hashable, Angles] = {}
 """A cache of the last angles, which all layers share. torch.compile can read a dictionary."""
 
 
@@ -57,12 +59,12 @@ def angles(
     The sines of the first half of the columns are negative.
     """
     key = (size, first, count, dtype, device, base)
-    if key not in held_angles:
-        if len(held_angles) >= MAX_HELD:
-            oldest = next(iter(held_angles))
-            held_angles.pop(oldest)
-        held_angles[key] = make_angles(*key)
-    return held_angles[key]
+    if key not in cached_angles:
+        if len(cached_angles) >= MAX_CACHED:
+            oldest = next(iter(cached_angles))
+            cached_angles.pop(oldest)
+        cached_angles[key] = make_angles(*key)
+    return cached_angles[key]
 
 
 def make_angles(

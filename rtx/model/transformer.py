@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         """Return the output of the last block, `[B, N, E]`, and the auxiliary loss of all."""
         inputs: tuple[Any, ...] = (streaming,)
         if documents is not None:
-            # A block with a memory takes no documents.
+            # The third argument of a block with a memory is another one: it takes no documents.
             inputs = (streaming, documents)
         total = x_BNE.new_zeros((), dtype=torch.float32)
         for block in self.blocks:

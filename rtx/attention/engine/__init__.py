@@ -89,6 +89,7 @@ def attend(
     sink_IH = terms.sink_IH
     terms = terms._replace(heads=q_BHND.shape[1], sink_IH=None)
     is_mean = merge == "mean" and len(parts) == 1
+    # One softmax over several lists, and sinks, need the log-sums of query members.
     by_member = not is_mean or sink_IH is not None
     problems = [Problem(q_BHND, k_BHND, v_BHND, part, terms, by_member) for part in parts]
     first = problems[0]
@@ -140,11 +141,11 @@ def partial_of(problem: Problem, backend: str) -> Partial:
     """Return outputs and log-sums of a part: by row from our GPU kernels, otherwise by member."""
     engine = choose(problem, backend)
     if engine is by_triton:
-        out_RD, sum_R = by_triton.attend_combined(problem)
+        out_RD, log_sum_R = by_triton.attend_combined(problem)
         row_R = torch.arange(len(out_RD), device=out_RD.device)
-        return Partial(row_R, out_RD, sum_R)
-    out_PD, sum_P = engine.attend(problem)
-    return Partial(problem.query_rows(), out_PD, sum_P)
+        return Partial(row_R, out_RD, log_sum_R)
+    out_PD, log_sum_P = engine.attend(problem)
+    return Partial(problem.query_rows(), out_PD, log_sum_P)
 
 
 def sinks_of_rows(sink_IH: Tensor, q_BHND: Tensor) -> Tensor:
@@ -173,8 +174,8 @@ def attend_with_sinks(
     """
     partials = []
     for problem in problems:
-        out_PD, sum_P = choose(problem, backend).attend(problem)
-        partials.append(Partial(problem.query_rows(), out_PD, sum_P))
+        out_PD, log_sum_P = choose(problem, backend).attend(problem)
+        partials.append(Partial(problem.query_rows(), out_PD, log_sum_P))
     rows = len(sink_R)
     first = partials[0]
     sink_R = sink_R.to(first.log_sum_S.dtype)

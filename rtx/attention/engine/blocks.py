@@ -43,7 +43,7 @@ MAX_STEP = 512
 """The most queries of a run."""
 
 
-class Blocks(NamedTuple):
+class FormBlocks(NamedTuple):
     """Blocks of one form: which members are in their query slots and key slots."""
 
     query_GQ: Tensor
@@ -63,7 +63,7 @@ class Blocks(NamedTuple):
         """Whether each block has another mask."""
         return self.mask is not None and self.mask.dim() == 3
 
-    def split(self, size: int) -> list["Blocks"]:
+    def split(self, size: int) -> list["FormBlocks"]:
         """Return the blocks, `size` at a time."""
         queries = self.query_GQ.split(size)
         reads = self.reads_GQ.split(size)
@@ -72,7 +72,7 @@ class Blocks(NamedTuple):
         if self.mask is not None and self.has_masks:
             masks = self.mask.split(size)
         pieces = zip(queries, reads, keys, masks, strict=True)
-        return [Blocks(*piece) for piece in pieces]
+        return [FormBlocks(*piece) for piece in pieces]
 
 
 def refusal(problem: Problem) -> str | None:
@@ -94,7 +94,7 @@ def attend(problem: Problem) -> Result:
     by_torch = torch_computes(problem)
     triangles = by_torch and part.holes is None
     forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
-    pieces: list[Blocks] = []
+    pieces: list[FormBlocks] = []
     for form in forms:
         pieces += form.split(blocks_at_once(form, by_torch, on_cpu))
     if problem.by_member:
@@ -110,7 +110,7 @@ def torch_computes(problem: Problem) -> bool:
     return not (terms.dropout and problem.q_BHND.is_cpu)
 
 
-def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
+def blocks_at_once(form: FormBlocks, by_torch: bool, on_cpu: bool) -> int:
     """Return how many blocks of a form one call gets, at least one.
 
     The masks limit it in calls of torch's kernels in which every block has a mask, else the scores.
@@ -129,7 +129,7 @@ def blocks_at_once(form: Blocks, by_torch: bool, on_cpu: bool) -> int:
     return max(least, scores // scores_of_block)
 
 
-def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Result:
+def attend_rows(problem: Problem, pieces: list[FormBlocks], by_torch: bool) -> Result:
     """Return the outputs by row `[R, D]`, means over lists, and an empty tensor of log-sums."""
     part = problem.part
     terms = problem.terms
@@ -154,7 +154,7 @@ def attend_rows(problem: Problem, pieces: list[Blocks], by_torch: bool) -> Resul
     return out_RD, out_RD.new_empty(0)
 
 
-def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
+def attend_members(problem: Problem, pieces: list[FormBlocks]) -> Result:
     """Return the outputs `[P, D]` and log-sums `[P]` of the query members, in float32 or wider."""
     part = problem.part
     assert isinstance(part, RangeReads)
@@ -180,7 +180,7 @@ def attend_members(problem: Problem, pieces: list[Blocks]) -> Result:
     return out_PD, sum_P1[:P]
 
 
-def without_empty(out_SD: Tensor, piece: Blocks) -> Tensor:
+def without_empty(out_SD: Tensor, piece: FormBlocks) -> Tensor:
     """Return the outputs of query slots; zeros for slots that read nothing, which may be NaN."""
     reads_S = piece.reads_GQ.flatten()
     return out_SD.masked_fill(~reads_S[:, None], 0)
@@ -196,7 +196,7 @@ class BlockInputs(NamedTuple):
     v_GKD: Tensor
 
 
-def gathered(problem: Problem, pieces: list[Blocks]) -> Iterator[BlockInputs]:
+def gathered(problem: Problem, pieces: list[FormBlocks]) -> Iterator[BlockInputs]:
     """Return the inputs of the pieces, one piece at a time."""
     part = problem.part
     assert isinstance(part, RangeReads)
@@ -297,7 +297,7 @@ class Runs(NamedTuple):
         return Runs(*(x_G[chosen_G] for x_G in self))
 
 
-def cut(part: RangeReads, triangles: bool) -> list[Blocks]:
+def cut(part: RangeReads, triangles: bool) -> list[FormBlocks]:
     """Return the lists, cut into blocks of few forms.
 
     With `triangles`, a list in which every query reads from the list's first member on is one
@@ -352,7 +352,7 @@ def read_from_the_first(part: RangeReads) -> Tensor:
     return (count_L > 0) & (part.start_P[last_L] == first_L)
 
 
-def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[Blocks]:
+def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[FormBlocks]:
     """Return the first `count_L` queries of each list, cut into blocks of `step` query slots.
 
     There is one form for each width: the number of keys from the first that a run reads to the
@@ -387,7 +387,7 @@ def runs_of(part: RangeReads, count_L: Tensor, step: int) -> Runs:
     )
 
 
-def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks:
+def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> FormBlocks:
     """Return runs as blocks of `queries` query slots, and of `keys` key slots from `low_G` on.
 
     Query slots with the same number often read the same key slots in all blocks. Then there is one
@@ -403,7 +403,7 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     start, stop = slot_ranges(part, runs, query_GQ, exists_GQ)
     is_one_range = start.dim() == 1 and part.holes is None
     if is_one_range and queries == keys and is_triangle(start, stop):
-        return Blocks(query_GQ, exists_GQ & (stop > start), key_GK, mask=None)
+        return FormBlocks(query_GQ, exists_GQ & (stop > start), key_GK, mask=None)
     is_after_start = slot_K >= start[..., None]
     mask = is_after_start & (slot_K < stop[..., None])
     if part.holes is not None:
@@ -412,7 +412,7 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> Blocks
     # A softmax over no key would give NaN. So a query that reads nothing reads slot 0, and its
     # output is dropped.
     mask[..., 0] |= ~mask.any(-1)
-    return Blocks(query_GQ, reads_GQ, key_GK, mask)
+    return FormBlocks(query_GQ, reads_GQ, key_GK, mask)
 
 
 def slot_ranges(
@@ -440,9 +440,10 @@ def slot_ranges(
 
 
 def common_slots(slot_GQ: Tensor, exists_GQ: Tensor) -> Tensor:
-    """Return for each query slot the largest of its key slots in all blocks, `[Q]`.
+    """Return for each query slot the key slot that all blocks have in common, if they do, `[Q]`.
 
-    Empty query slots do not count; -1 if the query slot is empty in all blocks.
+    That is the largest of them: if all are equal, each of them is. Empty query slots do not count;
+    -1 if the query slot is empty in all blocks.
     """
     return torch.where(exists_GQ, slot_GQ, -1).amax(0)
 

@@ -132,7 +132,7 @@ def attend_combined(problem: Problem) -> Tensor:
 
     The part must have lists, and `problem.by_member` be true.
     """
-    return Joined.apply(*inputs_of(problem))
+    return CombinedAttention.apply(*inputs_of(problem))
 
 
 class RangeTensors(NamedTuple):
@@ -161,7 +161,7 @@ KernelReads = RangeTensors | IndexTensors
 
 
 def inputs_of(problem: Problem) -> tuple[Any, ...]:
-    """Return the arguments of `Attention` and `Joined`."""
+    """Return the arguments of `Attention` and `CombinedAttention`."""
     q_RD, k_RD, v_RD = problem.rows()
     key_RD = None
     if not problem.shared:
@@ -253,7 +253,7 @@ class Attention(torch.autograd.Function):
         return input_gradients(ctx, ctx.form(*saved_reads), tensors)
 
 
-class Joined(torch.autograd.Function):
+class CombinedAttention(torch.autograd.Function):
     """Attention by ranges with one softmax over everything that a row reads, and its gradients.
 
     A row may have several query members, each with its range. The kernel combines their outputs, so
@@ -359,7 +359,7 @@ class Sizes(NamedTuple):
     P: int
     M: int
     X: int
-    """Hidden ranges of values."""
+    """The number of conditions of holes; `rtx.attention.reads.Holes` calls it I."""
     K: int
     """Columns of the index; -1: there are ranges."""
     D: int
@@ -564,7 +564,7 @@ def run_probing(
         lists += B * H
     row_M = torch.empty(members, dtype=torch.int64)
     keys = MemberLists(row_M, torch.empty(lists, dtype=torch.int64))
-    problem = ProbingArguments(
+    arguments = ProbingArguments(
         centroid=centroid_HCD.data_ptr(),
         k=k_BHND.data_ptr(),
         key_row=keys.row_M.data_ptr(),
@@ -576,11 +576,11 @@ def run_probing(
         D=D,
         **more,
     )
-    run("rtx_probe", problem)
+    run("rtx_probe", arguments)
     return keys
 
 
-def run(name: str, problem: ctypes.Structure) -> None:
+def run(name: str, arguments: ctypes.Structure) -> None:
     """Run a kernel on as many threads as torch has.
 
     Raises:
@@ -592,7 +592,7 @@ def run(name: str, problem: ctypes.Structure) -> None:
     if kernels is None:
         raise RuntimeError("there is no attention kernel; hardware.attention=torch needs none")
     kernel = getattr(kernels, name)
-    status = kernel(ctypes.byref(problem), torch.get_num_threads())
+    status = kernel(ctypes.byref(arguments), torch.get_num_threads())
     if status == 2:
         raise MemoryError("the attention kernel")
     if status:

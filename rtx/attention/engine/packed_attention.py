@@ -30,9 +30,12 @@ their outputs follow from the shapes of their inputs, so `torch.compile` takes t
 Shapes: B sequences, H heads, N positions, R = B * H * N rows, P query members, M key members of all
 lists together, T distances, D and E head sizes of keys and values.
 
-What `merge` decides: G outputs are P of members with "none", else R of rows. U log-sums are R of
-rows with "lse", else P of members. The backward pass reads an output for each log-sum, `[U, E]`:
-with "mean" these are the outputs of members, which are kept for it.
+Two letters stand for P or for R, by what `merge` is. The backward pass reads an output for each
+log-sum, `[U, E]`; with "mean" these are the outputs of members, which are kept for it.
+
+    merge             "none"   "mean"   "lse"
+    G, of outputs     P        R        R
+    U, of log-sums    P        P        R
 """
 
 import importlib.util

@@ -61,9 +61,11 @@ class LogitTerms(NamedTuple):
     The last column is also for larger distances.
     """
     sink_IH: Tensor | None = None
-    """A logit of each head that its queries attend to without a value, I rows of H heads: row i is
-    of the i-th of I equal parts of the sequences. `rtx.attention.engine.attend` and streams apply
-    it; engines do not."""
+    """The sinks: for each head a logit without a value in the softmax of its queries.
+
+    If query heads are copies of sequences (`rtx.attention.grouped`), row i has the sinks of copy i
+    of I; otherwise I = 1. `rtx.attention.engine.attend` and streams apply sinks; engines do not.
+    """
     heads: int = 1
     """H, by which the head of a row is computed; `rtx.attention.engine.attend` sets it."""
 
@@ -97,7 +99,8 @@ def soft_attend(
         G, Q, _ = q_GQD.shape
         out_GQD = v_GKD.new_zeros(G, Q, v_GKD.shape[2], dtype=wide)
         return out_GQD, out_GQD.new_full((G, Q), float("-inf"))
-    # Finite, because the softmax of a row of -inf has the gradient NaN.
+    # The logit of keys that are not read: finite, because the softmax of a row of -inf has the
+    # gradient NaN.
     unread = torch.finfo(wide).min / 2
     relative = terms.relative
     with no_autocast(q_GQD):
@@ -121,7 +124,7 @@ def soft_attend(
         if relative is not None and relative.values_MD is not None:
             assert entry_GQK is not None
             out_GQD = out_GQD + values_by_distance(weight_GQK, entry_GQK, relative.values_MD)
-    # Logits of pairs that are read are not this low.
+    # Logits of keys that are read are above half of `unread`.
     reads_nothing_GQ1 = top_GQ1 <= unread / 2
     sum_GQ1 = sum_GQ1.masked_fill(reads_nothing_GQ1, float("-inf"))
     return out_GQD.masked_fill(reads_nothing_GQ1, 0.0), sum_GQ1[..., 0]
