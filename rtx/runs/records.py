@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -45,6 +46,16 @@ Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | None
 """A number of a record. Larger integers would overflow in numpy and pandas."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of steps, units, windows or the like."""
+
+
+def inner_name(name: str) -> str:
+    """Return the name of a file or folder inside another; ValueError if it leads elsewhere."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("is not the name of a folder inside another one")
+    return name
+
+
+InnerName = Annotated[str, AfterValidator(inner_name)]
 ANALYSES = ("divergence", "patterns", "context", "coverage")
 TAGS = ("score", "older", *(f"{name} analysis" for name in ANALYSES))
 """Names of the versions of a closing score, and of the kinds of analyses, in paths of fields."""
@@ -624,7 +635,7 @@ class SweepRow(Record):
 
     time: str = ""
     command: str
-    cells: dict[str, str]
+    cells: dict[InnerName, str]
 
 
 class StepsRow(Record):

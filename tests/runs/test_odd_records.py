@@ -25,6 +25,7 @@ from rtx.runs.records import (
     read_rows,
 )
 from rtx.runs.status import read_status, state_of
+from rtx.runs.study import read_sweeps
 from tests.runs.test_records import DATA, RECORDS
 
 DEEP: list[Any] = []
@@ -133,3 +134,12 @@ def test_rows_are_read_one_by_one_and_thinned(
 def test_a_command_with_a_quote_that_does_not_end_is_shown() -> None:
     record = EnvironmentRecord.model_validate({"versions": {}, "data": DATA, "command": "rtx t 'x"})
     assert Cell(Path("run"), environment=record).command == "rtx t ''\"'\"'x'"
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "/tmp", "a/b", "", "a\0b"])
+def test_a_cell_in_another_folder_is_left_out(tmp_path: Path, name: str) -> None:
+    row = {"command": "rtx train -m", "cells": {name: "seed=1"}}
+    (tmp_path / "sweeps.jsonl").write_text(json.dumps(row) + "\n")
+    problems: list[str] = []
+    assert read_sweeps(tmp_path, problems) == []
+    assert "is not the name of a folder inside another one" in problems[0]
