@@ -232,9 +232,9 @@ def searches(
 
 
 def early_count(reach: Reach, length: int) -> int:
-    """Return how many positions are early: those whose queries may read no more than m keys.
+    """Return how many positions are early: those whose queries may read m keys or fewer.
 
-    Such a query probes all clusters, and reads all keys that it may read.
+    Such a query probes all clusters, and so all keys that it may read.
     """
     if reach.attend_self:
         return reach.target

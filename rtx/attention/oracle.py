@@ -78,7 +78,8 @@ def attend_sequence(
     outs = []
     for h in range(G * queries_of_key_head):
         key_head = h // queries_of_key_head
-        # The head that chooses. Query heads that choose together share it; each has its logits.
+        # The number of the head that chooses the keys: the query head itself, or, if query heads
+        # choose together, their key-value head. The logits are those of the query head either way.
         head = h
         qk_of_logits = qk
         if pattern.chooses_together:

@@ -158,7 +158,7 @@ def rows_of_groups(real_BN: Tensor, group_B: Tensor) -> Tensor:
 
 
 def real_parts(x_BHND: Tensor, row_J: Tensor, groups: list[Group]) -> list[Tensor]:
-    """Return the vectors of each group's sequences at its positions, `[B, H, N, D]` each."""
+    """Return the vectors of each group, `[B, H, N, D]`: its sequences, at their real positions."""
     x_RHD = by_rows(x_BHND)
     x_JHD = x_RHD[row_J]
     counts = [group.positions() for group in groups]

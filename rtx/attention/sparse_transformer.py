@@ -55,8 +55,8 @@ class Fixed(PositionPattern):
 
     Args:
         block: positions of a block.
-        summary: c, summary columns of a block. Head h takes the c columns that end c (h mod
-            (block // c)) columns before the end of the block.
+        summary: c, summary columns of a block. Head 0 takes the last c columns of the block, head 1
+            the c columns before these, and so on. After block // c heads the last come again.
     """
 
     def __init__(self, *, block: int, summary: int, **options: Any) -> None:

@@ -69,11 +69,14 @@ TILES = {
         up_to_128_by_distance=Tile(32, 64, 8, 2),
     ),
 }
-"""Tiles in float16 and bfloat16. Those of attend, dq and dkv up to 64 are the fastest of a dozen on
-an H100, where a query read 256 keys of a list; with 64 keys of each of several lists, attend with
-(64, 32, 4, 3) takes 15% less, while dq and dkv gain 5% at most by any other. Beyond that, tiles
-are chosen such that almost no form of a kernel needs more than the 255 registers of a thread; more
-would be spilled to slow memory (`benchmarks/results/aot.txt`)."""
+"""Tiles in float16 and bfloat16.
+
+Those of attend, dq and dkv up to 64 are the fastest of a dozen on an H100, where a query read 256
+keys of a list. Where it read 64 keys in each of several lists, other tiles are faster: attend takes
+15% less time with (64, 32, 4, 3), and dq and dkv take at most 5% less. The tiles above 64 and by
+distance are chosen such that almost no form of a kernel needs more than the 255 registers of a
+thread; more would be spilled to slow memory (`benchmarks/results/aot.txt`).
+"""
 FLOAT32_UP_TO_64 = Tile(32, 32, 8, 1)
 FLOAT32_UP_TO_128 = Tile(16, 16, 8, 1)
 """Smaller: no tensor core multiplies float32 in full precision, so products take registers."""

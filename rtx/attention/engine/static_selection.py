@@ -668,8 +668,8 @@ def earliest(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tens
     is 0, 3.
 
     Args:
-        best_XK: the K best scores in any order, one more than are taken. Triton's version counts in
-            them; this one needs K alone.
+        best_XK: the K best scores in any order, one more than are taken. Here only K is needed;
+            Triton's version also counts, among these, the scores that are better than the last.
         edge_X2: the two lowest of these: the first that is left out, and the last that is taken.
         margin_X1: scores this close to the last one taken are tied with it, if the first one left
             out is; else, and beside infinities, only equal scores are.
