@@ -408,7 +408,7 @@ class Slots(NamedTuple):
         return self.queries + 2 * self.keys
 
 
-def slots_of(blocks: Sequence[engine_blocks.Blocks]) -> Slots:
+def slots_of(blocks: Sequence[engine_blocks.FormBlocks]) -> Slots:
     """Return the slots of blocks."""
     masks = 0
     for block in blocks:
