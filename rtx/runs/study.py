@@ -93,7 +93,9 @@ def thinned(rows: Iterable[MetricsRow]) -> list[MetricsRow]:
     """
     kinds: dict[str, ThinnedKind] = {}
     for row in rows:
-        kinds.setdefault(row.kind, ThinnedKind()).add(row)
+        if row.kind not in kinds:
+            kinds[row.kind] = ThinnedKind()
+        kinds[row.kind].add(row)
     chosen = []
     for kind in kinds.values():
         chosen += kind.rows()
