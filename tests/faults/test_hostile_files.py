@@ -104,10 +104,7 @@ def test_values_of_a_run_are_no_questions_to_the_environment(
         assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
 
 
-SWEEP = {
-    "command": f"rtx train -m {ESCAPE}",
-    "cells": {"run": f"seed=1 {ESCAPE}", "\0": "no name of a file"},
-}
+SWEEP = {"command": f"rtx train -m {ESCAPE}", "cells": {"run": f"seed=1 {ESCAPE}"}}
 
 
 def test_nothing_that_a_terminal_obeys_is_printed(
