@@ -90,10 +90,17 @@ class Campaign:
         self.workshop = workshop
         self.draw = random.Random(seed)
         self.run = workshop.train("run")
-        self.longer = workshop.train("longer", "trainer.steps=16")
+        self.longer = self.resumed()
         self.counts = {command: self.count(command) for command in CALLS}
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.failures: list[str] = []
+
+    def resumed(self) -> Path:
+        """Return a copy of the run that was resumed to 16 steps while nothing failed."""
+        copy = Path(shutil.copytree(self.run, self.workshop.folder / "longer"))
+        process = self.workshop.fork(copy, "resume", str(copy), "trainer.steps=16", RTX_RUN="")
+        assert process.wait() == 0, process.log.read_text()
+        return copy
 
     def start(self, command: str, options: list[str], log: Path) -> Process:
         """Start a command under strace, on a new copy of the run."""
@@ -152,10 +159,13 @@ class Campaign:
         problem = ""
         if code not in (0, 1, 2):
             problem = f"ended with {code}"
-        if "Traceback" in said:
+        outcome = f"exit code {code}"
+        if is_import_error(said):
+            outcome = "a module that cannot be loaded"
+        elif "Traceback" in said:
             problem = "a traceback"
         problem = problem or self.problem_after(case, process.run)
-        self.outcomes[f"exit code {code}"] += 1
+        self.outcomes[outcome] += 1
         if problem:
             self.failures.append(f"{case.line()}: {problem}")
             print(self.failures[-1], said, sep="\n", flush=True)
@@ -175,6 +185,12 @@ class Campaign:
         if process.wait():
             return f"then rtx {words[0]}: {process.log.read_text(errors='replace')[-500:]}"
         return difference(run, expected)
+
+
+def is_import_error(said: str) -> bool:
+    """Return whether Python could not load a module: docs/reliability.md does not promise a line."""
+    last = said.rstrip().rpartition("\n")[2]
+    return last.startswith(("ImportError: ", "ModuleNotFoundError: "))
 
 
 def main() -> None:
