@@ -188,7 +188,7 @@ class Campaign:
 
 
 def is_import_error(said: str) -> bool:
-    """Return whether Python could not load a module: docs/reliability.md does not promise a line."""
+    """Return whether Python could not load a module, for which no line is promised."""
     last = said.rstrip().rpartition("\n")[2]
     return last.startswith(("ImportError: ", "ModuleNotFoundError: "))
 
