@@ -23,7 +23,7 @@ def expand_path(text: str, option: str) -> Path:
         raise UserError(f"{option}={shorten(text)}: {problem}; write the whole path") from error
 
 
-def refuse_other_bytes(option: str, text: str) -> None:
+def refuse_non_utf8(option: str, text: str) -> None:
     """Raise `UserError` for a text that is not UTF-8, as a name of a file may be."""
     try:
         text.encode()

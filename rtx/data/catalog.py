@@ -30,7 +30,7 @@ from rtx.data.synthetic import HELD_OUT, SyntheticStore
 from rtx.data.tokenizers import PretrainedTokenizer, read_pretrained
 from rtx.disk import make_folder, names_inside, read_named, remove_file, remove_tree, status_inside
 from rtx.errors import RunFailed, UserError, nearest, printable
-from rtx.paths import expand_path, refuse_other_bytes
+from rtx.paths import expand_path, refuse_non_utf8
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
 from rtx.settings.presets import preset
@@ -47,7 +47,7 @@ def data_root() -> Path:
     UserError where it is a file, a link to nothing, a name that is not UTF-8, or may not be read.
     """
     root = expand_path(os.environ.get("RTX_DATA") or "data", "RTX_DATA")
-    refuse_other_bytes("RTX_DATA", str(root))
+    refuse_non_utf8("RTX_DATA", str(root))
     try:
         is_there = root.exists() or root.is_symlink()
         if is_there and not root.is_dir():

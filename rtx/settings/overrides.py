@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rtx.errors import UserError, shorten
-from rtx.paths import refuse_other_bytes
+from rtx.paths import refuse_non_utf8
 from rtx.settings.extensions import load_extensions
 from rtx.settings.fields import Field, unknown, unquoted
 from rtx.settings.hydra_words import (
@@ -132,7 +132,7 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
     """
     triples = split_words(words)
     for _, key, text in triples:
-        refuse_other_bytes(shorten(key), text)
+        refuse_non_utf8(shorten(key), text)
     # Extensions first: what they register is a value of other keys.
     extensions = run_extensions(triples)
     fields = settings()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rtx.errors import UserError
-from rtx.paths import refuse_other_bytes
+from rtx.paths import refuse_non_utf8
 from rtx.settings.data_sets import (
     HELD_OUT,
     IMAGE_SETS,
@@ -681,7 +681,7 @@ def to_config(values: Mapping[str, Any]) -> Config:
             raise UserError(unknown(str(name), [*SECTIONS, *fields]))
         if isinstance(value, (dict, list)):
             raise UserError(f"{name} must be one value")
-        refuse_other_bytes(name, str(value))
+        refuse_non_utf8(name, str(value))
         dotted[name] = fields[name].read(value)
     return with_values(Config(), dotted)
 
