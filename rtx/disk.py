@@ -1,12 +1,11 @@
-"""The door to the files of runs, stores, exports, caches, sweeps and reports: all are opened here.
+"""Open, write, rename and delete the files of runs, stores, exports, caches, sweeps and reports.
 
-Most functions take a folder and a name below it. The folder is one that the user has named, or that
-follows from RTX_OUTPUTS or RTX_DATA: it may be a link, and so may what leads to it. The name is a
-relative path, no part of which may be a link: whoever has laid it out could lead rtx anywhere. Each
-part is opened by the descriptor of the one before, so that no link can come in between. Files must
-be regular, and no call waits for a FIFO.
-
-Files of any owner are read, as colleagues read the runs on a shared disk. Code is not loaded here.
+Most functions take a folder, which the user names or which follows from RTX_OUTPUTS or RTX_DATA, and
+a name below it. The folder and its parents may be links. The name is a relative path, and no link
+in it is followed: it could make rtx read or write any file. (Renaming, replacing or deleting a link
+acts on the link itself.) Each part is opened by the descriptor of the one before, so that no link
+can come in between. Files must be regular. No call waits for a FIFO. No function checks the owner,
+as colleagues read the runs on a shared disk, so none loads code.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from rtx.errors import UserError
 MARK = ".writing"
 """Ends the name of a temporary file; after a crash it may be deleted."""
 ITSELF = "."
-"""The name of a folder below itself."""
+"""The name that means the folder itself."""
 MOST_BYTES = 1 << 30
 """The most bytes of a file that is read whole, where its reader names no limit."""
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY
@@ -57,7 +56,7 @@ def parts_of(folder: Path, name: Name) -> tuple[str, ...]:
 
 
 class Opened:
-    """A folder below `folder` that is open, and the errors of what is done in it by descriptor."""
+    """An open folder, `folder` or one below it; errors of its methods have the whole path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +79,7 @@ class Opened:
             return os.open(part, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.descriptor)
 
     def status(self, part: str) -> os.stat_result | None:
-        """Return the status of what has a name in this folder; None where nothing has."""
+        """Return the status of a file or folder; None on any error; LinkRefused for a link."""
         try:
             status = os.stat(part, dir_fd=self.descriptor, follow_symlinks=False)
         except OSError:
@@ -94,10 +93,11 @@ class Opened:
 
     @contextlib.contextmanager
     def errors(self, part: str) -> Iterator[None]:
-        """Raise `LinkRefused` where a link is the cause of an error; others get the whole path."""
+        """Raise an OSError again with the whole path, or `LinkRefused` if `part` is a link."""
         try:
             yield
         except OSError as error:
+            # Raises LinkRefused for a link.
             self.status(part)
             path = str(self.path / part)
             raise OSError(error.errno, error.strerror or str(error), path) from error
@@ -105,7 +105,7 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(folder: Path, parts: tuple[str, ...], *, make: bool = False) -> Iterator[Opened]:
-    """Open a folder below another one, and close it after the block; `make` it where it lacks."""
+    """Open a folder below another one, and close it after the block; `make` missing folders."""
     place = Opened(folder)
     try:
         for part in parts:
@@ -133,7 +133,7 @@ def regular(path: Path, mode: str, opener: Callable[[str, int], int]) -> BinaryI
     try:
         file = open(path, f"{mode}b", opener=opener)  # noqa: SIM115
     except OSError as error:
-        # A FIFO that nobody reads, a socket, or a file that does not know places.
+        # ENXIO: a socket, or a FIFO without a reader. None: Python's error if a file cannot seek.
         if error.errno not in (errno.ENXIO, None):
             raise
         raise OSError(errno.EINVAL, "Not a regular file", str(path)) from error
@@ -179,7 +179,7 @@ def read_named(path: Path, largest: int = MOST_BYTES) -> bytes:
 
 
 def status_inside(folder: Path, name: Name) -> os.stat_result | None:
-    """Return the status of a file or folder; None where there is none."""
+    """Return the status of a file or folder; None if there is none; LinkRefused for a link."""
     try:
         with beside(folder, name) as (place, last):
             return place.status(last)
@@ -203,7 +203,7 @@ def names_inside(folder: Path, name: Name = ITSELF, pattern: str = "*") -> list[
 
 
 def append(folder: Path, name: Name, content: bytes) -> None:
-    """Append to a file below a folder, which may be missing."""
+    """Append to a file below a folder; create the file if it is missing."""
     with open_inside(folder, name, "a") as file:
         file.write(content)
 
@@ -220,7 +220,7 @@ def replace_inside(
 
     Args:
         durable: whether to wait until the bytes and the name are on the disk.
-        former: what the file that had the name is called then; None: it is gone.
+        former: the new name of the file that had this name; None: that file is replaced.
     """
     with beside(folder, name) as (place, last):
         temporary = f".{last}.{os.getpid()}{MARK}"
@@ -290,6 +290,7 @@ def remove_file(folder: Path, name: Name) -> None:
 def remove_tree(folder: Path, name: Name, *, ignore_errors: bool = False) -> None:
     """Delete a folder with all in it; a missing one is no error."""
     with contextlib.suppress(FileNotFoundError), beside(folder, name) as (place, last):
+        # Raises LinkRefused for a link.
         place.status(last)
         shutil.rmtree(last, ignore_errors, dir_fd=place.descriptor)
 

@@ -1,16 +1,16 @@
-"""What selections cost in a pretrained model whose weights stay: loss, and attention kept.
+"""What selections cost in a pretrained model with unchanged weights: loss, and lost attention.
 
-The attention of all layers is replaced (`rtx.hf`), in turn by each of some choices, and the model
+The attention of every layer is replaced (`rtx.hf`) by that of each choice in turn, and the model
 scores the same windows of text.
 
-Shapes: N positions, B windows, H query heads, G key-value heads, Q = K = N queries and keys, P
-positions whose attention is measured, Y layers, V choices.
+Shapes: B windows, N positions (queries and keys), H query heads, G key-value heads, D head size, P
+positions whose attention is measured, Y layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,28 +28,28 @@ from rtx.hf.rotary import turned_back, watch
 
 NAME = "rtx_compared"
 """The name of the attention implementation during an analysis."""
-POSITIONS = 64
+MOST_POSITIONS = 64
 """The most positions of a window whose attention is measured."""
-CHECKED = 24
+CHECKED_TOKENS = 24
 """Tokens of the pass that checks a model."""
-CAUSAL = 1e-4
+CAUSAL_TOLERANCE = 1e-4
 """How far logits may move with later tokens, relative to the largest."""
-SAME = 1e-3
+SAME_TOLERANCE = 1e-3
 """How far the logits of both implementations may differ, relative to the largest."""
-SAME_IF_NARROW = 0.05
+SAME_TOLERANCE_16_BIT = 0.05
 """The same, of models in bfloat16 or float16."""
 
 
 @dataclass
 class Coverage:
-    """Sums over the measured positions of one window, `[Y, H]`."""
+    """Attention weights of one window, means over the measured positions: for each layer `[H]`."""
 
     sinks: list[Tensor] = field(default_factory=list)
     """The attention weight on the sinks."""
     far: list[Tensor] = field(default_factory=list)
     """The weight on far keys: neither in the window nor sinks."""
     kept: dict[Choice, list[Tensor]] = field(default_factory=dict)
-    """The part of `far` on the keys that a choice reads."""
+    """The weight on the far keys that each choice reads."""
 
 
 @dataclass(frozen=True)
@@ -61,56 +61,60 @@ class Scores:
     late_bits: float
     """The same, of the second half of the window."""
     keys: float
-    """Keys that a query reads, on average over all layers and heads."""
+    """Keys that a query reads, on average over all layers and heads.
+
+    The model's own sliding windows are not taken off.
+    """
 
 
 class Compared:
-    """A model whose attention is that of one of some choices.
+    """A model whose attention can be dense, or that of each of several choices.
 
     Args:
         model: in evaluation mode; its attention implementation is changed.
-        choices: what is compared. Those that differ only in `dense_layers` share their centroids.
+        choices: what is compared, at least one; all have the same window and sinks. Those that
+            differ only in `dense_layers` share their centroids.
 
     Raises:
-        UserError: the model's attention cannot be replaced, or is another than the softmax of
-            scaled products.
+        UserError: the model is no causal decoder, its attention cannot be replaced, or it is not a
+            softmax of scaled dot products.
     """
 
     def __init__(self, model: PreTrainedModel, choices: Sequence[Choice]) -> None:
         self.model = model
         self.choices = choices
+        self.distinct_choices = list(dict.fromkeys(every_layer(choice) for choice in choices))
+        """The choices, each once, with no layers left dense."""
         self.layers: dict[tuple[int, Choice], FarKeys] = {}
         self.choice: Choice | None = None
         """The choice of the current pass; None: dense."""
         self.fit_steps = 0
-        """How often centroids move in the current pass."""
+        """Steps of fitting in the current pass; 0: centroids are not fitted."""
         self.coverage: Coverage | None = None
         """What the current pass adds its attention weights to."""
         self.keys_read: list[float] = []
         """Mean keys of a query, of each layer of the current pass."""
         self.replace_attention()
 
-    @property
-    def fitted_choices(self) -> list[Choice]:
-        """The choices, each once, with no layers left dense."""
-        return list(dict.fromkeys(every_layer(choice) for choice in self.choices))
-
     def replace_attention(self) -> None:
         """Replace the model's attention, and check that dense attention scores as before."""
         vocabulary = self.model.config.get_text_config().vocab_size
         device = self.model.device
-        tokens_1N = torch.arange(CHECKED, device=device)[None] % vocabulary
+        tokens_1N = torch.arange(CHECKED_TOKENS, device=device)[None] % vocabulary
         kind = type(self.model).__name__
         before_1NV = self.logits(tokens_1N)
-        earlier = CHECKED // 2
+        earlier = CHECKED_TOKENS // 2
         changed_1N = tokens_1N.clone()
         changed_1N[:, earlier:] = 0
         changed_1NV = self.logits(changed_1N)
-        if differ(changed_1NV[:, :earlier], before_1NV[:, :earlier]) > CAUSAL:
+        if (
+            relative_difference(changed_1NV[:, :earlier], before_1NV[:, :earlier])
+            > CAUSAL_TOLERANCE
+        ):
             raise UserError(f"{kind} is no causal decoder: later tokens move earlier scores")
-        allowed = SAME
+        allowed = SAME_TOLERANCE
         if before_1NV.dtype in (torch.bfloat16, torch.float16):
-            allowed = SAME_IF_NARROW
+            allowed = SAME_TOLERANCE_16_BIT
         AttentionInterface.register(NAME, self.attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         self.model.set_attn_implementation(NAME)
@@ -118,12 +122,12 @@ class Compared:
         after_1NV = self.logits(tokens_1N)
         if not self.keys_read:
             raise UserError(f"{kind}: its attention cannot be replaced")
-        if differ(after_1NV, before_1NV) > allowed:
+        if relative_difference(after_1NV, before_1NV) > allowed:
             raise UserError(f"{kind}: its attention is more than a softmax of scaled products")
 
     @torch.no_grad()
     def logits(self, tokens_1N: Tensor) -> Tensor:
-        """Return the model's logits, `[1, N, vocabulary]`."""
+        """Return the model's logits, `[1, N, V]`."""
         self.keys_read = []
         return self.model(tokens_1N, use_cache=False).logits
 
@@ -170,7 +174,7 @@ class Compared:
         dropout: float = 0.0,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Return the outputs `[B, Q, H, D]` of a layer; see `rtx.hf.interface.attention`."""
+        """Return the outputs `[B, N, H, D]` of a layer; see `rtx.hf.interface.attention`."""
         try:
             check_options(module, options)
             check_mask(attention_mask, query, key, options.get("sliding_window"))
@@ -178,7 +182,8 @@ class Compared:
             raise UserError(str(error)) from error
         layer = self.layer_number(module)
         if self.fit_steps:
-            self.each_choice(module, query, key, self.fit_choice)
+            for far_keys, some_query, some_key in self.each_choice(module, query, key):
+                far_keys.fit(some_query, some_key, self.fit_steps)
         if self.coverage is not None:
             self.add_coverage(module, query, key, scaling)
         N = query.shape[2]
@@ -211,21 +216,15 @@ class Compared:
         return self.layers[place]
 
     def each_choice(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        use: Callable[[FarKeys, Tensor, Tensor], None],
-    ) -> None:
-        """Call a function with the patterns of each choice, and the vectors that it compares."""
+        self, module: nn.Module, query: Tensor, key: Tensor
+    ) -> Iterator[tuple[FarKeys, Tensor, Tensor]]:
+        """Yield the patterns of each choice, and the queries and keys that it compares."""
         layer = self.layer_number(module)
-        for choice in self.fitted_choices:
-            vectors = compared_vectors(choice, module, query, key)
-            use(self.far_keys(choice, layer, query, key), *vectors)
-
-    def fit_choice(self, far_keys: FarKeys, query: Tensor, key: Tensor) -> None:
-        """Fit the centroids of a choice in one layer."""
-        far_keys.fit(query, key, self.fit_steps)
+        vectors: dict[str, tuple[Tensor, Tensor]] = {}
+        for choice in self.distinct_choices:
+            if choice.rotary not in vectors:
+                vectors[choice.rotary] = compared_vectors(choice, module, query, key)
+            yield self.far_keys(choice, layer, query, key), *vectors[choice.rotary]
 
     def add_coverage(
         self,
@@ -240,7 +239,7 @@ class Compared:
         choice = self.choices[0]
         N = query.shape[2]
         first = min(choice.near, N - 1)
-        positions = min(POSITIONS, N - first)
+        positions = min(MOST_POSITIONS, N - first)
         position_P = torch.linspace(first, N - 1, positions, device=query.device).round().long()
         weight_HPN = dense_weights(query[0], key[0], position_P, scaling)
         key_N = torch.arange(N, device=query.device)
@@ -249,13 +248,10 @@ class Compared:
         far_HPN = weight_HPN * is_far_PN
         coverage.sinks.append(sum_of_heads(weight_HPN[..., : choice.sinks]) / positions)
         coverage.far.append(sum_of_heads(far_HPN) / positions)
-
-        def add_kept(far_keys: FarKeys, query: Tensor, key: Tensor) -> None:
-            mask_HPN = far_keys.far_mask_at(query, key, position_P)[0]
+        for far_keys, some_query, some_key in self.each_choice(module, query, key):
+            mask_HPN = far_keys.far_mask_at(some_query, some_key, position_P)[0]
             kept_H = sum_of_heads(far_HPN * mask_HPN) / positions
             coverage.kept.setdefault(far_keys.choice, []).append(kept_H)
-
-        self.each_choice(module, query, key, add_kept)
 
 
 def every_layer(choice: Choice) -> Choice:
@@ -263,8 +259,8 @@ def every_layer(choice: Choice) -> Choice:
     return replace(choice, dense_layers=0)
 
 
-def differ(logits: Tensor, other: Tensor) -> float:
-    """Return the largest difference of logits, relative to the largest of them."""
+def relative_difference(logits: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference of logits, relative to the largest of `other`."""
     return float((logits - other).abs().max() / other.abs().max())
 
 

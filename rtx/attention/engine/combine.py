@@ -11,10 +11,10 @@ A gradient g of the output gives the gradients
 
     do_l = share_l g,    ds_l = share_l (g . o_l - g . out).
 
-Each depends only on list l and on the row's g and out. So the backward pass reads rows (a gather)
-and adds nothing up. Automatic differentiation would add up the gradients of all members of a row.
-That is slow on a GPU, where additions to one row wait for each other: the row of empty places in
-lists may have thousands of members (see `target_rows`).
+Each depends only on list l and on the row's g and out. So the backward pass gathers rows, and needs
+no scatter-add. Automatic differentiation would add the gradients of all members of a row. That is
+slow on a GPU, where additions to one row wait for each other. All empty places of lists share one
+row, which may have thousands of members (see `target_rows`).
 
 Shapes: S members of all lists, D head size, R rows. A row has one member in each list that it is
 in.
@@ -49,7 +49,8 @@ def combine(partials: list[Partial], rows: int) -> Tensor:
         rows: R.
 
     Raises:
-        RuntimeError: in a backward pass with create_graph=True, as there are no second derivatives.
+        RuntimeError: later, in a backward pass with create_graph=True: there are no second
+            derivatives.
     """
     row_S = torch.cat([partial.row_S for partial in partials])
     sum_S = torch.cat([partial.log_sum_S for partial in partials])
@@ -79,7 +80,7 @@ def combined(
     share_S = shares_of(target_S, sum_S, rows_and_spare)
     head_size = outs[0].shape[1]
     out_RD = sum_S.new_zeros(rows_and_spare, head_size)
-    # One partial at a time: the products of all partials would be two more copies of all outputs.
+    # One partial at a time: joining all outputs and weighting them would take two more copies.
     counts = [len(out_SD) for out_SD in outs]
     targets = target_S.split(counts)
     shares = share_S.split(counts)
@@ -112,17 +113,17 @@ def gradients(ctx: Any, dout_RD: Tensor, _: None) -> tuple[Any, ...]:
         dout_RD: the gradient g of the outputs of rows.
         _: the gradient of shares, which have none.
     """
-    # torch's once_differentiable would not notice torch.autograd.grad with a single input.
+    # Checked here: torch's once_differentiable misses torch.autograd.grad with a single input.
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
     row_S, share_S, out_RD, *outs = ctx.saved_tensors
     counts = [len(out_SD) for out_SD in outs]
-    rows = row_S.split(counts)
+    row_parts = row_S.split(counts)
     shares = share_S.split(counts)
     g_dot_out_R = (dout_RD * out_RD).sum(-1)
     dsums = []
     douts = []
-    for out_SD, some_row_S, some_share_S in zip(outs, rows, shares, strict=True):
+    for out_SD, some_row_S, some_share_S in zip(outs, row_parts, shares, strict=True):
         g_SD = dout_RD[some_row_S]
         dout_SD = some_share_S[:, None] * g_SD
         douts.append(dout_SD.to(out_SD.dtype))
@@ -137,9 +138,8 @@ combined.register_autograd(gradients, setup_context=save_for_backward)
 def target_rows(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     """Return the row to which each member's output is added, `[S]`.
 
-    That is the member's row, or one of the spare rows if the member reads nothing. The empty places
-    of lists have one row in common. There may be many of them, and on a GPU additions to one row
-    wait for each other, so they take the spare rows in turn.
+    It is the member's own row, or a spare row if the member reads nothing. Such members take the
+    spare rows in turn, as additions to one row wait for each other on a GPU.
     """
     number_S = torch.arange(len(row_S), device=row_S.device)
     spare_row_S = rows + number_S % SPARE_ROWS
@@ -147,20 +147,21 @@ def target_rows(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     return torch.where(reads_nothing_S, spare_row_S, row_S)
 
 
-def shares_of(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
+def shares_of(target_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     """Return the share of each member in its row, `[S]`.
 
     The shares of a row add up to 1, or to 0 if it reads nothing.
 
     Args:
-        rows: the number of rows, with the spare ones.
+        target_S: the row of each member, see `target_rows`.
+        rows: the number of rows, including the spare ones; R here.
     """
     lowest_R = sum_S.new_full((rows,), float("-inf"))
-    top_R = lowest_R.scatter_reduce(0, row_S, sum_S, "amax")
+    top_R = lowest_R.scatter_reduce(0, target_S, sum_S, "amax")
     # A row without keys has -inf, and -inf - (-inf) would be NaN.
     top_R = top_R.masked_fill(top_R.isinf(), 0)
-    weight_S = (sum_S - top_R[row_S]).exp()
-    total_R = weight_S.new_zeros(rows).index_add(0, row_S, weight_S)
+    weight_S = (sum_S - top_R[target_S]).exp()
+    total_R = weight_S.new_zeros(rows).index_add(0, target_S, weight_S)
     # A row without keys has 0, and 0 / 0 would be NaN.
     divisor_R = total_R.masked_fill(total_R == 0, 1)
-    return weight_S / divisor_R[row_S]
+    return weight_S / divisor_R[target_S]
