@@ -1,11 +1,10 @@
 """Open, write, rename and delete the files of runs, stores, exports, caches, sweeps and reports.
 
-Most functions take a folder, which the user names or which follows from RTX_OUTPUTS or RTX_DATA, and
-a name below it. The folder and its parents may be links. The name is a relative path, and no link
-in it is followed: it could make rtx read or write any file. (Renaming, replacing or deleting a link
-acts on the link itself.) Each part is opened by the descriptor of the one before, so that no link
-can come in between. Files must be regular. No call waits for a FIFO. No function checks the owner,
-as colleagues read the runs on a shared disk, so none loads code.
+Most functions take a folder, which the user names or RTX_OUTPUTS or RTX_DATA, and a name below it.
+The folder and its parents may be links. The name is a relative path, and no link in it is followed:
+it could make rtx read or write any file. (Renaming or deleting a link acts on the link itself.)
+Each part is opened by the descriptor of the one before, so that no link can come in between. Files
+must be regular. No call waits for a FIFO. No owner is checked, so none of it loads code.
 """
 
 import contextlib
