@@ -86,9 +86,14 @@ def means_too_little_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, RuntimeError | ImportError):
-        message = str(error).lower()
-        return any(sign in message for sign in SIGNS)
+        return names_lack_of_memory(str(error))
     return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def names_lack_of_memory(message: str) -> bool:
+    """Return whether the message of an error says that there is too little memory."""
+    message = message.lower()
+    return any(sign in message for sign in SIGNS)
 
 
 def system_kills() -> int:

@@ -6,6 +6,7 @@ share it.
 
 import functools
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,12 +14,17 @@ from typing import Any, cast
 
 import hydra
 import yaml
+from hydra._internal import core_plugins
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.errors import UserError
+import hydra_plugins
+from rtx.errors import RunFailed, UserError
+from rtx.machine import names_lack_of_memory
 from rtx.processes import SWEEP_VARIABLE
 from rtx.settings.data_sets import SETS
 from rtx.settings.derived import image_side, reads_self
@@ -43,6 +49,8 @@ from rtx.settings.schema import (
 
 NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
 """Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""
+SOURCES = {"file", "pkg", "rtx", "structured"}
+"""Schemes of the sources from which Hydra composes a configuration; each is a plug-in."""
 OWN_IMAGE_SIDE = 32
 """Height and width of data=images that conf/data has for images of unknown size."""
 
@@ -197,6 +205,7 @@ def composed(words: tuple[str, ...]) -> DictConfig:
 
     Values have no types yet: `to_config` reads them.
     """
+    load_plugins()
     store = ConfigStore.instance()
     store.store(name="schema", node=to_dict(Config()))
     for name, data_set in SETS.items():
@@ -217,6 +226,36 @@ def composed(words: tuple[str, ...]) -> DictConfig:
 
 
 CACHES.append(composed.cache_clear)
+
+
+def load_plugins() -> None:
+    """Let Hydra import its plug-ins.
+
+    Hydra itself ignores a folder that cannot be read, and only warns of a plug-in that cannot be
+    imported, also where the reason is too little memory.
+
+    Raises:
+        OSError: a folder of plug-ins cannot be read.
+        MemoryError: memory has run out at a plug-in.
+    """
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        plugins = Plugins.instance()
+    for warning in recorded:
+        message = str(warning.message)
+        if names_lack_of_memory(message):
+            # Advice to remove the plug-in comes before the last line.
+            reason = message.strip().splitlines()[-1].strip()
+            raise MemoryError(reason)
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    sources = cast(list[type[ConfigSource]], plugins.discover(ConfigSource))
+    schemes = {source.scheme() for source in sources}
+    if schemes >= SOURCES:
+        return
+    for folder in [*core_plugins.__path__, *hydra_plugins.__path__]:
+        # An error here says why Hydra could not read it either.
+        os.listdir(folder)
+    raise RunFailed("Hydra could not read its plug-ins: too little memory, or too many open files")
 
 
 @functools.lru_cache(maxsize=64)
