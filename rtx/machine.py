@@ -6,6 +6,7 @@ Nothing here imports torch.
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -88,6 +89,15 @@ def means_too_little_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError | ImportError):
         return names_lack_of_memory(str(error))
     return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def memory_is_exhausted() -> bool:
+    """Return whether the system refuses this process another 16 MiB."""
+    try:
+        mmap.mmap(-1, 16 << 20).close()
+    except (OSError, MemoryError):
+        return True
+    return False
 
 
 def names_lack_of_memory(message: str) -> bool:

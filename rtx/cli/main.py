@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
-from rtx.machine import out_of_memory, system_reason
+from rtx.machine import OUT_OF_MEMORY, memory_is_exhausted, out_of_memory, system_reason
 from rtx.processes import check_launch, started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
@@ -149,6 +149,9 @@ def unexpected(error: Exception, words: Sequence[str]) -> int:
     if isinstance(error, BrokenPipeError) and reader_is_gone():
         return 0 if only_prints(words) else 1
     reason = out_of_memory(error)
+    if not reason and memory_is_exhausted():
+        # Python and its libraries also raise other errors then, which mislead.
+        reason = f"{OUT_OF_MEMORY}: {type(error).__name__}: {shorten(str(error), 200)}"
     if reason:
         return complain(reason, 1)
     if isinstance(error, OSError) and error.errno is not None:
