@@ -24,7 +24,7 @@ COMPILE := $(VENV)/bin/uv pip compile --quiet --config-file $(REQUIREMENTS)/uv.t
   --no-emit-package torch --constraint $(REQUIREMENTS)/torch.txt --no-emit-index-url \
   --custom-compile-command "make lock" $(UPGRADE)
 
-.PHONY: help train test lint types quick coverage presets fuzz faults docs format lock clean
+.PHONY: help train test exhaustive lint types quick coverage presets fuzz faults docs format lock clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
@@ -35,7 +35,10 @@ train: $(VENV)/.installed ## set up, then train on the embedded default (4 to 11
 	@$(VENV)/bin/rtx train
 
 test: lint types ## all checks and tests that a change must pass
-	$(PYTEST)
+	$(PYTEST) -m "not exhaustive"
+
+exhaustive: $(VENV)/.installed-dev ## the tests that `make test` leaves out: tests/exhaustive.txt
+	$(PYTEST) -m exhaustive
 
 lint: $(VENV)/.installed-dev ## format, lint, and which room may import which
 	$(VENV)/bin/ruff format --check $(SOURCES)

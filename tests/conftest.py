@@ -4,6 +4,7 @@ Tiny tensors are slower with several threads. Commands that tests start import t
 """
 
 import contextlib
+import fnmatch
 import os
 import signal
 import sys
@@ -83,13 +84,35 @@ RUN_FIXTURES = {"workshop", "run", "copy", "forker"}
 """Fixtures that start runs of rtx."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start long files first, and mark tests that start runs as slow."""
+EXHAUSTIVE = Path(__file__).with_name("exhaustive.txt")
+"""Patterns of tests that `make test` leaves out."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start long files first, and mark tests that start runs as slow, and exhaustive ones."""
     items.sort(key=place_in_order)
     for item in items:
         fixtures = getattr(item, "fixturenames", [])
         if RUN_FIXTURES.intersection(fixtures):
             item.add_marker(pytest.mark.slow)
+    mark_exhaustive(config, items)
+
+
+def mark_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that exhaustive.txt names; an error for a pattern that names none."""
+    lines = EXHAUSTIVE.read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    unused = set(patterns)
+    for item in items:
+        for pattern in patterns:
+            if fnmatch.fnmatchcase(item.nodeid, pattern):
+                item.add_marker(pytest.mark.exhaustive)
+                unused.discard(pattern)
+    chosen_by_name = any("::" in word for word in config.args)
+    files = {item.nodeid.partition("::")[0] for item in items}
+    stale = [pattern for pattern in unused if pattern.partition("::")[0] in files]
+    if stale and not chosen_by_name:
+        raise pytest.UsageError(f"{EXHAUSTIVE.name} has a pattern without a test: {min(stale)}")
 
 
 def place_in_order(item: pytest.Item) -> int:
