@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rtx import attention
 from rtx.attention import Pattern
-from rtx.attention.centroid_update import to_sphere
+from rtx.attention.centroids import to_sphere
 
 N, D, W, C = 32, 8, 8, 4
 CELL, EDGE = 8, 18  # pixels of a pair, and left of and above all pairs

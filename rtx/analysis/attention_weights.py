@@ -52,7 +52,8 @@ def layer_inputs(
 def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     """Return the groups of a layer's heads by their names, with what they read of one sequence."""
     groups = {}
-    for group, qkv in zip(attention.head_groups(), attention.project(x_1NE), strict=True):
+    projections = attention.project(x_1NE)
+    for group, qkv in zip(attention.head_groups(), projections, strict=True):
         q_1HND, k_1HND, _ = qkv
         qk = group.inputs(q_1HND, k_1HND)
         parts = group.pattern.reads(qk, False)
@@ -71,19 +72,31 @@ def one_by_one(heads: Heads, queries: int) -> Heads:
     """
     _, G, N, _ = heads.qk.q_BHND.shape
     each = for_attention(heads.qk, queries)
-    # The first query heads of all key-value heads come first.
     qk = QueriesKeys(
-        each.q_BHND.flatten(0, 1)[None],
-        each.k_BHND.flatten(0, 1)[None],
-        each.rotated_q_BHND.flatten(0, 1)[None],
-        each.rotated_k_BHND.flatten(0, 1)[None],
+        heads_of_copies(each.q_BHND),
+        heads_of_copies(each.k_BHND),
+        heads_of_copies(each.rotated_q_BHND),
+        heads_of_copies(each.rotated_k_BHND),
     )
-    number_IG = torch.arange(queries * G).view(queries, G)
+    rows = G * N
+    parts = [repeated_reads(part, queries, rows) for part in heads.parts]
+    heads_in_all = queries * G
+    number_IG = torch.arange(heads_in_all).view(queries, G)
+    number_GI = number_IG.T
     return heads._replace(
         qk=qk,
-        parts=[repeated_reads(part, queries, G * N) for part in heads.parts],
-        head_H=number_IG.T.flatten(),
+        parts=parts,
+        head_H=number_GI.flatten(),
     )
+
+
+def heads_of_copies(x_XGND: Tensor) -> Tensor:
+    """Return copies of one sequence as the heads of one sequence, `[1, H, N, D]`.
+
+    The first query heads of all key-value heads come first.
+    """
+    x_HND = x_XGND.flatten(0, 1)
+    return x_HND[None]
 
 
 def read_by(part: Reads, reads_R: Tensor) -> Reads:
@@ -93,21 +106,33 @@ def read_by(part: Reads, reads_R: Tensor) -> Reads:
         reads_R: whether a row reads.
     """
     if isinstance(part, IndexReads):
-        index_RK = part.index_RK.masked_fill(~reads_R[:, None], -1)
+        is_left_out_R = ~reads_R
+        is_left_out_R1 = is_left_out_R[:, None]
+        index_RK = part.index_RK.masked_fill(is_left_out_R1, -1)
         return part._replace(index_RK=index_RK)
     reads_P = reads_R[part.query.row_M]
-    holes = None
-    if part.holes is not None:
-        low_IP = part.holes.low_IP[:, reads_P]
-        high_IP = part.holes.high_IP[:, reads_P]
-        holes = Holes(part.holes.value_IM, low_IP, high_IP)
     return RangeReads(
         part.query.keep(reads_R),
         part.key,
         part.start_P[reads_P],
         part.stop_P[reads_P],
         part.length,
-        holes,
+        holes_of(part.holes, reads_P),
+    )
+
+
+def holes_of(holes: Holes | None, reads_P: Tensor) -> Holes | None:
+    """Return the holes of some query members.
+
+    Args:
+        reads_P: whether a query member is one of them.
+    """
+    if holes is None:
+        return None
+    return Holes(
+        holes.value_IM,
+        holes.low_IP[:, reads_P],
+        holes.high_IP[:, reads_P],
     )
 
 
@@ -118,20 +143,42 @@ def weight_blocks(heads: Heads, position_P: Tensor) -> Iterator[Tensor]:
     They are float32 or wider. Over all keys the weights of a position add up to 1, or to 0 if it
     reads nothing.
     """
-    _, H, N, _ = heads.qk.q_BHND.shape
-    device = heads.qk.q_BHND.device
-    wide = wide_type(heads.qk.q_BHND.dtype)
+    q_BHND = heads.qk.q_BHND
+    _, H, N, _ = q_BHND.shape
+    device = q_BHND.device
     position_P = position_P.to(device)
-    reads_N = torch.isin(torch.arange(N, device=device), position_P)
-    parts = [read_by(part, reads_N.repeat(H)) for part in heads.parts]
+    position_N = torch.arange(N, device=device)
+    reads_N = torch.isin(position_N, position_P)
+    reads_R = reads_N.repeat(H)
+    parts = [read_by(part, reads_R) for part in heads.parts]
     for first in range(0, N, KEYS):
-        keys = min(KEYS, N - first)
-        unit_NK = torch.eye(N, keys, dtype=wide, device=device).roll(first, dims=0)
-        weight_1HNK = outputs(heads, parts, unit_NK.expand(1, H, N, -1))
-        weight_HPK = weight_1HNK[0][:, position_P]
+        unit_NK = unit_vectors(q_BHND, first)
+        unit_1HNK = unit_NK.expand(1, H, N, -1)
+        weight_1HNK = outputs(heads, parts, unit_1HNK)
+        weight_HNK = weight_1HNK[0]
+        weight_HPK = weight_HNK[:, position_P]
         if heads.head_H is not None:
             weight_HPK = weight_HPK[heads.head_H]
         yield weight_HPK
+
+
+def unit_vectors(q_BHND: Tensor, first: int) -> Tensor:
+    """Return the values of all positions for a piece of keys, `[N, K]`.
+
+    Position `first` + m has the unit vector of component m; other positions have zero.
+
+    Args:
+        q_BHND: queries, whose device and type, float32 or wider, the result has.
+    """
+    N = q_BHND.shape[2]
+    keys = min(KEYS, N - first)
+    eye_NK = torch.eye(
+        N,
+        keys,
+        dtype=wide_type(q_BHND.dtype),
+        device=q_BHND.device,
+    )
+    return eye_NK.roll(first, dims=0)
 
 
 def outputs(heads: Heads, parts: list[Reads], v_1HNK: Tensor) -> Tensor:
@@ -141,12 +188,20 @@ def outputs(heads: Heads, parts: list[Reads], v_1HNK: Tensor) -> Tensor:
     if relative is not None:
         relative = relative._replace(values_MD=None)
     merge = heads.pattern.merge
+    head_size = qk.rotated_q_BHND.shape[-1]
+    terms = heads.pattern.terms(head_size, relative)
+    # Without sinks the weights on keys add up to 1.
+    terms = terms._replace(sink_IH=None)
     with no_autocast(v_1HNK):
-        q_1HND = qk.rotated_q_BHND.to(v_1HNK.dtype)
-        k_1HND = qk.rotated_k_BHND.to(v_1HNK.dtype)
-        # Without sinks the weights on keys add up to 1.
-        terms = heads.pattern.terms(q_1HND.shape[-1], relative)._replace(sink_IH=None)
-        return attend(q_1HND, k_1HND, v_1HNK, parts, terms, "torch", merge)
+        return attend(
+            qk.rotated_q_BHND.to(v_1HNK.dtype),
+            qk.rotated_k_BHND.to(v_1HNK.dtype),
+            v_1HNK,
+            parts,
+            terms,
+            "torch",
+            merge,
+        )
 
 
 def summary(weight_PN: Tensor, position_P: Tensor) -> dict[str, Any]:
@@ -160,12 +215,23 @@ def summary(weight_PN: Tensor, position_P: Tensor) -> dict[str, Any]:
         return {"reads_share": 0.0}
     weight_PN = weight_PN[reads_P]
     position_P1 = position_P[reads_P, None]
-    distance_PN = position_P1 - torch.arange(weight_PN.shape[1])
+    key_N = torch.arange(weight_PN.shape[1])
+    distance_PN = position_P1 - key_N
     is_read_PN = weight_PN > 0
+    count_P = is_read_PN.sum(1)
+    distance_P = (weight_PN * distance_PN).sum(1)
+    weight_on_self_P1 = weight_PN.gather(1, position_P1)
     return {
-        "reads_share": float(reads_P.float().mean()),
-        "keys": float(is_read_PN.sum(1).float().mean()),
-        "distance": float((weight_PN * distance_PN).sum(1).mean()),
+        "reads_share": mean_of(reads_P),
+        "keys": mean_of(count_P),
+        "distance": mean_of(distance_P),
         "farthest": int(distance_PN[is_read_PN].max()),
-        "self_weight": float(weight_PN.gather(1, position_P1).mean()),
+        "self_weight": mean_of(weight_on_self_P1),
     }
+
+
+def mean_of(x: Tensor) -> float:
+    """Return the mean of numbers or truth values of any type."""
+    if not x.is_floating_point():
+        x = x.float()
+    return float(x.mean())

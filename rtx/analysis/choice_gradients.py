@@ -13,11 +13,11 @@ from torch import Tensor
 from rtx.attention import Random
 from rtx.attention.blocks import RandomBlocks
 from rtx.attention.centroids import Centroids, after_step, all_centroids
+from rtx.attention.clusters import Routing
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
-from rtx.attention.routing import Routing
 from rtx.model.transformer import Transformer
 from rtx.settings.derived import ROUTED
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from rtx.analysis.attention_weights import Heads, groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
 from rtx.attention.centroids import after_step
+from rtx.attention.clusters import Routing
 from rtx.attention.grouped import expanded
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.routing import Routing
 from rtx.model.heads import HeadGroup, make_pattern
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -70,9 +70,17 @@ def selection(name: str, heads: int, config: Config, layer: int, size: int, bloc
         kind = "blocks_random"
         block = 1
     if name == NEXT:
-        return make_pattern("local", heads, with_values(config, {"model.window": size}), layer)
-    routing = RoutingConfig(selection=kind, keys="separate", window=size, block=block, decay=DECAY)
-    pattern = make_pattern(ROUTED, heads, with_values(config, {"routing": routing}), layer)
+        with_window = with_values(config, {"model.window": size})
+        return make_pattern("local", heads, with_window, layer)
+    routing = RoutingConfig(
+        selection=kind,
+        keys="separate",
+        window=size,
+        block=block,
+        decay=DECAY,
+    )
+    with_routing = with_values(config, {"routing": routing})
+    pattern = make_pattern(ROUTED, heads, with_routing, layer)
     if isinstance(pattern, Routing):
         pattern.centroids.seed_with_next = True
     return pattern
@@ -121,13 +129,15 @@ def fit(config: Config, model: Transformer, patterns: nn.ModuleList, tokens_BN: 
         patterns: `selections` of every layer.
     """
     for full in full_heads(config, model, patterns.train(), tokens_BN):
-        q_BHND, k_BHND, _ = full.attention.project(full.x_BNE)[full.number]
+        projections = full.attention.project(full.x_BNE)
+        q_BHND, k_BHND, _ = projections[full.number]
         q_BHND, k_BHND, _ = full.group.queries_and_keys(q_BHND, k_BHND)
         assert k_BHND is not None
         k_BHND = expanded(k_BHND, full.group.queries_of_key_head)
         for pattern in full.patterns:
             if isinstance(pattern, Routing):
-                pattern.observe(pattern.inputs(q_BHND, k_BHND, None), False)
+                qk = pattern.inputs(q_BHND, k_BHND, None)
+                pattern.observe(qk, False)
             if isinstance(pattern, Probed):
                 # Probed keys are those that the logits read.
                 qk = pattern.inputs(q_BHND, k_BHND, full.group.rotate)
@@ -149,21 +159,39 @@ def measure(
     back: int,
 ) -> list[list[Retained]]:
     """Return what `selections` retain, for each layer with full heads, `[., S * Z, 3]`."""
-    N = tokens_1N.shape[1]
-    device = tokens_1N.device
-    positions = min(MAX_POSITIONS, N - back)
-    position_P = torch.linspace(back, N - 1, positions, device=device).round().long()
+    position_P = measured_positions(tokens_1N, back)
     layers = []
     for full in full_heads(config, model, patterns.eval(), tokens_1N):
-        heads = groups_of(full.attention, full.x_BNE)[full.group.name]
-        weight_HPN = torch.cat(list(weight_blocks(heads, position_P)), dim=-1)
+        groups = groups_of(full.attention, full.x_BNE)
+        heads = groups[full.group.name]
+        weight_HPN = weights_on_keys(heads, position_P)
         of_layer = []
         for pattern in full.patterns:
             assert isinstance(pattern, Pattern)
             qk = pattern.inputs(heads.qk.q_BHND, heads.qk.k_BHND, full.group.rotate)
-            of_layer.append(retained(pattern, qk, weight_HPN, position_P, back))
+            of_pattern = retained(pattern, qk, weight_HPN, position_P, back)
+            of_layer.append(of_pattern)
         layers.append(of_layer)
     return layers
+
+
+def measured_positions(tokens_1N: Tensor, back: int) -> Tensor:
+    """Return evenly spaced positions from `back` on, at most `MAX_POSITIONS`, `[P]`."""
+    N = tokens_1N.shape[1]
+    positions = min(MAX_POSITIONS, N - back)
+    position_P = torch.linspace(
+        back,
+        N - 1,
+        positions,
+        device=tokens_1N.device,
+    )
+    return position_P.round().long()
+
+
+def weights_on_keys(heads: Heads, position_P: Tensor) -> Tensor:
+    """Return the weights of some positions on all keys, `[H, P, N]`."""
+    blocks = list(weight_blocks(heads, position_P))
+    return torch.cat(blocks, dim=-1)
 
 
 def retained(
@@ -178,10 +206,13 @@ def retained(
     keys = moved.k_BHND.shape[2]
     # Without queries every key that is read has the same weight.
     equal = moved._replace(rotated_q_BHND=torch.zeros_like(moved.rotated_q_BHND))
-    heads = Heads(pattern, equal, pattern.reads(moved, False), None)
-    is_read_HPN = torch.cat(list(weight_blocks(heads, position_P - back)), dim=-1) > 0
+    parts = pattern.reads(moved, False)
+    heads = Heads(pattern, equal, parts, relative=None)
+    last_far_P = position_P - back
+    is_read_HPN = weights_on_keys(heads, last_far_P) > 0
     key_N = torch.arange(keys, device=position_P.device)
-    is_far_PN = key_N <= position_P[:, None] - back
+    last_far_P1 = last_far_P[:, None]
+    is_far_PN = key_N <= last_far_P1
     far_HPN = weight_HPN[..., :keys] * is_far_PN
     return (
         mean_over_queries(far_HPN),
@@ -206,7 +237,8 @@ def with_queries_moved(qk: QueriesKeys, back: int) -> QueriesKeys:
 
 def mean_over_queries(x_HPN: Tensor) -> float:
     """Return the mean over heads and positions of the sum over keys."""
-    return float(x_HPN.double().sum(-1).mean())
+    sum_HP = x_HPN.double().sum(-1)
+    return float(sum_HP.mean())
 
 
 def at_keys(retained_KZ3: np.ndarray, keys: float) -> dict[str, Any]:
@@ -218,12 +250,21 @@ def at_keys(retained_KZ3: np.ndarray, keys: float) -> dict[str, Any]:
     Args:
         retained_KZ3: `Retained` of each sequence and size.
     """
-    by_keys_Z = retained_KZ3[..., 2].mean(0).argsort()
-    retained_KZ3 = retained_KZ3[:, by_keys_Z]
-    keys_Z = [0.0, *retained_KZ3[..., 2].mean(0)]
-    weights = [np.interp(keys, keys_Z, [0.0, *weight_Z]) for weight_Z in retained_KZ3[..., 1]]
+    mean_keys_Z = retained_KZ3[..., 2].mean(0)
+    order_Z = mean_keys_Z.argsort()
+    retained_KZ3 = retained_KZ3[:, order_Z]
+    mean_keys_Z = retained_KZ3[..., 2].mean(0)
+    far_weight_K = retained_KZ3[:, 0, 0]
+    retained_KZ = retained_KZ3[..., 1]
+    # Without keys no weight is retained.
+    keys_Z = [0.0, *mean_keys_Z]
+    weights = []
+    for retained_Z in retained_KZ:
+        weights_Z = [0.0, *retained_Z]
+        weight = np.interp(keys, keys_Z, weights_Z)
+        weights.append(weight)
     weight_K = np.array(weights)
-    share, error = estimate(weight_K / retained_KZ3[:, 0, 0])
+    share, error = estimate(weight_K / far_weight_K)
     return {
         "keys": min(keys, keys_Z[-1]),
         "share": share,

@@ -15,6 +15,7 @@ from torch import Tensor
 from rtx.attention import Random
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.centroids import statistics_paused
+from rtx.attention.clusters import Routing
 from rtx.attention.engine import (
     ENGINES,
     blocks,
@@ -32,7 +33,6 @@ from rtx.attention.indexer import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
-from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size, make_pattern
 from rtx.settings.derived import ROUTED, layer_patterns, memory_slots

@@ -14,6 +14,7 @@ import torch
 
 from rtx.analysis.engines import Computed, distances_of, shares_keys
 from rtx.attention import Random
+from rtx.attention.clusters import Routing
 from rtx.attention.engine import by_triton, choose, dense, flash, flex, windows
 from rtx.attention.engine.blocks import MAX_SCORES_GPU
 from rtx.attention.engine.by_triton import LISTS
@@ -22,7 +23,6 @@ from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.probed import Probed
 from rtx.attention.reads import RangeReads
-from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size
 from rtx.settings.schema import Config

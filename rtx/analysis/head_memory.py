@@ -25,6 +25,7 @@ from rtx.analysis.gpu_memory import (
 from rtx.analysis.planned_device import on_gpu, widths_of
 from rtx.attention import Random
 from rtx.attention.blocks import Blocks
+from rtx.attention.clusters import Routing
 from rtx.attention.engine import blocks as engine_blocks
 from rtx.attention.engine import native
 from rtx.attention.engine.blocks import MAX_SCORES_CPU, MAX_SCORES_GPU
@@ -33,7 +34,6 @@ from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.reads import IndexReads, RangeReads, Reads
-from rtx.attention.routing import Routing
 from rtx.attention.top_keys import TopKeys
 from rtx.model.heads import head_size, make_pattern
 from rtx.settings.derived import ROUTED, layer_patterns, memory_slots, queries_of_key_head

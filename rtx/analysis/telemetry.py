@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.adaptive_span import AdaptiveSpan
+from rtx.attention.clusters import Routing
 from rtx.attention.reads import MemberLists
-from rtx.attention.routing import Routing
 from rtx.sharded import whole
 
 

@@ -3,7 +3,8 @@
 A query *reads* a key if it attends to it. The library imports nothing else of rtx. To know one
 pattern, open its file:
 
-    positional.py           Full, Local, Recurrent, and the base classes of the next four
+    positional.py           Full, Local, and the base classes of the next six
+    recurrent.py            Recurrent
     sparse_transformer.py   Strided, Fixed, FixedBlock, FixedSummary
     adaptive_span.py        AdaptiveSpan
     lsh.py                  Lsh
@@ -17,21 +18,21 @@ pattern, open its file:
     blocks.py               Blocks, RandomBlocks
 
 Each of these files has the rule in plain Python first, then the batch form (whole sequences on
-tensors), then the stream. The other files, in the order in which they help to read on:
+tensors), then the stream. The first lines of a file say what the names from other files mean. The
+other files, in the order in which they help to read on:
 
-    pattern.py         the base class of all patterns, with the forward pass
-    clusters.py        the base class of patterns with clusters, and their KV cache
-    routing.py         the base class of TopK, Thresholds and Nearest
+    pattern.py         the base class of all patterns, with the forward pass and streams
     reads.py           how a pattern describes which query reads which keys: lists, or an index
+    clusters.py        the base classes of patterns with clusters (of Lsh, Random, TopK, Thresholds
+                       and Nearest), and their KV cache
+    centroids.py       the centroids of clusters, and how a training step moves them
     engine/            attention over the keys that are read
-    cache.py, stream.py: the KV caches of streams, and a stream that counts its positions
     padding.py         attention over padded sequences
     documents.py       sequences of several documents, which read nothing of each other
     grouped.py         grouped queries: query heads that share keys and values
     oracle.py          slow attention by the rules, with which tests compare everything
     ties.py            which scores count as equal
     members.py         selection of the members of clusters by their scores
-    centroids.py, centroid_update.py: the centroids of clusters, and how a training step moves them
     key_centroids.py, inverted_file.py, probed_lists.py, candidates.py: the parts of Probed
     static.py, capacity.py: selection in static shapes for GPUs, and lists of fixed capacity
     once.py            caches of lists that follow from shapes
@@ -60,35 +61,33 @@ which each file explains:
     N  positions of a sequence
 
 With grouped queries (grouped.py) G is also key-value heads, I the query heads that share one of
-them, and X the I * B copies of sequences. In caches (cache.py) H is the heads that choose keys, and
-Q the queries of such a head at the newest position.
+them, and X the I * B copies of sequences. In caches H is the heads that choose keys, and Q the
+queries of such a head at the newest position.
 """
 
 from rtx.attention.adaptive_span import AdaptiveSpan
 from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import Centroids, after_step
-from rtx.attention.clusters import ClusterPattern
+from rtx.attention.clusters import ClusterPattern, Routing
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.indexer import Indexer
 from rtx.attention.lsh import Lsh
-from rtx.attention.pattern import Pattern
+from rtx.attention.pattern import Pattern, Stream
 from rtx.attention.positional import (
     ContiguousPattern,
     Full,
     Local,
     PositionLists,
     PositionPattern,
-    Recurrent,
 )
 from rtx.attention.probed import Probed
 from rtx.attention.random_members import Random
-from rtx.attention.routing import Routing
+from rtx.attention.recurrent import Recurrent
 from rtx.attention.routing_nearest import Nearest
 from rtx.attention.routing_thresholds import Thresholds
 from rtx.attention.routing_topk import TopK
 from rtx.attention.sparse_transformer import Fixed, FixedBlock, FixedSummary, Strided
-from rtx.attention.stream import Stream
 from rtx.attention.top_keys import Exact
 
 ROUTING_CLASSES: dict[str, type[Routing]] = {

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_number, check_positive
-from rtx.attention.cache import Cache
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.pairs import window_pairs
+from rtx.attention.pattern import Cache
 from rtx.attention.positional import ContiguousPattern, PositionCache
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads

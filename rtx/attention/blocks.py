@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, as_heads, stored, unrotated_queries
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
-from rtx.attention.grouped import expanded
+from rtx.attention.grouped import as_heads, expanded, unrotated_queries
 from rtx.attention.members import products
+from rtx.attention.pattern import Cache
+from rtx.attention.positional import stored
 from rtx.attention.precision import widened
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.recompute import recomputed

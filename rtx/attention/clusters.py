@@ -1,18 +1,52 @@
-"""The base class of patterns with clusters, and their KV cache.
+"""Patterns with clusters: their base class, what all routing heads share, and their KV cache.
 
-A cluster is a set of positions. A query reads keys of the clusters that it is a member of: of each
-of them the last W up to its position. Routing heads (routing.py), hashing (lsh.py) and random heads
-(random_members.py) differ in how positions become members.
+A cluster is a set of positions, its *members*. A query reads keys of the clusters that it is a
+member of: of each of them the last W members up to its position (`ClusterPattern`). A position in
+several clusters gets the mean of its outputs; one that is in no cluster reads nothing.
 
 Example: W = 2, and a cluster with the members 1, 4, 5 and 8. The query at 5 reads the keys at 4 and
-5, and the query at 8 those at 5 and 8. A position in two clusters gets the mean of two outputs.
+5, and the query at 8 those at 5 and 8. On tensors the members are one list of rows (a row is a
+position of one head of one sequence), and each query reads a range of it, of at most W members:
 
-This file has the rule (`last_members`), the batch form (`ClusterPattern.reads`) and the stream
-(`ClusterCache`), for any way to choose members.
+    row_M      1 4 5 8      the rows of the members
+    start_P    0 0 1 2      of each of these as a query, the first member that it reads
+    stop_P     1 2 3 4      the member after the last that it reads
+
+In a stream each cluster has W slots (`ClusterCache`). A new member takes the slot of the oldest,
+unless the pattern chooses another slot.
+
+*Routing heads* (`Routing`) have a centroid for each cluster. The *score* of a vector in a cluster
+is its dot product with the centroid. Who is a member follows from the scores:
+
+    TopK         the W positions of the whole sequence that score highest (routing_topk.py)
+    Thresholds   all positions whose score reaches the threshold of the cluster
+                 (routing_thresholds.py)
+    Nearest      all positions that score higher in this cluster than in any other
+                 (routing_nearest.py)
+
+Hashing (lsh.py) and random heads (random_members.py) have clusters without centroids.
+
+Roles. With `keys="separate"` the query and the key of a position have separate scores, and may be
+members of different clusters: a position has two *roles*, `QUERIES` (0) and `KEYS` (1). Otherwise
+there is one role, and the query and the key of a position are members of the same clusters. Lists
+with one item for each role have two items or one; `both_roles` unpacks them.
+
+Names from other files that this one uses:
+
+    Pattern            the base class: its forward pass calls `observe` and attends over what is
+                       read; its `stream` calls `start` (pattern.py)
+    members_read       makes the ranges of the example from lists of members; `within_documents`
+                       ends them where documents end, `members_around` has later members, too
+    normalise_twice    LayerNorm without scale or bias, in float32 and in the type of the inputs
+    Centroids          the centroids and thresholds, and the statistics that move them
+    ClusterMembers     the members of all clusters: lists; and `selected`, if shapes are static as
+                       on a GPU (`is_static`), where lists have a fixed capacity (capacity.py)
+    nearest_clusters   the cluster that scores each position highest; `nearest_members`: its lists
+    attend_lists       attention of the newest position over slots, merged over its clusters
 
 Shapes: B sequences or streams, H heads, C clusters, N positions, D head size, W attention window,
-S slots of a cluster, L = B * H * C lists (the clusters of all heads), M members of the lists of one
-head or of all, J some lists or members, Q queries of a head at one position (cache.py).
+S slots of a cluster, L = B * H * C lists (the clusters of all heads), M members and P query members
+of all lists, J some lists or members, Q queries of a head at one position (`Cache`).
 """
 
 from __future__ import annotations
@@ -24,31 +58,38 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_choice, check_positive
-from rtx.attention.cache import (
-    Cache,
-    as_heads,
-    attend_step,
-    mask_without_self,
-    rotated_queries,
+from rtx.attention.arguments import check_choice, check_number, check_positive
+from rtx.attention.centroids import Centroids, gathering, is_rate, to_sphere
+from rtx.attention.engine import MERGES
+from rtx.attention.engine.by_triton import LISTS
+from rtx.attention.engine.newest import ListSlots, attend_lists
+from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.engine.static_selection import Selected, separate_lists
+from rtx.attention.grouped import as_heads, expanded, rotated_queries
+from rtx.attention.members import (
+    ClusterMembers,
+    as_cluster_members,
+    nearest_clusters,
+    nearest_members,
+    normalise_twice,
+    sums_of_lists,
+    with_rows_of,
 )
-from rtx.attention.engine import MERGES, with_sink
-from rtx.attention.engine.combine import Partial, combine
-from rtx.attention.engine.softmax import RelativeTables, soft_attend
-from rtx.attention.grouped import expanded
-from rtx.attention.members import normalise_twice
 from rtx.attention.pairs import window_pairs
-from rtx.attention.pattern import Pattern, Prepared
-from rtx.attention.precision import wide_type
+from rtx.attention.pattern import Cache, Pattern, Prepared
+from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
     MemberLists,
     QueriesKeys,
     RangeReads,
     Reads,
+    mask_without_self,
     members_around,
     members_read,
     within_documents,
 )
+from rtx.attention.static import is_static
+from rtx.attention.ties import centroid_margin
 
 Item = TypeVar("Item")
 
@@ -238,6 +279,281 @@ class ClusterPattern(Pattern):
         """Return which clusters the query and the key at the next position of each stream join."""
 
 
+class Routing(ClusterPattern):
+    """H routing heads. Subclasses decide who is a member of a cluster.
+
+    With causal=False (the encoder of the paper) outputs depend on the whole sequence, whatever the
+    subclass.
+
+    `ClusterPattern` documents the other options. The window is that of the centroids.
+
+    Args:
+        centroids: the centroids of these heads. Their option `keys` decides which vectors are
+            assigned to clusters.
+            "shared": queries, which serve as keys (Algorithm 1 with its left-to-right mask).
+            "separate": queries and keys, with separate memberships (section 4.1).
+            "projected": W_R (q + k) of each position, not normalised again. The query and the key
+            of a position have the same memberships (the paper's first versions, of ICLR and arXiv).
+        commitment: the weight of the commitment loss, the mean squared distance between vectors and
+            their nearest centroids. Both released codes of the paper have this loss, with weight
+            1e-4; Roy et al. 2021 does not mention it.
+    """
+
+    may_be_bidirectional = True
+
+    def __init__(self, centroids: Centroids, *, commitment: float = 0.0, **options: Any) -> None:
+        has_keys = centroids.keys != "shared"
+        super().__init__(has_keys=has_keys, window=centroids.window, **options)
+        check_number("commitment", commitment, "finite and at least 0", is_rate)
+        H, _, D = centroids.centroid_HCD.shape
+        self.heads = H
+        self.size = D
+        self.centroids = centroids
+        self.commitment = commitment
+        self.last_members: tuple[list[MemberLists], int] | None = None
+        """For telemetry: the lists of each role, and B * H * N, both of the last training batch;
+        None: there was none."""
+
+    def clustered(self, qk: QueriesKeys) -> list[Tensor]:
+        """Return the vectors that are assigned to clusters, `[B, H, N, D]` for each role."""
+        q_BHND = qk.q_BHND
+        k_BHND = qk.k_BHND
+        if qk.counts is not None:
+            # Cross-attention: `takes_other_keys` has made sure that there are two roles.
+            query_count, key_count = qk.counts
+            real_q_BHND = q_BHND[:, :, :query_count]
+            real_k_BHND = k_BHND[:, :, :key_count]
+            return [real_q_BHND, real_k_BHND]
+        if self.centroids.keys == "separate":
+            return [q_BHND, k_BHND]
+        if self.centroids.projection_HDD is None:
+            return [q_BHND]
+        projection_HDD = self.centroids.projection_HDD.to(q_BHND.dtype)
+        with no_autocast(q_BHND):
+            sum_BHND = q_BHND + k_BHND
+            projected_BHND = sum_BHND @ projection_HDD.mT
+        return [projected_BHND]
+
+    def margins(self, x: Tensor) -> Tensor:
+        """Return the margin within which scores count as equal, for each cluster, `[H, C]`.
+
+        Args:
+            x: the vectors or the scores. The margin depends on their dtype.
+        """
+        return centroid_margin(self.centroids.centroid_HCD, x.dtype)
+
+    # The rule.
+
+    def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
+        members = []
+        for role, score_CN in enumerate(self.scores_of_head(qk, head)):
+            margin_C = self.margins(score_CN)[head]
+            member_CN = self.members_by_rule(score_CN, margin_C, role, head)
+            members.append(member_CN)
+        query_CN, key_CN = both_roles(members)
+        return self.read_by_rule(query_CN, key_CN)
+
+    def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
+        """Return the scores of the first sequence in one head, `[C, N]` for each role."""
+        centroid_CD = self.centroids.centroid_HCD[head]
+        scores = []
+        for x_BHND in self.clustered(qk):
+            x_ND = x_BHND[0, head]
+            score_CN = centroid_CD.to(x_ND.dtype) @ x_ND.T
+            scores.append(score_CN)
+        return scores
+
+    @abstractmethod
+    def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
+        """Return for each cluster of a head which positions are members, `[C, N]`, bool."""
+
+    # The batch form.
+
+    def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        vectors = self.clustered(qk)
+        members = self.select(vectors, is_dynamic=self.needs_dynamic(qk))
+        return [self.reads_of(members, qk)]
+
+    @torch.no_grad()
+    def select(
+        self,
+        vectors: list[Tensor],
+        with_nearest: bool = False,
+        is_dynamic: bool = False,
+    ) -> list[ClusterMembers]:
+        """Return the members of each role.
+
+        Args:
+            vectors: the vectors of each role, `[B, H, N, D]`.
+            with_nearest: compute `ClusterMembers.nearest`, too (dynamic shapes only).
+            is_dynamic: select by `select_dynamic` on a GPU, too.
+        """
+        members = []
+        for role, x_BHND in enumerate(vectors):
+            if is_static(x_BHND, self.backend) and not is_dynamic:
+                selected = self.select_static(x_BHND, role)
+                members.append(as_cluster_members(selected))
+            else:
+                members.append(self.select_dynamic(x_BHND, role, with_nearest))
+        return members
+
+    def needs_dynamic(self, qk: QueriesKeys) -> bool:
+        """Return whether lists must be dynamic, on a GPU, too.
+
+        Static ones have neither ranges within documents nor ranges of later keys.
+        """
+        return qk.documents is not None or not self.causal
+
+    @abstractmethod
+    def select_dynamic(self, x_BHND: Tensor, role: int, with_nearest: bool) -> ClusterMembers:
+        """Return the members of one role, in lists whose lengths depend on the scores."""
+
+    @abstractmethod
+    def select_static(self, x_BHND: Tensor, role: int) -> Selected:
+        """Return the members of one role in static shapes."""
+
+    def reads_of(self, members: list[ClusterMembers], qk: QueriesKeys) -> RangeReads:
+        """Return which members read which, as packed lists.
+
+        Args:
+            members: of each role.
+        """
+        length = qk.q_BHND.shape[2]
+        queries, keys = both_roles(members)
+        if queries.selected is None or keys.selected is None:
+            return self.dynamic_reads(queries.lists, keys.lists, qk)
+        lists = queries.selected.lists
+        if keys is not queries:
+            lists = separate_lists(
+                queries.selected,
+                keys.selected,
+                length,
+                self.window,
+                self.attend_self,
+            )
+        return RangeReads(
+            query=queries.lists,
+            key=keys.lists,
+            start_P=lists.start_P,
+            stop_P=lists.stop_P,
+            length=length,
+            most=min(self.window, length),
+            derived={LISTS: lists},
+        )
+
+    def dynamic_reads(self, queries: MemberLists, keys: MemberLists, qk: QueriesKeys) -> RangeReads:
+        """Return which members read which, from lists whose lengths depend on the scores."""
+        if qk.counts is not None:
+            # Rows of these lists count the real queries or keys; those of `qk` count zeros, too.
+            query_count, key_count = qk.counts
+            length = qk.q_BHND.shape[2]
+            queries = with_rows_of(queries, query_count, length)
+            keys = with_rows_of(keys, key_count, length)
+        return self.ranges_of_lists(queries, keys, qk)
+
+    @torch.no_grad()
+    def lists(self, qk: QueriesKeys) -> list[MemberLists]:
+        lists = []
+        for role, x_BHND in enumerate(self.clustered(qk)):
+            members = self.select_dynamic(x_BHND, role, with_nearest=False)
+            lists.append(members.lists)
+        return lists
+
+    # Statistics.
+
+    @torch.no_grad()
+    def observe(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
+        self.seed(qk)
+        # Statistics describe members that are selected from whole sequences. If selection is not
+        # strictly causal, a streaming pass selects members from prefixes instead.
+        selects_from_prefixes = streaming and not self.strictly_causal
+        if selects_from_prefixes or not self.training or gathering.is_paused:
+            return self.reads(qk, streaming)
+        vectors = self.clustered(qk)
+        members = self.select(vectors, self.follows_nearest, self.needs_dynamic(qk))
+        rows = vectors[0].shape[:3].numel()
+        if rows:
+            for role, x_BHND in enumerate(vectors):
+                self.add_statistics(members[role], x_BHND, role)
+            lists = [members_of_role.lists for members_of_role in members]
+            self.last_members = (lists, rows)
+        return [self.reads_of(members, qk)]
+
+    def seed(self, qk: QueriesKeys) -> None:
+        """Initialise the centroids with vectors of this batch, if `seed_with_next` is set."""
+        centroids = self.centroids
+        if centroids.seed_with_next and centroids.training:
+            vectors = [x_BHND.detach() for x_BHND in self.clustered(qk)]
+            centroids.seed_from(vectors)
+
+    @property
+    def follows_nearest(self) -> bool:
+        """Whether centroids are updated with their nearest positions, not with their members."""
+        return self.centroids.update_rule != "members"
+
+    def add_statistics(self, members: ClusterMembers, x_BHND: Tensor, role: int) -> None:
+        """Add the statistics of one role to those of the centroids.
+
+        Members that exceed the capacity of lists are counted, but their vectors are not summed.
+        """
+        summed = members.lists
+        if self.follows_nearest:
+            summed = members.nearest
+            if summed is None:
+                centroid_HCD = self.centroids.centroid_HCD
+                summed = nearest_members(centroid_HCD, x_BHND, self.backend)
+        self.centroids.observe(
+            role,
+            x_BHND,
+            member_count_L=members.count_L,
+            sum_LD=sums_of_lists(x_BHND, summed, self.backend),
+            count_L=summed.count_L,
+            moment_2BHC=members.moment_2BHC,
+        )
+
+    # The loss.
+
+    def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
+        """Return the weighted commitment loss in training, otherwise zero."""
+        has_loss = self.training and self.commitment > 0
+        if not has_loss or not qk.q_BHND.numel():
+            return super().loss(qk, parts)
+        distances = [self.distance(x_BHND) for x_BHND in self.clustered(qk)]
+        mean = torch.stack(distances).mean()
+        return self.commitment * mean
+
+    def distance(self, x_BHND: Tensor) -> Tensor:
+        """Return the mean of (x - nearest centroid)^2, with centroids scaled to norm sqrt(D)."""
+        with torch.no_grad():
+            nearest_BHN = nearest_clusters(self.centroids.centroid_HCD, x_BHND, self.backend)
+        H = x_BHND.shape[1]
+        head_H = torch.arange(H, device=x_BHND.device)
+        centroid_HCD = to_sphere(self.centroids.centroid_HCD)
+        centroid_HCD = centroid_HCD.to(x_BHND.dtype)
+        head_H1 = head_H[:, None]
+        nearest_BHND = centroid_HCD[head_H1, nearest_BHN]
+        difference_BHND = x_BHND - nearest_BHND
+        return difference_BHND.square().mean()
+
+    # Costs.
+
+    def pairs_of_head(self, length: int) -> float:
+        C = self.centroids.centroid_HCD.shape[1]
+        members = min(self.window, length)
+        return C * self.pairs_of_cluster(members)
+
+    def choice_operations(self, length: int, size: int) -> float:
+        """Return the operations of all scores, and of the projection if there is one."""
+        C = self.centroids.centroid_HCD.shape[1]
+        products_of_position = {
+            "shared": C,
+            "separate": 2 * C,
+            "projected": C + size,
+        }
+        products_of_head = length * products_of_position[self.centroids.keys]
+        return 2.0 * size * products_of_head
+
+
 class ClusterCache(Cache):
     """The keys and values of the last S members of each cluster.
 
@@ -367,99 +683,25 @@ class ClusterCache(Cache):
         if not len(list_J):
             value_size = v_BH1D.shape[-1]
             return as_heads(v_BH1D.new_zeros(*q_BHQD.shape[:3], value_size))
-        out_BHQD = self.attend_and_merge(q_BHQD, list_J, position)
+        slots = self.slots_of(list_J, position)
+        terms = self.pattern.terms(q_BHQD.shape[-1], self.relative)
+        out_BHQD = attend_lists(q_BHQD, slots, terms, self.pattern.merge)
         return as_heads(out_BHQD.to(v_BH1D.dtype))
 
-    def attend_and_merge(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Tensor:
-        """Return the outputs of the newest position, merged over J lists, `[B, H, Q, D]`."""
-        partial = self.attend_lists(q_BHQD, list_J, position)
-        partials = [partial]
-        sink_HQ = self.sinks()
-        if sink_HQ is not None and self.pattern.merge == "lse":
-            partials.append(sinks_alone(sink_HQ, partial, len(q_BHQD)))
-        shape_BHQ = q_BHQD.shape[:3]
-        out_RD = combine(partials, rows=shape_BHQ.numel())
-        return out_RD.view(*shape_BHQ, -1)
-
-    def sinks(self) -> Tensor | None:
-        """Return the sink of each query of the newest position, `[H, Q]`; None: there are none."""
-        sink_IH = self.pattern.sinks()
-        if sink_IH is None:
-            return None
-        return sink_IH.T
-
-    def attend_lists(self, q_BHQD: Tensor, list_J: Tensor, position: int) -> Partial:
-        """Return the outputs of the newest position in each of J lists, which `combine` merges.
-
-        With merge="mean" each output is that of a softmax with the sink, if there is one. The
-        log-sums are then set to zero, so that all lists of a row have equal weight. With "lse"
-        outputs and log-sums are without the sink, which the caller adds once for each row.
-
-        Args:
-            q_BHQD: the queries of the position; those of one head read the same keys.
-        """
-        _, H, Q, _ = q_BHQD.shape
-        # The heads of all streams are numbered b * H + h.
-        stream_head_J = list_J // self.clusters
-        head_J = stream_head_J % H
-        q_JQD = q_BHQD.flatten(0, 1)[stream_head_J]
-        out_JQD, log_sum_JQ = self.softmaxes(q_JQD, list_J, head_J, position)
-        query_Q = torch.arange(Q, device=list_J.device)
-        row_JQ = stream_head_J[:, None] * Q + query_Q
-        partial = Partial(
-            row_JQ.flatten(),
-            out_JQD.flatten(0, 1),
-            log_sum_JQ.flatten(),
-        )
-        if self.pattern.merge == "lse":
-            return partial
-        sink_HQ = self.sinks()
-        if sink_HQ is not None:
-            sink_JQ = sink_HQ[head_J]
-            return with_sink(partial, sink_JQ.flatten())
-        return partial._replace(log_sum_S=torch.zeros_like(partial.log_sum_S))
-
-    def softmaxes(
-        self,
-        q_JQD: Tensor,
-        list_J: Tensor,
-        head_J: Tensor,
-        position: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of queries over the slots of their lists, `[J, Q, D]`, and log-sums.
-
-        The log-sums `[J, Q]` do not count sinks. If nothing needs them, they are zero.
-
-        Args:
-            list_J, head_J: the list of each item, and its head, 0 to H - 1.
-        """
+    def slots_of(self, list_J: Tensor, position: int) -> ListSlots:
+        """Return the slots of J lists that the query at `position` reads."""
         assert self.key_LSD is not None
-        J, Q, D = q_JQD.shape
         position_JS = self.position_LS[list_J]
-        k_JSD = self.key_LSD[list_J]
-        v_JSD = self.value_LSD[list_J]
-        mask_JS = self.slots_read(position_JS, list_J, position)
-        mask_J1S = mask_JS[:, None]
-        terms = self.pattern.terms(D, self.relative)
-        needs_log_sums = self.pattern.merge == "lse" or terms.sink_IH is not None
-        if needs_log_sums or terms.by_distance:
-            distance_JS = position - position_JS
-            distance_JQS = distance_JS[:, None].expand(-1, Q, -1)
-            return soft_attend(q_JQD, k_JSD, v_JSD, mask_J1S, distance_JQS, head_J, terms)
-        # Each list is a head of a batch of J.
-        out_J1QD = attend_step(
-            q_JQD[:, None],
-            k_JSD[:, None],
-            v_JSD[:, None],
-            mask_J1S[:, None],
-            None,
-            terms,
+        return ListSlots(
+            head_J=list_J // self.clusters,
+            key_JSD=self.key_LSD[list_J],
+            value_JSD=self.value_LSD[list_J],
+            mask_JS=self.slots_read(position_JS, list_J, position),
+            distance_JS=position - position_JS,
         )
-        no_log_sum_JQ = q_JQD.new_zeros(J, Q, dtype=wide_type(q_JQD.dtype))
-        return out_J1QD[:, 0], no_log_sum_JQ
 
     def slots_read(self, position_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
-        """Return the mask of the slots that the query at `position` reads in J lists, `[J, S]`.
+        """Return which slots of J lists the query at `position` reads, `[J, S]`.
 
         Args:
             position_JS: the position of the key in each slot; -1: the slot is empty.
@@ -468,18 +710,3 @@ class ClusterCache(Cache):
         if self.pattern.attend_self:
             return is_filled_JS
         return mask_without_self(is_filled_JS, position_JS == position)
-
-
-def sinks_alone(sink_HQ: Tensor, partial: Partial, streams: int) -> Partial:
-    """Return the sinks as outputs of one more list of each row: the output 0, the log-sum the sink.
-
-    Args:
-        sink_HQ: the sink of each query of the newest position.
-        partial: outputs of lists, whose head size and types the result has.
-    """
-    sink_R = sink_HQ.repeat(streams, 1).flatten()
-    rows = len(sink_R)
-    row_R = torch.arange(rows, device=sink_R.device)
-    value_size = partial.out_SD.shape[1]
-    no_value_RD = partial.out_SD.new_zeros(rows, value_size)
-    return Partial(row_R, no_value_RD, sink_R.to(partial.log_sum_S.dtype))

@@ -182,3 +182,37 @@ def vectors_in_slots(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
     slot_BGIK1 = slot_BHK1.unflatten(1, (G, queries_of_key_head))
     x_BGIKD = x_BGISD.take_along_dim(slot_BGIK1, 3)
     return x_BGIKD.flatten(1, 2)
+
+
+def unrotated_queries(qk: QueriesKeys) -> Tensor:
+    """Return the queries of the newest position, before rotation, `[B, H, Q, D]`."""
+    if qk.each_q_XHND is None:
+        return qk.q_BHND
+    return as_queries(qk.each_q_XHND, len(qk.q_BHND))
+
+
+def rotated_queries(qk: QueriesKeys) -> Tensor:
+    """Return the rotated queries of the newest position, `[B, H, Q, D]`."""
+    if qk.rotated_each_q_XHND is None:
+        return qk.rotated_q_BHND
+    return as_queries(qk.rotated_each_q_XHND, len(qk.q_BHND))
+
+
+def as_queries(q_XH1D: Tensor, streams: int) -> Tensor:
+    """Return query heads that choose together as queries of one head, `[B, H, Q, D]`.
+
+    Args:
+        q_XH1D: the query heads as copies of the streams, see `grouped.heads_to_copies`.
+        streams: B.
+    """
+    q_XHD = q_XH1D[:, :, 0]
+    q_QBHD = q_XHD.unflatten(0, (-1, streams))
+    return q_QBHD.permute(1, 2, 0, 3)
+
+
+def as_heads(out_BHQD: Tensor) -> Tensor:
+    """Return the outputs of all query heads, `[B, H * Q, 1, D]`."""
+    if out_BHQD.shape[2] == 1:
+        return out_BHQD
+    out_of_heads = out_BHQD.flatten(1, 2)
+    return out_of_heads[:, :, None]

@@ -6,8 +6,7 @@ Shapes: B sequences, H heads, C clusters, N positions, D head size.
 import torch
 from torch import Tensor
 
-from rtx.attention.centroid_update import SPLIT
-from rtx.attention.centroids import Centroids
+from rtx.attention.centroids import SPLIT, Centroids
 
 NOT_STARTED = -1
 """The value of `steps` before the centroids have been initialised with keys."""

@@ -38,14 +38,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.cache import Cache, mask_without_self
 from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.pairs import window_pairs
-from rtx.attention.pattern import Prepared
+from rtx.attention.pattern import Cache, Prepared
 from rtx.attention.pieces import piece_size, pieces
 from rtx.attention.precision import no_autocast, wide_type, widened
-from rtx.attention.reads import Holes, MemberLists, QueriesKeys, RangeReads, Reads, pack
+from rtx.attention.reads import (
+    Holes,
+    MemberLists,
+    QueriesKeys,
+    RangeReads,
+    Reads,
+    mask_without_self,
+    pack,
+)
 
 CAUSAL = "causal"
 REFORMER = "reformer"

@@ -3,8 +3,9 @@
 A score is the dot product of a centroid with a normalised vector, in float32 or wider. Nothing here
 has a gradient. `ties.py` defines which scores count as equal.
 
-`choose_members` selects the members of each cluster by the scores of whole sequences; the helpers
-of other choices by content (`normalise`, `products`) are here, too.
+`choose_members` selects the members of each cluster by the scores of whole sequences, and
+`nearest_clusters` the cluster of each position. The helpers of other choices by content
+(`normalise`, `products`) are here, too.
 
 At C = N / W clusters the scores of a head take 4 N^2 / W bytes, which are in memory at once.
 
@@ -14,16 +15,17 @@ size, W attention window, L = B * H * C lists, M members of all lists together, 
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine import native, norm
-from rtx.attention.engine.static_selection import memberships
+from rtx.attention.engine.static_selection import Selected, memberships
 from rtx.attention.pieces import pieces
 from rtx.attention.precision import no_autocast, wide_type, widened
-from rtx.attention.reads import MemberLists
+from rtx.attention.reads import MemberLists, pack
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best_places, centroid_margin, highest_clusters
 
@@ -64,7 +66,111 @@ def products(query: Tensor, key: Tensor) -> Tensor:
         return query @ key.transpose(-1, -2)
 
 
+class ClusterMembers(NamedTuple):
+    """The members of all clusters in one role."""
+
+    lists: MemberLists
+    """The members of each cluster, without those that exceed the capacity of the lists."""
+    count_L: Tensor
+    """The number of members of each cluster, with those that exceed the capacity."""
+    nearest: MemberLists | None = None
+    """Lists in which each position is a member of its highest-scoring cluster alone; None: not
+    computed."""
+    moment_2BHC: Tensor | None = None
+    """For each cluster the sum of the scores of all positions, and the sum of the squared scores;
+    None: not computed."""
+    selected: Selected | None = None
+    """The same members in static shapes; None: they were not selected in static shapes."""
+
+
 def choose_members(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor | None,
+    *,
+    window: int,
+    nearest: bool,
+    backend: str,
+) -> ClusterMembers:
+    """Return the members of all clusters in one role, in lists whose lengths depend on the scores.
+
+    Args:
+        x_BHND: the vectors of the role.
+        threshold_HC: the lowest score of a member in each cluster; None: the members of a cluster
+            are the `window` positions with the highest scores.
+        nearest: also compute `ClusterMembers.nearest`.
+    """
+    selection = select(
+        centroid_HCD,
+        x_BHND,
+        threshold_HC,
+        window=window,
+        nearest=nearest,
+        backend=backend,
+    )
+    nearest_lists = None
+    if selection.nearest_BHN is not None:
+        nearest_lists = lists_of_clusters(selection.nearest_BHN, centroid_HCD)
+    lists = MemberLists(selection.row_M, selection.count_L)
+    return ClusterMembers(lists, lists.count_L, nearest_lists, selection.moment_2BHC)
+
+
+def nearest_clusters(centroid_HCD: Tensor, x_BHND: Tensor, backend: str) -> Tensor:
+    """Return the highest-scoring cluster of each position, `[B, H, N]`."""
+    if is_static(x_BHND, backend):
+        functions = selection_functions(x_BHND, backend)
+        margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
+        cluster_BHN = functions.nearest_clusters(centroid_HCD, x_BHND, margin_HC)
+        return cluster_BHN.long()
+    selection = select(
+        centroid_HCD,
+        x_BHND,
+        None,
+        window=0,
+        nearest=True,
+        backend=backend,
+    )
+    assert selection.nearest_BHN is not None
+    return selection.nearest_BHN
+
+
+def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, backend: str) -> MemberLists:
+    """Return lists in which each position is a member of its highest-scoring cluster alone."""
+    if not is_static(x_BHND, backend):
+        cluster_BHN = nearest_clusters(centroid_HCD, x_BHND, backend)
+        return lists_of_clusters(cluster_BHN, centroid_HCD)
+    functions = selection_functions(x_BHND, backend)
+    margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
+    return functions.nearest_members(centroid_HCD, x_BHND, margin_HC)
+
+
+def lists_of_clusters(cluster_BHN: Tensor, centroid_HCD: Tensor) -> MemberLists:
+    """Return lists in which each position is a member of one cluster, `cluster_BHN`."""
+    C = centroid_HCD.shape[1]
+    return pack(cluster_BHN, C, complete=True)
+
+
+def as_cluster_members(selected: Selected) -> ClusterMembers:
+    """Return members that were selected in static shapes as `ClusterMembers`."""
+    lists = MemberLists(
+        row_M=selected.row_M,
+        count_L=selected.bound_L1.diff(),
+    )
+    return ClusterMembers(lists, selected.count_L, selected=selected)
+
+
+def with_rows_of(lists: MemberLists, length: int, new_length: int) -> MemberLists:
+    """Return the same members with the rows of heads of `new_length` positions.
+
+    Args:
+        length: the number of positions of a head by which rows are numbered in `lists`.
+    """
+    head_M = lists.row_M // max(1, length)
+    row_M = lists.row_M + head_M * (new_length - length)
+    return MemberLists(row_M, lists.count_L)
+
+
+def select(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
     threshold_HC: Tensor | None,

@@ -1,6 +1,22 @@
 """The base class of attention patterns: heads that choose by one rule which keys a query reads.
 
-Shapes: B sequences, H heads, N positions, D head size, C lists of a head.
+`Pattern.forward` takes whole sequences: it prepares queries and keys (`inputs`), asks the pattern
+which query reads which keys (`observe`, which calls `reads`), and attends over them (`attend`).
+`Pattern.stream` returns a `Stream`, which reads one position after the other and has a `Cache`.
+
+Names from other files that this one uses:
+
+    attend          softmax attention over the keys that are read, by one of several engines
+    attend_padded   removes padding, calls the forward pass for the real positions as if they
+                    followed one another (windows and distances are theirs), and writes the outputs
+                    back (padding.py)
+    attend_groups   the same for groups of sequences, such as documents of equal length
+    grouped         query heads that share keys and values
+    QueriesKeys     prepared queries and keys, before and after rotation
+    Reads           which query reads which keys: lists, or an index (reads.py)
+
+Shapes: B sequences or streams, N positions, D head size, C lists of a head; H heads that choose
+keys, G heads of keys and values, and Q queries of a head at one position, see `Cache`.
 """
 
 from __future__ import annotations
@@ -31,7 +47,6 @@ from rtx.attention.arguments import (
     check_positive,
     check_shape,
 )
-from rtx.attention.cache import Cache
 from rtx.attention.documents import Documents, groups_of_documents
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.engine.softmax import LogitTerms, RelativeTables
@@ -40,7 +55,6 @@ from rtx.attention.pairs import triangle
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import QueriesKeys, Reads
 from rtx.attention.static import is_static
-from rtx.attention.stream import Stream
 
 Rotate = Callable[..., Tensor]
 """`rotate(x_BHND, first=0)` returns vectors rotated by their positions `first`, `first` + 1, ..."""
@@ -275,19 +289,13 @@ class Pattern(nn.Module, ABC):
             ValueError: the pattern has causal=False.
         """
         check_causal(self.causal, "stream()")
-
-        def inputs(q_BHND: Tensor, k_BHND: Tensor | None, first: int) -> QueriesKeys:
-            return self.inputs(q_BHND, k_BHND, rotate, first)
-
-        read_prompt = partial(self.read_prompt, rotate=rotate, relative=relative)
-        return Stream(self.start(relative), inputs, read_prompt)
+        return Stream(self, rotate, relative)
 
     def read_prompt(
         self,
         q_BHND: Tensor,
         k_BHND: Tensor | None,
         v_BHND: Tensor,
-        *,
         rotate: Rotate | None,
         relative: RelativeTables | None,
     ) -> tuple[Tensor, QueriesKeys, list[Reads] | None]:
@@ -590,3 +598,116 @@ def in_type(dtype: torch.dtype, wide_BHND: Tensor, narrow_BHND: Tensor | None) -
     if narrow_BHND is not None and narrow_BHND.dtype == dtype:
         return narrow_BHND
     return wide_BHND.to(dtype)
+
+
+# Streams.
+
+
+class Cache(ABC):
+    """The KV cache of a batch of streams, for the heads of one pattern.
+
+    Caches of patterns with a window are bounded; those of patterns that may read any earlier
+    position grow. Each pattern has its cache in its file, or in that of its base class.
+
+    Keys and values are stored for G key-value heads. H heads choose keys, and each of them has Q
+    queries at the newest position. Example: 8 query heads, of which 4 share each of G = 2 key-value
+    heads (`rtx.attention.grouped`):
+
+        each query head chooses    H = 8, Q = 1: a head is a query head
+        they choose together       H = 2, Q = 4: a head is a key-value head
+    """
+
+    @abstractmethod
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BGND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
+        """Store the positions 0 to N - 1 of each stream, before any step.
+
+        The cache then has the same contents as after N calls of `decode`. The outputs of these
+        positions come from the pattern's forward pass with `streaming`.
+
+        Args:
+            v_BGND: the values, for key-value heads.
+            parts: the result of `Pattern.reads` with `streaming`, so that a selection need not be
+                computed twice; None: not available.
+        """
+
+    @abstractmethod
+    def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
+        """Store the next position of each stream, and return its outputs `[B, H * Q, 1, D]`."""
+
+
+class Stream:
+    """B sequences that grow by one position at a time; `Pattern.stream` makes it.
+
+    Its outputs are those of the pattern's forward pass with `streaming=True`. It has no gradients,
+    no dropout and no padding: use it in evaluation mode.
+
+    Args:
+        rotate, relative: see `Pattern.forward`.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        rotate: Rotate | None,
+        relative: RelativeTables | None,
+    ) -> None:
+        self.pattern = pattern
+        self.rotate = rotate
+        self.relative = relative
+        self.cache = pattern.start(relative)
+        self.position = 0
+        """The number of positions that have been read."""
+        self.shape_BH: tuple[int, int] | None = None
+        """The numbers of sequences and of heads of values; None: nothing has been read yet."""
+
+    @torch.no_grad()
+    def prefill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor) -> Tensor:
+        """Return the outputs `[B, H, N, D]` of the first N positions, read in one pass.
+
+        Raises:
+            ValueError: the stream has read positions already.
+        """
+        if self.position:
+            raise ValueError(
+                f"prefill reads the first positions of a stream, and this one is at position"
+                f" {self.position}: use decode for the next one, or begin a new stream"
+            )
+        out_BHND, qk, parts = self.pattern.read_prompt(
+            q_BHND,
+            k_BHND,
+            v_BHND,
+            self.rotate,
+            self.relative,
+        )
+        self.cache.prefill(qk, v_BHND, parts)
+        self.position = v_BHND.shape[2]
+        if self.position:
+            self.shape_BH = (v_BHND.shape[0], v_BHND.shape[1])
+        return out_BHND
+
+    @torch.no_grad()
+    def decode(self, q_BH1D: Tensor, k_BH1D: Tensor | None, v_BH1D: Tensor) -> Tensor:
+        """Return the output `[B, H, 1, D]` of the next position.
+
+        Raises:
+            ValueError: more or fewer than one position, or other numbers of sequences or heads than
+                before.
+        """
+        B, H, N, _ = v_BH1D.shape
+        if N != 1:
+            raise ValueError(
+                f"v_BH1D has {N} positions: decode reads one at a time, and prefill the first ones"
+            )
+        if self.shape_BH is not None and self.shape_BH != (B, H):
+            streams, heads = self.shape_BH
+            raise ValueError(f"v_BH1D has B={B}, H={H}: this stream has B={streams}, H={heads}")
+        qk = self.pattern.inputs(q_BH1D, k_BH1D, self.rotate, self.position)
+        out_BH1D = self.cache.decode(qk, v_BH1D, self.position)
+        self.position += 1
+        self.shape_BH = (B, H)
+        return out_BH1D

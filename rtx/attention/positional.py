@@ -1,45 +1,50 @@
-"""Patterns that choose by position: full, local and recurrent heads, and their base classes.
+"""Patterns that choose by position: full and local heads, their base classes, and their KV cache.
 
 A pattern defines for each pair of positions whether the query reads the key (`sees`). For speed it
 also describes the same pairs as lists (`position_lists`). Tests compare the two.
 
 Example: `Local` with W = 3 has `since(i)` = i - 2. `ContiguousPattern` derives from it `sees(i, j)`
-= (j >= i - 2), and one list of all positions, of which the query at i reads i - 2 to i.
+= (j >= i - 2), and one list of all positions, of which the query at i reads i - 2 to i. The cache
+of a stream (`PositionCache`) has W = 3 slots, and position n is in slot n modulo 3: when position 7
+is read, slot 1 gets its key and value in place of those of position 4, and the query at 7 reads all
+three slots.
 
-sparse_transformer.py has more of these patterns, strided and fixed heads, and adaptive_span.py has
-local heads that learn their window.
+recurrent.py, sparse_transformer.py (strided and fixed heads) and adaptive_span.py (local heads that
+learn their window) have more of these patterns.
 
 Names from other files that this one uses:
 
-    Pattern           the base class: its forward pass calls `reads`, and attends over the result
+    Pattern           the base class: its forward pass calls `reads` and attends over the result,
+                      also if there is padding or a stream (pattern.py)
     RangeReads        packed lists: a query reads a range of one list (reads.py has a picture)
     IndexReads        an index: the numbers of the keys that each query reads
+    Documents         the documents that are packed into sequences, and positions in them
     cached_by_shape   calls a function, and caches the result for the same pattern and shapes
-    RowCache          the keys and values of a stream; position n is in slot n modulo their number;
-                      `attend_newest` is softmax attention of the newest query over some slots
+    attend_step       softmax attention of queries at one position, over some keys
 
-Shapes: B sequences, H heads, G key-value heads, N positions, D head size, K keys of a query, S
-slots of a cache.
+Shapes: B sequences or streams, H heads, G key-value heads, N positions, D head size, K keys of a
+query, S slots of a cache.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.cache import Cache, RowCache, mask_without_self
 from rtx.attention.documents import Documents
-from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.grouped import vectors_in_slots
+from rtx.attention.engine.newest import attend_step
+from rtx.attention.engine.softmax import LogitTerms, RelativeTables
+from rtx.attention.grouped import as_heads, first_of_each, rotated_queries, vectors_in_slots
 from rtx.attention.once import cached_by_shape
 from rtx.attention.pairs import count_pairs
-from rtx.attention.pattern import Pattern
+from rtx.attention.pattern import Cache, Pattern
 from rtx.attention.reads import (
     IndexReads,
     MemberLists,
@@ -48,16 +53,17 @@ from rtx.attention.reads import (
     Reads,
     Window,
     first_rows,
+    mask_without_self,
     pack,
     ranges_between,
     with_holes_at_self,
     without_self,
 )
 
+FIRST_SLOTS = 256
+"""The number of slots that a growing cache starts with; it doubles when they are full."""
 PLAIN = (bool, int, float, str, type(None))
 """Types of attributes that may enter a cache key, see `PositionPattern.form_of_attributes`."""
-
-
 FAR = 1 << 40
 """A position after all others."""
 FIRST_OF_ALL = -FAR
@@ -482,7 +488,9 @@ class Full(ContiguousPattern):
 class Local(ContiguousPattern):
     """Position i reads i - W < j <= i: the last W = `window` positions, itself included.
 
-    With causal=False it reads W positions around it, W // 2 of them before it.
+    Padding is removed first, so these are the last W real positions. A stream reads the same, and
+    its cache has the last W keys and values. With causal=False position i reads W positions around
+    it, W // 2 of them before it.
     """
 
     reads_all_cached = True
@@ -505,53 +513,70 @@ class Local(ContiguousPattern):
         return self.since(i) + self.window
 
 
-class Recurrent(ContiguousPattern):
-    """Position i reads its segment up to itself, and a memory: the positions before the segment.
+class RowCache(Cache):
+    """Keys and values of each stream by position: position n is in slot n modulo their number.
 
-    The pattern of Transformer-XL (Dai et al. 2019, section 3.2).
+    Keys are stored after rotation, in the type of the values, once for each key-value head.
 
     Args:
-        length: positions of a segment.
-        memory: positions before it.
-        same_length: position i reads the last `memory` positions instead, itself included, as the
-            released code does in evaluation.
+        terms: takes the head size, and returns the terms of logits besides queries and keys.
+        ring: a fixed number of slots, which later positions overwrite; None: the cache grows.
+        copies: how many successive heads of `qk` have the same keys (`Pattern.key_copies`). These
+            are stored once.
     """
 
     def __init__(
         self,
-        *,
-        length: int,
-        memory: int,
-        same_length: bool = False,
-        **options: Any,
+        terms: Callable[[int], LogitTerms],
+        ring: int | None = None,
+        copies: int = 1,
     ) -> None:
-        super().__init__(**options)
-        check_positive(length=length)
-        least = 0
-        if same_length:
-            # The position itself is one of these.
-            least = 1
-        check_positive(least, memory=memory)
-        self.length = length
-        self.memory = memory
-        self.same_length = same_length
-        self.cache_size = length + memory
-        if same_length:
-            self.cache_size = memory
+        self.terms = terms
+        self.ring = ring
+        self.copies = copies
+        self.key_BGSD: Tensor | None = None
+        self.value_BGSD: Tensor | None = None
 
-    def since(self, i: Tensor) -> Tensor:
-        if self.same_length:
-            return i + 1 - self.memory
-        segment = i // self.length
-        return segment * self.length - self.memory
+    def prefill(
+        self,
+        qk: QueriesKeys,
+        v_BGND: Tensor,
+        parts: list[Reads] | None = None,
+    ) -> None:
+        self.put(qk, v_BGND, 0)
 
-    def pairs_of_head(self, length: int) -> float:
-        """Return the number of pairs of head 0 after a full memory."""
-        return self.counted_pairs(length, self.memory)
+    def put(self, qk: QueriesKeys, v_BGND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Store positions from `first` on, and return the keys and values of all slots."""
+        k_BGND = first_of_each(qk.rotated_k_BHND, self.copies).to(v_BGND.dtype)
+        self.key_BGSD = stored(self.key_BGSD, k_BGND, first, self.ring)
+        self.value_BGSD = stored(self.value_BGSD, v_BGND, first, self.ring)
+        return self.key_BGSD, self.value_BGSD
+
+    def attend_newest(
+        self,
+        qk: QueriesKeys,
+        k_BGKD: Tensor,
+        v_BGKD: Tensor,
+        mask_BH1K: Tensor | None,
+        distance_BH1K: Tensor,
+    ) -> Tensor:
+        """Return the outputs of all query heads at the newest position, over K keys.
+
+        `attend_step` explains the arguments.
+        """
+        terms = self.terms(qk.q_BHND.shape[-1])
+        q_BHQD = rotated_queries(qk).to(v_BGKD.dtype)
+        out_BHQD = attend_step(q_BHQD, k_BGKD, v_BGKD, mask_BH1K, distance_BH1K, terms)
+        return as_heads(out_BHQD)
 
 
 class PositionCache(RowCache):
-    """The KV cache of a stream whose pattern chooses by position."""
+    """The KV cache of a stream whose pattern chooses by position.
+
+    It has the last `cache_size` keys and values, or all if that is None. If the pattern
+    `reads_all_cached`, the newest position reads all slots that are filled; otherwise those of the
+    positions that `position_lists` or `sees` name (`slots_read`).
+    """
 
     def __init__(
         self,
@@ -639,3 +664,34 @@ def has_equal_counts(read_HS: Tensor) -> bool:
         return False
     is_equal_H = count_H == count_H[0]
     return bool(is_equal_H.all())
+
+
+def stored(x_BGSD: Tensor | None, new_BGND: Tensor, first: int, ring: int | None = None) -> Tensor:
+    """Return the slots with the vectors of the positions from `first` on written into them.
+
+    Slots are changed in place if there are enough; otherwise the result has more.
+
+    Args:
+        x_BGSD: the slots; None: none yet.
+        ring: a fixed number of slots; None: at least as many as there are positions.
+    """
+    B, G, N, D = new_BGND.shape
+    if x_BGSD is None:
+        slots = ring or max(FIRST_SLOTS, N)
+        x_BGSD = new_BGND.new_zeros(B, G, slots, D)
+    slots = x_BGSD.shape[2]
+    missing = first + N - slots
+    if not ring and missing > 0:
+        added = max(missing, slots)
+        x_BGSD = F.pad(x_BGSD, (0, 0, 0, added))
+        slots += added
+    if N == 1:
+        slot = first % slots
+        x_BGSD[:, :, slot] = new_BGND[:, :, 0]
+        return x_BGSD
+    # If there are more positions than slots, only the last ones remain.
+    skipped = max(0, N - slots)
+    last_BGND = new_BGND[:, :, skipped:]
+    position_N = torch.arange(first + skipped, first + N, device=x_BGSD.device)
+    slot_N = position_N % slots
+    return x_BGSD.index_copy_(2, slot_N, last_BGND)

@@ -62,7 +62,6 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive, check_within
-from rtx.attention.cache import Cache, stored
 from rtx.attention.candidates import best_candidates, candidate_index, native_index
 from rtx.attention.centroids import QUERIES, gathering
 from rtx.attention.engine import native, triton_probing, triton_selection
@@ -78,6 +77,8 @@ from rtx.attention.inverted_file import (
 from rtx.attention.key_centroids import KeyCentroids
 from rtx.attention.members import products, sums_of_lists
 from rtx.attention.pairs import window_pairs
+from rtx.attention.pattern import Cache
+from rtx.attention.positional import stored
 from rtx.attention.precision import widened
 from rtx.attention.probed_lists import (
     collect_members,

@@ -352,6 +352,15 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     return others
 
 
+def mask_without_self(mask_XK: Tensor, is_self_XK: Tensor) -> Tensor:
+    """Return the mask without the query's own key, unless that is the only one that it reads.
+
+    X stands for any dimensions.
+    """
+    others_XK = mask_XK & ~is_self_XK
+    return torch.where(others_XK.any(-1, keepdim=True), others_XK, mask_XK)
+
+
 def within_documents(part: RangeReads, first_R: Tensor) -> RangeReads:
     """Return ranges without the keys of other documents than that of the query.
 

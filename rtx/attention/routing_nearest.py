@@ -2,7 +2,7 @@
 
 Of centroids of equal norm it is also the one with the closest centroid.
 
-routing.py has the base class, and clusters.py the cache of a stream.
+clusters.py has the base class and the cache of a stream.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.clusters import ClusterCache, Joins, both_roles
+from rtx.attention.clusters import ClusterCache, Joins, Routing, both_roles
 from rtx.attention.engine.static_selection import Selected
-from rtx.attention.members import products
+from rtx.attention.members import ClusterMembers, nearest_members, products
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.routing import ClusterMembers, Routing
+from rtx.attention.static import selection_functions
 from rtx.attention.ties import highest, highest_clusters
 
 
@@ -39,13 +39,21 @@ class Nearest(Routing):
     # The batch form.
 
     def select_dynamic(self, x_BHND: Tensor, role: int, with_nearest: bool) -> ClusterMembers:
-        cluster_BHN = self.nearest_clusters(x_BHND)
-        lists = self.pack_clusters(cluster_BHN)
+        lists = nearest_members(self.centroids.centroid_HCD, x_BHND, self.backend)
         return ClusterMembers(lists, lists.count_L)
 
     def select_static(self, x_BHND: Tensor, role: int) -> Selected:
         rows = x_BHND.shape[:3].numel()
-        return self.static_members(x_BHND, None, capacity=rows)
+        functions = selection_functions(x_BHND, self.backend)
+        return functions.by_thresholds(
+            self.centroids.centroid_HCD,
+            x_BHND,
+            threshold_HC=None,
+            margin_HC=self.margins(x_BHND),
+            window=self.window,
+            attend_self=self.attend_self,
+            capacity=rows,
+        )
 
     @property
     def follows_nearest(self) -> bool:

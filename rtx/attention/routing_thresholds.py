@@ -4,8 +4,7 @@ Example: the thresholds of the clusters 0 to 2 are 4, 6 and 5. A position with t
 7 joins the clusters 0 and 2. A position with the scores 1, 5.5 and 3 reaches no threshold, so it
 joins cluster 1, whose threshold it misses by least.
 
-routing.py has the base class, clusters.py the cache of a stream, and centroid_update.py how
-thresholds move.
+clusters.py has the base class and the cache of a stream, and centroids.py how thresholds move.
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
@@ -19,11 +18,10 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import Centroids
-from rtx.attention.clusters import ClusterCache, Joins, both_roles
+from rtx.attention.clusters import ClusterCache, Joins, Routing, both_roles
 from rtx.attention.engine.static_selection import Selected, memberships
-from rtx.attention.members import products
+from rtx.attention.members import ClusterMembers, choose_members, products
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.routing import ClusterMembers, Routing
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import highest
 
@@ -76,7 +74,14 @@ class Thresholds(Routing):
 
     def select_dynamic(self, x_BHND: Tensor, role: int, with_nearest: bool) -> ClusterMembers:
         threshold_HC = self.centroids.thresholds()[role]
-        return self.dynamic_members(x_BHND, threshold_HC, with_nearest)
+        return choose_members(
+            self.centroids.centroid_HCD,
+            x_BHND,
+            threshold_HC,
+            window=self.window,
+            nearest=with_nearest,
+            backend=self.backend,
+        )
 
     def select_static(self, x_BHND: Tensor, role: int) -> Selected:
         """See `Routing.select_static`. In training, members beyond the capacity are left out.
@@ -94,6 +99,24 @@ class Thresholds(Routing):
         if not lost:
             return selected
         return self.static_members(x_BHND, threshold_HC, capacity + lost)
+
+    def static_members(self, x_BHND: Tensor, threshold_HC: Tensor, capacity: int) -> Selected:
+        """Return the members of one role in static shapes.
+
+        Args:
+            threshold_HC: the lowest score of a member in each cluster.
+            capacity: the largest number of members of all lists together.
+        """
+        functions = selection_functions(x_BHND, self.backend)
+        return functions.by_thresholds(
+            self.centroids.centroid_HCD,
+            x_BHND,
+            threshold_HC=threshold_HC,
+            margin_HC=self.margins(x_BHND),
+            window=self.window,
+            attend_self=self.attend_self,
+            capacity=capacity,
+        )
 
     def capacity(self, x_BHND: Tensor) -> int:
         """Return the capacity of the lists: `capacity_factor` times the expected members."""

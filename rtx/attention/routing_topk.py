@@ -8,17 +8,31 @@ Example of prefixes: one cluster, W = 2, and the scores 5, 3, 4 and 2 at the pos
 members of the prefixes are {0}, {0, 1}, {0, 2} and {0, 2}: position 2 replaces position 1, and
 position 3 does not become a member.
 
-This file has the rule (`best_of_prefixes`, `TopK.members_by_rule`), the batch form, and the stream
-(`PrefixTopK`, `TopKCache`). Names from other files that it uses:
+Equal scores. Rounding makes equal scores differ a little, so scores within a *margin* of each other
+count as equal, and of equal ones the earlier position is taken. The margin of a cluster is 64 units
+in the last place of the product of the norms of its centroid and of a normalised vector.
 
-    Routing            the base class: scores, and what members read of each other (routing.py)
+This file has the rule (`TopK.members_by_rule`; `best_of_prefixes` for streams), the batch form, and
+the stream (`PrefixTopK`, `TopKCache`). clusters.py has the base classes, and centroids.py says how
+centroids move. Names from other files that this one uses:
+
+    Routing            the base class: its `rule` and `reads` call the methods of `TopK`, and
+                       members read members up to their positions (clusters.py)
     ClusterCache       the keys and values of the members of clusters (clusters.py)
-    products           the scores (members.py)
-    members_read       which member reads which, as ranges of lists (reads.py has a picture)
-    best               the best of some scores; scores within a margin are equal, and of equal ones
-                       the first is taken (ties.py)
+    products           dot products, in float32 or wider
+    best               the W best of some scores. With s the lowest of these: all scores above s +
+                       margin, then those within the margin of s in order of position, until there
+                       are W. NaN is the lowest score (ties.py)
+    choose_members     the same on tensors: the scores, and the W best of each cluster, as lists in
+                       order of position
+    members_read       which member reads which, as ranges of lists: of the keys of its list the
+                       last ones up to its position, as many as the given window (here all)
+    MemberLists        lists of rows: `row_M` has the members of one list after another, and
+                       `count_L` their number in each. Row b * H * N + h * N + n is position n
+    Holes              keys within a range that are not read: those whose number is in the query's
+                       interval
     selection_functions, Selected
-                       selection in static shapes: functions and results for GPUs
+                       the selection in static shapes: functions and results for GPUs
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, W attention window, L = B * H *
 C lists, M members of all lists together, J of some, P query members, X = B * H or a part of it, Q
@@ -33,11 +47,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.cache import Cache
-from rtx.attention.clusters import ClusterCache, Joins, both_roles
+from rtx.attention.clusters import ClusterCache, Joins, Routing, both_roles
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.engine.static_selection import Selected
-from rtx.attention.members import products
+from rtx.attention.members import ClusterMembers, choose_members, products
+from rtx.attention.pattern import Cache
 from rtx.attention.pieces import piece_size
 from rtx.attention.reads import (
     Holes,
@@ -48,7 +62,6 @@ from rtx.attention.reads import (
     members_read,
     positions,
 )
-from rtx.attention.routing import ClusterMembers, Routing
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import best
 
@@ -104,30 +117,35 @@ class TopK(Routing):
 
     The lines of Algorithm 1 (Roy et al. 2021, section 4.1):
 
-         4  if left to right mask then        `causal`
-         5    K <- Q                          `keys="shared"`
-         7  Q <- LayerNorm(Q)                 `ClusterPattern.prepare`
-         8  K <- LayerNorm(K)
-         9  Q_prod <- mu Q^T                  the scores, `products`
-        10  if not left to right mask then    `causal=False`
-        11    K_prod <- mu K^T                `keys="separate"`
-        12  w <- n / k                        W, the window of the centroids
-        13  Q_idx <- top-k(Q_prod, w)         the rule: `ties.best`; on tensors:
-                                              `ties.best_places`, or kernels of the same result
-        14  Q_idx <- sort(Q_idx)              members are in order of position
-        15  K_idx <- Q_idx                    one list for queries and keys
-        16  if not left to right mask then    `causal=False`
-        17    K_idx <- top-k(K_prod, w)       `keys="separate"`: lists of keys
+         1  Q, K, V                            the arguments of `Pattern.forward`
+         2  mu                                 `Centroids.centroid_HCD`
+         3  lambda                             `Centroids.decay`
+         4  if left to right mask then         `causal`
+         5    K <- Q                           `Routing.has_keys` is false with `keys="shared"`
+         7  Q <- LayerNorm(Q)                  `ClusterPattern.prepare`
+         8  K <- LayerNorm(K)                  the same
+         9  Q_prod <- mu Q^T                   `Routing.scores_of_head`; on tensors `choose_members`
+        10  if not left to right mask then     `causal=False`
+        11    K_prod <- mu K^T                 `keys="separate"`
+        12  w <- n / k                         W, the window of the centroids
+        13  Q_idx <- top-k(Q_prod, w)          `members_by_rule`; on tensors `select_dynamic`, or
+                                               `select_static` on a GPU
+        14  Q_idx <- sort(Q_idx)               lists are in order of position
+        15  K_idx <- Q_idx                     `both_roles`: one list for queries and keys
+        16  if not left to right mask then     `causal=False`
+        17    K_idx <- top-k(K_prod, w)        `keys="separate"`: lists of keys
         18    K_idx <- sort(K_idx)
-        19  Q', K', V' <- gather(...)         `reads_of` returns which members read which;
-        22  A <- Q' K'^T                      `Pattern.attend_parts` does lines 19 to 26
-        23  if left to right mask then        `causal`
-        24    A <- ltr(A)
+        19  Q', K', V' <- gather(...)  (to 21) `Routing.reads_of` returns which members read which,
+        22  A <- Q' K'^T                       and `Pattern.attend_parts` attends: lines 19 to 26
+        23  if left to right mask then         `causal`
+        24    A <- ltr(A)                      `ClusterPattern.ranges_of_lists`: a range ends at the
+                                               position of the query
         25  A <- softmax(A)
         26  V' <- einsum(A, V')
-        27  X <- scatter(K_idx, V')           outputs of several clusters: `merge`
-        28  Q_m <- one-hot(arg max(Q_prod))   `Centroids` with `update="sum"`
-        31  mu <- decay mu + ...
+        27  X <- scatter(K_idx, V')            outputs of several clusters: `merge`
+        28  Q_m <- one-hot(arg max(Q_prod))    `Routing.add_statistics`: nearest positions
+        29  K_m <- one-hot(arg max(K_prod))    the same for keys
+        31  mu <- lambda mu + ...              `Centroids` with `update="sum"`: `moved_by_sums`
 
     The mask compares positions in the sequence, not places in a list. With `keys="separate"` and
     `causal`, key members are selected by K_prod, as in lines 16 to 18, and the same mask applies.
@@ -173,7 +191,14 @@ class TopK(Routing):
         return super().reads(qk, streaming)
 
     def select_dynamic(self, x_BHND: Tensor, role: int, with_nearest: bool) -> ClusterMembers:
-        return self.dynamic_members(x_BHND, None, with_nearest)
+        return choose_members(
+            self.centroids.centroid_HCD,
+            x_BHND,
+            None,
+            window=self.window,
+            nearest=with_nearest,
+            backend=self.backend,
+        )
 
     def select_static(self, x_BHND: Tensor, role: int) -> Selected:
         B, H, N, _ = x_BHND.shape

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive, check_within
-from rtx.attention.positional import FAR, PositionLists, PositionPattern, Recurrent
+from rtx.attention.positional import FAR, PositionLists, PositionPattern
+from rtx.attention.recurrent import Recurrent
 
 
 class Strided(PositionPattern):

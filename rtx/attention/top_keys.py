@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.cache import Cache, RowCache, stored
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.grouped import vectors_in_slots
 from rtx.attention.members import normalise_twice, products
 from rtx.attention.pairs import triangle, window_pairs
-from rtx.attention.pattern import Pattern, Prepared
+from rtx.attention.pattern import Cache, Pattern, Prepared
 from rtx.attention.pieces import pieces
+from rtx.attention.positional import RowCache, stored
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import IndexReads, QueriesKeys, Reads, first_rows
 from rtx.attention.static import best_places

@@ -14,8 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from rtx.attention.capacity import raise_capacities
-from rtx.attention.centroid_update import moved
-from rtx.attention.centroids import all_centroids, layers_by_rule, stacked
+from rtx.attention.centroids import all_centroids, layers_by_rule, moved, stacked
 from rtx.data.store import Answers
 from rtx.data.windows import tokens_and_documents
 from rtx.errors import UserError, shorten

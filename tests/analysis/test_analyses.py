@@ -22,8 +22,8 @@ from rtx.analysis.loss_by_position import RERUN, STREAMING, TEACHER_FORCED
 from rtx.analysis.telemetry import read_telemetry
 from rtx.attention import oracle
 from rtx.attention.adaptive_span import AdaptiveSpan
+from rtx.attention.clusters import Routing
 from rtx.attention.reads import RangeReads
-from rtx.attention.routing import Routing
 from rtx.data.windows import Window, windows
 from tests.helpers.tiny_models import (
     OTHERS,

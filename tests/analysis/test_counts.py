@@ -22,10 +22,10 @@ from rtx.attention import (
     Recurrent,
     Strided,
 )
+from rtx.attention.clusters import Routing
 from rtx.attention.engine import blocks, packed_attention
 from rtx.attention.indexer import Indexer
 from rtx.attention.pairs import triangle
-from rtx.attention.routing import Routing
 from rtx.attention.routing_thresholds import CAPACITY_FACTOR
 from rtx.data.catalog import vocabulary_size
 from rtx.model import heads

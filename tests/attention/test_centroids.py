@@ -14,8 +14,7 @@ from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention import ROUTING_CLASSES, Routing, Thresholds
-from rtx.attention.centroid_update import moved, to_sphere
-from rtx.attention.centroids import Centroids, after_step, statistics_paused
+from rtx.attention.centroids import Centroids, after_step, moved, statistics_paused, to_sphere
 from rtx.attention.indexer import Indexer
 from rtx.attention.members import normalise, products
 from rtx.training.hardware import has_compiler

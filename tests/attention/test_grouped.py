@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 
 from rtx import attention
 from rtx.attention import Pattern, oracle
-from rtx.attention.cache import RowCache
 from rtx.attention.documents import Documents
+from rtx.attention.positional import RowCache
 from tests.helpers.cases import CASES, CLUSTERED, KINDS, Case, check, gradients, make, run, tensors
 
 CHOSEN = ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")

@@ -37,10 +37,10 @@ from rtx.attention import (
     oracle,
     pieces,
 )
-from rtx.attention.cache import Cache
 from rtx.attention.engine import blocks as torch_blocks
 from rtx.attention.engine import flex
 from rtx.attention.members import products
+from rtx.attention.pattern import Cache
 from rtx.attention.reads import IndexReads, QueriesKeys, RangeReads, Reads
 from rtx.training.hardware import has_compiler
 from tests.helpers.cases import (

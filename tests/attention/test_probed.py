@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rtx.attention import Exact, Probed, after_step
-from rtx.attention.centroid_update import SPREAD
-from rtx.attention.centroids import statistics_paused
+from rtx.attention.centroids import SPREAD, statistics_paused
 from rtx.attention.engine import native
 from rtx.attention.reads import IndexReads
 from rtx.training.hardware import has_compiler

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rtx.hf
-from rtx.attention.routing import Routing
+from rtx.attention.clusters import Routing
 from rtx.hf.choice import Choice
 from rtx.hf.far_keys import FarKeys
 from rtx.hf.interface import attention as attention_function

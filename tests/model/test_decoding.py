@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.attention import cache
-from rtx.attention.clusters import ClusterCache
+from rtx.attention import positional
+from rtx.attention.clusters import ClusterCache, Routing
 from rtx.attention.members import normalise
 from rtx.attention.positional import Local
-from rtx.attention.routing import Routing
 from rtx.model.ablation import ablate
 from rtx.model.decoding import Decoder, draw, generate
 from rtx.model.transformer import Transformer
@@ -34,7 +33,7 @@ TOKENS_BN = tokens()
 def test_streaming_equals_parallel_and_a_prompt_its_steps(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_SLOTS", 3)  # caches that grow make room
+    monkeypatch.setattr(positional, "FIRST_SLOTS", 3)  # caches that grow make room
     longest = (
         24 if kind.get("positions") in ("learned", "axial") else 37
     )  # others take more than they were made for
@@ -143,7 +142,7 @@ GROWING: list[Kind] = [
 def test_caches_grow_only_where_any_position_may_be_read(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_SLOTS", 1)
+    monkeypatch.setattr(positional, "FIRST_SLOTS", 1)
     decoder = Decoder(tiny_model(positions="shaw", **kind), 2)
     sizes = []
     for begin, end in ((0, 30), (30, 60), (60, 90)):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.attention.centroid_update import to_sphere
-from rtx.attention.centroids import after_step, all_centroids
+from rtx.attention.centroids import after_step, all_centroids, to_sphere
+from rtx.attention.clusters import Routing
 from rtx.attention.engine import blocks
 from rtx.attention.members import normalise
-from rtx.attention.routing import Routing
 from rtx.model.block import Block
 from rtx.model.compiling import compile_loss
 from rtx.model.transformer import Transformer

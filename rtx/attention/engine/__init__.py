@@ -20,6 +20,8 @@ problem.py). All engines give the same results, up to rounding:
 | blocks | blocks.py | packed lists anywhere |
 | indexed | indexed.py | indexes anywhere |
 
+Streams do not call `attend`: newest.py attends at one position, over slots of a cache.
+
 Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, P query members of a
 part (`rtx.attention.reads` explains rows, lists and members by an example).
 """
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.engine import blocks, by_triton, dense, flash, flex, indexed, native, windows
-from rtx.attention.engine.combine import Partial, combine
+from rtx.attention.engine.combine import Partial, combine, sinks_alone, with_sink
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.gradients import with_zero_gradients
@@ -165,8 +167,7 @@ def attend_with_sinks(
 ) -> Tensor:
     """Return attention whose softmaxes also have a sink, a logit without a value, `[R, D]`.
 
-    With the log-sum s over the keys that are read and the sink z, the output of the softmax over
-    these keys is multiplied by e^s / (e^s + e^z) (OpenAI 2025, gpt-oss).
+    As in gpt-oss (OpenAI 2025).
 
     Args:
         is_mean: a row gets the mean over its lists, each of which has the sink. Otherwise one
@@ -183,24 +184,8 @@ def attend_with_sinks(
         sink_P = sink_R[first.row_S]
         return combine([with_sink(first, sink_P)], rows)
     # The sink of a row is one more key, whose value is zero.
-    row_R = torch.arange(rows, device=sink_R.device)
-    zero_RD = first.out_SD.new_zeros(rows, first.out_SD.shape[1])
-    partials.append(Partial(row_R, zero_RD, sink_R))
+    partials.append(sinks_alone(sink_R, first))
     return combine(partials, rows)
-
-
-def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
-    """Return outputs of softmaxes with sinks, and log-sums by which `combine` takes their mean.
-
-    Members that read nothing do not count in the mean.
-    """
-    share_S = (partial.log_sum_S - sink_S).sigmoid()
-    share_S1 = share_S[:, None].to(partial.out_SD.dtype)
-    reads_nothing_S = partial.log_sum_S == float("-inf")
-    # Equal log-sums, by which all members of a row that read something weigh the same.
-    zero_S = torch.zeros_like(partial.log_sum_S)
-    equal_sum_S = zero_S.masked_fill(reads_nothing_S, float("-inf"))
-    return Partial(partial.row_S, partial.out_SD * share_S1, equal_sum_S)
 
 
 def with_gradients(out_RD: Tensor, problem: Problem, sink_IH: Tensor | None) -> Tensor:

@@ -16,6 +16,9 @@ Shapes: R rows, L lists, P query members and M key members of all lists together
 form, Q query slots and K key slots of a block, S = G * Q query slots of all of them, D head size.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,7 +66,7 @@ class FormBlocks(NamedTuple):
         """Whether each block has another mask."""
         return self.mask is not None and self.mask.dim() == 3
 
-    def split(self, size: int) -> list["FormBlocks"]:
+    def split(self, size: int) -> list[FormBlocks]:
         """Return the blocks, `size` at a time."""
         queries = self.query_GQ.split(size)
         reads = self.reads_GQ.split(size)
@@ -93,10 +96,12 @@ def attend(problem: Problem) -> Result:
     on_cpu = problem.q_BHND.is_cpu
     by_torch = torch_computes(problem)
     triangles = by_torch and part.holes is None
-    forms = derived_once(part, f"blocks, triangles {triangles}", lambda: cut(part, triangles))
+    name = f"blocks, triangles {triangles}"
+    forms = derived_once(part, name, lambda: cut(part, triangles))
     pieces: list[FormBlocks] = []
     for form in forms:
-        pieces += form.split(blocks_at_once(form, by_torch, on_cpu))
+        size = blocks_at_once(form, by_torch, on_cpu)
+        pieces += form.split(size)
     if problem.by_member:
         return attend_members(problem, pieces)
     return attend_rows(problem, pieces, by_torch)
@@ -132,26 +137,44 @@ def blocks_at_once(form: FormBlocks, by_torch: bool, on_cpu: bool) -> int:
 def attend_rows(problem: Problem, pieces: list[FormBlocks], by_torch: bool) -> Result:
     """Return the outputs by row `[R, D]`, means over lists, and an empty tensor of log-sums."""
     part = problem.part
-    terms = problem.terms
     assert isinstance(part, RangeReads)
-    dtype = problem.v_BHND.dtype
+    v_BHND = problem.v_BHND
+    dtype = v_BHND.dtype
     if not by_torch:
         dtype = wide_type(dtype)
-    rows = problem.v_BHND.shape[:3].numel()
-    D = problem.v_BHND.shape[-1]
-    out_RD = problem.v_BHND.new_zeros(rows, D, dtype=dtype)
-    weight_P = 1 / part.lists_read_P(rows).double()
+    rows = v_BHND.shape[:3].numel()
+    out_RD = v_BHND.new_zeros(rows, v_BHND.shape[-1], dtype=dtype)
+    lists_P = part.lists_read_P(rows)
+    weight_P = 1 / lists_P.double()
     all_inputs = gathered(problem, pieces)
     for piece, inputs in zip(pieces, all_inputs, strict=True):
-        if by_torch:
-            out_GQD = attend_by_torch(inputs, piece.mask, terms)
-        else:
-            out_GQD, _ = attend_with_log_sums(inputs, piece.mask, part.length, terms)
-        weight_S = weight_P[piece.query_GQ.flatten()].to(dtype)
-        out_SD = out_GQD.flatten(0, 1).to(dtype) * weight_S[:, None]
+        out_GQD = outputs_of_blocks(problem, piece, inputs, by_torch)
+        member_S = piece.query_GQ.flatten()
+        weight_S = weight_P[member_S].to(dtype)
+        weight_S1 = weight_S[:, None]
+        out_SD = out_GQD.flatten(0, 1).to(dtype)
+        out_SD = without_empty(out_SD * weight_S1, piece)
         row_S = inputs.row_GQ.flatten()
-        out_RD.index_add_(0, row_S, without_empty(out_SD, piece))
+        out_RD.index_add_(0, row_S, out_SD)
     return out_RD, out_RD.new_empty(0)
+
+
+def outputs_of_blocks(
+    problem: Problem,
+    piece: FormBlocks,
+    inputs: BlockInputs,
+    by_torch: bool,
+) -> Tensor:
+    """Return the outputs of some blocks, `[G, Q, D]`."""
+    if by_torch:
+        return attend_by_torch(inputs, piece.mask, problem.terms)
+    out_GQD, _ = attend_with_log_sums(
+        inputs,
+        piece.mask,
+        problem.part.length,
+        problem.terms,
+    )
+    return out_GQD
 
 
 def attend_members(problem: Problem, pieces: list[FormBlocks]) -> Result:
@@ -166,24 +189,33 @@ def attend_members(problem: Problem, pieces: list[FormBlocks]) -> Result:
     sums = []
     all_inputs = gathered(problem, pieces)
     for piece, inputs in zip(pieces, all_inputs, strict=True):
-        out_GQD, sum_GQ = attend_with_log_sums(inputs, piece.mask, part.length, problem.terms)
+        out_GQD, sum_GQ = attend_with_log_sums(
+            inputs,
+            piece.mask,
+            part.length,
+            problem.terms,
+        )
         out_SD = out_GQD.flatten(0, 1).to(wide)
+        out_SD = without_empty(out_SD, piece)
         member_S = piece.query_GQ.flatten()
-        out_PD.index_add_(0, member_S, without_empty(out_SD, piece))
+        out_PD.index_add_(0, member_S, out_SD)
         reads_S = piece.reads_GQ.flatten()
         members.append(torch.where(reads_S, member_S, P))
         sums.append(sum_GQ.flatten())
     # The last entry receives the log-sums of empty slots.
-    sum_P1 = out_PD.new_full((P + 1,), float("-inf"))
+    sum_P1 = out_PD.new_full((P + 1,), -math.inf)
     if sums:
-        sum_P1 = sum_P1.index_copy(0, torch.cat(members), torch.cat(sums))
+        all_members = torch.cat(members)
+        all_sums = torch.cat(sums)
+        sum_P1 = sum_P1.index_copy(0, all_members, all_sums)
     return out_PD, sum_P1[:P]
 
 
 def without_empty(out_SD: Tensor, piece: FormBlocks) -> Tensor:
     """Return the outputs of query slots; zeros for slots that read nothing, which may be NaN."""
-    reads_S = piece.reads_GQ.flatten()
-    return out_SD.masked_fill(~reads_S[:, None], 0)
+    is_empty_S = ~piece.reads_GQ.flatten()
+    is_empty_S1 = is_empty_S[:, None]
+    return out_SD.masked_fill(is_empty_S1, 0)
 
 
 class BlockInputs(NamedTuple):
@@ -254,7 +286,9 @@ def attend_with_log_sums(
 
 def head_of(row_GQ: Tensor, length: int, heads: int) -> Tensor:
     """Return the head of each block, `[G]`: that of its first row, as row = (b * H + h) * N + n."""
-    return row_GQ[:, 0] // length % heads
+    first_row_G = row_GQ[:, 0]
+    head_of_all_G = first_row_G // length
+    return head_of_all_G % heads
 
 
 def attend_block(
@@ -275,10 +309,13 @@ def attend_block(
     if mask is None:
         Q = q_GQD.shape[1]
         K = k_GKD.shape[1]
-        mask = q_GQD.new_ones(Q, K, dtype=torch.bool).tril()
+        all_QK = q_GQD.new_ones(Q, K, dtype=torch.bool)
+        mask = all_QK.tril()
     distance_GQK = None
     if terms.by_distance:
-        distance_GQK = row_GQ[:, :, None] - row_GK[:, None]
+        row_GQ1 = row_GQ[:, :, None]
+        row_G1K = row_GK[:, None]
+        distance_GQK = row_GQ1 - row_G1K
     return soft_attend(q_GQD, k_GKD, v_GKD, mask, distance_GQK, head_G, terms)
 
 
@@ -292,9 +329,13 @@ class Runs(NamedTuple):
     low_G: Tensor
     """The first key member that one of them reads."""
 
-    def where(self, chosen_G: Tensor) -> "Runs":
+    def where(self, chosen_G: Tensor) -> Runs:
         """Return the runs for which a mask is true."""
-        return Runs(*(x_G[chosen_G] for x_G in self))
+        return Runs(
+            begin_G=self.begin_G[chosen_G],
+            count_G=self.count_G[chosen_G],
+            low_G=self.low_G[chosen_G],
+        )
 
 
 def cut(part: RangeReads, triangles: bool) -> list[FormBlocks]:
@@ -330,15 +371,24 @@ def cut(part: RangeReads, triangles: bool) -> list[FormBlocks]:
     blocks = []
     if triangles and part.query is part.key:
         is_square_L = read_from_the_first(part)
-        first_L = part.query.first_L()
-        squares = Runs(begin_G=first_L, count_G=count_L, low_G=first_L)
-        size_L = whole_pieces(count_L, quarter) * quarter
-        for size in size_L[is_square_L].unique().tolist():
-            of_size = squares.where(is_square_L & (size_L == size))
-            blocks.append(make_blocks(part, of_size, size, size))
+        blocks = squares_of(part, is_square_L, quarter)
         count_L = torch.where(is_square_L, 0, count_L)
     step = min(quarter, MAX_STEP)
     return blocks + cut_into_runs(part, count_L, step)
+
+
+def squares_of(part: RangeReads, is_square_L: Tensor, quarter: int) -> list[FormBlocks]:
+    """Return some lists as one square block each, whose side is a multiple of `quarter`."""
+    count_L = part.query.count_L
+    first_L = part.query.first_L()
+    squares = Runs(begin_G=first_L, count_G=count_L, low_G=first_L)
+    size_L = whole_pieces(count_L, quarter) * quarter
+    blocks = []
+    for size in size_L[is_square_L].unique().tolist():
+        is_of_size_L = is_square_L & (size_L == size)
+        of_size = squares.where(is_of_size_L)
+        blocks.append(make_blocks(part, of_size, size, size))
+    return blocks
 
 
 def read_from_the_first(part: RangeReads) -> Tensor:
@@ -348,8 +398,12 @@ def read_from_the_first(part: RangeReads) -> Tensor:
     """
     count_L = part.query.count_L
     first_L = part.query.first_L()
-    last_L = (first_L + count_L - 1).clamp(min=0)
-    return (count_L > 0) & (part.start_P[last_L] == first_L)
+    last_L = first_L + count_L - 1
+    last_L = last_L.clamp(min=0)
+    last_start_L = part.start_P[last_L]
+    starts_at_first_L = last_start_L == first_L
+    has_members_L = count_L > 0
+    return has_members_L & starts_at_first_L
 
 
 def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[FormBlocks]:
@@ -361,9 +415,11 @@ def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[FormBloc
     runs = runs_of(part, count_L, step)
     last_G = runs.begin_G + runs.count_G - 1
     high_G = part.stop_P[last_G]
-    width_G = whole_pieces(high_G - runs.low_G, step) * step
+    keys_G = high_G - runs.low_G
+    width_G = whole_pieces(keys_G, step) * step
+    reads_some_G = width_G > 0
     blocks = []
-    for width in width_G[width_G > 0].unique().tolist():
+    for width in width_G[reads_some_G].unique().tolist():
         of_width = runs.where(width_G == width)
         blocks.append(make_blocks(part, of_width, step, width))
     return blocks
@@ -377,8 +433,10 @@ def runs_of(part: RangeReads, count_L: Tensor, step: int) -> Runs:
     number_G = torch.arange(len(list_G), device=count_L.device)
     first_run_L = runs_L.cumsum(0) - runs_L
     run_of_list_G = number_G - first_run_L[list_G]
-    queries_before_G = run_of_list_G * step  # those of the same list
-    begin_G = part.query.first_L()[list_G] + queries_before_G
+    # Those of the same list.
+    queries_before_G = run_of_list_G * step
+    first_L = part.query.first_L()
+    begin_G = first_L[list_G] + queries_before_G
     queries_left_G = count_L[list_G] - queries_before_G
     return Runs(
         begin_G=begin_G,
@@ -395,23 +453,28 @@ def make_blocks(part: RangeReads, runs: Runs, queries: int, keys: int) -> FormBl
     """
     slot_Q = torch.arange(queries, device=runs.begin_G.device)
     slot_K = torch.arange(keys, device=runs.begin_G.device)
+    begin_G1 = runs.begin_G[:, None]
     count_G1 = runs.count_G[:, None]
+    low_G1 = runs.low_G[:, None]
     exists_GQ = slot_Q < count_G1
-    query_GQ = runs.begin_G[:, None] + slot_Q.minimum(count_G1 - 1)
+    query_GQ = begin_G1 + slot_Q.minimum(count_G1 - 1)
     last_key = len(part.key.row_M) - 1
-    key_GK = (runs.low_G[:, None] + slot_K).clamp(max=last_key)
+    key_GK = (low_G1 + slot_K).clamp(max=last_key)
     start, stop = slot_ranges(part, runs, query_GQ, exists_GQ)
     is_one_range = start.dim() == 1 and part.holes is None
     if is_one_range and queries == keys and is_triangle(start, stop):
-        return FormBlocks(query_GQ, exists_GQ & (stop > start), key_GK, mask=None)
-    is_after_start = slot_K >= start[..., None]
-    mask = is_after_start & (slot_K < stop[..., None])
+        reads_some = stop > start
+        return FormBlocks(query_GQ, exists_GQ & reads_some, key_GK, mask=None)
+    is_from_start = slot_K >= start[..., None]
+    is_before_stop = slot_K < stop[..., None]
+    mask = is_from_start & is_before_stop
     if part.holes is not None:
         mask = without_holes(mask, part.holes, query_GQ, key_GK)
-    reads_GQ = exists_GQ & mask.any(-1)
+    reads_some = mask.any(-1)
+    reads_GQ = exists_GQ & reads_some
     # A softmax over no key would give NaN. So a query that reads nothing reads slot 0, and its
     # output is dropped.
-    mask[..., 0] |= ~mask.any(-1)
+    mask[..., 0] |= ~reads_some
     return FormBlocks(query_GQ, reads_GQ, key_GK, mask)
 
 
@@ -433,8 +496,11 @@ def slot_ranges(
     stop_GQ = part.stop_P[query_GQ] - low_G1
     start_Q = common_slots(start_GQ, exists_GQ)
     stop_Q = common_slots(stop_GQ, exists_GQ)
-    are_same_GQ = (start_GQ == start_Q) & (stop_GQ == stop_Q)
-    if bool((are_same_GQ | ~exists_GQ).all()):
+    is_same_start_GQ = start_GQ == start_Q
+    is_same_stop_GQ = stop_GQ == stop_Q
+    is_common_GQ = is_same_start_GQ & is_same_stop_GQ
+    is_common_GQ |= ~exists_GQ
+    if bool(is_common_GQ.all()):
         return start_Q, stop_Q
     return start_GQ, stop_GQ
 
@@ -445,15 +511,18 @@ def common_slots(slot_GQ: Tensor, exists_GQ: Tensor) -> Tensor:
     That is the largest of them: if all are equal, each of them is. Empty query slots do not count;
     -1 if the query slot is empty in all blocks.
     """
-    return torch.where(exists_GQ, slot_GQ, -1).amax(0)
+    existing_GQ = torch.where(exists_GQ, slot_GQ, -1)
+    return existing_GQ.amax(0)
 
 
 def is_triangle(start_Q: Tensor, stop_Q: Tensor) -> bool:
     """Return whether each query slot reads the key slots up to its own, or is empty: -1."""
     slot_Q = torch.arange(len(stop_Q), device=stop_Q.device)
-    stops_at_own_Q = (stop_Q == slot_Q + 1) | (stop_Q < 0)
+    is_empty_Q = stop_Q < 0
+    stops_after_slot_Q = stop_Q == slot_Q + 1
     starts_at_first_Q = start_Q <= 0
-    return bool((starts_at_first_Q & stops_at_own_Q).all())
+    has_form_Q = starts_at_first_Q & (is_empty_Q | stops_after_slot_Q)
+    return bool(has_form_Q.all())
 
 
 def without_holes(mask: Tensor, holes: Holes, query_GQ: Tensor, key_GK: Tensor) -> Tensor:
@@ -466,7 +535,9 @@ def without_holes(mask: Tensor, holes: Holes, query_GQ: Tensor, key_GK: Tensor) 
         value_G1K = value_M[key_GK][:, None]
         low_GQ1 = low_P[query_GQ][..., None]
         high_GQ1 = high_P[query_GQ][..., None]
-        is_in_hole_GQK = (value_G1K >= low_GQ1) & (value_G1K < high_GQ1)
+        is_from_low_GQK = value_G1K >= low_GQ1
+        is_below_high_GQK = value_G1K < high_GQ1
+        is_in_hole_GQK = is_from_low_GQK & is_below_high_GQK
         mask = mask & ~is_in_hole_GQK
     return mask
 
@@ -492,7 +563,8 @@ class TakeRows(torch.autograd.Function):
         total_RD = gradients[0].new_zeros(ctx.shape)
         for row_GQ, gradient_GQD in zip(ctx.saved_tensors, gradients, strict=True):
             row_S = row_GQ.flatten()
-            total_RD.index_add_(0, row_S, gradient_GQD.flatten(0, 1))
+            gradient_SD = gradient_GQD.flatten(0, 1)
+            total_RD.index_add_(0, row_S, gradient_SD)
         of_rows = [None] * len(gradients)
         return total_RD, *of_rows
 
@@ -509,8 +581,9 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
     if not x_RD.is_cpu or not are_all_in_order(rows, len(x_RD)):
         return TakeRows.apply(x_RD, *rows)
     counts = [row_GQ.numel() for row_GQ in rows]
+    pieces = x_RD.split(counts)
     views = []
-    for x_SD, row_GQ in zip(x_RD.split(counts), rows, strict=True):
+    for x_SD, row_GQ in zip(pieces, rows, strict=True):
         views.append(x_SD.unflatten(0, row_GQ.shape))
     return views
 
@@ -520,4 +593,5 @@ def are_all_in_order(rows: list[Tensor], count: int) -> bool:
     if sum(row_GQ.numel() for row_GQ in rows) != count:
         return False
     row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])
-    return torch.equal(row_S, torch.arange(count, device=row_S.device))
+    number_S = torch.arange(count, device=row_S.device)
+    return torch.equal(row_S, number_S)

@@ -20,6 +20,7 @@ Shapes: S members of all lists, D head size, R rows. A row has one member in eac
 in.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +53,48 @@ def combine(partials: list[Partial], rows: int) -> Tensor:
         RuntimeError: later, in a backward pass with create_graph=True: there are no second
             derivatives.
     """
-    row_S = torch.cat([partial.row_S for partial in partials])
-    sum_S = torch.cat([partial.log_sum_S for partial in partials])
+    row_parts = [partial.row_S for partial in partials]
+    sum_parts = [partial.log_sum_S for partial in partials]
     outs = [partial.out_SD for partial in partials]
+    row_S = torch.cat(row_parts)
+    sum_S = torch.cat(sum_parts)
     out_RD, _ = combined(row_S, sum_S, outs, rows)
     return out_RD
+
+
+def with_sink(partial: Partial, sink_S: Tensor) -> Partial:
+    """Return outputs of softmaxes with sinks, and log-sums by which `combine` takes their mean.
+
+    With the log-sum s over the keys that are read and the sink z, the output is multiplied by
+    e^s / (e^s + e^z). Members that read nothing do not count in the mean.
+    """
+    share_S = (partial.log_sum_S - sink_S).sigmoid()
+    share_S = share_S.to(partial.out_SD.dtype)
+    share_S1 = share_S[:, None]
+    reads_nothing_S = partial.log_sum_S == -math.inf
+    # Equal log-sums, by which all members of a row that read something weigh the same.
+    zero_S = torch.zeros_like(partial.log_sum_S)
+    equal_sum_S = zero_S.masked_fill(reads_nothing_S, -math.inf)
+    return Partial(
+        partial.row_S,
+        partial.out_SD * share_S1,
+        equal_sum_S,
+    )
+
+
+def sinks_alone(sink_R: Tensor, partial: Partial) -> Partial:
+    """Return one more list, in which each row has its sink: the output 0, and the log-sum z.
+
+    Args:
+        sink_R: the sink of each row.
+        partial: outputs of lists, whose head size and types the result has.
+    """
+    rows = len(sink_R)
+    row_R = torch.arange(rows, device=sink_R.device)
+    value_size = partial.out_SD.shape[1]
+    no_value_RD = partial.out_SD.new_zeros(rows, value_size)
+    log_sum_R = sink_R.to(partial.log_sum_S.dtype)
+    return Partial(row_R, no_value_RD, log_sum_R)
 
 
 @torch.library.custom_op("rtx::combined", mutates_args=())
@@ -84,8 +122,11 @@ def combined(
     counts = [len(out_SD) for out_SD in outs]
     targets = target_S.split(counts)
     shares = share_S.split(counts)
-    for out_SD, some_target_S, some_share_S in zip(outs, targets, shares, strict=True):
-        out_RD.index_add_(0, some_target_S, some_share_S[:, None] * out_SD)
+    parts = zip(outs, targets, shares, strict=True)
+    for out_SD, some_target_S, some_share_S in parts:
+        some_share_S1 = some_share_S[:, None]
+        weighted_SD = some_share_S1 * out_SD
+        out_RD.index_add_(0, some_target_S, weighted_SD)
     return out_RD[:rows], share_S
 
 
@@ -98,7 +139,11 @@ def _(row_S, sum_S, outs, rows):
     return out_RD, share_S
 
 
-def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, Tensor],
+) -> None:
     """Save on `ctx` what `gradients` reads."""
     row_S, _, outs, _ = inputs
     out_RD, share_S = output
@@ -123,12 +168,16 @@ def gradients(ctx: Any, dout_RD: Tensor, _: None) -> tuple[Any, ...]:
     g_dot_out_R = (dout_RD * out_RD).sum(-1)
     dsums = []
     douts = []
-    for out_SD, some_row_S, some_share_S in zip(outs, row_parts, shares, strict=True):
+    parts = zip(outs, row_parts, shares, strict=True)
+    for out_SD, some_row_S, some_share_S in parts:
         g_SD = dout_RD[some_row_S]
-        dout_SD = some_share_S[:, None] * g_SD
+        some_share_S1 = some_share_S[:, None]
+        dout_SD = some_share_S1 * g_SD
         douts.append(dout_SD.to(out_SD.dtype))
         g_dot_out_S = (g_SD * out_SD).sum(-1)
-        dsums.append(some_share_S * (g_dot_out_S - g_dot_out_R[some_row_S]))
+        g_dot_row_S = g_dot_out_R[some_row_S]
+        dsum_S = some_share_S * (g_dot_out_S - g_dot_row_S)
+        dsums.append(dsum_S)
     return None, torch.cat(dsums), douts, None
 
 
@@ -143,7 +192,7 @@ def target_rows(row_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
     """
     number_S = torch.arange(len(row_S), device=row_S.device)
     spare_row_S = rows + number_S % SPARE_ROWS
-    reads_nothing_S = sum_S == float("-inf")
+    reads_nothing_S = sum_S == -math.inf
     return torch.where(reads_nothing_S, spare_row_S, row_S)
 
 
@@ -156,12 +205,16 @@ def shares_of(target_S: Tensor, sum_S: Tensor, rows: int) -> Tensor:
         target_S: the row of each member, see `target_rows`.
         rows: the number of rows, including the spare ones; R here.
     """
-    lowest_R = sum_S.new_full((rows,), float("-inf"))
+    lowest_R = sum_S.new_full((rows,), -math.inf)
     top_R = lowest_R.scatter_reduce(0, target_S, sum_S, "amax")
     # A row without keys has -inf, and -inf - (-inf) would be NaN.
-    top_R = top_R.masked_fill(top_R.isinf(), 0)
-    weight_S = (sum_S - top_R[target_S]).exp()
-    total_R = weight_S.new_zeros(rows).index_add(0, target_S, weight_S)
+    is_infinite_R = top_R.isinf()
+    top_R = top_R.masked_fill(is_infinite_R, 0)
+    top_S = top_R[target_S]
+    weight_S = (sum_S - top_S).exp()
+    zero_R = weight_S.new_zeros(rows)
+    total_R = zero_R.index_add(0, target_S, weight_S)
     # A row without keys has 0, and 0 / 0 would be NaN.
     divisor_R = total_R.masked_fill(total_R == 0, 1)
-    return weight_S / divisor_R[target_S]
+    divisor_S = divisor_R[target_S]
+    return weight_S / divisor_S
