@@ -37,7 +37,7 @@ from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import RelativeTables, soft_attend
 from rtx.attention.grouped import expanded
 from rtx.attention.members import normalise_twice
-from rtx.attention.pairs import window_pairs
+from rtx.attention.pairs import pairs_within
 from rtx.attention.pattern import Pattern, Prepared
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import (
@@ -211,9 +211,7 @@ class ClusterPattern(Pattern):
 
     def pairs_of_cluster(self, members: float) -> float:
         """Return the number of pairs that are read in a cluster with this number of members."""
-        if self.causal:
-            return window_pairs(members, self.window)
-        return members * min(members, self.window)
+        return pairs_within(members, self.window, self.causal)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)

@@ -288,7 +288,7 @@ class PositionPattern(Pattern):
         key_HNK = key_HNN.topk(most, largest=False).values
         row_BHNK = first_rows(B, H, N, device) + key_HNK
         row_BHNK = torch.where(key_HNK < N, row_BHNK, -1)
-        return IndexReads(row_BHNK.flatten(0, 2), N)
+        return IndexReads(row_BHNK.flatten(0, 2), N, both_sides=not self.causal)
 
     def pairs_of_heads(self, H: int, position_N: Tensor) -> Tensor:
         """Return the mask of what each head reads, `[H, N, N]`, bool."""

@@ -62,6 +62,13 @@ class QueriesKeys(NamedTuple):
     None: both are N.
     """
 
+    def numbers(self) -> tuple[int, int]:
+        """Return the numbers of queries and of keys; see `counts`."""
+        if self.counts is not None:
+            return self.counts
+        N = self.q_BHND.shape[2]
+        return N, N
+
 
 class MemberLists(NamedTuple):
     """Packed lists of rows."""
@@ -167,6 +174,8 @@ class IndexReads(NamedTuple):
     index_RK: Tensor
     length: int
     """N."""
+    both_sides: bool = False
+    """Whether rows may have positions after that of r, too."""
 
 
 Reads = RangeReads | IndexReads

@@ -31,6 +31,7 @@ KINDS = (
     "causal-shared",
     "causal-separate",
     "nearest-separate",
+    "exact",
 )
 ALWAYS_CAUSAL = (
     "recurrent",
@@ -38,7 +39,6 @@ ALWAYS_CAUSAL = (
     "span",
     "pairs",
     "lsh",
-    "exact",
     "blocks",
     "indexer",
     "probed",
@@ -94,7 +94,7 @@ def test_every_member_of_a_cluster_reads_all_its_keys() -> None:
     assert (mask_CNN.any(0) & later).any()
 
 
-@pytest.mark.parametrize("kind", ["full", "local", "strided", "random", "topk-separate"])
+@pytest.mark.parametrize("kind", ["full", "local", "strided", "random", "topk-separate", "exact"])
 def test_plans_count_the_pairs_of_both_sides(kind: str) -> None:
     case = Case(B=1, H=1, N=30, C=3, W=8)
     pattern = encoder(kind, case)
@@ -103,7 +103,7 @@ def test_plans_count_the_pairs_of_both_sides(kind: str) -> None:
     assert pattern.pairs_of_head(30) == mask_CNN.sum()
 
 
-@pytest.mark.parametrize("kind", ["full", "topk-separate"])
+@pytest.mark.parametrize("kind", ["full", "topk-separate", "exact"])
 @pytest.mark.parametrize(("queries", "keys"), [(9, 23), (23, 9), (1, 12), (12, 1), (0, 5), (5, 0)])
 def test_cross_attention_has_another_number_of_keys(kind: str, queries: int, keys: int) -> None:
     case = Case(N=max(queries, keys), W=4, seed=2)
