@@ -197,7 +197,7 @@ class TopKeys(Pattern):
         numbers_of_query = scores + 8 * most
         for positions in self.query_pieces(qk, numbers_of_query):
             query_BHQE = query_BHNE[:, :, positions].contiguous()
-            chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions)
+            chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions, keys)
             row_BHQK = chosen_BHQK + first_row_BH11
             row_BHQK = row_BHQK.masked_fill(chosen_BHQK < 0, -1)
             # A query may have fewer keys than the index has columns.
@@ -217,13 +217,20 @@ class TopKeys(Pattern):
         heads = B * H
         return pieces(queries, heads * numbers_of_query)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+        length: int,
+    ) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
 
         Args:
             key_BHNE: the keys at the positions 0, 1, ...; a causal pattern does not read those
                 after the last query.
             positions: the positions of the queries.
+            length: the number of all keys that may be read.
         """
         device = key_BHNE.device
         if self.causal:
@@ -355,4 +362,4 @@ class GrowingCache(RowCache):
         assert self.choice_BHSE is not None
         query_BH1E = self.pattern.choice_queries(qk)
         positions = slice(position, position + 1)
-        return self.pattern.chosen_keys(query_BH1E, self.choice_BHSE, positions)
+        return self.pattern.chosen_keys(query_BH1E, self.choice_BHSE, positions, position + 1)

@@ -32,6 +32,9 @@ KINDS = (
     "causal-separate",
     "nearest-separate",
     "exact",
+    "blocks",
+    "compressed",
+    "blocks_random",
 )
 ALWAYS_CAUSAL = (
     "recurrent",
@@ -39,7 +42,6 @@ ALWAYS_CAUSAL = (
     "span",
     "pairs",
     "lsh",
-    "blocks",
     "indexer",
     "probed",
 )
