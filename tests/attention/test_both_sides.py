@@ -35,6 +35,8 @@ KINDS = (
     "blocks",
     "compressed",
     "blocks_random",
+    "probed",
+    "probed-best",
 )
 ALWAYS_CAUSAL = (
     "recurrent",
@@ -43,7 +45,6 @@ ALWAYS_CAUSAL = (
     "pairs",
     "lsh",
     "indexer",
-    "probed",
 )
 
 
