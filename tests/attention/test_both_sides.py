@@ -40,13 +40,14 @@ KINDS = (
     "probed-best",
     "indexer",
     "indexer-dense",
+    "lsh",
+    "reformer",
 )
 ALWAYS_CAUSAL = (
     "recurrent",
     "fixed",
     "span",
     "pairs",
-    "lsh",
 )
 
 
