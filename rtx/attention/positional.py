@@ -50,8 +50,8 @@ from rtx.attention.reads import (
     first_rows,
     pack,
     ranges_between,
-    with_holes_at_self,
     without_self,
+    without_self_inside,
 )
 
 PLAIN = (bool, int, float, str, type(None))
@@ -243,8 +243,7 @@ class PositionPattern(Pattern):
         if self.attend_self:
             return parts
         if not self.causal:
-            # Patterns that read later positions, too, have one part.
-            return [with_holes_at_self(part) for part in parts]
+            return without_self_inside(parts, B * H * N)
         return without_self(parts, B * H * N)
 
     @property

@@ -24,6 +24,10 @@ KINDS = (
     "full",
     "local",
     "strided",
+    "fixed",
+    "fixed_block",
+    "fixed_summary",
+    "span",
     "random",
     "random-keys",
     "topk-shared",
@@ -43,12 +47,7 @@ KINDS = (
     "lsh",
     "reformer",
 )
-ALWAYS_CAUSAL = (
-    "recurrent",
-    "fixed",
-    "span",
-    "pairs",
-)
+ALWAYS_CAUSAL = ("recurrent", "pairs")
 
 
 def encoder(kind: str, case: Case, **options: Any) -> Pattern:

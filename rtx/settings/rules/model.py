@@ -13,7 +13,7 @@ from rtx.settings.derived import (
 )
 from rtx.settings.names import BASES
 from rtx.settings.rules.rule import at_most, rule
-from rtx.settings.schema import BOTH_SIDES, BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
+from rtx.settings.schema import BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
 
 WITHOUT_WINDOW = {"full", "recurrent", *SPARSE}
 """Base patterns that do not read model.window."""
@@ -308,29 +308,19 @@ def data_of_encoder(config: Config) -> Iterator[str]:
         yield f"model.causal=false needs data=masked, not {name}, of which {reason}"
 
 
-@rule(
-    "model.causal",
-    "model.base",
-    "model.positions",
-    "routing.heads",
-    "routing.layers",
-    "routing.selection",
-)
+@rule("model.causal", "model.base", "model.positions")
 def heads_of_encoder(config: Config) -> Iterator[str]:
     """Heads of an encoder read both sides, and have no tables by distance."""
     model = config.model
     if model.causal:
         return
-    if not set(patterns_of(config)) <= {*BOTH_SIDES}:
-        allowed = ", ".join(BOTH_SIDES)
-        yield f"model.causal=false is for model.base of {allowed}, not {model.base}"
+    if "recurrent" in patterns_of(config):
+        reason = "whose memory is of earlier segments"
+        allowed = ", ".join(name for name in BASES if name != "recurrent")
+        yield f"model.causal=false is not for model.base=recurrent, {reason}; take {allowed}"
     if model.positions in ("shaw", "xl"):
         allowed = "rotary, learned, axial or none"
         yield f"model.positions={model.positions} needs model.causal=true; take {allowed}"
-    selection = config.routing.selection
-    if routes(config) and selection not in CLUSTERED:
-        allowed = ", ".join(CLUSTERED)
-        yield f"model.causal=false is for routing.selection of {allowed}, not {selection}"
 
 
 @rule("data.documents", "model.base")
