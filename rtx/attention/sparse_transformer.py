@@ -51,8 +51,8 @@ class Fixed(PositionPattern):
     """Position i reads its block up to itself, and the summary columns of all earlier blocks.
 
     Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
-    sets. Cost N (block + N summary / block) / 2. With causal=False a position reads its whole block,
-    and the summary columns of later blocks, too, for twice the cost.
+    sets. Cost N (block + N summary / block) / 2. With causal=False a position reads its whole
+    block, and the summary columns of later blocks, too, for twice the cost.
 
     Args:
         block: positions of a block.

@@ -11,7 +11,7 @@ from rtx.settings.derived import (
     routes,
     sizes_of,
 )
-from rtx.settings.names import BASES
+from rtx.settings.names import BASES, BUILT_IN, SELECTIONS
 from rtx.settings.rules.rule import at_most, rule
 from rtx.settings.schema import BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
 
@@ -308,19 +308,32 @@ def data_of_encoder(config: Config) -> Iterator[str]:
         yield f"model.causal=false needs data=masked, not {name}, of which {reason}"
 
 
-@rule("model.causal", "model.base", "model.positions")
+@rule(
+    "model.causal",
+    "model.base",
+    "model.positions",
+    "routing.heads",
+    "routing.layers",
+    "routing.selection",
+)
 def heads_of_encoder(config: Config) -> Iterator[str]:
     """Heads of an encoder read both sides, and have no tables by distance."""
     model = config.model
     if model.causal:
         return
-    if "recurrent" in patterns_of(config):
-        reason = "whose memory is of earlier segments"
-        allowed = ", ".join(name for name in BASES if name != "recurrent")
-        yield f"model.causal=false is not for model.base=recurrent, {reason}; take {allowed}"
+    # Patterns of extensions read no later position. The memory of recurrent heads is of earlier
+    # segments.
+    bases = [name for name in BASES if name in BUILT_IN and name != "recurrent"]
+    if not set(patterns_of(config)) <= {*bases}:
+        allowed = ", ".join(bases)
+        yield f"model.causal=false is for model.base of {allowed}, not {model.base}"
     if model.positions in ("shaw", "xl"):
         allowed = "rotary, learned, axial or none"
         yield f"model.positions={model.positions} needs model.causal=true; take {allowed}"
+    selection = config.routing.selection
+    if routes(config) and selection not in BUILT_IN:
+        allowed = ", ".join(name for name in SELECTIONS if name in BUILT_IN)
+        yield f"model.causal=false is for routing.selection of {allowed}, not {selection}"
 
 
 @rule("data.documents", "model.base")
