@@ -387,14 +387,13 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         *(
             (f"{ENCODER} {words}", said)
             for words, said in (
-                ("model.base=lsh", "is for model.base of full, local, strided, not lsh"),
+                (
+                    "model.base=recurrent",
+                    "is for model.base of full, local, strided, lsh, adaptive_span, fixed, ",
+                ),
                 (
                     "model.positions=shaw",
                     "model.positions=shaw needs model.causal=true; take rotary",
-                ),
-                (
-                    "routing.selection=exact routing.keys=separate",
-                    "is for routing.selection of causal, topk, nearest, random, not exact",
                 ),
             )
         ),

@@ -129,7 +129,7 @@ def parts_of(pattern: Pattern, config: Config, gpu: bool) -> list[Reads]:
     memory_length = memory_slots(config.model)
     if isinstance(pattern, TopKeys) and pattern.has_index:
         index_NK = torch.zeros(N, pattern.max_keys(N), dtype=torch.int8)
-        return [IndexReads(index_NK, N)]
+        return [IndexReads(index_NK, N, both_sides=not pattern.causal)]
     # Lists that read both sides have the lengths that their scores give them, on a GPU, too.
     if gpu and isinstance(pattern, Routing | Probed) and pattern.causal:
         return static_parts(pattern.to(META).train(), N, size)

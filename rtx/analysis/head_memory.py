@@ -356,7 +356,7 @@ def saved_by_index(part: TorchPart, index: IndexReads) -> Saved:
     if part.has_dropout:
         score_bytes += wide + 2
     scores = N * N
-    if not on_gpu(part.config):
+    if not on_gpu(part.config) and not index.both_sides:
         # A CPU computes scores in pieces of a quarter of the queries, with the keys up to the last
         # of them.
         scores = N * (N + whole_pieces(N, 4)) // 2

@@ -30,15 +30,20 @@ class AdaptiveSpan(ContiguousPattern):
     the released code: a head then reads the R positions of the ramp. Cost and memory are N times
     the longest reach (span plus ramp).
 
+    With causal=False a head reads as far after a position as before it; x is |i - j|. The cost then
+    doubles.
+
     Args:
         heads: H.
-        window: the largest number of positions that a query reads, itself included.
+        window: the largest number of positions that a query reads, itself included; with
+            causal=False that on each side.
         ramp: R.
         cost: the weight in the loss of the heads' mean span, in positions (the paper's lambda). The
             losses of several layers add up.
     """
 
     reads_all_cached = True
+    may_be_bidirectional = True
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class AdaptiveSpan(ContiguousPattern):
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether m_z is above 0 for the head's span."""
-        distance = i - j
+        distance = (i - j).abs()
         span = self.spans()[head]
         is_in_window = distance < self.window
         is_in_reach = distance < self.ramp + span
@@ -78,6 +83,8 @@ class AdaptiveSpan(ContiguousPattern):
     def reach(self) -> int:
         """Return how many positions a query of the longest span reads, itself included.
 
+        With causal=False that is the number on each side.
+
         On a GPU it is the window, an upper bound, so that the CPU need not wait for the spans.
         """
         if not self.share_H.is_cpu:
@@ -90,12 +97,17 @@ class AdaptiveSpan(ContiguousPattern):
             return math.ceil(reach)
         return self.window
 
-    def form(self) -> tuple[int]:
-        """Return the reach: what is read depends on nothing else, besides shapes."""
-        return (self.reach(),)
+    def form(self) -> tuple[int, bool]:
+        """Return the reach and `causal`: besides shapes, nothing else matters for what is read."""
+        return self.reach(), self.causal
 
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.reach()
+
+    def until(self, i: Tensor) -> Tensor:
+        if self.causal:
+            return super().until(i)
+        return i + self.reach()
 
     def terms(self, size: int, relative: RelativeTables | None) -> LogitTerms:
         """Return the terms with ln m_z(distance) for each head; -inf where m_z is 0."""
@@ -125,7 +137,11 @@ class AdaptiveSpan(ContiguousPattern):
 
     def pairs_of_head(self, length: int) -> float:
         """Return the number of pairs of a head with the longest span, an upper bound."""
-        return window_pairs(length, self.window)
+        pairs = window_pairs(length, self.window)
+        if self.causal:
+            return pairs
+        # Both sides have the pairs of a position with itself.
+        return 2 * pairs - length
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -96,8 +96,8 @@ def check_bidirectional(pattern: Any) -> None:
     """Refuse causal=False of patterns that are always causal."""
     name = type(pattern).__name__
     if not pattern.may_be_bidirectional:
-        allowed = "Full, Local, Strided, Random, TopK, Thresholds or Nearest"
-        raise ValueError(f"causal=False: {name} reads earlier positions alone: take {allowed}")
+        others = "another pattern, such as Full, Local or TopK"
+        raise ValueError(f"causal=False: {name} reads earlier positions alone: take {others}")
 
 
 def check_causal(is_causal: bool, what: str) -> None:
@@ -131,8 +131,8 @@ def check_across(
     if not pattern.takes_other_keys:
         name = type(pattern).__name__
         counts = f"{k_BHND.shape[2]} keys for {q_BHND.shape[2]} queries"
-        needs = f"{name} chooses by the positions of queries: take Full, or TopK"
-        raise ValueError(f"k_BHND has {counts}: {needs} with keys='separate'")
+        needs = f"{name} chooses by the positions of queries: take Full, Exact or Indexer"
+        raise ValueError(f"k_BHND has {counts}: {needs}, or TopK with keys='separate'")
     if not pattern.attend_self:
         raise ValueError("attend_self=False: must be True for keys of another sequence")
     if any(other is not None for other in others):

@@ -10,10 +10,14 @@ Example: b = 2, W = 4. The query at position 7 is in block 3, of the positions 6
 products with the means of the blocks 0 to 2 are 3, 1 and 2, it reads the blocks 0 and 2: the
 positions 0, 1, 4, 5, 6 and 7.
 
+With causal=False a query reads its whole block, and the W // b best of all others, before and after
+it. The last block of the sequence may then be shorter.
+
 With the option `compressed` each head has a second branch (Yuan et al. 2025, NSA, arXiv 2502.11089,
 section 3.3, with means in place of its learned compression): every query also attends over the
-means of the keys and values of all finished blocks. The output is the sum of both branches, each
-weighted by a gate, so that every block gets a gradient.
+means of the keys and values of all finished blocks; with causal=False of all blocks but its own.
+The output is the sum of both branches, each weighted by a gate, so that every block gets a
+gradient.
 
 Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, J of
 them chosen, Q queries of a piece, K keys of a query.
@@ -40,9 +44,7 @@ from rtx.attention.ties import best, tie_margin
 from rtx.attention.top_keys import (
     GrowingCache,
     TopKeys,
-    last_readable,
     positions_in,
-    readable_count,
 )
 
 POSITION_FACTOR = 0x9E3779B1
@@ -57,18 +59,31 @@ MASK_32 = 0xFFFFFFFF
 
 
 def block_means(x_ND: Tensor, block: int) -> list[Tensor]:
-    """Return the mean of each whole block of b positions, `[D]` each.
+    """Return the mean of each block of b positions, `[D]` each; the last may be shorter.
 
     Args:
         block: b.
     """
     means = []
     for x_bD in x_ND.split(block):
-        # The last block may be shorter.
-        if len(x_bD) == block:
-            total_D = x_bD.sum(0)
-            means.append(total_D / block)
+        total_D = x_bD.sum(0)
+        means.append(total_D / len(x_bD))
     return means
+
+
+def other_blocks(i: int, length: int, block: int, causal: bool) -> list[int]:
+    """Return the blocks among which the query at position i chooses.
+
+    They are the finished ones; with causal=False all but its own.
+
+    Args:
+        length, block: N and b.
+    """
+    block_of_query = i // block
+    if causal:
+        return [*range(block_of_query)]
+    blocks = math.ceil(length / block)
+    return [g for g in range(blocks) if g != block_of_query]
 
 
 def compressed(
@@ -79,6 +94,7 @@ def compressed(
     gate_2D: Tensor,
     block: int,
     scale: float,
+    causal: bool,
 ) -> Tensor:
     """Return the gated sum of the outputs of both branches, `[N, D]`.
 
@@ -88,15 +104,15 @@ def compressed(
         gate_2D: the vectors whose products with a query, through a sigmoid, are the gates.
         block: b.
         scale: multiplies the logits.
+        causal: see `other_blocks`.
     """
     both_ND = torch.zeros_like(out_ND)
+    all_mean_k_GD = torch.stack(block_means(k_ND, block))
+    all_mean_v_GD = torch.stack(block_means(v_ND, block))
     for i, q_D in enumerate(q_ND):
-        finished = i // block
-        stop = finished * block
-        k_GbD = k_ND[:stop].unflatten(0, (finished, block))
-        v_GbD = v_ND[:stop].unflatten(0, (finished, block))
-        mean_k_GD = k_GbD.mean(1)
-        mean_v_GD = v_GbD.mean(1)
+        others = other_blocks(i, len(q_ND), block, causal)
+        mean_k_GD = all_mean_k_GD[others]
+        mean_v_GD = all_mean_v_GD[others]
         logit_G = scale * mean_k_GD @ q_D
         weight_G = logit_G.softmax(0)
         other_D = weight_G @ mean_v_GD
@@ -110,7 +126,8 @@ class Blocks(TopKeys):
     """H heads whose queries read their block and the W // b best finished blocks.
 
     Every query after the first W positions reads W // b blocks, and its block up to its position.
-    The scores take O(N^2 / b) time.
+    With causal=False every query reads its whole block, and W // b others. The scores take
+    O(N^2 / b) time.
 
     Args:
         heads, size: H and D.
@@ -120,6 +137,8 @@ class Blocks(TopKeys):
     Raises:
         ValueError: a size below 1, heads below 0, or a block that is not from 1 to W.
     """
+
+    may_be_bidirectional = True
 
     def __init__(
         self,
@@ -138,44 +157,72 @@ class Blocks(TopKeys):
         self.size = size
         self.block = block
         self.chosen_blocks = self.window // block
-        """W // b, the most finished blocks that a query reads."""
+        """W // b, the most blocks that a query reads besides its own."""
         self.gate_H2D: nn.Parameter | None = None
         if compressed:
             zero_H2D = torch.zeros(heads, 2, size)
             self.gate_H2D = nn.Parameter(zero_H2D)
 
     def max_keys(self, length: int) -> int:
-        finished = min(self.chosen_blocks, length // self.block)
-        blocks = finished + 1
+        chosen = min(self.chosen_blocks, self.block_count(length))
+        blocks = chosen + 1
         return blocks * self.block
 
     def choice_queries(self, qk: QueriesKeys) -> Tensor:
         return qk.q_BHND
 
     def choice_keys(self, qk: QueriesKeys) -> Tensor:
-        """Return the means of the keys of finished blocks, `[B, H, G, D]`."""
+        """Return the means of the keys of blocks, `[B, H, G, D]`."""
         return self.means_of_blocks(qk.k_BHND)
 
     def means_of_blocks(self, x_BHND: Tensor) -> Tensor:
-        """Return the mean of each finished block, `[B, H, G, D]`."""
-        finished = x_BHND.shape[2] // self.block
-        stop = finished * self.block
-        finished_BHND = x_BHND[:, :, :stop]
-        x_BHGbD = finished_BHND.unflatten(2, (finished, self.block))
-        return x_BHGbD.mean(3)
+        """Return the mean of each block that a query may choose, `[B, H, G, D]`.
+
+        These are the whole blocks; with causal=False also a shorter one at the end.
+        """
+        N = x_BHND.shape[2]
+        whole = N // self.block
+        stop = whole * self.block
+        x_BHGbD = x_BHND[:, :, :stop].unflatten(2, (whole, self.block))
+        mean_BHGD = x_BHGbD.mean(3)
+        if self.causal or stop == N:
+            return mean_BHGD
+        last_BH1D = x_BHND[:, :, stop:].mean(2, keepdim=True)
+        return torch.cat([mean_BHGD, last_BH1D], dim=2)
 
     def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
-        """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
+        """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are open."""
         blocks = mean_BHGD.shape[2]
         is_open_QG = self.are_open(position_Q, blocks)
         score_BHQG = products(q_BHQD, mean_BHGD)
         return score_BHQG.masked_fill(is_open_QG, -math.inf)
 
     def are_open(self, position_Q: Tensor, blocks: int) -> Tensor:
-        """Return which of the first blocks are not finished for queries, `[Q, G]`."""
+        """Return which of the first blocks queries may not choose, `[Q, G]`.
+
+        These are the blocks that are not finished; with causal=False that of the query alone.
+        """
         block_G = torch.arange(blocks, device=position_Q.device)
-        block_of_query_Q = position_Q // self.block
-        return block_G >= block_of_query_Q[:, None]
+        block_of_query_Q1 = position_Q[:, None] // self.block
+        if self.causal:
+            return block_G >= block_of_query_Q1
+        return block_G == block_of_query_Q1
+
+    def block_count(self, length: int) -> int:
+        """Return how many blocks of N positions some query may choose, see `means_of_blocks`."""
+        if self.causal:
+            return length // self.block
+        return math.ceil(length / self.block)
+
+    def choosable(self, block_of_query: Tensor, length: int) -> Tensor:
+        """Return how many blocks queries may choose, by the blocks of their positions.
+
+        Args:
+            length: N; it matters with causal=False alone.
+        """
+        if self.causal:
+            return block_of_query
+        return torch.full_like(block_of_query, self.block_count(length) - 1)
 
     @torch.no_grad()
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
@@ -186,33 +233,39 @@ class Blocks(TopKeys):
         N = len(q_ND)
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i, q_D in enumerate(q_ND):
-            open_block = i // self.block
-            first = open_block * self.block
-            stop = readable_count(i, self.attend_self)
-            mask_NN[i, first:stop] = True
-            finished = means[:open_block]
-            for g in self.best_by_rule(q_D, finished, head, i):
-                first = g * self.block
-                stop = first + self.block
-                mask_NN[i, first:stop] = True
+            others = other_blocks(i, N, self.block, self.causal)
+            chosen = self.best_by_rule(q_D, means, head, i, others)
+            blocks = {i // self.block, *chosen}
+            for j in self.readable_keys(i, N):
+                if j // self.block in blocks:
+                    mask_NN[i, j] = True
         return mask_NN[None]
 
-    def best_by_rule(self, q_D: Tensor, means: list[Tensor], head: int, i: int) -> list[int]:
+    def best_by_rule(
+        self,
+        q_D: Tensor,
+        means: list[Tensor],
+        head: int,
+        i: int,
+        others: list[int],
+    ) -> list[int]:
         """Return the blocks that the query at position i chooses.
 
         Args:
-            means: the means of finished blocks.
+            means: the means of all blocks.
+            others: the blocks among which it chooses.
         """
         scores = []
         margins = []
-        for g, mean_D in enumerate(means):
+        for g in others:
             numbers = (head, i, g)
-            scores.append(self.score_by_rule(q_D, mean_D, numbers))
-            margins.append(self.margin_by_rule(q_D, mean_D))
-        return best(scores, margins, self.chosen_blocks)
+            scores.append(self.score_by_rule(q_D, means[g], numbers))
+            margins.append(self.margin_by_rule(q_D, means[g]))
+        chosen = best(scores, margins, self.chosen_blocks)
+        return [others[number] for number in chosen]
 
     def score_by_rule(self, q_D: Tensor, mean_D: Tensor, numbers: tuple[int, int, int]) -> float:
-        """Return the score of a finished block for a query.
+        """Return the score of a block for a query.
 
         Args:
             numbers: the number of the head, the position of the query, and the number of the block.
@@ -244,10 +297,17 @@ class Blocks(TopKeys):
             gate_2D=self.gate_H2D[head],
             block=self.block,
             scale=terms.scale,
+            causal=self.causal,
         )
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
-        """Return the positions in the block of a query and in the best finished blocks.
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+        length: int,
+    ) -> Tensor:
+        """Return the positions in the block of a query and in the best blocks.
 
         See `TopKeys.chosen_keys`.
 
@@ -256,24 +316,26 @@ class Blocks(TopKeys):
         """
         B, H, _, _ = query_BHQE.shape
         position_Q = positions_in(positions, key_BHNE.device)
-        open_block_Q1 = position_Q[:, None] // self.block
+        own_block_Q1 = position_Q[:, None] // self.block
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.chosen_blocks)
-        finished_BHQJb = self.positions_of_blocks(block_BHQJ)
-        finished_BHQK = finished_BHQJb.flatten(-2)
-        open_Q1b = self.positions_of_blocks(open_block_Q1)
-        open_Qb = open_Q1b[:, 0]
-        open_BHQb = open_Qb.expand(B, H, -1, -1)
-        key_BHQK = torch.cat([finished_BHQK, open_BHQb], dim=-1)
-        # A query with at most `chosen_blocks` finished blocks chooses all of them, and `block_BHQJ`
-        # may contain open blocks as well. So its keys are set to the first K positions, among which
-        # are all up to its own.
+        chosen_BHQJb = self.positions_of_blocks(block_BHQJ)
+        chosen_BHQK = chosen_BHQJb.flatten(-2)
+        own_Q1b = self.positions_of_blocks(own_block_Q1)
+        own_Qb = own_Q1b[:, 0]
+        own_BHQb = own_Qb.expand(B, H, -1, -1)
+        key_BHQK = torch.cat([chosen_BHQK, own_BHQb], dim=-1)
+        # A query that may choose at most `chosen_blocks` blocks chooses all of them, and
+        # `block_BHQJ` may contain open blocks as well. So its keys are set to the first K
+        # positions, among which are all that it may read.
         K = key_BHQK.shape[-1]
         number_K = torch.arange(K, device=key_BHQK.device)
-        has_few_blocks_Q1 = open_block_Q1 <= self.chosen_blocks
+        has_few_blocks_Q1 = self.choosable(own_block_Q1, length) <= self.chosen_blocks
         key_BHQK = torch.where(has_few_blocks_Q1, number_K, key_BHQK)
-        last_Q = last_readable(position_Q, self.attend_self)
-        is_unreadable_BHQK = key_BHQK > last_Q[:, None]
+        is_unreadable_BHQK = self.are_unreadable(key_BHQK, position_Q[:, None], length)
+        if not self.causal:
+            # The last block may be shorter.
+            is_unreadable_BHQK |= key_BHQK >= length
         return key_BHQK.masked_fill(is_unreadable_BHQK, -1)
 
     def positions_of_blocks(self, block: Tensor) -> Tensor:
@@ -333,8 +395,8 @@ class Blocks(TopKeys):
         mean_k_BHGD = mean_k_BHGD.to(q_BHQD.dtype)
         score_BHQG = self.scores(q_BHQD, mean_k_BHGD, position_Q)
         logit_BHQG = score_BHQG * scale
-        reads_none_Q = position_Q < self.block
-        reads_none_Q1 = reads_none_Q[:, None]
+        is_open_QG = self.are_open(position_Q, mean_k_BHGD.shape[2])
+        reads_none_Q1 = is_open_QG.all(-1, keepdim=True)
         # The softmax of a row of -inf is NaN.
         logit_BHQG = logit_BHQG.masked_fill(reads_none_Q1, 0.0)
         weight_BHQG = logit_BHQG.softmax(-1)
@@ -352,33 +414,30 @@ class Blocks(TopKeys):
         return product_BHQ2.sigmoid()
 
     def pairs_of_head(self, length: int) -> float:
-        """Return the pairs in open blocks and in chosen ones; a mean of a block is one more key."""
-        column_N = torch.arange(length) % self.block
-        read_of_open_block_N = column_N + 1
-        pairs = int(read_of_open_block_N.sum())
-        chosen = finished_blocks(length, self.block, self.chosen_blocks)
-        pairs += self.block * chosen
+        """Return the pairs in own blocks and in chosen ones; a mean of a block is one more key."""
+        position_N = torch.arange(length)
+        read_of_own_block_N = position_N % self.block + 1
+        if not self.causal:
+            block_N = position_N // self.block
+            read_of_own_block_N = torch.bincount(block_N)[block_N]
+        pairs = int(read_of_own_block_N.sum())
+        pairs += self.block * self.choices(length, self.chosen_blocks)
         if self.gate_H2D is not None:
-            pairs += finished_blocks(length, self.block, length)
+            pairs += self.choices(length, length)
         return float(pairs)
 
+    def choices(self, length: int, most: int) -> int:
+        """Return the number of blocks that each query may choose, at most `most`, summed over N."""
+        block_N = torch.arange(length) // self.block
+        choosable_N = self.choosable(block_N, length).clamp(max=most)
+        return int(choosable_N.sum())
+
     def choice_operations(self, length: int, size: int) -> float:
-        scores = finished_blocks(length, self.block, length)
+        scores = self.choices(length, length)
         return 2.0 * size * scores
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return BlockCache(self, relative)
-
-
-def finished_blocks(length: int, block: int, most: int) -> int:
-    """Return the number of finished blocks of each position, at most `most`, summed over all N.
-
-    Args:
-        length, block: N and b.
-    """
-    finished_N = torch.arange(length) // block
-    finished_N = finished_N.clamp(max=most)
-    return int(finished_N.sum())
 
 
 class RandomBlocks(Blocks):

@@ -22,7 +22,7 @@ from rtx.attention.members import products
 from rtx.attention.pieces import pieces
 from rtx.attention.reads import IndexReads
 from rtx.attention.static import best_places
-from rtx.attention.top_keys import product_margins
+from rtx.attention.top_keys import positions_in, product_margins
 
 
 def native_index(
@@ -68,10 +68,10 @@ def candidate_index(
     device = q_BHND.device
     shape_XNW = (B * H, N, window)
     index_XNW = torch.full(shape_XNW, -1, device=device)
-    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach):
         head_X = torch.arange(heads.start, heads.stop, device=device)
         first_row_X = head_X * N
-        for queries, position_XQA in candidates(search, reach.target):
+        for queries, position_XQA in candidates(search, reach):
             q_XQD = search.q_XND[:, queries]
             k_XQAD = keys_at(search.k_XND, position_XQA)
             best_XQW = best_candidates(
@@ -84,18 +84,16 @@ def candidate_index(
             )
             row_XQW = first_row_X[:, None, None] + best_XQW
             index_XNW[heads, queries] = torch.where(best_XQW < 0, -1, row_XQW)
-    return IndexReads(index_XNW.flatten(0, 1), N)
+    return IndexReads(index_XNW.flatten(0, 1), N, both_sides=not reach.causal)
 
 
-def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
+def candidates(search: Search, reach: Reach) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the queries, and the positions of their candidates, `[X, Q, A]`.
 
     The positions ascend. Where a query has fewer candidates, the last entries are N.
-
-    Args:
-        target: m.
     """
     X, N, D = search.q_XND.shape
+    target = reach.target
     most = max_probed(target, N)
     is_probed_XNC = search.probed_XNC(target)
     order_XN = search.order_XN()
@@ -105,9 +103,26 @@ def candidates(search: Search, target: int) -> Iterator[tuple[slice, Tensor]]:
         readable_XQC = search.readable_XNC[:, queries]
         is_probed_XQC = is_probed_XNC[:, queries]
         taken_XQC = readable_XQC.clamp(max=target) * is_probed_XQC
-        stop_XQC = search.first_X1C + readable_XQC
+        stop_XQC = search.first_X1C + search.stop_XNC[:, queries]
         position_XQA = positions_taken(order_XN, stop_XQC, taken_XQC, most)
+        if not reach.causal and not reach.attend_self:
+            position_XQA = without_own(position_XQA, queries, N)
         yield queries, position_XQA
+
+
+def without_own(position_XQA: Tensor, queries: slice, length: int) -> Tensor:
+    """Return the candidates without the queries' own positions, where there are others.
+
+    Args:
+        position_XQA: ascending; N for none.
+        length: N.
+    """
+    position_Q1 = positions_in(queries, position_XQA.device)[:, None]
+    is_own_XQA = position_XQA == position_Q1
+    is_other_XQA = ~is_own_XQA & (position_XQA < length)
+    has_others_XQ1 = is_other_XQA.any(-1, keepdim=True)
+    without_XQA = position_XQA.masked_fill(is_own_XQA & has_others_XQ1, length)
+    return without_XQA.sort(dim=-1).values
 
 
 def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most: int) -> Tensor:
@@ -127,7 +142,7 @@ def positions_taken(order_XN: Tensor, stop_XQC: Tensor, taken_XQC: Tensor, most:
 
     Args:
         order_XN: the positions, cluster after cluster.
-        stop_XQC: where in the order the keys of each cluster end that a query may read.
+        stop_XQC: where in the order the keys of each cluster end that a query may take.
         taken_XQC: how many keys before its stop a query takes of each cluster.
         most: A.
     """

@@ -75,7 +75,7 @@ from rtx.attention.members import (
     sums_of_lists,
     with_rows_of,
 )
-from rtx.attention.pairs import window_pairs
+from rtx.attention.pairs import pairs_within
 from rtx.attention.pattern import Cache, Pattern, Prepared
 from rtx.attention.precision import no_autocast
 from rtx.attention.reads import (
@@ -125,10 +125,7 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
 
 
 def members_near(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
-    """Return the mask `[C, Q, K]`: a query reads the `window` keys of its clusters around it.
-
-    Half of them are before its position. If there are fewer, it reads more of the later ones, and
-    the other way round.
+    """Return the mask `[C, Q, K]`: a query reads the `window` keys of its clusters `around` it.
 
     Args:
         query_CN: whether each of Q queries is a member of each cluster.
@@ -139,14 +136,25 @@ def members_near(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     mask_CQK = torch.zeros(C, Q, K, dtype=torch.bool, device=query_CN.device)
     for c in range(C):
         keys = members_of(key_CN[c])
-        last_start = max(0, len(keys) - window)
         for i in members_of(query_CN[c]):
-            before = len([j for j in keys if j < i])
-            start = max(0, before - window // 2)
-            start = min(start, last_start)
-            around = keys[start : start + window]
-            mask_CQK[c, i, around] = True
+            mask_CQK[c, i, around(keys, i, window)] = True
     return mask_CQK
+
+
+def around(positions: list[int], i: int, count: int) -> list[int]:
+    """Return the `count` positions around i, or all if there are fewer.
+
+    Half of them are before i. If there are fewer there, there are more of the later ones, and the
+    other way round.
+
+    Args:
+        positions: ascending.
+    """
+    before = len([j for j in positions if j < i])
+    start = max(0, before - count // 2)
+    last_start = max(0, len(positions) - count)
+    start = min(start, last_start)
+    return positions[start : start + count]
 
 
 def members_of(is_member_N: Tensor) -> list[int]:
@@ -252,9 +260,7 @@ class ClusterPattern(Pattern):
 
     def pairs_of_cluster(self, members: float) -> float:
         """Return the number of pairs that are read in a cluster with this number of members."""
-        if self.causal:
-            return window_pairs(members, self.window)
-        return members * min(members, self.window)
+        return pairs_within(members, self.window, self.causal)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)

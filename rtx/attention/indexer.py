@@ -5,8 +5,9 @@ With two matrices of shape `[D, E]`, learned for each head, the score of key j f
 
     (q_i P_q) . (k_j P_k) / sqrt(E),
 
-and the query reads the W keys, up to its position, with the largest scores. The choice has no
-gradient, so P_q and P_k learn by an auxiliary loss: the mean over all queries of
+and the query reads the W keys, up to its position, with the largest scores. With causal=False it
+chooses among all keys, also those of another sequence. The choice has no gradient, so P_q and P_k
+learn by an auxiliary loss: the mean over all queries of
 
     KL(attention over the keys that are read || softmax of their scores),
 
@@ -27,11 +28,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.pairs import triangle
+from rtx.attention.pairs import pairs_within
 from rtx.attention.precision import widened
-from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, Reads, members_read
+from rtx.attention.reads import (
+    IndexReads,
+    MemberLists,
+    QueriesKeys,
+    Reads,
+    first_rows,
+    members_around,
+    members_read,
+)
 from rtx.attention.recompute import recomputed
-from rtx.attention.top_keys import TopKeys, last_readable, positions_in
+from rtx.attention.top_keys import TopKeys, positions_in
 
 WIDTH = 16
 """E, unless an argument says otherwise."""
@@ -53,6 +62,9 @@ class Indexer(TopKeys):
     Raises:
         ValueError: a size or E below 1, or heads or steps below 0.
     """
+
+    may_be_bidirectional = True
+    takes_other_keys = True
 
     def __init__(
         self,
@@ -88,14 +100,16 @@ class Indexer(TopKeys):
         query_DE = self.query_HDE[head]
         key_DE = self.key_HDE[head]
         E = query_DE.shape[1]
-        queries = []
-        keys = []
-        for q_D in qk.q_BHND[0, head]:
+        q_ND = qk.q_BHND[0, head]
+        k_ND = qk.k_BHND[0, head]
+        query_NE = q_ND.new_zeros(len(q_ND), E)
+        key_NE = k_ND.new_zeros(len(k_ND), E)
+        for i, q_D in enumerate(q_ND):
             query_E = query_DE.T @ q_D
-            queries.append(query_E / math.sqrt(E))
-        for k_D in qk.k_BHND[0, head]:
-            keys.append(key_DE.T @ k_D)
-        return torch.stack(queries), torch.stack(keys)
+            query_NE[i] = query_E / math.sqrt(E)
+        for j, k_D in enumerate(k_ND):
+            key_NE[j] = key_DE.T @ k_D
+        return query_NE, key_NE
 
     def choice_queries(self, qk: QueriesKeys) -> Tensor:
         q_BHND = qk.q_BHND.detach()
@@ -147,28 +161,34 @@ class Indexer(TopKeys):
         """Return the operations of the projections of queries and keys, and of all scores."""
         E = self.query_HDE.shape[-1]
         projections = 2 * size * length
-        return 2.0 * E * (triangle(length) + projections)
+        pairs = pairs_within(length, length, self.causal)
+        return 2.0 * E * (pairs + projections)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         if not self.is_dense:
             return super().reads(qk, streaming)
         # One list of all positions: an index would have N^2 entries for each head.
-        B, H, N, _ = qk.q_BHND.shape
-        heads = B * H
-        row_M = torch.arange(heads * N, device=qk.q_BHND.device)
-        count_L = row_M.new_full((heads,), N)
-        lists = MemberLists(row_M, count_L)
-        return [members_read(lists, lists, N, N, self.attend_self)]
+        N = qk.q_BHND.shape[2]
+        query_count, key_count = qk.numbers()
+        queries = first_positions(qk.q_BHND, query_count)
+        keys = queries
+        if key_count != query_count:
+            keys = first_positions(qk.q_BHND, key_count)
+        make_ranges = members_around
+        if self.causal:
+            make_ranges = members_read
+        return [make_ranges(queries, keys, N, N, self.attend_self)]
 
     def loss(self, qk: QueriesKeys, parts: list[Reads]) -> Tensor:
         """Return the mean divergence over all queries in training, otherwise zero."""
-        if not self.training or not qk.q_BHND.numel():
+        if not self.training or not qk.q_BHND.numel() or not all(qk.numbers()):
             return super().loss(qk, parts)
         B, H, N, _ = qk.q_BHND.shape
+        queries, keys = qk.numbers()
         inputs = [
-            self.choice_keys(qk),
+            self.choice_keys(qk)[:, :, :keys],
             qk.rotated_q_BHND.detach(),
-            qk.rotated_k_BHND.detach(),
+            qk.rotated_k_BHND.detach()[:, :, :keys],
         ]
         # For each query its scores and logits of all keys are in memory at once, and some copies of
         # those of the keys that it reads.
@@ -181,14 +201,14 @@ class Indexer(TopKeys):
             numbers_of_query = 2 * N + 8 * K
         pieces = self.query_pieces(qk, numbers_of_query)
         positions_of_piece = pieces[0].stop
-        query_BHNE = self.choice_queries(qk)
-        queries = query_BHNE.split(positions_of_piece, dim=2)
+        query_BHNE = self.choice_queries(qk)[:, :, :queries]
+        queries_of_pieces = query_BHNE.split(positions_of_piece, dim=2)
         sums = []
-        for positions, query_BHQE in zip(pieces, queries, strict=True):
+        for positions, query_BHQE in zip(pieces, queries_of_pieces, strict=True):
             divergence = recomputed(self.divergence, positions, query_BHQE, *inputs)
             sums.append(divergence)
         total = torch.stack(sums).sum()
-        return total / (B * H * N)
+        return total / (B * H * queries)
 
     def divergence(
         self,
@@ -206,16 +226,17 @@ class Indexer(TopKeys):
             q_BHND, k_BHND: what the attention compares, of all queries and keys.
             index_BHNK: the rows of the keys that each query reads; None: all that it may read.
         """
-        stop = positions.stop
+        stop = key_BHNE.shape[2]
+        if self.causal:
+            stop = positions.stop
         device = q_BHND.device
         q_BHQD = q_BHND[:, :, positions].contiguous()
         score_BHQK = query_BHQE @ key_BHNE[:, :, :stop].mT
         product_BHQK = q_BHQD @ k_BHND[:, :, :stop].mT
         if index_BHNK is None:
-            position_Q = positions_in(positions, device)
-            last_Q = last_readable(position_Q, self.attend_self)
+            position_Q1 = positions_in(positions, device)[:, None]
             position_K = torch.arange(stop, device=device)
-            is_unread = position_K > last_Q[:, None]
+            is_unread = self.are_unreadable(position_K, position_Q1, stop)
         else:
             row_BHQK = index_BHNK[:, :, positions]
             is_unread = row_BHQK < 0
@@ -226,6 +247,15 @@ class Indexer(TopKeys):
         D = q_BHND.shape[-1]
         scale = self.terms(D, None).scale
         return summed_divergence(score_BHQK, product_BHQK * scale, is_unread)
+
+
+def first_positions(x_BHND: Tensor, count: int) -> MemberLists:
+    """Return one list for each sequence and head: the rows of its first `count` positions."""
+    B, H, N, _ = x_BHND.shape
+    position_N = torch.arange(count, device=x_BHND.device)
+    row_BH1N = first_rows(B, H, N, x_BHND.device).mT + position_N
+    count_L = row_BH1N.new_full((B * H,), count)
+    return MemberLists(row_BH1N.flatten(), count_L)
 
 
 def summed_divergence(score: Tensor, logit: Tensor, is_unread: Tensor) -> Tensor:

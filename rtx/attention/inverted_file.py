@@ -24,6 +24,7 @@ from torch import Tensor
 from rtx.attention.engine.triton_probing import Reach
 from rtx.attention.members import products
 from rtx.attention.pieces import pieces
+from rtx.attention.reads import starts_around
 from rtx.attention.ties import tie_margin
 from rtx.attention.top_keys import last_readable
 
@@ -161,6 +162,9 @@ class Search(NamedTuple):
     """The number of the head's keys in the clusters before each one."""
     readable_XNC: Tensor
     """The number of each cluster's keys that each query may read, int32."""
+    stop_XNC: Tensor
+    """The number of each cluster's keys up to the last that each query takes if it probes the
+    cluster, int32. A causal query takes the last ones that it may read: `readable_XNC`."""
     score_XNC: Tensor
     """The products of queries and centroids."""
     margin_XN1: Tensor
@@ -180,37 +184,53 @@ class Search(NamedTuple):
         return self.cluster_XN.sort(dim=-1, stable=True).indices
 
 
-def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, attend_self: bool) -> Search:
-    """Return the files and scores of some heads.
-
-    Args:
-        attend_self: whether a query may read its own key.
-    """
-    N = q_XND.shape[1]
+def make_search(centroid_XCD: Tensor, q_XND: Tensor, k_XND: Tensor, reach: Reach) -> Search:
+    """Return the files and scores of some heads."""
     C = centroid_XCD.shape[1]
-    position_N = torch.arange(N, device=q_XND.device)
-    last_N = last_readable(position_N, attend_self)
     cluster_XN = clusters_by_distance(centroid_XCD, k_XND)
     cluster_C = torch.arange(C, device=q_XND.device)
     is_member_XNC = cluster_XN[..., None] == cluster_C
     count_XNC = is_member_XNC.cumsum(1, dtype=torch.int32)
     total_X1C = is_member_XNC.sum(1, keepdim=True)
+    if reach.causal:
+        position_N = torch.arange(q_XND.shape[1], device=q_XND.device)
+        last_N = last_readable(position_N, reach.attend_self)
+        readable_XNC = count_XNC[:, last_N]
+        stop_XNC = readable_XNC
+    else:
+        readable_XNC = total_X1C.int().expand_as(count_XNC)
+        before_XNC = count_XNC - is_member_XNC.int()
+        stop_XNC = stops_around(before_XNC, readable_XNC, reach.target)
     return Search(
         q_XND=q_XND,
         k_XND=k_XND,
         cluster_XN=cluster_XN,
         first_X1C=total_X1C.cumsum(-1) - total_X1C,
-        readable_XNC=count_XNC[:, last_N],
+        readable_XNC=readable_XNC,
+        stop_XNC=stop_XNC,
         score_XNC=products(q_XND, centroid_XCD),
         margin_XN1=query_margins(centroid_XCD, q_XND),
     )
+
+
+def stops_around(before_XNC: Tensor, total_XNC: Tensor, target: int) -> Tensor:
+    """Return `Search.stop_XNC` of queries that take the m keys of a cluster around them.
+
+    Args:
+        before_XNC: the number of each cluster's keys before each query.
+        total_XNC: the number of each cluster's keys.
+        target: m.
+    """
+    first_XNC = torch.zeros_like(total_XNC)
+    start_XNC = starts_around(before_XNC, first_XNC, total_XNC, target)
+    return (start_XNC + target).minimum(total_XNC)
 
 
 def searches(
     centroid_HCD: Tensor,
     q_BHND: Tensor,
     k_BHND: Tensor,
-    attend_self: bool,
+    reach: Reach,
 ) -> Iterator[tuple[slice, Search]]:
     """Yield slices of the B * H heads, whose scores are in memory at once, and their searches."""
     B, H, N, _ = q_BHND.shape
@@ -226,7 +246,7 @@ def searches(
             centroid_HCD[head_X],
             q_XND[heads],
             k_XND[heads],
-            attend_self,
+            reach,
         )
         yield heads, search
 
@@ -234,8 +254,11 @@ def searches(
 def early_count(reach: Reach, length: int) -> int:
     """Return how many positions are early: those whose queries may read m keys or fewer.
 
-    Such a query probes all clusters, and so all keys that it may read.
+    Such a query probes all clusters, and so all keys that it may read. With causal=False no query
+    counts as early.
     """
+    if not reach.causal:
+        return 0
     if reach.attend_self:
         return reach.target
     return min(length, reach.target + 1)

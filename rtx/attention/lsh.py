@@ -17,6 +17,10 @@ The two variants differ in which members of a bucket a query may read:
                 ones into other chunks. A stream, and a pass with `streaming`, sorts and cuts the
                 positions up to each query.
 
+With causal=False a query reads keys after its position, too: with "causal" W members of its bucket
+around it, its own key among them (`clusters.around`), with "reformer" all members of its bucket in
+its chunk and in the chunk before.
+
 Example: one round, two buckets, six positions. Bucket a has the positions 0, 2, 3 and 5, bucket b
 has 1 and 4. With "causal" and W = 3 the query at 5 may read 2, 3 and 5, so it reads 2 and 3. With
 "reformer" and W = 4 the chunks are (0, 2), (3, 5) and (1, 4). The query at 5 reads 0, 2 and 3. The
@@ -38,9 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins
+from rtx.attention.clusters import ClusterCache, ClusterPattern, Joins, around
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.pairs import window_pairs
 from rtx.attention.pattern import Cache, Prepared
 from rtx.attention.pieces import piece_size, pieces
 from rtx.attention.precision import no_autocast, wide_type, widened
@@ -52,6 +55,7 @@ from rtx.attention.reads import (
     Reads,
     mask_without_self,
     pack,
+    starts_around,
 )
 
 CAUSAL = "causal"
@@ -59,7 +63,13 @@ REFORMER = "reformer"
 VARIANTS = (CAUSAL, REFORMER)
 
 
-def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Tensor:
+def hashed(
+    bucket_TN: Tensor,
+    window: int,
+    variant: str,
+    streaming: bool,
+    causal: bool,
+) -> Tensor:
     """Return which keys each query reads, `[1, N, N]`, bool.
 
     Args:
@@ -67,6 +77,7 @@ def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Ten
         window: W.
         variant: one of `VARIANTS`.
         streaming: whether "reformer" sorts the positions up to each query alone.
+        causal: whether a query reads keys up to its position alone.
     """
     rounds = bucket_TN.tolist()
     N = bucket_TN.shape[1]
@@ -78,12 +89,14 @@ def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Ten
             length = i + 1
         read: set[int] = set()
         for bucket_N in rounds:
-            if variant == CAUSAL:
-                members = earlier_members(bucket_N, i)
+            members = members_of_bucket(bucket_N, i, causal)
+            if variant == REFORMER:
+                sorted_N = bucket_N[:length]
+                members = those_in_chunks(members, sorted_N, i, chunk)
+            elif causal:
                 members = members[-window:]
             else:
-                sorted_N = bucket_N[:length]
-                members = members_in_chunks(sorted_N, i, chunk)
+                members = around(members, i, window)
             read.update(members)
         others = read - {i}
         if not others:
@@ -92,28 +105,32 @@ def hashed(bucket_TN: Tensor, window: int, variant: str, streaming: bool) -> Ten
     return mask_NN[None]
 
 
-def earlier_members(bucket_N: list[int], i: int) -> list[int]:
-    """Return the positions up to i in the bucket of position i."""
+def members_of_bucket(bucket_N: list[int], i: int, causal: bool) -> list[int]:
+    """Return the positions in the bucket of position i, ascending.
+
+    Args:
+        causal: whether they are those up to i alone.
+    """
+    stop = len(bucket_N)
+    if causal:
+        stop = i + 1
     members = []
-    for j in range(i + 1):
+    for j in range(stop):
         if bucket_N[j] == bucket_N[i]:
             members.append(j)
     return members
 
 
-def members_in_chunks(bucket_N: list[int], i: int, chunk: int) -> list[int]:
-    """Return those of `earlier_members` that are in the chunk of position i or the chunk before.
+def those_in_chunks(members: list[int], bucket_N: list[int], i: int, chunk: int) -> list[int]:
+    """Return those members that are in the chunk of position i or the chunk before.
 
     Args:
+        members: positions.
         chunk: m.
     """
     chunk_N = chunks_of_positions(bucket_N, chunk)
     first_chunk = chunk_N[i] - 1
-    members = []
-    for j in earlier_members(bucket_N, i):
-        if first_chunk <= chunk_N[j] <= chunk_N[i]:
-            members.append(j)
-    return members
+    return [j for j in members if first_chunk <= chunk_N[j] <= chunk_N[i]]
 
 
 def chunks_of_positions(bucket_N: list[int], chunk: int) -> list[int]:
@@ -148,6 +165,7 @@ class Lsh(ClusterPattern):
     """
 
     normalises = False
+    may_be_bidirectional = True
 
     def __init__(
         self,
@@ -176,7 +194,7 @@ class Lsh(ClusterPattern):
         self.rounds = rounds
         self.buckets = buckets
         self.variant = variant
-        self.strictly_causal = variant == CAUSAL
+        self.strictly_causal = variant == CAUSAL and self.causal
         self.chunk = max(1, self.window // 2)
         self.slots = self.window
         """The number of a bucket's last members that a query may read at most, its own included."""
@@ -208,7 +226,7 @@ class Lsh(ClusterPattern):
             score_NC = torch.cat([product_NF, -product_NF], dim=-1)
             rounds.append(score_NC.argmax(-1))
         bucket_TN = torch.stack(rounds)
-        return hashed(bucket_TN, self.window, self.variant, streaming)
+        return hashed(bucket_TN, self.window, self.variant, streaming, self.causal)
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         """Return one part for each round, with holes for the pairs of earlier rounds."""
@@ -217,38 +235,97 @@ class Lsh(ClusterPattern):
         rounds = [self.hash_round(bucket_BHN, streaming) for bucket_BHN in bucket_TBHN]
         member_TR = torch.stack([hash_round.member_R for hash_round in rounds])
         first_TR = torch.stack([hash_round.first_R() for hash_round in rounds])
+        stop_TR = torch.stack([hash_round.stop_R() for hash_round in rounds])
         # A query that reads no other key in any round reads its own in the first round.
-        reads_itself_R = (first_TR == member_TR).all(0)
+        others_TR = stop_TR - first_TR
+        if not self.causal:
+            others_TR = others_TR - 1
+        reads_itself_R = (others_TR == 0).all(0)
         parts: list[Reads] = []
         for t, hash_round in enumerate(rounds):
             lists = hash_round.lists
-            stop_M = hash_round.numbers()
-            if t == 0:
-                reads_itself_M = reads_itself_R[lists.row_M]
-                stop_M = stop_M + reads_itself_M.long()
-            start_M = hash_round.first_M
-            holes = holes_of_rounds(first_TR[:t], member_TR[:t], lists)
-            if streaming and self.variant == REFORMER:
-                start_M, holes = with_ascending_starts(start_M, holes)
-            part = RangeReads(lists, lists, start_M, stop_M, N)
-            if len(holes.value_IM):
-                part = part._replace(holes=holes)
-            parts.append(part)
+            reads_itself_M = reads_itself_R[lists.row_M]
+            if t > 0:
+                reads_itself_M = torch.zeros_like(reads_itself_M)
+            holes = holes_of_rounds(member_TR[:t], first_TR[:t], stop_TR[:t], lists)
+            parts.append(self.part_of_round(hash_round, holes, reads_itself_M, N, streaming))
         return parts
+
+    def part_of_round(
+        self,
+        hash_round: HashRound,
+        holes: Holes,
+        reads_itself_M: Tensor,
+        length: int,
+        streaming: bool,
+    ) -> RangeReads:
+        """Return which query reads which keys in a round.
+
+        Args:
+            holes: for the pairs of earlier rounds.
+            reads_itself_M: whether each member reads its own key.
+            length: N.
+        """
+        lists = hash_round.lists
+        start_M = hash_round.first_M
+        stop_M = hash_round.stop_M
+        if self.causal:
+            # The range ends before the own key, or with it.
+            stop_M = stop_M + reads_itself_M.long()
+        else:
+            holes = with_own_keys(holes, lists.row_M, ~reads_itself_M)
+        if streaming and self.variant == REFORMER:
+            start_M, holes = with_ascending_starts(start_M, holes)
+        part = RangeReads(lists, lists, start_M, stop_M, length)
+        if len(holes.value_IM):
+            part = part._replace(holes=holes)
+        return part
 
     def hash_round(self, bucket_BHN: Tensor, streaming: bool) -> HashRound:
         """Return the buckets of one round, and what their members may read."""
         lists = pack(bucket_BHN, self.buckets, complete=True)
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
-        first_of_list_L = lists.first_L()
-        first_of_list_M = first_of_list_L[lists.list_M()]
-        first_in_reach_M = self.first_in_reach(bucket_BHN, lists.row_M, streaming)
+        first_M, stop_M = self.bounds(bucket_BHN, lists, streaming)
         member_R = torch.empty_like(number_M)
         return HashRound(
             lists=lists,
-            first_M=first_of_list_M.maximum(first_in_reach_M),
+            first_M=first_M,
+            stop_M=stop_M,
             member_R=member_R.scatter(0, lists.row_M, number_M),
         )
+
+    def bounds(
+        self,
+        bucket_BHN: Tensor,
+        lists: MemberLists,
+        streaming: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `first_M` and `stop_M` of a round, see `HashRound`."""
+        number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
+        list_M = lists.list_M()
+        first_of_list_M = lists.first_L()[list_M]
+        stop_of_list_M = first_of_list_M + lists.count_L[list_M]
+        if self.variant == CAUSAL and not self.causal:
+            start_M = starts_around(number_M, first_of_list_M, stop_of_list_M, self.window)
+            return start_M, (start_M + self.window).minimum(stop_of_list_M)
+        first_in_reach_M = self.first_in_reach(bucket_BHN, lists.row_M, streaming)
+        first_M = first_of_list_M.maximum(first_in_reach_M)
+        if self.causal:
+            return first_M, number_M
+        stop_of_chunk_M = self.stops_of_chunks(number_M, bucket_BHN.shape[2])
+        return first_M, stop_of_chunk_M.minimum(stop_of_list_M)
+
+    def stops_of_chunks(self, number_M: Tensor, length: int) -> Tensor:
+        """Return the member after the last one of each member's chunk.
+
+        Args:
+            number_M: the numbers of the members.
+            length: N.
+        """
+        place_M = number_M % max(1, length)
+        first_of_head_M = number_M - place_M
+        next_chunk_M = place_M // self.chunk + 1
+        return first_of_head_M + next_chunk_M * self.chunk
 
     def first_in_reach(self, bucket_BHN: Tensor, row_M: Tensor, streaming: bool) -> Tensor:
         """Return the first member that each member could read if its bucket began early enough.
@@ -277,7 +354,7 @@ class Lsh(ClusterPattern):
     def pairs_of_head(self, length: int) -> float:
         """Return the pairs of all rounds, as if no pair were read in two of them."""
         members_of_bucket = length / self.buckets
-        pairs_of_bucket = window_pairs(members_of_bucket, self.window)
+        pairs_of_bucket = self.pairs_of_cluster(members_of_bucket)
         return self.rounds * self.buckets * pairs_of_bucket
 
     def choice_operations(self, length: int, size: int) -> float:
@@ -325,12 +402,14 @@ def random_rotations(heads: int, shape_TDF: tuple[int, int, int], seed: int) -> 
 class HashRound(NamedTuple):
     """The buckets of one round, as packed lists.
 
-    Member m reads the members first_M[m] to m - 1.
+    Member m reads the members first_M[m] to stop_M[m] - 1 besides its own key. The range of a
+    causal pattern ends before the own key; with causal=False it includes the own key.
     """
 
     lists: MemberLists
     first_M: Tensor
     """The number of the first member that each member reads."""
+    stop_M: Tensor
     member_R: Tensor
     """The number of the member that belongs to each row."""
 
@@ -338,26 +417,43 @@ class HashRound(NamedTuple):
         """Return the first member that each row reads."""
         return self.first_M[self.member_R]
 
-    def numbers(self) -> Tensor:
-        """Return the numbers of all members, `[M]`."""
-        return torch.arange(len(self.first_M), device=self.first_M.device)
+    def stop_R(self) -> Tensor:
+        """Return the member before which each row stops reading."""
+        return self.stop_M[self.member_R]
 
 
-def holes_of_rounds(first_TR: Tensor, member_TR: Tensor, lists: MemberLists) -> Holes:
+def holes_of_rounds(
+    member_TR: Tensor,
+    first_TR: Tensor,
+    stop_TR: Tensor,
+    lists: MemberLists,
+) -> Holes:
     """Return holes for the pairs that earlier rounds have.
 
-    In each of these a row reads the members from its first one to the one before it.
-
     Args:
-        first_TR: the first member that each row reads in each earlier round.
-        member_TR: the member that belongs to each row there.
+        member_TR: the member that belongs to each row in each earlier round.
+        first_TR, stop_TR: the first member that each row reads there, and the one after the last.
         lists: the lists of the present round.
     """
-    member_IM = member_TR[:, lists.row_M]
     return Holes(
-        value_IM=member_IM,
+        value_IM=member_TR[:, lists.row_M],
         low_IP=first_TR[:, lists.row_M],
-        high_IP=member_IM,
+        high_IP=stop_TR[:, lists.row_M],
+    )
+
+
+def with_own_keys(holes: Holes, row_M: Tensor, is_hole_M: Tensor) -> Holes:
+    """Return holes that exclude the own keys of some members, too.
+
+    Args:
+        row_M: the rows of the members.
+        is_hole_M: whose own keys are excluded.
+    """
+    stop_M = row_M + is_hole_M.long()
+    return Holes(
+        value_IM=torch.cat([holes.value_IM, row_M[None]]),
+        low_IP=torch.cat([holes.low_IP, row_M[None]]),
+        high_IP=torch.cat([holes.high_IP, stop_M[None]]),
     )
 
 

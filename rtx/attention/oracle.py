@@ -184,7 +184,7 @@ def dense(
     query_N = torch.arange(len(q_ND), device=q_ND.device)
     key_N = torch.arange(len(k_ND), device=q_ND.device)
     distance_NN = query_N[:, None] - key_N
-    distance_NN = distance_NN.clamp(min=0)
+    distance_NN = distance_NN.abs()
     logits_NN = logits(q_ND, k_ND, distance_NN, terms, head)
     weight_CNN = weights(logits_NN, mask_CNN, merge, sink)
     out_ND = weight_CNN.sum(0) @ v_ND

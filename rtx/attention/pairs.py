@@ -14,6 +14,17 @@ def window_pairs(n: float, window: float) -> float:
     return triangle(window) + (n - window) * window
 
 
+def pairs_within(n: float, window: float, causal: bool) -> float:
+    """Return the number of pairs if each of n positions reads up to `window` of the readable keys.
+
+    Args:
+        causal: whether these are the keys up to the position, or all.
+    """
+    if causal:
+        return window_pairs(n, window)
+    return n * min(window, n)
+
+
 def count_pairs(parts: list[Reads]) -> int:
     """Return the number of pairs in the results of `Pattern.reads`, holes included."""
     pairs = 0

@@ -56,8 +56,8 @@ from rtx.attention.reads import (
     mask_without_self,
     pack,
     ranges_between,
-    with_holes_at_self,
     without_self,
+    without_self_inside,
 )
 
 FIRST_SLOTS = 256
@@ -249,8 +249,7 @@ class PositionPattern(Pattern):
         if self.attend_self:
             return parts
         if not self.causal:
-            # Patterns that read later positions, too, have one part.
-            return [with_holes_at_self(part) for part in parts]
+            return without_self_inside(parts, B * H * N)
         return without_self(parts, B * H * N)
 
     @property
@@ -294,7 +293,7 @@ class PositionPattern(Pattern):
         key_HNK = key_HNN.topk(most, largest=False).values
         row_BHNK = first_rows(B, H, N, device) + key_HNK
         row_BHNK = torch.where(key_HNK < N, row_BHNK, -1)
-        return IndexReads(row_BHNK.flatten(0, 2), N)
+        return IndexReads(row_BHNK.flatten(0, 2), N, both_sides=not self.causal)
 
     def pairs_of_heads(self, H: int, position_N: Tensor) -> Tensor:
         """Return the mask of what each head reads, `[H, N, N]`, bool."""

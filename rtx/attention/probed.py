@@ -30,13 +30,18 @@ not read its own key, at 5, which is in b.
 
 A query that may read no more than m keys probes all clusters, and reads all of these keys.
 
+With causal=False a query may probe all keys, and of a cluster with more than m keys the m around
+its position, half of them before it. Its own key counts among those that it probes, also if it does
+not read it (`attend_self`).
+
 Rounding differs between a pass and a stream, so scores within a margin count as equal (ties.py). A
 key belongs to the first of the clusters whose scores equal the best. A query takes equal clusters
 in the order of their numbers: the sorted scores are cut where neighbours are further apart than the
 margin, and clusters between two cuts are equal. Of candidates whose logits equal the last one taken
 the earliest are taken.
 
-Centroids do not move within a pass, so the choice is strictly causal. After each optimizer step
+Centroids do not move within a pass, so the choice is strictly causal (or, with causal=False, by all
+keys). After each optimizer step
 they follow the keys of the step (`KeyCentroids`).
 
 The rule is first in this file, then the pattern, which chooses among the batch forms, then the
@@ -44,7 +49,8 @@ stream. inverted_file.py has the clusters of keys and those that queries probe, 
 lists of queries that read all that they probe, and candidates.py the index of the others. On a CPU
 a compiled kernel makes both (engine/probing.cpp). On a GPU our kernels make the lists
 (engine/triton_probing.py), for all types but float64, up to 4,095 clusters and 1,048,575 positions.
-Torch's operations make all else; on a GPU they are many times slower.
+Torch's operations make all else, and everything with causal=False; on a GPU they are many times
+slower.
 
 Shapes: B sequences or streams, H heads, X = B * H, C clusters, N positions, D head size, S slots of
 a cache, A keys that a query probes, W the best of them that it reads with `candidates`, M keys of
@@ -64,6 +70,7 @@ from torch import Tensor
 from rtx.attention.arguments import check_positive, check_within
 from rtx.attention.candidates import best_candidates, candidate_index, native_index
 from rtx.attention.centroids import QUERIES, gathering
+from rtx.attention.clusters import around
 from rtx.attention.engine import native, triton_probing, triton_selection
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.engine.triton_probing import Reach
@@ -76,7 +83,7 @@ from rtx.attention.inverted_file import (
 )
 from rtx.attention.key_centroids import KeyCentroids
 from rtx.attention.members import products, sums_of_lists
-from rtx.attention.pairs import window_pairs
+from rtx.attention.pairs import pairs_within
 from rtx.attention.pattern import Cache
 from rtx.attention.positional import stored
 from rtx.attention.precision import widened
@@ -101,14 +108,17 @@ def probed_positions(
     margin: float,
     members: dict[int, list[int]],
     target: int,
+    i: int,
+    causal: bool,
 ) -> list[int]:
-    """Return the positions of the keys that a query probes, ascending.
+    """Return the positions of the keys that the query at position i probes, ascending.
 
     Args:
         score_C: the products of the query with the centroids. NaN is the least.
         margin: within which neighbouring scores are equal.
-        members: the positions that the query may read, by cluster.
+        members: the positions that the query may probe, by cluster.
         target: m.
+        causal: the query takes the last m keys of a cluster; otherwise the m keys around it.
     """
     score_C = [finite_number(score) for score in score_C]
     positions: list[int] = []
@@ -117,7 +127,10 @@ def probed_positions(
         equal = equal_to_best(score_C, margin, remaining)
         for c in equal:
             if len(positions) < target:
-                positions += members[c][-target:]
+                taken = members[c][-target:]
+                if not causal:
+                    taken = around(members[c], i, target)
+                positions += taken
         remaining = [c for c in remaining if c not in equal]
     return sorted(positions)
 
@@ -195,6 +208,7 @@ class Probed(TopKeys):
     """
 
     merge = "lse"
+    may_be_bidirectional = True
 
     def __init__(
         self,
@@ -238,7 +252,7 @@ class Probed(TopKeys):
     @property
     def may_lose_members(self) -> bool:
         """Whether lists on a GPU have a fixed capacity, see capacity.py."""
-        return self.reads_all
+        return self.reads_all and self.causal
 
     def reach(self, length: int) -> Reach:
         """Return how far a query probes in N positions; its target is m, or N if that is less."""
@@ -246,7 +260,7 @@ class Probed(TopKeys):
         if self.candidates is not None:
             m = self.candidates
         target = min(m, length)
-        return Reach(target, self.attend_self)
+        return Reach(target, self.attend_self, self.causal)
 
     def max_keys(self, length: int) -> int:
         if self.reads_all:
@@ -268,10 +282,15 @@ class Probed(TopKeys):
         target = self.reach(N).target
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i, q_D in enumerate(q_ND):
-            readable = readable_count(i, self.attend_self)
-            members = positions_by_cluster(cluster_N[:readable])
+            probeable = N
+            if self.causal:
+                probeable = readable_count(i, self.attend_self)
+            members = positions_by_cluster(cluster_N[:probeable])
             margin = margin_or_zero(q_D.norm(), largest_norm)
-            read = probed_positions(score_NC[i], margin, members, target)
+            read = probed_positions(score_NC[i], margin, members, target, i, self.causal)
+            if not self.attend_self:
+                others = [j for j in read if j != i]
+                read = others or read
             if not self.reads_all:
                 read = self.best_by_rule(q_D, k_ND, read)
             mask_NN[i, read] = True
@@ -295,7 +314,10 @@ class Probed(TopKeys):
         return [self.index_read(q_BHND, k_BHND)]
 
     def uses_cpu_kernel(self, k_BHND: Tensor) -> bool:
-        """Return whether the compiled kernel for CPUs makes the batch form."""
+        """Return whether the compiled kernel for CPUs finds the clusters of keys.
+
+        It makes the batch form of causal heads, too.
+        """
         fits_kernel = k_BHND.is_cpu and k_BHND.dtype == torch.float32
         if not fits_kernel or is_static(k_BHND, self.backend):
             return False
@@ -304,7 +326,7 @@ class Probed(TopKeys):
 
     def uses_gpu_kernels(self, k_BHND: Tensor) -> bool:
         """Return whether our kernels for GPUs make the batch form."""
-        if self.has_index or not is_static(k_BHND, self.backend):
+        if self.has_index or not self.causal or not is_static(k_BHND, self.backend):
             return False
         N = k_BHND.shape[2]
         if N > triton_probing.MAX_LENGTH or self.clusters > triton_probing.MAX_CLUSTERS:
@@ -318,7 +340,7 @@ class Probed(TopKeys):
         centroid_HCD = self.centroids.centroid_HCD
         reach = self.reach(N)
         window = self.max_keys(N)
-        if N and self.uses_cpu_kernel(k_BHND):
+        if N and self.causal and self.uses_cpu_kernel(k_BHND):
             return native_index(centroid_HCD, q_BHND, k_BHND, reach, window)
         return candidate_index(
             centroid_HCD,
@@ -338,6 +360,8 @@ class Probed(TopKeys):
         reach = self.reach(N)
         files = self.files
         self.files = None
+        if not self.causal:
+            return [dynamic_lists(self.centroids.centroid_HCD, q_BHND, k_BHND, reach)]
         if B * H * N and self.uses_cpu_kernel(k_BHND):
             centroid_HCD = self.centroids.centroid_HCD
             return [native_lists(centroid_HCD, q_BHND, k_BHND, reach)]
@@ -470,7 +494,7 @@ class Probed(TopKeys):
         """
         products_of_head = 2.0 * length * self.clusters
         if self.candidates is not None:
-            products_of_head += window_pairs(length, self.candidates)
+            products_of_head += pairs_within(length, self.candidates, self.causal)
         return 2 * size * products_of_head
 
     # The stream.

@@ -29,7 +29,16 @@ from rtx.attention.engine.lists import KernelLists, readers, row_members
 from rtx.attention.engine.triton_probing import Reach
 from rtx.attention.inverted_file import Search, early_count, searches
 from rtx.attention.once import cached_by_shape
-from rtx.attention.reads import MemberLists, RangeReads, Reads, members_read, order_numbers, pack
+from rtx.attention.reads import (
+    MemberLists,
+    RangeReads,
+    Reads,
+    members_read,
+    order_numbers,
+    pack,
+    ranges_around,
+    without_self_inside,
+)
 from rtx.attention.top_keys import last_readable
 
 
@@ -129,7 +138,7 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     C = centroid_HCD.shape[1]
     numbers = []
     clusters = []
-    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach):
         is_probed_XCN = late_probes(search, reach)
         number_J = is_probed_XCN.flatten().nonzero()[:, 0]
         first_number = heads.start * C * N
@@ -141,7 +150,7 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     cluster_BHN = torch.cat(clusters).view(B, H, N)
     keys = pack(cluster_BHN, C, complete=True)
     start_P, stop_P = probed_ranges(number_P, keys, N, reach)
-    return RangeReads(
+    part = RangeReads(
         query=queries,
         key=keys,
         start_P=start_P,
@@ -149,6 +158,10 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
         length=N,
         most=reach.target,
     )
+    if reach.causal or reach.attend_self:
+        return part
+    (others,) = without_self_inside([part], B * H * N)
+    return others
 
 
 def late_probes(search: Search, reach: Reach) -> Tensor:
@@ -180,10 +193,14 @@ def probed_ranges(
 ) -> tuple[Tensor, Tensor]:
     """Return the starts and stops of query members: the last m keys that each may read.
 
+    With causal=False they are the m keys around it, its own key included.
+
     Args:
         number_P: list * N + position.
         length: N.
     """
+    if not reach.causal:
+        return ranges_around(number_P, keys, length, reach.target)
     list_P = number_P // length
     position_P = number_P % length
     last_P = last_readable(position_P, reach.attend_self)
@@ -226,7 +243,7 @@ def collect_members(
     count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
     counts = []
     clusters = []
-    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach.attend_self):
+    for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach):
         is_probed_XCN = late_probes(search, reach)
         is_probed = is_probed_XCN.flatten()
         first_number = heads.start * C * N

@@ -62,6 +62,13 @@ class QueriesKeys(NamedTuple):
     None: both are N.
     """
 
+    def numbers(self) -> tuple[int, int]:
+        """Return the numbers of queries and of keys; see `counts`."""
+        if self.counts is not None:
+            return self.counts
+        N = self.q_BHND.shape[2]
+        return N, N
+
 
 class MemberLists(NamedTuple):
     """Packed lists of rows."""
@@ -167,6 +174,8 @@ class IndexReads(NamedTuple):
     index_RK: Tensor
     length: int
     """N."""
+    both_sides: bool = False
+    """Whether rows may have positions after that of r, too."""
 
 
 Reads = RangeReads | IndexReads
@@ -288,16 +297,8 @@ def members_around(
         length: N.
         attend_self: False: a query leaves out its own key, unless that is the only one.
     """
-    key_order_M = order_numbers(keys, length)
     query_order_P = order_numbers(queries, length)
-    list_P = queries.list_M()
-    first_P = keys.first_L()[list_P]
-    stop_of_list_P = first_P + keys.count_L[list_P]
-    next_key_P = torch.searchsorted(key_order_M, query_order_P)
-    start_P = (next_key_P - window // 2).maximum(first_P)
-    last_start_P = (stop_of_list_P - window).maximum(first_P)
-    start_P = start_P.minimum(last_start_P)
-    stop_P = (start_P + window).minimum(stop_of_list_P)
+    start_P, stop_P = ranges_around(query_order_P, keys, length, window)
     most = min(window, length)
     part = RangeReads(queries, keys, start_P, stop_P, length, most=most)
     if attend_self:
@@ -305,13 +306,53 @@ def members_around(
     return with_holes_at_self(part)
 
 
-def with_holes_at_self(part: RangeReads) -> RangeReads:
-    """Return ranges in which no query reads its own key, unless a range has that key alone.
+def ranges_around(
+    order_P: Tensor,
+    keys: MemberLists,
+    length: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the starts and stops of the ranges of `members_around`.
+
+    Args:
+        order_P: the numbers list * N + position of the query members, ascending.
+        length: N.
+    """
+    key_order_M = order_numbers(keys, length)
+    list_P = order_P // max(1, length)
+    first_P = keys.first_L()[list_P]
+    stop_of_list_P = first_P + keys.count_L[list_P]
+    next_key_P = torch.searchsorted(key_order_M, order_P)
+    start_P = starts_around(next_key_P, first_P, stop_of_list_P, window)
+    return start_P, (start_P + window).minimum(stop_of_list_P)
+
+
+def starts_around(next_key: Tensor, first: Tensor, stop: Tensor, window: int) -> Tensor:
+    """Return where the `window` keys of a list start that are around a position.
+
+    Half of them are before it. If there are fewer on one side, there are more on the other.
+
+    Args:
+        next_key: the first key of the list that is not before the position, or the list's stop.
+        first, stop: the list's first key, and the one after its last.
+    """
+    start = (next_key - window // 2).maximum(first)
+    last_start = (stop - window).maximum(first)
+    return start.minimum(last_start)
+
+
+def with_holes_at_self(part: RangeReads, has_others_P: Tensor | None = None) -> RangeReads:
+    """Return ranges in which no query reads its own key, unless it has no others.
 
     The value of a key member in the holes is its row, so a query excludes the row that it has.
+
+    Args:
+        has_others_P: whether query members read other keys, too; None: whether their ranges have
+            others.
     """
     row_P = part.query.row_M
-    has_others_P = part.stop_P - part.start_P > 1
+    if has_others_P is None:
+        has_others_P = part.stop_P - part.start_P > 1
     # If there are no others, the hole ends where it begins, and excludes nothing.
     end_P = row_P + has_others_P.long()
     holes = Holes(
@@ -328,6 +369,32 @@ def last_is_self(queries: MemberLists, keys: MemberLists, stop_P: Tensor) -> Ten
     return keys.row_M[last_P] == queries.row_M
 
 
+def without_self_inside(parts: list[RangeReads], rows: int) -> list[RangeReads]:
+    """Return parts in which no row reads itself, unless it reads nothing else in any part.
+
+    The own key of a query may be anywhere in its range; see `without_self` for ranges that end
+    with it.
+
+    Args:
+        rows: R.
+    """
+    read_R = counts_read(parts, rows)
+    return [with_holes_at_self(part, read_R[part.query.row_M] > 1) for part in parts]
+
+
+def counts_read(parts: list[RangeReads], rows: int) -> Tensor:
+    """Return how many keys each row reads in all parts, `[R]`.
+
+    Args:
+        rows: R.
+    """
+    read_R = parts[0].start_P.new_zeros(rows, dtype=torch.int64)
+    for part in parts:
+        count_P = part.stop_P - part.start_P
+        read_R.index_add_(0, part.query.row_M, count_P)
+    return read_R
+
+
 def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
     """Return parts in which no row reads itself, unless it reads nothing else in any part.
 
@@ -335,10 +402,7 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
         parts: a range that contains the query's own key must end with it.
         rows: R.
     """
-    read_R = parts[0].start_P.new_zeros(rows, dtype=torch.int64)
-    for part in parts:
-        count_P = part.stop_P - part.start_P
-        read_R.index_add_(0, part.query.row_M, count_P)
+    read_R = counts_read(parts, rows)
     others = []
     for part in parts:
         leaves_out_P = part.stop_P > part.start_P

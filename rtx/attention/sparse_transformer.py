@@ -52,13 +52,16 @@ class Fixed(PositionPattern):
     """Position i reads its block up to itself, and the summary columns of all earlier blocks.
 
     Child et al. 2019, section 4.3, for data without a period, such as text. One softmax spans both
-    sets. Cost N (block + N summary / block) / 2.
+    sets. Cost N (block + N summary / block) / 2. With causal=False a position reads its whole
+    block, and the summary columns of later blocks, too, for twice the cost.
 
     Args:
         block: positions of a block.
         summary: c, summary columns of a block. Head 0 takes the last c columns of the block, head 1
             the c columns before these, and so on. After block // c heads the last come again.
     """
+
+    may_be_bidirectional = True
 
     def __init__(self, *, block: int, summary: int, **options: Any) -> None:
         super().__init__(**options)
@@ -83,17 +86,33 @@ class Fixed(PositionPattern):
         return (column >= start) & (column < stop)
 
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
-        """Return a list for each block, and one list of the summary columns of earlier blocks."""
-        blocks = lists_of_blocks(position_N, self.block)
-        first_of_block_N = blocks.list_HN * self.block
-        summaries = self.summaries(position_N, heads, first_of_block_N)
-        return [blocks, summaries]
+        """Return a list for each block, and one list of the summary columns of earlier blocks.
 
-    def summaries(self, position_N: Tensor, heads: int, until_N: Tensor) -> PositionLists:
+        With causal=False also one of the summary columns of later blocks.
+        """
+        blocks = lists_of_blocks(position_N, self.block, self.causal)
+        first_of_block_N = blocks.list_HN * self.block
+        zero_N = torch.zeros_like(position_N)
+        earlier = self.summaries(position_N, heads, zero_N, first_of_block_N)
+        if self.causal:
+            return [blocks, earlier]
+        next_block_N = first_of_block_N + self.block
+        far_N = torch.full_like(position_N, FAR)
+        later = self.summaries(position_N, heads, next_block_N, far_N)
+        return [blocks, earlier, later]
+
+    def summaries(
+        self,
+        position_N: Tensor,
+        heads: int,
+        since_N: Tensor,
+        until_N: Tensor,
+    ) -> PositionLists:
         """Return one list of all summary columns.
 
         Args:
-            until_N: the position before which each query stops reading.
+            since_N, until_N: the first position that each query reads, and the one before which it
+                stops reading.
         """
         head_H = torch.arange(heads, device=position_N.device)
         is_summary_HN = self.is_summary(head_H[:, None], position_N)
@@ -101,50 +120,67 @@ class Fixed(PositionPattern):
         return PositionLists(
             list_HN=zero_N,
             key_list_HN=torch.where(is_summary_HN, 0, -1),
-            since_N=zero_N,
+            since_N=since_N,
             until_N=until_N,
         )
 
 
-def lists_of_blocks(position_N: Tensor, block: int) -> PositionLists:
+def lists_of_blocks(position_N: Tensor, block: int, causal: bool) -> PositionLists:
     """Return a list for each block, which its queries read up to themselves.
 
     Args:
         block: positions of a block.
+        causal: False: its queries read the whole block.
     """
     block_N = position_N // block
+    until_N = position_N + 1
+    if not causal:
+        until_N = torch.full_like(position_N, FAR)
     return PositionLists(
         list_HN=block_N,
         key_list_HN=block_N,
         since_N=torch.zeros_like(position_N),
-        until_N=position_N + 1,
+        until_N=until_N,
     )
 
 
 class FixedBlock(Recurrent):
     """Position i reads its block up to itself: the first kind of head of `Fixed`.
 
-    Child et al. 2019, section 4.3, first give the pattern as two kinds of heads.
+    Child et al. 2019, section 4.3, first give the pattern as two kinds of heads. With causal=False
+    it reads its whole block.
     """
+
+    may_be_bidirectional = True
 
     def __init__(self, *, block: int, **options: Any) -> None:
         check_positive(block=block)
         super().__init__(length=block, memory=0, **options)
 
+    def until(self, i: Tensor) -> Tensor:
+        if self.causal:
+            return super().until(i)
+        next_block = i // self.length + 1
+        return next_block * self.length
+
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
         """Return a list for each block, so that engines compute whole triangles."""
-        return [lists_of_blocks(position_N, self.length)]
+        return [lists_of_blocks(position_N, self.length, self.causal)]
 
 
 class FixedSummary(Fixed):
     """Position i reads all summary columns up to itself: the second kind of head of `Fixed`.
 
-    Child et al. 2019, section 4.3. A query reads the summary columns of its block as well.
+    Child et al. 2019, section 4.3. A query reads the summary columns of its block as well. With
+    causal=False it reads those of all blocks.
     """
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return self.is_summary(head, j)
 
     def position_lists(self, position_N: Tensor, heads: int) -> list[PositionLists]:
+        zero_N = torch.zeros_like(position_N)
         until_N = position_N + 1
-        return [self.summaries(position_N, heads, until_N)]
+        if not self.causal:
+            until_N = torch.full_like(position_N, FAR)
+        return [self.summaries(position_N, heads, zero_N, until_N)]

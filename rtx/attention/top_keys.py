@@ -1,5 +1,7 @@
 """Selections in which each query chooses at most W keys by content, among those up to its position.
 
+With causal=False it chooses among all keys.
+
 `TopKeys` is their base class. A subclass defines which vectors of queries and keys the choice
 compares (`choice_queries`, `choice_keys`); the W keys with the largest products are chosen. A
 subclass that chooses in another way overrides `chosen_keys` as well. `Exact` compares the queries
@@ -25,7 +27,7 @@ from rtx.attention.arguments import check_positive
 from rtx.attention.engine.softmax import RelativeTables
 from rtx.attention.grouped import vectors_in_slots
 from rtx.attention.members import normalise_twice, products
-from rtx.attention.pairs import triangle, window_pairs
+from rtx.attention.pairs import pairs_within
 from rtx.attention.pattern import Cache, Pattern, Prepared
 from rtx.attention.pieces import pieces
 from rtx.attention.positional import RowCache, stored
@@ -35,32 +37,52 @@ from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
 
 
-def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool) -> Tensor:
-    """Return which keys each query reads, `[1, N, N]`, bool: the best ones up to its position.
+def best_keys(
+    score_NN: Tensor,
+    margin_NN: Tensor,
+    window: int,
+    readable: list[list[int]],
+) -> Tensor:
+    """Return which keys each query reads, `[1, N, N]`, bool: the best ones that it may read.
 
     Args:
         score_NN: the score of each key (second dimension) for each query (first dimension).
         margin_NN: scores within the margin of the lowest selected score count as equal to it.
         window: the number of keys that a query reads at most.
-        attend_self: see `readable_count`.
+        readable: the positions of the keys that each query may read, ascending.
     """
     mask_NN = torch.zeros_like(score_NN, dtype=torch.bool)
     scores = score_NN.tolist()
     margins = margin_NN.tolist()
-    for i, score_N in enumerate(scores):
-        readable = readable_count(i, attend_self)
-        readable_scores = score_N[:readable]
-        readable_margins = margins[i][:readable]
-        keys = best(readable_scores, readable_margins, window)
-        mask_NN[i, keys] = True
+    for i, positions in enumerate(readable):
+        readable_scores = [scores[i][j] for j in positions]
+        readable_margins = [margins[i][j] for j in positions]
+        for number in best(readable_scores, readable_margins, window):
+            mask_NN[i, positions[number]] = True
     return mask_NN[None]
 
 
-def readable_count(i: int, attend_self: bool) -> int:
-    """Return how many keys the query at position i may read: those up to its position.
+def readable_keys(i: int, keys: int, attend_self: bool, causal: bool) -> list[int]:
+    """Return the positions of the keys that the query at position i may read, ascending.
 
-    Without `attend_self` it may not read the key at i, except at i = 0.
+    They are those up to its position, or all with causal=False. Without `attend_self` its own key
+    is not one of them, unless it is the only one.
+
+    Args:
+        keys: the number of all keys.
     """
+    stop = keys
+    if causal:
+        stop = i + 1
+    positions = [*range(stop)]
+    others = [j for j in positions if j != i]
+    if attend_self or not others:
+        return positions
+    return others
+
+
+def readable_count(i: int, attend_self: bool) -> int:
+    """Return the number of `readable_keys` of a causal pattern."""
     if attend_self or i == 0:
         return i + 1
     return i
@@ -127,8 +149,27 @@ class TopKeys(Pattern):
         score_NN = query_NE @ key_NE.T
         query_N1E = query_NE[:, None]
         margin_NN = product_margins(query_N1E, key_NE)
-        most = self.max_keys(len(key_NE))
-        return best_keys(score_NN, margin_NN, most, self.attend_self)
+        keys = len(key_NE)
+        readable = [self.readable_keys(i, keys) for i in range(len(query_NE))]
+        return best_keys(score_NN, margin_NN, self.max_keys(keys), readable)
+
+    def readable_keys(self, i: int, keys: int) -> list[int]:
+        """Return the positions of the keys that the query at position i may read, ascending."""
+        return readable_keys(i, keys, self.attend_self, self.causal)
+
+    def are_unreadable(self, key: Tensor, position: Tensor, keys: int) -> Tensor:
+        """Return whether queries may not read keys, by their positions; see `readable_keys`.
+
+        Args:
+            key, position: the positions of keys and of queries, in shapes that broadcast.
+            keys: the number of all keys.
+        """
+        if self.causal:
+            return key > last_readable(position, self.attend_self)
+        is_own = key == position
+        if self.attend_self or keys == 1:
+            return torch.zeros_like(is_own)
+        return is_own
 
     def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
         """Return what the rule compares for the queries and keys of a head, `[N, E]` each.
@@ -142,27 +183,28 @@ class TopKeys(Pattern):
 
     def reads(self, qk: QueriesKeys, streaming: bool) -> list[Reads]:
         B, H, N, _ = qk.q_BHND.shape
-        query_BHNE = self.choice_queries(qk)
-        key_BHNE = self.choice_keys(qk)
-        most = self.max_keys(N)
+        queries, keys = qk.numbers()
+        query_BHNE = self.choice_queries(qk)[:, :, :queries]
+        key_BHNE = self.choice_keys(qk)[:, :, :keys]
+        most = self.max_keys(keys)
         device = qk.q_BHND.device
         first_row_BH11 = first_rows(B, H, N, device)
         shape = (B, H, N, most)
         index_BHNK = torch.full(shape, -1, device=device)
         # For each query the scores of all keys are in memory, and several copies of its entries in
         # the index, which are wider than scores.
-        keys = key_BHNE.shape[2]
-        numbers_of_query = keys + 8 * most
+        scores = key_BHNE.shape[2]
+        numbers_of_query = scores + 8 * most
         for positions in self.query_pieces(qk, numbers_of_query):
             query_BHQE = query_BHNE[:, :, positions].contiguous()
-            chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions)
+            chosen_BHQK = self.chosen_keys(query_BHQE, key_BHNE, positions, keys)
             row_BHQK = chosen_BHQK + first_row_BH11
             row_BHQK = row_BHQK.masked_fill(chosen_BHQK < 0, -1)
             # A query may have fewer keys than the index has columns.
             count = row_BHQK.shape[-1]
             index_BHNK[:, :, positions, :count] = row_BHQK
         index_RK = index_BHNK.flatten(0, 2)
-        return [IndexReads(index_RK, N)]
+        return [IndexReads(index_RK, N, both_sides=not self.causal)]
 
     def query_pieces(self, qk: QueriesKeys, numbers_of_query: int) -> list[slice]:
         """Return the positions of queries in pieces, so that few numbers are in memory at once.
@@ -170,31 +212,39 @@ class TopKeys(Pattern):
         Args:
             numbers_of_query: how many are in memory for each query of a head, such as its scores.
         """
-        B, H, N, _ = qk.q_BHND.shape
+        B, H, _, _ = qk.q_BHND.shape
+        queries, _ = qk.numbers()
         heads = B * H
-        return pieces(N, heads * numbers_of_query)
+        return pieces(queries, heads * numbers_of_query)
 
-    def chosen_keys(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: slice) -> Tensor:
+    def chosen_keys(
+        self,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        positions: slice,
+        length: int,
+    ) -> Tensor:
         """Return the positions of the keys that queries read, `[B, H, Q, K]`; -1 names no key.
 
         Args:
-            key_BHNE: the keys at the positions 0, 1, ...; those after the last query are not read.
+            key_BHNE: the keys at the positions 0, 1, ...; a causal pattern does not read those
+                after the last query.
             positions: the positions of the queries.
+            length: the number of all keys that may be read.
         """
         device = key_BHNE.device
-        key_BHNE = key_BHNE[:, :, : positions.stop]
+        if self.causal:
+            key_BHNE = key_BHNE[:, :, : positions.stop]
         N = key_BHNE.shape[2]
-        position_Q = positions_in(positions, device)
-        last_Q = last_readable(position_Q, self.attend_self)
-        last_Q1 = last_Q[:, None]
+        position_Q1 = positions_in(positions, device)[:, None]
         position_N = torch.arange(N, device=device)
-        is_unreadable_QN = position_N > last_Q1
+        is_unreadable_QN = self.are_unreadable(position_N, position_Q1, N)
         score_BHQN = products(query_BHQE, key_BHNE)
         score_BHQN.masked_fill_(is_unreadable_QN, -math.inf)
         most = self.max_keys(N)
         key_BHQK = self.best_of_keys(score_BHQN, query_BHQE, key_BHNE, most)
         # If a query may read fewer than K keys, some of its K best have the score -inf.
-        is_unreadable_BHQK = key_BHQK > last_Q1
+        is_unreadable_BHQK = self.are_unreadable(key_BHQK, position_Q1, N)
         return key_BHQK.masked_fill(is_unreadable_BHQK, -1)
 
     def best_of_keys(
@@ -218,11 +268,11 @@ class TopKeys(Pattern):
         return best_places(score_BHQN, count, margin, self.backend)
 
     def pairs_of_head(self, length: int) -> float:
-        return window_pairs(length, self.window)
+        return pairs_within(length, self.window, self.causal)
 
     def choice_operations(self, length: int, size: int) -> float:
         """Return the operations of the products of all queries with all readable keys."""
-        return 2.0 * size * triangle(length)
+        return 2.0 * size * pairs_within(length, length, self.causal)
 
     def start(self, relative: RelativeTables | None = None) -> Cache:
         return GrowingCache(self, relative)
@@ -263,9 +313,14 @@ def last_readable(position: Tensor, attend_self: bool) -> Tensor:
 class Exact(TopKeys):
     """Each query reads the W keys, up to its position, with the largest q k^T.
 
+    With causal=False it reads the W best of all keys, also of another sequence (cross-attention).
+
     The scores are the attention's logits without Shaw's tables, so no other selection of W keys
     has more of its weights. They take O(N^2) time; those of some queries are in memory at once.
     """
+
+    may_be_bidirectional = True
+    takes_other_keys = True
 
 
 class GrowingCache(RowCache):
@@ -307,4 +362,4 @@ class GrowingCache(RowCache):
         assert self.choice_BHSE is not None
         query_BH1E = self.pattern.choice_queries(qk)
         positions = slice(position, position + 1)
-        return self.pattern.chosen_keys(query_BH1E, self.choice_BHSE, positions)
+        return self.pattern.chosen_keys(query_BH1E, self.choice_BHSE, positions, position + 1)

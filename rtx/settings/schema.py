@@ -81,8 +81,6 @@ SPREAD = ("ddp", "fsdp")
 
 # Values of `read_with`: another key, and its values (or parts, joined by +) that read the key.
 IF_HUB = {"data.name": ("hub",)}
-BOTH_SIDES = ("full", "local", "strided")
-"""Base patterns of an encoder (model.causal=false)."""
 IF_MADE = {"data.name": tuple(MADE)}
 IF_PAIRS = {"data.name": (*RECALL, "needles", "tracking")}
 IF_SUBWORDS = {"data.tokenizer": ("sentencepiece",)}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from rtx import attention
-from rtx.attention import Centroids, Full, Local, Pattern, TopK, oracle
+from rtx.attention import Centroids, Full, Indexer, Local, Pattern, TopK, oracle
 from rtx.attention.engine import blocks as torch_blocks
 from tests.helpers.cases import CASES, Case, gradients, make, run, tensors
 
@@ -23,6 +24,10 @@ KINDS = (
     "full",
     "local",
     "strided",
+    "fixed",
+    "fixed_block",
+    "fixed_summary",
+    "span",
     "random",
     "random-keys",
     "topk-shared",
@@ -31,18 +36,18 @@ KINDS = (
     "causal-shared",
     "causal-separate",
     "nearest-separate",
-)
-ALWAYS_CAUSAL = (
-    "recurrent",
-    "fixed",
-    "span",
-    "pairs",
-    "lsh",
     "exact",
     "blocks",
-    "indexer",
+    "compressed",
+    "blocks_random",
     "probed",
+    "probed-best",
+    "indexer",
+    "indexer-dense",
+    "lsh",
+    "reformer",
 )
+ALWAYS_CAUSAL = ("recurrent", "pairs")
 
 
 def encoder(kind: str, case: Case, **options: Any) -> Pattern:
@@ -94,7 +99,7 @@ def test_every_member_of_a_cluster_reads_all_its_keys() -> None:
     assert (mask_CNN.any(0) & later).any()
 
 
-@pytest.mark.parametrize("kind", ["full", "local", "strided", "random", "topk-separate"])
+@pytest.mark.parametrize("kind", ["full", "local", "strided", "random", "topk-separate", "exact"])
 def test_plans_count_the_pairs_of_both_sides(kind: str) -> None:
     case = Case(B=1, H=1, N=30, C=3, W=8)
     pattern = encoder(kind, case)
@@ -103,7 +108,7 @@ def test_plans_count_the_pairs_of_both_sides(kind: str) -> None:
     assert pattern.pairs_of_head(30) == mask_CNN.sum()
 
 
-@pytest.mark.parametrize("kind", ["full", "topk-separate"])
+@pytest.mark.parametrize("kind", ["full", "topk-separate", "exact", "indexer", "indexer-dense"])
 @pytest.mark.parametrize(("queries", "keys"), [(9, 23), (23, 9), (1, 12), (12, 1), (0, 5), (5, 0)])
 def test_cross_attention_has_another_number_of_keys(kind: str, queries: int, keys: int) -> None:
     case = Case(N=max(queries, keys), W=4, seed=2)
@@ -132,6 +137,26 @@ def test_cross_attention_of_routing_heads_trains_and_moves_its_centroids() -> No
     assert q.grad is not None and bool(q.grad.any())
     attention.after_step(pattern)
     assert not torch.equal(before, centroids.centroid_HCD)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("keys", [9, 13])
+def test_indexers_learn_from_all_keys_that_their_queries_read(warmup: int, keys: int) -> None:
+    torch.manual_seed(0)
+    pattern = Indexer(2, 4, window=5, width=3, warmup=warmup, causal=False).double().train()
+    q = torch.randn(1, 2, 9, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, keys, 4, dtype=torch.float64)
+    _, loss = pattern(q, k, v)
+    qk = pattern.inputs(q, k, None)
+    divergences = []
+    for head in range(2):
+        read_NN = pattern.rule(qk, head, False)[0]
+        query_NE, key_NE = pattern.vectors_by_rule(qk, head)
+        weight_NN = (q[0, head] @ k[0, head].T / 2).masked_fill(~read_NN, -inf).softmax(-1)
+        log_score_NN = (query_NE @ key_NE.T).masked_fill(~read_NN, -inf).log_softmax(-1)
+        terms_NN = weight_NN * (weight_NN.log() - log_score_NN)
+        divergences.append(terms_NN[read_NN].sum())
+    close(loss, torch.stack(divergences).sum() / 18)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ BUCKET_1N = torch.tensor([[0, 1, 0, 0, 1, 0]])
 def test_a_query_reads_earlier_members_of_its_bucket(
     variant: str, window: int, position: int, read: list[int]
 ) -> None:
-    mask_1NN = hashed(BUCKET_1N, window, variant, streaming=False)
+    mask_1NN = hashed(BUCKET_1N, window, variant, streaming=False, causal=True)
     assert mask_1NN[0, position].nonzero()[:, 0].tolist() == read
 
 

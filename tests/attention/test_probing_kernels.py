@@ -151,7 +151,7 @@ def test_clusters_are_those_of_the_rule(case: Case) -> None:
     files = pattern.file_keys(data.k_BHND)
     assert torch.equal(files.cluster_XN.long(), clusters_by_distance(centroid_XCD, k_XND))
     probes = probes_of(data, files)
-    readable_XNC = make_search(centroid_XCD, q_XND, k_XND, case.attend_self).readable_XNC
+    readable_XNC = make_search(centroid_XCD, q_XND, k_XND, pattern.reach(case.N)).readable_XNC
     score_XNC = products(q_XND, centroid_XCD)
     margin_XN1 = query_margins(centroid_XCD, q_XND)
     is_taken_XNC = probed_clusters(

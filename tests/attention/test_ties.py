@@ -181,7 +181,7 @@ def test_autocast_changes_no_choice(kind: str) -> None:
         found = []
         for enabled in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                places = pattern.chosen_keys(queries, keys, slice(0, case.N))  # type: ignore[operator]
+                places = pattern.chosen_keys(queries, keys, slice(0, case.N), case.N)  # type: ignore[operator]
                 found.append(places.sort(dim=-1).values)
         assert torch.equal(*found)
 

@@ -20,6 +20,10 @@ KINDS: list[Kind] = [
             ("causal", "separate", "none", "local+full"),
             ("nearest", "projected", "rotary", "strided"),
             ("random", "separate", "axial", "local"),
+            ("exact", "separate", "rotary", "lsh"),
+            ("blocks", "separate", "rotary", "fixed"),
+            ("indexer", "separate", "learned", "adaptive_span"),
+            ("probed", "separate", "rotary", "fixed_block+fixed_summary"),
         )
     ),
     {"selection": "topk", "routing_keys": "tied", "routing_key_shift": 1, "routing_key_conv": 2},

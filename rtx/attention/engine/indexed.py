@@ -5,14 +5,15 @@ the index. To gather the keys of each query instead would take longer, except in
 sequences. For example, the index row [0, 3, -1] of position 4 becomes the mask 1 0 0 1 0.
 
 Scores are computed in pieces: some heads of all sequences at a time, then some queries at a time. A
-piece leaves out the keys after its last query. On a CPU, positions at which no head reads anything
-are left out.
+piece leaves out the keys after its last query, unless queries may read later keys. On a CPU,
+positions at which no head reads anything are left out.
 
 Shapes: B sequences, H heads, X = B * H heads of all sequences, G some of them, N positions,
 R = X * N rows, K keys of a query, T positions at which some head reads, Q some of these, D head
 size.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -64,16 +65,24 @@ def attend(problem: Problem) -> Result:
     position_T = positions_that_read(index_XNK)
     all_inputs = all_heads(problem, index_XNK, position_T)
     queries = max(1, most // N)
-    if on_cpu:
+    if on_cpu and not part.both_sides:
         # At least four pieces: the keys after the last query of a piece are left out.
         queries = min(queries, whole_pieces(N, 4))
     # All scores take little memory then, and the backward pass need not compute them again.
     are_few = heads * N * N <= blocks.MAX_SCORES_CPU
+    attend_some = partial(
+        attend_heads,
+        position_T=position_T,
+        queries=queries,
+        terms=problem.terms,
+        store=are_few,
+        both_sides=part.both_sides,
+    )
     outs = []
     sums = []
     heads_at_once = max(1, most // N**2)
     for some in all_inputs.split(heads_at_once):
-        out_GTD, sum_GT = attend_heads(some, position_T, queries, problem.terms, store=are_few)
+        out_GTD, sum_GT = attend_some(some)
         outs.append(out_GTD)
         sums.append(sum_GT)
     out_XTD = torch.cat(outs)
@@ -117,13 +126,14 @@ def attend_heads(
     queries: int,
     terms: LogitTerms,
     store: bool,
+    both_sides: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `[G, T, D]` and log-sums `[G, T]`, computed for `queries` at a time.
 
-    No query reads a key after itself, so a piece needs only the keys up to its last query.
-
     Args:
         store: store the scores for the backward pass, which otherwise computes them again.
+        both_sides: whether queries may read keys after themselves. Otherwise a piece needs only the
+            keys up to its last query.
     """
     outs = []
     sums = []
@@ -133,7 +143,9 @@ def attend_heads(
     vectors = heads.q_GTD.split(queries, 1)
     indexes = heads.index_GTK.split(queries, 1)
     for position_Q, q_GQD, index_GQK in zip(positions, vectors, indexes, strict=True):
-        if position_T.is_cpu:
+        if both_sides:
+            key_stop = N
+        elif position_T.is_cpu:
             key_stop = max(position_Q.tolist(), default=0) + 1
         else:
             # The queries are those of all positions, so the number follows without reading the GPU.

@@ -167,10 +167,13 @@ def bias_by_distance(
     head_G: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return what `LogitTerms.bias_HM` adds to the logits, `[G, Q, K]`."""
+    """Return what `LogitTerms.bias_HM` adds to the logits, `[G, Q, K]`.
+
+    Later keys have negative distances; a bias is that of a key as far before the query.
+    """
     bias_G1M = bias_HM.to(dtype)[head_G][:, None]
     bias_GQM = bias_G1M.expand(-1, distance_GQK.shape[1], -1)
-    entry_GQK = entries_of(distance_GQK, rows=bias_HM.shape[-1])
+    entry_GQK = entries_of(distance_GQK.abs(), rows=bias_HM.shape[-1])
     return bias_GQM.gather(-1, entry_GQK)
 
 

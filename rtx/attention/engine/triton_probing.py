@@ -112,6 +112,8 @@ class Reach(NamedTuple):
     """How many keys it probes for, and the most that it takes of a cluster."""
     attend_self: bool
     """Whether it may read the key of its own position."""
+    causal: bool = True
+    """Whether it probes keys up to its position alone; the kernels do not compute else."""
 
 
 def file_keys(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> Files:

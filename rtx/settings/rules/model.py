@@ -11,9 +11,9 @@ from rtx.settings.derived import (
     routes,
     sizes_of,
 )
-from rtx.settings.names import BASES
+from rtx.settings.names import BASES, BUILT_IN, SELECTIONS
 from rtx.settings.rules.rule import at_most, rule
-from rtx.settings.schema import BOTH_SIDES, BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
+from rtx.settings.schema import BY_CENTROIDS, CLUSTERED, SPARSE, TEXTS, Config
 
 WITHOUT_WINDOW = {"full", "recurrent", *SPARSE}
 """Base patterns that do not read model.window."""
@@ -321,15 +321,18 @@ def heads_of_encoder(config: Config) -> Iterator[str]:
     model = config.model
     if model.causal:
         return
-    if not set(patterns_of(config)) <= {*BOTH_SIDES}:
-        allowed = ", ".join(BOTH_SIDES)
+    # Patterns of extensions read no later position. The memory of recurrent heads is of earlier
+    # segments.
+    bases = [name for name in BASES if name in BUILT_IN and name != "recurrent"]
+    if not set(patterns_of(config)) <= {*bases}:
+        allowed = ", ".join(bases)
         yield f"model.causal=false is for model.base of {allowed}, not {model.base}"
     if model.positions in ("shaw", "xl"):
         allowed = "rotary, learned, axial or none"
         yield f"model.positions={model.positions} needs model.causal=true; take {allowed}"
     selection = config.routing.selection
-    if routes(config) and selection not in CLUSTERED:
-        allowed = ", ".join(CLUSTERED)
+    if routes(config) and selection not in BUILT_IN:
+        allowed = ", ".join(name for name in SELECTIONS if name in BUILT_IN)
         yield f"model.causal=false is for routing.selection of {allowed}, not {selection}"
 
 
