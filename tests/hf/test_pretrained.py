@@ -18,8 +18,6 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 import rtx.hf
@@ -28,7 +26,13 @@ from rtx.errors import UserError
 from rtx.hf import Choice
 from rtx.hf.loading import load_model, origin_of
 from tests.helpers.small_runs import Workshop
-from tests.hf.small_models import FAMILIES, random_tokens, save_small_model, small_model
+from tests.hf.small_models import (
+    FAMILIES,
+    random_tokens,
+    save_small_model,
+    small_mistral,
+    small_model,
+)
 
 OPTIONS = ("length=64", "window=8", "windows=3", "clusters=8", "block=4", "fit_steps=2")
 TEXT = "".join(
@@ -160,6 +164,7 @@ def test_keys_that_the_model_hides_are_neither_counted_nor_kept() -> None:
         Choice(selection="exact", window=4, sinks=1, keys=64, dense_layers=1),
     ]
     model = small_mistral(sliding_window=8)
+    model.set_attn_implementation("eager")
     tokens_1N = random_tokens(1, 48)
     with torch.no_grad():
         weights = model(tokens_1N, output_attentions=True).attentions
@@ -183,16 +188,6 @@ def test_keys_that_the_model_hides_are_neither_counted_nor_kept() -> None:
     torch.testing.assert_close(torch.stack(coverage.kept[choices[1]]), torch.stack(coverage.far))
     sinks = torch.stack([weight[0, :, 5:, 0].mean(-1) for weight in weights])
     torch.testing.assert_close(torch.stack(coverage.sinks).float(), sinks, atol=1e-5, rtol=1e-4)
-
-
-def small_mistral(**options: Any) -> MistralForCausalLM:
-    """Return a small random Mistral with changes in its configuration."""
-    model = small_model("mistral")
-    config = MistralConfig(**{**model.config.to_dict(), **options})
-    config._attn_implementation = "eager"
-    changed = MistralForCausalLM(config).eval()
-    changed.load_state_dict(model.state_dict())
-    return changed
 
 
 def test_without_weight_on_far_keys_no_share_is_kept(
