@@ -120,7 +120,9 @@ def attention(
     """
     choice = choice_of(module)
     check_options(module, options)
-    check_mask(attention_mask, query, key, options.get("sliding_window"))
+    sliding_window = options.get("sliding_window")
+    check_mask(attention_mask, query, key, sliding_window)
+    check_cache(module, query, key, sliding_window)
     is_dense = getattr(module, "layer_idx", 0) < choice.dense_layers
     mask_BHQK = None
     if not is_dense:
@@ -179,13 +181,32 @@ def check_mask(
     sliding_window: int | None,
 ) -> None:
     """Raise ValueError for a mask that is neither causal nor that of a sliding window."""
-    if mask_B1QK is None or sliding_window is not None:
+    if mask_B1QK is None:
         return
-    causal_QK = causal_mask(query.shape[2], key.shape[2], query.device)
+    visible_QK = causal_mask(query.shape[2], key.shape[2], query.device)
+    if sliding_window is not None:
+        visible_QK = visible_QK.triu(key.shape[2] - query.shape[2] - sliding_window + 1)
     is_bool = mask_B1QK.dtype == torch.bool
-    if not is_bool or not bool((mask_B1QK == causal_QK).all()):
+    if not is_bool or not bool((mask_B1QK == visible_QK).all()):
         rule = "takes sequences of equal length, one in each row"
         raise ValueError(f"rtx attention {rule}; without padding and without a static cache")
+
+
+def check_cache(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    sliding_window: int | None,
+) -> None:
+    """Raise ValueError if the cache of a sliding window is full.
+
+    It then drops the earliest key at each step, and keys are no longer at their positions.
+    """
+    cached = key.shape[2] - query.shape[2]
+    if sliding_window is not None and cached == sliding_window - 1 > 0:
+        kind = type(module).__name__
+        problem = f"the cache of its sliding window of {sliding_window} drops keys"
+        raise ValueError(f"{kind}: {problem}, which a selection needs; pass use_cache=False")
 
 
 def joined_masks(mask: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -85,7 +85,7 @@ class SelectionCostRow(Record):
         keys, pairs: the mean number of keys that a query reads, and of products that it takes part
             in.
         kept: the share of the weight on far keys that the choice reads; None: some layers stay
-            dense.
+            dense, or the model has no weight on far keys.
     """
 
     label: str

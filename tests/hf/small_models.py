@@ -63,6 +63,14 @@ def small_model(family: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     return model.eval()
 
 
+def small_mistral(**options: Any) -> PreTrainedModel:
+    """Return the small Mistral with changes in its configuration, and the same weights."""
+    model = small_model("mistral")
+    changed = MistralForCausalLM(MistralConfig(**{**model.config.to_dict(), **options}))
+    changed.load_state_dict(model.state_dict())
+    return changed.eval()
+
+
 def random_tokens(sequences: int, length: int) -> torch.Tensor:
     """Return random tokens, `[B, N]`, the same in every call."""
     generator = torch.Generator().manual_seed(1)

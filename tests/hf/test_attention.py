@@ -19,7 +19,7 @@ from rtx.hf.choice import Choice
 from rtx.hf.far_keys import FarKeys
 from rtx.hf.interface import attention as attention_function
 from rtx.hf.rotary import turned_back, watch
-from tests.hf.small_models import FAMILIES, random_tokens, small_model
+from tests.hf.small_models import FAMILIES, random_tokens, small_mistral, small_model
 
 CHOOSING = tuple(name for name in rtx.hf.NAMES if name != "none")
 STREAMING = tuple(name for name in CHOOSING if name != "topk")
@@ -124,6 +124,18 @@ def test_generation_takes_the_best_token_of_each_pass(family: str) -> None:
         best = logits(model, tokens_1N)[:, -1:].argmax(-1)
         tokens_1N = torch.cat([tokens_1N, best], dim=1)
     assert torch.equal(generated, tokens_1N)
+
+
+def test_a_layer_with_a_sliding_window_reads_the_keys_of_both() -> None:
+    tokens_BN = random_tokens(2, 24)
+    model: Any = small_mistral(sliding_window=8)
+    expected = logits(model, tokens_BN)
+    rtx.hf.configure(model, **{**SMALL, "selection": "exact", "keys": 24})
+    torch.testing.assert_close(logits(model, tokens_BN), expected, atol=1e-5, rtol=1e-5)
+    rtx.hf.configure(model, **{**SMALL, "selection": "none", "sinks": 0})
+    shorter = small_mistral(sliding_window=SMALL["window"])
+    expected = logits(shorter, tokens_BN)
+    torch.testing.assert_close(logits(model, tokens_BN), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CHOOSING)
@@ -247,6 +259,13 @@ def test_bad_input_is_refused_with_the_option_or_the_reason() -> None:
         logits(configured("llama"), tokens_BN, attention_mask=real_BN)
     with pytest.raises(ValueError, match="GPT2Attention has no rotary angles"):
         logits(configured("gpt2", rotary="before"), tokens_BN)
+    sliding: Any = small_mistral(sliding_window=16)
+    rtx.hf.configure(sliding, **{**SMALL, "selection": "exact"})
+    with pytest.raises(ValueError, match="sequences of equal length"):
+        logits(sliding, tokens_BN, attention_mask=real_BN)
+    with pytest.raises(ValueError, match="its sliding window of 16 drops keys"):
+        sliding.generate(tokens_BN, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    sliding.generate(tokens_BN, max_new_tokens=2, use_cache=False, pad_token_id=0)
     topk: Any = configured("llama", selection="topk")
     with pytest.raises(ValueError, match="selection=topk: a cache has no queries"):
         topk.generate(tokens_BN, max_new_tokens=2)

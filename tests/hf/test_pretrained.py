@@ -13,7 +13,12 @@ pytest.importorskip("transformers", reason="the extra rtx[hf] is not installed")
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+)
 
 import rtx.hf
 from rtx.analysis.pretrained.compare import Compared
@@ -21,7 +26,13 @@ from rtx.errors import UserError
 from rtx.hf import Choice
 from rtx.hf.loading import load_model, origin_of
 from tests.helpers.small_runs import Workshop
-from tests.hf.small_models import FAMILIES, random_tokens, save_small_model, small_model
+from tests.hf.small_models import (
+    FAMILIES,
+    random_tokens,
+    save_small_model,
+    small_mistral,
+    small_model,
+)
 
 OPTIONS = ("length=64", "window=8", "windows=3", "clusters=8", "block=4", "fit_steps=2")
 TEXT = "".join(
@@ -144,6 +155,51 @@ def test_scores_are_those_of_the_attention_implementation() -> None:
     bits = float(F.cross_entropy(logits_NV[:-1], tokens_1N[0, 1:])) / math.log(2)
     compared = Compared(small_model("llama"), [choice])
     assert compared.score(tokens_1N, choice).bits == pytest.approx(bits, abs=1e-5)
+
+
+def test_keys_that_the_model_hides_are_neither_counted_nor_kept() -> None:
+    choices = [
+        Choice(selection="none", window=4, sinks=1),
+        Choice(selection="exact", window=4, sinks=1, keys=64),
+        Choice(selection="exact", window=4, sinks=1, keys=64, dense_layers=1),
+    ]
+    model = small_mistral(sliding_window=8)
+    model.set_attn_implementation("eager")
+    tokens_1N = random_tokens(1, 48)
+    with torch.no_grad():
+        weights = model(tokens_1N, output_attentions=True).attentions
+    compared = Compared(small_mistral(sliding_window=8), choices)
+    dense, coverage = compared.measure(tokens_1N)
+    none, exact, first_layer_dense = [compared.score(tokens_1N, choice) for choice in choices]
+    visible = sum(min(i + 1, 8) for i in range(48)) / 48
+    # From position 8 on the model hides the first key.
+    near = (sum(min(i + 1, 5) for i in range(8)) + 40 * 4) / 48
+    assert dense.keys == dense.pairs == pytest.approx(visible)
+    assert none.keys == none.pairs == pytest.approx(near)
+    assert exact.keys == exact.pairs == pytest.approx(visible)
+    assert first_layer_dense.pairs == pytest.approx(visible)
+    assert exact.bits == pytest.approx(dense.bits, abs=1e-5)
+    far_keys = torch.zeros(48, 48, dtype=torch.bool)
+    for i in range(48):
+        far_keys[i, max(1, i - 7) : max(1, i - 3)] = True
+    far = torch.stack([(weight[0] * far_keys)[:, 5:].sum(-1).mean(-1) for weight in weights])
+    assert far.min() > 0.01
+    torch.testing.assert_close(torch.stack(coverage.far).float(), far, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(coverage.kept[choices[1]]), torch.stack(coverage.far))
+    sinks = torch.stack([weight[0, :, 5:, 0].mean(-1) for weight in weights])
+    torch.testing.assert_close(torch.stack(coverage.sinks).float(), sinks, atol=1e-5, rtol=1e-4)
+
+
+def test_without_weight_on_far_keys_no_share_is_kept(
+    workshop: Workshop, book: Path, tmp_path: Path
+) -> None:
+    folder = save_small_model("mistral", tmp_path / "mistral")
+    hidden = copied(folder, tmp_path / "hidden", sliding_window=8)
+    words = (f"model={hidden}", "data=text", f"data.path={book}", *OPTIONS)
+    record, printed = analyzed(workshop, *words, "keys=4", "selection=exact")
+    assert record["weight"]["far"] == 0
+    assert all(row.get("kept") is None for row in record["rows"])
+    assert "exact" in printed
 
 
 def test_models_that_cannot_be_compared_are_refused() -> None:

@@ -21,9 +21,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from rtx.analysis.pretrained.pairs import pairs_scored
 from rtx.errors import RunFailed, UserError
 from rtx.hf import Choice, FarKeys
-from rtx.hf.interface import check_mask, check_options, joined_masks, masked_attention
+from rtx.hf.interface import (
+    causal_mask,
+    check_mask,
+    check_options,
+    joined_masks,
+    masked_attention,
+)
 from rtx.hf.rotary import turned_back, watch
 
 NAME = "rtx_compared"
@@ -61,10 +68,9 @@ class Scores:
     late_bits: float
     """The same, of the second half of the window."""
     keys: float
-    """Keys that a query reads, on average over all layers and heads.
-
-    The model's own sliding windows are not taken off.
-    """
+    """Keys that a query reads, on average over all layers and heads."""
+    pairs: float
+    """Products of two vectors that a query takes part in, on average over all layers."""
 
 
 class Compared:
@@ -94,6 +100,8 @@ class Compared:
         """What the current pass adds its attention weights to."""
         self.keys_read: list[float] = []
         """Mean keys of a query, of each layer of the current pass."""
+        self.pairs: list[float] = []
+        """Mean products that a query takes part in, of each layer of the current pass."""
         self.replace_attention()
 
     def replace_attention(self) -> None:
@@ -129,6 +137,7 @@ class Compared:
     def logits(self, tokens_1N: Tensor) -> Tensor:
         """Return the model's logits, `[1, N, V]`."""
         self.keys_read = []
+        self.pairs = []
         return self.model(tokens_1N, use_cache=False).logits
 
     @torch.no_grad()
@@ -153,7 +162,12 @@ class Compared:
             raise RunFailed(f"{kind}: its scores are no numbers; hardware.precision=fp32 may help")
         bits_N = nats_N.double() / math.log(2)
         late_N = bits_N[len(bits_N) // 2 :]
-        return Scores(float(bits_N.mean()), float(late_N.mean()), float(np.mean(self.keys_read)))
+        return Scores(
+            bits=float(bits_N.mean()),
+            late_bits=float(late_N.mean()),
+            keys=float(np.mean(self.keys_read)),
+            pairs=float(np.mean(self.pairs)),
+        )
 
     def measure(self, tokens_1N: Tensor) -> tuple[Scores, Coverage]:
         """Return the dense scores of a window, and the attention weight that choices keep."""
@@ -185,19 +199,43 @@ class Compared:
             for far_keys, some_query, some_key in self.each_choice(module, query, key):
                 far_keys.fit(some_query, some_key, self.fit_steps)
         if self.coverage is not None:
-            self.add_coverage(module, query, key, scaling)
-        N = query.shape[2]
+            self.add_coverage(module, query, key, scaling, attention_mask)
+        choice = self.choice
+        if choice is not None and layer < choice.dense_layers:
+            choice = None
         mask_BHNN = None
-        keys = (N + 1) / 2
-        if self.choice is not None and layer >= self.choice.dense_layers:
-            far_keys = self.far_keys(self.choice, layer, query, key)
-            mask_BHNN = far_keys.mask(*compared_vectors(self.choice, module, query, key))
+        if choice is not None:
+            far_keys = self.far_keys(choice, layer, query, key)
+            mask_BHNN = far_keys.mask(*compared_vectors(choice, module, query, key))
+        mask_BHNN = joined_masks(mask_BHNN, attention_mask)
+        self.add_counts(choice, mask_BHNN, attention_mask, query.shape[2])
+        out_BHND = masked_attention(query, key, value, mask_BHNN, scaling, dropout)
+        return out_BHND.transpose(1, 2).contiguous(), None
+
+    def add_counts(
+        self,
+        choice: Choice | None,
+        mask_BHNN: Tensor | None,
+        attention_mask: Tensor | None,
+        length: int,
+    ) -> None:
+        """Add the mean keys and products of a query of a layer to those of the current pass.
+
+        Args:
+            choice: of the layer; None: dense.
+            mask_BHNN: which keys are read; None: all up to the position of their query.
+            attention_mask: which keys the model lets queries read, `[B, 1, N, N]`; None: the same.
+            length: N.
+        """
+        visible_N = np.arange(1, length + 1)
+        if attention_mask is not None:
+            visible_N = attention_mask[0, 0].sum(-1).cpu().numpy()
+        keys = float(visible_N.mean())
+        if mask_BHNN is not None:
             queries = mask_BHNN.shape[:3].numel()
             keys = int(mask_BHNN.count_nonzero()) / queries
         self.keys_read.append(keys)
-        mask_BHNN = joined_masks(mask_BHNN, attention_mask)
-        out_BHND = masked_attention(query, key, value, mask_BHNN, scaling, dropout)
-        return out_BHND.transpose(1, 2).contiguous(), None
+        self.pairs.append(pairs_scored(choice, visible_N, keys))
 
     def layer_number(self, module: nn.Module) -> int:
         """Return the number of a module's layer."""
@@ -232,8 +270,12 @@ class Compared:
         query: Tensor,
         key: Tensor,
         scaling: float | None,
+        attention_mask: Tensor | None,
     ) -> None:
-        """Add the attention weights of a layer to the coverage of the current pass."""
+        """Add the attention weights of a layer to the coverage of the current pass.
+
+        Keys that the model hides, because they are before its own sliding window, have no weight.
+        """
         coverage = self.coverage
         assert coverage is not None
         choice = self.choices[0]
@@ -241,7 +283,10 @@ class Compared:
         first = min(choice.near, N - 1)
         positions = min(MOST_POSITIONS, N - first)
         position_P = torch.linspace(first, N - 1, positions, device=query.device).round().long()
-        weight_HPN = dense_weights(query[0], key[0], position_P, scaling)
+        visible_NN = causal_mask(N, N, query.device)
+        if attention_mask is not None:
+            visible_NN = attention_mask[0, 0]
+        weight_HPN = dense_weights(query[0], key[0], position_P, visible_NN[position_P], scaling)
         key_N = torch.arange(N, device=query.device)
         is_far_PN = key_N <= position_P[:, None] - choice.window
         is_far_PN = is_far_PN & (key_N >= choice.sinks)
@@ -280,15 +325,21 @@ def compared_vectors(
 
 
 def dense_weights(
-    q_HND: Tensor, k_GND: Tensor, position_P: Tensor, scaling: float | None
+    q_HND: Tensor,
+    k_GND: Tensor,
+    position_P: Tensor,
+    visible_PN: Tensor,
+    scaling: float | None,
 ) -> Tensor:
-    """Return the attention weights of some positions on all keys, `[H, P, N]`, float32."""
+    """Return the attention weights of some positions on all keys, `[H, P, N]`, float32.
+
+    Args:
+        visible_PN: which keys the queries at these positions may read.
+    """
     k_HND = k_GND.repeat_interleave(len(q_HND) // len(k_GND), dim=0).float()
     scale = scaling or q_HND.shape[-1] ** -0.5
     logit_HPN = scale * q_HND[:, position_P].float() @ k_HND.mT
-    key_N = torch.arange(k_HND.shape[1], device=k_HND.device)
-    is_later_PN = key_N > position_P[:, None]
-    return logit_HPN.masked_fill(is_later_PN, -math.inf).softmax(-1)
+    return logit_HPN.masked_fill(~visible_PN, -math.inf).softmax(-1)
 
 
 def sum_of_heads(weight_HPN: Tensor) -> Tensor:

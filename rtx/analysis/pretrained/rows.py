@@ -1,6 +1,6 @@
 """What was measured in a pretrained model as rows of its record: means, and errors over windows.
 
-Shapes: N tokens of a window of text, B windows of text, Y layers, H heads.
+Shapes: B windows of text, Y layers, H heads.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from torch import Tensor
 from rtx.analysis.loss_by_position import estimate
 from rtx.analysis.pretrained.compare import Coverage, Scores
 from rtx.analysis.pretrained.measure import Measured
-from rtx.analysis.pretrained.pairs import pairs_scored
 from rtx.hf.choice import Choice
 from rtx.runs.pretrained_record import (
     ChoiceFields,
@@ -25,24 +24,21 @@ from rtx.runs.pretrained_record import (
 from rtx.runs.records import finite
 
 
-def dense_row(dense: Sequence[Scores], length: int, bytes_per_token: float) -> DenseRow:
+def dense_row(dense: Sequence[Scores], bytes_per_token: float) -> DenseRow:
     """Return the loss of the dense model.
 
     Args:
         dense: its scores of each window.
-        length: N.
         bytes_per_token: the mean number of bytes of a scored token.
     """
     bits_B = np.array([scores.bits for scores in dense])
     bits, error = estimate(bits_B)
-    # The query at position n, from 0, reads n + 1 keys.
-    mean_keys = (length + 1) / 2
     return DenseRow(
         bits=bits,
         error=error,
         bits_per_byte=bits / bytes_per_token,
         bits_of_windows=bits_B.tolist(),
-        keys=mean_keys,
+        keys=float(np.mean([scores.keys for scores in dense])),
     )
 
 
@@ -71,19 +67,11 @@ def stacked(weights: Sequence[Sequence[Tensor]]) -> np.ndarray:
     return torch.stack(windows).numpy()
 
 
-def selection_rows(
-    measured: Measured,
-    choices: Sequence[Choice],
-    length: int,
-) -> list[SelectionCostRow]:
-    """Return a row for each choice. Errors are of differences to the dense model, by windows.
-
-    Args:
-        length: N.
-    """
+def selection_rows(measured: Measured, choices: Sequence[Choice]) -> list[SelectionCostRow]:
+    """Return a row for each choice. Errors are of differences to the dense model, by windows."""
     rows = []
     for choice in choices:
-        row = cost_row(choice, measured, length)
+        row = cost_row(choice, measured)
         # Coverage is measured in all layers, as if none stayed dense.
         if choice.dense_layers == 0:
             add_kept(row, choice, measured.coverage)
@@ -91,14 +79,13 @@ def selection_rows(
     return rows
 
 
-def cost_row(choice: Choice, measured: Measured, length: int) -> SelectionCostRow:
+def cost_row(choice: Choice, measured: Measured) -> SelectionCostRow:
     """Return the loss and the counts of a choice."""
     scores = measured.scores[choice]
     above_B = differences(scores, measured.dense, "bits")
     late_B = differences(scores, measured.dense, "late_bits")
     above, error = estimate(above_B)
     late, late_error = estimate(late_B)
-    mean_keys = float(np.mean([score.keys for score in scores]))
     fields = ChoiceFields.model_validate(dataclasses.asdict(choice))
     return SelectionCostRow(
         label=fields.label,
@@ -109,8 +96,8 @@ def cost_row(choice: Choice, measured: Measured, length: int) -> SelectionCostRo
         above_of_windows=above_B.tolist(),
         late=late,
         late_error=late_error,
-        keys=mean_keys,
-        pairs=pairs_scored(choice, length, mean_keys),
+        keys=float(np.mean([score.keys for score in scores])),
+        pairs=float(np.mean([score.pairs for score in scores])),
     )
 
 
@@ -128,6 +115,8 @@ def add_kept(row: SelectionCostRow, choice: Choice, coverage: Sequence[Coverage]
     each head. Where there is no weight on far keys, the share is None.
     """
     far_BYH = stacked([window.far for window in coverage])
+    if not far_BYH.any():
+        return
     kept_BYH = stacked([window.kept[choice] for window in coverage])
     share_B = kept_BYH.sum((1, 2)) / far_BYH.sum((1, 2))
     row.kept, row.kept_error = estimate(share_B)

@@ -86,9 +86,9 @@ def main(request: Request) -> int:
     bytes_per_token = mean_bytes(windows.measured_BN, tokenizer)
     record = PretrainedRecord(
         what="pretrained",
-        dense=dense_row(measured.dense, options.length, bytes_per_token),
+        dense=dense_row(measured.dense, bytes_per_token),
         weight=weight_row(measured.coverage),
-        rows=selection_rows(measured, choices, options.length),
+        rows=selection_rows(measured, choices),
         seconds=measured.seconds,
         parameters=cost.parameters,
         memory=cost.memory,
