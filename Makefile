@@ -8,6 +8,7 @@ QUICK := tests/test_style.py tests/test_tables.py tests/test_config.py tests/set
   tests/evaluation tests/sweep/test_grids.py tests/report/test_formats.py \
   tests/data/test_sampler.py tests/data/test_recall.py tests/attention/test_bad_input.py
 # Options of the campaigns.
+PYTHONS ?= 3.11 3.12 3.13
 MINUTES ?= 20
 KILLS ?= 100
 CASES ?= 100
@@ -24,7 +25,7 @@ COMPILE := $(VENV)/bin/uv pip compile --quiet --config-file $(REQUIREMENTS)/uv.t
   --no-emit-package torch --constraint $(REQUIREMENTS)/torch.txt --no-emit-index-url \
   --custom-compile-command "make lock" $(UPGRADE)
 
-.PHONY: help train test exhaustive lint types quick coverage presets fuzz faults docs format lock clean
+.PHONY: help train test exhaustive lint types quick package coverage presets fuzz faults docs format lock clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
@@ -51,6 +52,10 @@ types: $(VENV)/.installed-dev ## check types
 
 quick: lint ## lint and fast tests, in less than a minute
 	$(PYTEST) -m "not slow" $(QUICK)
+
+package: $(VENV)/.installed ## build dist/, install it in empty environments, run README's commands
+	@$(INSTALL) 'uv>=0.9,<1'
+	$(VENV)/bin/python -m tests.campaigns.install --python $(PYTHONS)
 
 # OC_CAUSE: OmegaConf words its errors in another way while a tracer runs, unless this is 0.
 coverage: $(VENV)/.installed-dev ## all tests, and which lines of rtx/ none of them runs

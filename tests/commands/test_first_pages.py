@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.pages import ROOT, PageCommand, commands_of
+from tests.helpers.pages import ROOT, PageCommand, commands_of, readme_shows
 from tests.helpers.small_runs import Workshop
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
@@ -66,17 +66,7 @@ def test_a_command_of_the_first_pages_runs(
     assert out or error
     if command.page == "README.md":
         # Where lines are broken depends on the width of a terminal.
-        assert "".join(printed(words[0]).split()) in "".join(f"{out} {error}".split())
-
-
-def printed(name: str) -> str:
-    """Return what README says that a command prints, without the numbers of a long run."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    paragraphs = [" ".join(paragraph.split()) for paragraph in block.split("\n\n")]
-    train, audit, report = paragraphs
-    _, comma, mode = train.partition(" teacher-forced;")
-    return {"train": comma + mode, "audit": audit, "report": report}[name]
+        assert "".join(readme_shows(words[0]).split()) in "".join(f"{out} {error}".split())
 
 
 def test_most_commands_of_the_first_pages_run() -> None:

@@ -68,3 +68,12 @@ def is_command(text: str) -> bool:
     text = re.sub(r"^([A-Z_]+=\S+ +)+", "", text)
     program, _, rest = text.partition(" ")
     return program.rpartition("/bin/")[2] in PROGRAMS and bool(rest.strip())
+
+
+def readme_shows(name: str) -> str:
+    """Return what README says that a command prints, without the numbers of a long run."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    train, audit, report = [" ".join(paragraph.split()) for paragraph in block.split("\n\n")]
+    _, comma, mode = train.partition(" teacher-forced;")
+    return {"train": comma + mode, "audit": audit, "report": report}[name]
