@@ -388,8 +388,8 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
             (f"{ENCODER} {words}", said)
             for words, said in (
                 (
-                    "model.base=recurrent",
-                    "is for model.base of full, local, strided, lsh, adaptive_span, fixed, ",
+                    "model.base=recurrent routing.heads=0",
+                    "is for model.base of local, full, lsh, adaptive_span, strided, fixed, fixed",
                 ),
                 (
                     "model.positions=shaw",

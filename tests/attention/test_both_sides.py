@@ -14,6 +14,7 @@ from torch import Tensor
 from rtx import attention
 from rtx.attention import Centroids, Full, Indexer, Local, Pattern, TopK, oracle
 from rtx.attention.engine import blocks as torch_blocks
+from tests.attention.test_patterns import needs_compiler
 from tests.helpers.cases import CASES, Case, gradients, make, run, tensors
 
 few = settings(
@@ -137,6 +138,18 @@ def test_cross_attention_of_routing_heads_trains_and_moves_its_centroids() -> No
     assert q.grad is not None and bool(q.grad.any())
     attention.after_step(pattern)
     assert not torch.equal(before, centroids.centroid_HCD)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["fixed", "lsh", "exact", "blocks", "probed", "probed-best"])
+@torch.no_grad()
+def test_compiled_kernels_read_both_sides(kind: str) -> None:
+    case = Case(N=40, D=16, W=9)
+    pattern = encoder(kind, case, backend="native").float()
+    ours = run(pattern, tensors(pattern, case, torch.float32))
+    pattern.backend = "torch"
+    theirs = run(pattern.double(), tensors(pattern, case))
+    torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("warmup", [0, 2])

@@ -1,13 +1,14 @@
 """Learned sinks: by the oracle, in streams, by every engine, and what they are for."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 
 from rtx import attention
-from rtx.attention import Pattern
+from rtx.attention import Pattern, oracle
 from tests.attention.test_patterns import needs_compiler
 from tests.helpers.cases import CASES, CLUSTERED, KINDS, Case, check, gradients, make, run, tensors
 
@@ -76,6 +77,20 @@ def test_a_list_that_is_made_once_serves_patterns_with_sinks() -> None:
     assert pattern.form() is not None
     assert [*dict(pattern.named_parameters())] == ["sink_H"]
     assert "sink_H" not in attention.Local(window=3).state_dict()
+
+
+@pytest.mark.parametrize("kind", ["local", "causal-separate", "topk-shared", "exact", "lsh"])
+def test_sinks_learn_from_all_documents(kind: str) -> None:
+    case = Case(N=15)
+    pattern = with_sinks(kind, case)
+    here = tensors(pattern, case)
+    documents = attention.Documents(torch.tensor([[0] * 6 + [6] * 9, [0] + [1] * 14]))
+    ours = run(pattern, here, documents=documents)
+    theirs = run(partial(oracle.attend_by_rule, pattern), here, documents=documents)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    found = gradients(pattern, here, ours)
+    assert found["sink_H"].all()
+    torch.testing.assert_close(found, gradients(pattern, here, theirs), rtol=1e-8, atol=1e-8)
 
 
 def test_sinks_get_gradients_where_nobody_reads() -> None:

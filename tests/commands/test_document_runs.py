@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,14 @@ import torch
 from rtx import load
 from rtx.data.catalog import open_data
 from rtx.data.windows import windows
-from tests.helpers.small_runs import Workshop
+from tests.helpers.small_runs import Workshop, after, difference
 
 LENGTH = 32
+MODERN = (
+    *("model.norm_kind=rmsnorm", "model.ffn=swiglu", "model.qk_norm=true", "model.sinks=true"),
+    *("model.heads=4", "model.kv_heads=2", "routing=causal", "routing.heads=2"),
+)
+"""The parts of model=modern, with two routing heads that share keys."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,18 @@ def test_a_score_is_that_of_documents_read_apart(workshop: Workshop, run: Path, 
     streaming, _ = workshop.score(run, "split=valid", "mode=streaming")
     assert streaming["bits"] == pytest.approx(bits, rel=1e-5)
     assert loaded.score("valid", report=lambda line: None).bits == pytest.approx(bits, rel=1e-5)
+
+
+def test_a_killed_modern_run_resumes_to_the_same_bits(workshop: Workshop, texts: str) -> None:
+    words = ("data.documents=true", texts, *MODERN)
+    whole = workshop.train("modern", *words)
+    process = workshop.start("modern-killed", *words)
+    assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
+    workshop.command("resume", str(process.run), "hardware.workers=2")
+    assert difference(process.run, whole) == ""
+    parallel, _ = workshop.score(process.run, "split=valid")
+    streaming, _ = workshop.score(process.run, "split=valid", "mode=streaming")
+    assert streaming["bits"] == pytest.approx(parallel["bits"], rel=1e-5)
 
 
 def test_audits_and_analyses_keep_to_documents(workshop: Workshop, run: Path) -> None:

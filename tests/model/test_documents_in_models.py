@@ -21,7 +21,19 @@ from tests.helpers.tiny_models import (
 
 FIRST_BN = torch.tensor([[0] * 7 + [7] * 17, [0] + [1] * 11 + [12] * 12])
 """Documents of 7 and 17 tokens in the first sequence, of 1, 11 and 12 in the second."""
-KINDS: list[Kind] = [*COMMON[::4], *OTHERS, *OWN_KEYS[::5], {"lsh": "reformer", **HASHED}]
+BLOCKS: Kind = {"norm_kind": "rmsnorm", "ffn": "swiglu", "qk_norm": True, "sinks": True}
+MODERN: list[Kind] = [
+    {**BLOCKS, "kv_heads": 2, "selection": selection, "routing_keys": "separate"}
+    for selection in ("causal", "probed")
+]
+"""The parts of model=modern, with lists bounded by documents and with documents apart."""
+KINDS: list[Kind] = [
+    *COMMON[::4],
+    *OTHERS,
+    *OWN_KEYS[::5],
+    {"lsh": "reformer", **HASHED},
+    *MODERN,
+]
 
 
 def apart(model: Transformer, tokens_BN: Tensor, streaming: bool = False) -> Tensor:
@@ -45,10 +57,19 @@ def test_tokens_get_the_likelihood_that_they_have_apart(kind: Kind) -> None:
         torch.testing.assert_close(ours_BN.double(), theirs_BN, rtol=1e-9, atol=1e-9)
 
 
+LOOKING_BACK: Kind = {
+    "base": "local+full",
+    "positions": "learned",
+    "routing_keys": "tied",
+    "routing_key_shift": 1,
+    "routing_key_conv": 2,
+}
+
+
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_and_recomputed_blocks_keep_to_documents(recompute: bool) -> None:
-    kind: Kind = {"base": "local+full", "positions": "learned", "routing_keys": "tied"}
-    model = tiny_model(**kind, routing_key_shift=1, routing_key_conv=2)
+@each_kind([LOOKING_BACK, *MODERN])
+def test_training_and_recomputed_blocks_keep_to_documents(kind: Kind, recompute: bool) -> None:
+    model = tiny_model(**kind)
     model.recompute = recompute
     model.train()
     nats_BN, _ = model.loss(tokens(), first_BN=FIRST_BN)
