@@ -49,11 +49,8 @@ MODULES = tuple(
     for name in ("analyze", "audit", "data", "eval", "export", "report", "runs", "sample", "sweep")
 )
 """What the forking process imports, so that no case waits for it."""
-SWEEP = ("train", "-m", "TEXT", *SIZES, "trainer.steps=2", "seed=0,1")
-FINISHED = "FINISHED"
-"""Begins the line that a process writes at its end."""
 INSIDE = """
-import atexit, os, resource, signal
+import os, resource, signal
 signal.alarm({limit})
 os.chdir({folder!r})
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
@@ -74,31 +71,31 @@ class Command:
 
 COMMANDS: dict[str, tuple[Command, ...]] = {
     "out/one/run": (
-        Command(("runs",), 3),
-        Command(("report", "RUN"), 3),
+        Command(("runs",), 5),
+        Command(("report", "RUN"), 2),
         Command(("report", "out"), 1),
-        Command(("eval", "RUN", "limit=1"), 3),
-        Command(("sample", "RUN", "length=4"), 3),
+        Command(("eval", "RUN", "limit=1"), 2),
+        Command(("sample", "RUN", "length=4"), 2),
         Command(("audit", "RUN", "sequences=1", "prefixes=1"), 1),
         Command(("analyze", "patterns", "RUN"), 1),
-        Command(("export", "RUN"), 3),
+        Command(("export", "RUN"), 2),
         Command(("export", "RUN", "format=hf"), 1),
-        Command(("resume", "RUN", "trainer.steps=13"), 3),
+        Command(("resume", "RUN", "trainer.steps=13"), 2),
         Command(("resume", "RUN", "trainer.steps=13", "logger.csv=true"), 1),
         Command(("resume", "RUN", "trainer.steps=13", "logger.tensorboard=true"), 1),
         Command(("train", "TEXT", *SIZES, "trainer.steps=13"), 2, run="RUN"),
     ),
     "data": (
-        Command(("data", "list"), 2),
-        Command(("data", "verify", "data=text", "TEXT"), 2),
+        Command(("data", "list"), 3),
+        Command(("data", "verify", "data=text", "TEXT"), 3),
         Command(("data", "prepare", "data=text", "TEXT"), 3),
         Command(("data", "remove", "data=text", "TEXT"), 2),
-        Command(("eval", "RUN", "limit=1"), 2),
+        Command(("eval", "RUN", "limit=1"), 1),
         Command(("train", "TEXT", *SIZES, "trainer.steps=2"), 1, run="new"),
     ),
     "export": (
-        Command(("eval", "export", "limit=1"), 3),
-        Command(("sample", "export", "length=4"), 3),
+        Command(("eval", "export", "limit=1"), 2),
+        Command(("sample", "export", "length=4"), 2),
         Command(("export", "RUN", "output=export"), 2),
     ),
     "hf": (Command(("export", "RUN", "output=hf", "format=hf"), 1),),
@@ -106,8 +103,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "out/swept": (
         Command(("sweep", "out/swept"), 4),
         Command(("report", "out/swept"), 2),
-        Command(("runs", "out/swept"), 4),
-        Command(SWEEP, 1),
+        Command(("runs", "out/swept"), 3),
     ),
 }
 """The commands on each copy."""
@@ -346,7 +342,8 @@ def make_sweep(workshop: Workshop, copied: Path) -> None:
     cells = {}
     for seed in (0, 1):
         name = f"{seed:012x}"
-        shutil.copytree(copied / "out" / "one" / "run", swept / name)
+        ignored = shutil.ignore_patterns("checkpoints", "report", "export", "tensorboard", "csv")
+        shutil.copytree(copied / "out" / "one" / "run", swept / name, ignore=ignored)
         cells[name] = f"seed={seed}"
     row = {"time": "2026-01-01T00:00:00Z", "command": "rtx train -m seed=0,1", "cells": cells}
     (swept / "sweeps.jsonl").write_text(json.dumps(row) + "\n")
@@ -514,7 +511,7 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=1000, help="number of cases")
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn")
-    parser.add_argument("--limit", type=int, default=120, help="seconds of a command")
+    parser.add_argument("--limit", type=int, default=300, help="seconds of a command")
     output = ROOT / "benchmarks" / "results" / "attacks.json"
     parser.add_argument("--output", type=Path, default=output, help="file for the result")
     return parser.parse_args(words)
